@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import resource
 import shutil
@@ -13,9 +14,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import pytest
+import trio
+from trio.testing import MockClock
 
 from rollout import Outcome, RolloutBatch, RolloutError, Trajectory, load_trajectories
 from rollout.batch import collate
@@ -25,7 +29,9 @@ from rollout.cli import main
 from rollout.cli.exit_codes import NOT_SAVED
 from rollout.config import LengthsConfig
 from rollout.observe.event_file import EVENTS
+from rollout.scheduling.journal.frames import Frame, frames, records_of
 from rollout.scheduling.journal.journal_reading import read_journal
+from rollout.scheduling.journal.journal_writer import JournalWriter
 
 LENGTHS = LengthsConfig(prompt=8, response=256)
 WHAT_THERE_IS = r"File too large; [\d,]+ bytes are needed and [\d,]+ are free there"
@@ -133,6 +139,49 @@ from rollout.testing import Scenario
 scenario = Scenario(seed=1).reply("quick", filler=60).reply("slow", filler=4000)
 config = scenario.timing(base_s=BASE_S).config(placement=InProcessPlacement())
 """
+
+
+def test_journal_with_many_frames_and_room_for_some_has_the_records_that_fit(
+    tmp_path: Path,
+) -> None:
+    """Frames are written many at once; a disk that has no room for all takes what it can."""
+    path = tmp_path / "journal"
+    records = [["record", number, "x" * 90] for number in range(200)]
+    is_whole = range(40, 45)
+    sizes: list[int] = []
+
+    async def write() -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        options: dict[str, Any] = {"syncs": False, "gather_s": 0.0, "allowance": 1000}
+        writer = JournalWriter(path, descriptor, 0, **options)
+        with files_up_to(0):  # frames gather: each record is one
+            for record in records[:40]:
+                writer.put(cast("Any", record))
+            with writer.together():
+                for record in records[40:45]:
+                    writer.put(cast("Any", record))
+            for record in records[45:]:
+                writer.put(cast("Any", record))
+        assert writer.written == 0
+        assert writer.failure is not None
+        for room in (1000, 5000, 5200, 12_000, 1 << 20):
+            with files_up_to(room):
+                writer._write_all()
+            found = written()
+            assert found == records[: writer.written]
+            assert writer.written not in is_whole[1:]
+            sizes.append(path.stat().st_size)
+            assert sizes[-1] <= room < sizes[-1] + 700 or writer.failure is None
+        assert writer.failure is None
+        await writer.close(1.0)
+
+    def written() -> list[Any]:
+        whole = [each for each in frames(memoryview(path.read_bytes())) if isinstance(each, Frame)]
+        return [msgspec.msgpack.decode(record) for each in whole for _, record in records_of(each)]
+
+    trio.run(write, clock=MockClock(autojump_threshold=0))
+    assert written() == records
+    assert sizes == sorted(sizes)
 
 
 @pytest.fixture

@@ -10,12 +10,11 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from rollout.engine.driver.generation import Generation
-from rollout.scheduling.journal.entries import GivenAnswers, Key
-from rollout.scheduling.journal.noted_turns import NotedTurn
+from rollout.scheduling.journal.entries import GivenAnswers, Key, TurnEntry
 from rollout.scheduling.journal.told_rows import Rows, ToldRow
 from rollout.token_prefix import TokenPrefix
 
-KEY, SEED, CALLS = Key(0, "uid", 0), 7, 9
+KEY = Key(0, "uid", 0)
 TEXT = st.lists(st.integers(0, 1 << 20), max_size=4)
 #: What is added before a turn, its ids, and how many of them stay; None: all.
 TURN = st.tuples(st.lists(TEXT, max_size=3), TEXT, st.none() | st.integers(0, 4))
@@ -41,16 +40,21 @@ class Telling:
     def row_of(self, prefix: TokenPrefix) -> ToldRow:
         found = [row for row in self.rows if row.prefix is prefix]
         if not found:
-            found = [ToldRow(prefix, len(self.rows), KEY, 0)]
+            found = [ToldRow(prefix, len(self.rows))]
             self.rows += found
         return found[0]
 
-    def note(self, prefix: TokenPrefix, generation: Generation) -> NotedTurn:
+    def tell(self, prefix: TokenPrefix, generation: Generation) -> TurnEntry:
         row = self.row_of(prefix)
-        told, kept = row.tell(generation.packed()[0])
-        count, length = len(prefix.pieces), prefix.length
-        answers = GivenAnswers(CALLS, [], 0.0, (), {})
-        return NotedTurn(row, told, count, length, kept, "s", 0, SEED, generation, 0.0, answers)
+        ids, log_probs = generation.packed()
+        kept, context = row.tell(ids)
+        place = prefix.length, 0, 7
+        number = row.number
+        values: list[Any] = [KEY, 0, "s", 0, place, number, kept, context, ids, log_probs]
+        entry = TurnEntry(*values, [[0, len(ids) // 4]], "stop", 0, 0, 0.0)
+        entry.answers = GivenAnswers(b"calls", [], 0.0, (), {})
+        self.read.add(entry)
+        return entry
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), TURN), max_size=8), st.booleans())
@@ -64,19 +68,16 @@ def test_rows_told_by_turns_are_those_that_there_were(turns: list[Any], is_lost:
         if is_lost:  # tokens that no turn tells of
             prefix.extend(packed([5]))
         generation = generation_of(ids)
-        noted = telling.note(prefix, generation)
-        place = (len(prefix), zlib.crc32(prefix.packed()), SEED)
+        entry = telling.tell(prefix, generation)
+        assert entry.place == (len(prefix), zlib.crc32(prefix.packed()), 7)
         stays = None if kept is None or kept >= len(ids) else kept
         generation.kept = stays
         part = generation.kept_part()
         prefix.extend(part.packed()[0])
         log_probs[at].append(part.packed()[1])
-        entry = noted.entry()  # made when the row has grown
-        telling.read.add(entry)
-        assert entry.place == place
         if stays is None:
             assert entry.answers is not None
-            after = (len(prefix), zlib.crc32(prefix.packed()), CALLS)
+            after = (len(prefix), zlib.crc32(prefix.packed()), zlib.crc32(b"calls"))
             assert entry.answers.place == after
     for prefix, own in zip(prefixes, log_probs, strict=True):
         prefix.extend(packed([1, 2, 3]))

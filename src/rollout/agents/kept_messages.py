@@ -236,12 +236,10 @@ class KeptMessages(Sequence[Message]):
             rows: Numbers of the rows by the identity of their `TokenPrefix`.
             pack: Makes plain data of a message.
         """
-        numbers = []
-        for row in self._rows:
-            number = rows.get(id(row))
-            if number is None:
-                return None
-            numbers.append(number)
+        own = [rows.get(id(row)) for row in self._rows]
+        numbers = [each for each in own if each is not None]
+        if len(numbers) < len(own):
+            return None
         entries: Sequence[Any] = self._entries
         if Message in map(type, entries):  # seldom
             entries = [pack(each) if type(each) is Message else each for each in entries]

@@ -24,12 +24,12 @@ class AskedCalls(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         prefix, length: The conversation, and how many tokens it had before them.
-        calls: CRC-32 of them as they were asked: tools may change what they are given.
+        calls: They, encoded: tools may change what they are given.
     """
 
     prefix: TokenPrefix
     length: int
-    calls: int
+    calls: bytes
 
 
 class TurnLog(Protocol):

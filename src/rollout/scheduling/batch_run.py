@@ -260,8 +260,7 @@ class BatchRun:
         """Deliver a trajectory, once the journal has it."""
         if self._keep is not None:
             self._unkept.append((member, trajectory))
-            if len(self._unkept) == 1:  # else the journal was asked for those before it
-                self._keep_written()
+            self._keep_written()
         elif member.log is None or await self._is_written(member.log):
             await self._deliver(row, trajectory)
         else:

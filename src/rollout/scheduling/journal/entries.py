@@ -86,11 +86,11 @@ class GivenAnswers(msgspec.Struct, array_like=True, gc=False):
     """What tools answered to a turn, as part of its record; see `AnswersEntry`.
 
     Attributes:
-        asked: CRC-32 of the calls, which were made right after the turn.
+        asked: The calls, which were made right after the turn.
         place: See `Rows.add`.
     """
 
-    asked: int
+    asked: bytes
     results: list[str | list[Any]]
     seconds: float
     stateful: Sequence[str]

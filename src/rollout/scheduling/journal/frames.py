@@ -62,7 +62,8 @@ class Damage(NamedTuple):
 class FrameBuffer:
     """A frame that is filled, written and filled again, in memory of its own.
 
-    Memory that is kept costs a third: else it is taken from the system anew, page by page.
+    Memory of before is kept: what grows anew takes it from the system page by page, and that costs
+    three times the encoding.
 
     Attributes:
         bytes: It as it stands in the file.

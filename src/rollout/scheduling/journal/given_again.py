@@ -60,14 +60,14 @@ def place_of_turn(prefix: TokenPrefix, seed: int) -> Place:
 def asked_of(prefix: TokenPrefix, calls: Sequence[ToolCall | InvalidToolCall]) -> AskedCalls | None:
     """What is asked by these calls here; None where it cannot be remembered."""
     try:
-        return AskedCalls(prefix, prefix.length, zlib.crc32(_encode(calls)))
+        return AskedCalls(prefix, prefix.length, _encode(calls))
     except (TypeError, ValueError, OverflowError, RecursionError):
         return None
 
 
 def place_of_calls(asked: AskedCalls) -> Place:
     """Where these calls are made."""
-    return asked.length, asked.prefix.sum_of(asked.length), asked.calls
+    return asked.length, asked.prefix.sum_of(asked.length), zlib.crc32(asked.calls)
 
 
 def plain_states(states: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,15 +16,13 @@ import anyio
 from rollout.bridge import event_type, has_virtual_clock, loop_poster
 from rollout.disk_room import unwritable
 from rollout.scheduling.journal.frames import MAGIC, FrameBuffer
-from rollout.scheduling.journal.noted_turns import entries_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from rollout.errors import RolloutError
-    from rollout.scheduling.journal.entries import Entry, GivenAnswers
-    from rollout.scheduling.journal.noted_turns import NotedTurn
+    from rollout.scheduling.journal.entries import Entry, GivenAnswers, TurnEntry
 
 logger = logging.getLogger("rollout.journal")
 
@@ -90,7 +88,7 @@ class JournalWriter:
         self._path, self._descriptor, self._syncs = path, descriptor, syncs
         #: Records that are to be encoded: one by one that costs twice as much. Under the lock, for
         #: the thread does so as well, they are taken from here into what is to be written.
-        self._put: list[Entry | NotedTurn] = []
+        self._put: list[Entry] = []
         #: With this number there is more to do than to put: 0 while the thread idles, else where a
         #: batch is whole. One look at it is all that most records cost.
         self._due = 0
@@ -115,7 +113,7 @@ class JournalWriter:
             self._thread = threading.Thread(target=self._run, name="rollout-journal", daemon=True)
             self._thread.start()
 
-    def put(self, entry: Entry | NotedTurn) -> int:
+    def put(self, entry: Entry) -> int:
         """Have a record written; its number. On the loop.
 
         Args:
@@ -130,13 +128,13 @@ class JournalWriter:
                 self._awake()
         return number
 
-    def put_large(self, entry: Entry | NotedTurn) -> int:
+    def put_large(self, entry: Entry) -> int:
         """The same of one that may be of megabytes, which do not wait to be encoded."""
         number = self.put(entry)
         self._encode_now()
         return number
 
-    def complete(self, turn: NotedTurn, number: int, answers: GivenAnswers) -> bool:
+    def complete(self, turn: TurnEntry, number: int, answers: GivenAnswers) -> bool:
         """Whether answers have become part of a turn's record, which is not so once it is encoded.
 
         Args:
@@ -166,7 +164,7 @@ class JournalWriter:
         count = len(self._put)  # the loop may add more meanwhile
         if count:
             frame = self._spare.pop() if self._spare else FrameBuffer()
-            frame.fill(entries_of(self._put[:count]), is_whole=is_whole)
+            frame.fill(self._put[:count], is_whole=is_whole)
             self._full.append(frame)
             del self._put[:count]
             self._encoded += count
@@ -277,8 +275,7 @@ class JournalWriter:
                 self._encode()
             if not self.size:
                 self._append([MAGIC])
-            while self._full:
-                self._write_first(_AT_ONCE)
+            self._write_full()
             self.failure = None
         except Exception as error:  # whatever it is, nobody else would learn of it
             self.failure = unwritable(
@@ -293,32 +290,33 @@ class JournalWriter:
             else:
                 self._post(self._tell)
 
-    def _write_first(self, most: int) -> None:
-        """The next frames, or as much of the first as there is room for.
+    def _write_full(self) -> None:
+        """All frames, many at once; where not all have room, one by one, and then by records.
 
         Raises:
-            OSError: There is no room.
+            OSError: There is none for the next record.
         """
-        frames = [*islice(self._full, most)]
-        try:
-            self._append([each.bytes for each in frames])
-        except OSError:
-            if len(frames) > 1:
-                self._write_first(1)
-                return
-            frames = frames[0].divided()
-            if len(frames) < 2:
-                raise
-            self._full.popleft()
-            self._full.extendleft(reversed(frames))
-            self._write_first(1)
-            return
-        for each in frames:
-            self._full.popleft()
-            self.written += each.count
-            if len(each.bytes) < _MOST_KEPT:
-                self._spare.append(each)
-        self.admitted = self.written + self.allowance
+        most = _AT_ONCE
+        while self._full:
+            frames = [*islice(self._full, most)]
+            try:
+                self._append([each.bytes for each in frames])
+            except OSError:
+                if most > 1:
+                    most = 1
+                    continue
+                parts = frames[0].divided()
+                if len(parts) < 2:
+                    raise
+                self._full.popleft()
+                self._full.extendleft(reversed(parts))
+                continue
+            for each in frames:
+                self._full.popleft()
+                self.written += each.count
+                if len(each.bytes) < _MOST_KEPT:
+                    self._spare.append(each)
+            self.admitted = self.written + self.allowance
 
     def _append(self, frames: Sequence[bytes | bytearray]) -> None:
         """All of some frames, or nothing of them."""

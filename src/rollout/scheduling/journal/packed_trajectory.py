@@ -98,19 +98,13 @@ def packed_trajectory(
         told: What its turns told of its rows, by the identity of their ids.
     """
     written = _Written(unwritable)
-    rows: dict[int, int] = {}
-    for segment in trajectory.segments:
-        rows[id(segment.transcript.prefix)] = len(rows)
-    conversations = [_packed_messages(trajectory.messages, rows, schemas, written)]
-    numbers = {id(trajectory.messages): 0}
-    segments = []
-    for segment in trajectory.segments:
-        number = numbers.get(id(segment.messages))
-        if number is None:
-            number = numbers[id(segment.messages)] = len(conversations)
-            conversations.append(_packed_messages(segment.messages, rows, schemas, written))
-        segments.append(_packed_segment(segment, number, told))
-    reward, cause = trajectory.reward, trajectory.cause
+    rows = {id(each.transcript.prefix): at for at, each in enumerate(trajectory.segments)}
+    numbers: dict[int, int] = {}
+    conversations: list[tuple[PackedMessages, Schemas | None]] = []
+    for messages in (trajectory.messages, *[each.messages for each in trajectory.segments]):
+        if id(messages) not in numbers:
+            numbers[id(messages)] = len(conversations)
+            conversations.append(_packed_messages(messages, rows, schemas, written.message))
     record = _Trajectory(
         trajectory.uid,
         trajectory.group,
@@ -118,36 +112,38 @@ def packed_trajectory(
         trajectory.outcome,
         trajectory.reason,
         trajectory.limit_source,
-        None if cause is None else _encodable(cause),
+        _encodable(trajectory.cause),
         trajectory.trainable,
-        None if reward is None else plain(reward, "reward"),
+        plain(trajectory.reward, "reward"),
         trajectory.turn_scores and plain(trajectory.turn_scores, "turn_scores"),
         trajectory.tool_rewards and plain(trajectory.tool_rewards, "tool_rewards"),
         trajectory.num_turns,
         _metrics(trajectory.metrics),
         written.items(trajectory.extra, "extra") if trajectory.extra else {},
         trajectory.history,
-        segments,
+        [_packed_segment(each, numbers[id(each.messages)], told) for each in trajectory.segments],
         conversations,
-        0,
+        numbers[id(trajectory.messages)],
     )
     return _encode(record), written.fault
 
 
-class _Written(msgspec.Struct):
+class _Written:
     """What is written of values that may be no plain data.
 
     Attributes:
-        unwritable: What becomes of such values.
         fault: Why one is left out; None where none is.
     """
 
-    unwritable: Unwritable
-    fault: JournalError | None = None
+    __slots__ = ("_unwritable", "fault")
+
+    def __init__(self, unwritable: Unwritable) -> None:
+        self._unwritable = unwritable
+        self.fault: JournalError | None = None
 
     def items(self, mapping: Mapping[Any, Any], where: str) -> dict[Any, Any]:
         """The items of a mapping."""
-        written, fault = self.unwritable.items(mapping, where)
+        written, fault = self._unwritable.items(mapping, where)
         self.fault = self.fault or fault
         return written
 
@@ -164,7 +160,7 @@ class _Written(msgspec.Struct):
 
 
 def _packed_segment(segment: Segment, messages: int, told: Mapping[int, ToldRow]) -> _Segment:
-    reward, rewards, transcript = segment.reward, segment.token_rewards, segment.transcript
+    rewards, transcript = segment.token_rewards, segment.transcript
     row, by_turns = told.get(id(transcript.prefix)), None
     if row is None:
         packed = transcript.packed()
@@ -180,33 +176,29 @@ def _packed_segment(segment: Segment, messages: int, told: Mapping[int, ToldRow]
         segment.parent,
         segment.purpose,
         segment.trainable,
-        None if reward is None else plain(reward, "segments.reward"),
+        plain(segment.reward, "segments.reward"),
         None if rewards is None else array("f", rewards).tobytes(),
         segment.session_id,
         segment.seeds,
         messages,
-        _placed(transcript.media) if transcript.media else [],
+        [PlacedMedia(without_content(m.medium), m.start, m.count) for m in transcript.media],
         by_turns,
     )
-
-
-def _placed(media: Sequence[PlacedMedia]) -> list[PlacedMedia]:
-    return [PlacedMedia(without_content(each.medium), each.start, each.count) for each in media]
 
 
 def _packed_messages(
     messages: Sequence[Message],
     rows: Mapping[int, int],
     schemas: Sequence[Mapping[str, Any]],
-    written: _Written,
+    message: Callable[[Message], list[Any]],
 ) -> tuple[PackedMessages, Schemas | None]:
     if isinstance(messages, KeptMessages):
-        packed = messages.packed(rows, written.message)
+        packed = messages.packed(rows, message)
         if packed is not None:
             own = messages.schemas
             is_known = own is schemas or list(own) == list(schemas)
             return packed, None if is_known else [dict(each) for each in own]
-    return pack_texts([written.message(each) for each in messages]), None
+    return pack_texts([message(each) for each in messages]), None
 
 
 def _metrics(metrics: Mapping[str, Any]) -> Any:
@@ -216,7 +208,9 @@ def _metrics(metrics: Mapping[str, Any]) -> Any:
     return plain_items(metrics, "metrics")
 
 
-def _encodable(cause: Cause) -> Cause:
+def _encodable(cause: Cause | None) -> Cause | None:
+    if cause is None:
+        return None
     words = (cause.type, cause.message, cause.traceback)
     kind, said, where = (each.encode("utf-8", "backslashreplace").decode() for each in words)
     return Cause(type=kind, message=said, traceback=where)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 if TYPE_CHECKING:
-    from rollout.scheduling.journal.entries import Key, TurnEntry
+    from rollout.scheduling.journal.entries import TurnEntry
     from rollout.token_prefix import TokenPrefix
 
 #: All tokens of a turn stayed.
@@ -25,35 +25,23 @@ class ToldRow:
     Attributes:
         prefix: Its ids.
         number: Of the row in its trajectory.
-        key, start: Of the trajectory, as in `TurnEntry`.
         turns: That told of it.
         length: Of its ids, right after the last of these.
         is_cut: Whether not all tokens of one of these stayed.
     """
 
-    __slots__ = (
-        "_last",
-        "_told",
-        "is_cut",
-        "key",
-        "length",
-        "number",
-        "prefix",
-        "start",
-        "turns",
-    )
+    __slots__ = ("_last", "_told", "is_cut", "length", "number", "prefix", "turns")
 
-    def __init__(self, prefix: TokenPrefix, number: int, key: Key, start: int) -> None:
+    def __init__(self, prefix: TokenPrefix, number: int) -> None:
         self.prefix, self.number, self.turns = prefix, number, 0
-        self.key, self.start = key, start
         self.is_cut, self.length = False, 0
         self._told, self._last = 0, b""  # pieces; ids of the last turn
 
-    def tell(self, ids: bytes) -> tuple[int, int]:
+    def tell(self, ids: bytes) -> tuple[int, list[bytes]]:
         """A turn tells of what was `untold`, and then of these ids.
 
         Returns:
-            As `untold`, before it.
+            How many ids of its last turn stayed, or `ALL`; and the pieces since then.
         """
         told, pieces, kept = self._told, self.prefix.pieces, ALL
         if told and (told > len(pieces) or pieces[told - 1] is not self._last):
@@ -61,7 +49,7 @@ class ToldRow:
         self._told, self._last = len(pieces) + (1 if ids else 0), ids
         self.length = self.prefix.length + len(ids) // 4
         self.turns += 1
-        return told, kept
+        return kept, pieces[told:]
 
     def untold(self) -> tuple[int, int]:
         """Up to which piece it is told, and how many ids of its last turn stayed, or `ALL`."""
@@ -121,7 +109,7 @@ class Rows:
         row.extend(turn.ids)
         row.log_probs.append(turn.log_probs)
         if turn.answers is not None:
-            turn.answers.place = row.length, row.digest, turn.answers.asked
+            turn.answers.place = row.length, row.digest, zlib.crc32(turn.answers.asked)
 
     def row(self, number: int, kept: int) -> tuple[list[bytes], list[bytes]]:
         """The ids and log-probs of one, of whose last turn so many ids stayed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from itertools import chain
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -30,7 +30,6 @@ from rollout.scheduling.journal.given_again import (
     shown,
 )
 from rollout.scheduling.journal.journal_reading import Recorded, steps_of
-from rollout.scheduling.journal.noted_turns import NotedTurn
 from rollout.scheduling.journal.packed_trajectory import packed_trajectory, trajectory_of
 from rollout.scheduling.journal.told_rows import ToldRow
 from rollout.scheduling.journal.unwritten import drop_messages, fail_unwritten
@@ -57,7 +56,6 @@ UNFINISHED = frozenset(("closed", "interrupted", "surplus"))
 
 #: What most answers are as a record holds them.
 _TEXT = frozenset((str,))
-_NO_STATES: dict[str, Any] = {}
 _NOTHING = Recorded()
 
 
@@ -104,7 +102,7 @@ class TrajectoryLog:
         self._ticket = self._latest = 0
         self._begun = False
         #: What was noted last, where answers may still become part of it.
-        self._turn: NotedTurn | None = None
+        self._turn: TurnEntry | None = None
         #: What its turns tell of its rows, by the identity of their ids; the one of the last turn.
         self._rows: dict[int, ToldRow] = {}
         self._row: ToldRow | None = None
@@ -200,31 +198,43 @@ class TrajectoryLog:
         seconds: float,
     ) -> bool:
         """A generation is over that continues `prefix`; whether to wait for `room`."""
+        ids, log_probs = generation.packed()
         row = self._row
         if row is None or row.prefix is not prefix:
             row = self._row_of(prefix)
-        told, kept = row.tell(generation.packed()[0])
-        self._turn = noted = NotedTurn(
-            row,
-            told,
-            len(prefix.pieces),
-            prefix.length,
-            kept,
+        kept, context = row.tell(ids)
+        writer = self._writer
+        self._turn = entry = TurnEntry(
+            self.key,
+            self._start,
             segment,
             turn,
-            seed,
-            generation,
+            (prefix.length, 0, seed),
+            row.number,
+            kept,
+            context,
+            ids,
+            log_probs,
+            generation.versions,
+            generation.finish_reason,
+            generation.cached_tokens,
+            generation.resumes,
             seconds,
         )
-        writer = self._writer
-        put = writer.put if generation.expert_shape is None else writer.put_large
-        self._latest = number = put(noted)
+        if generation.top_count:
+            entry.top = (generation.top_count, generation.top_ids, generation.top_log_probs)
+        if generation.expert_shape is None:
+            self._latest = number = writer.put(entry)
+        else:
+            shape, experts = generation.expert_shape, generation.routed_experts
+            entry.experts = (*shape, generation.expert_room, experts)
+            self._latest = number = writer.put_large(entry)
         return number > writer.admitted
 
     def _row_of(self, prefix: TokenPrefix) -> ToldRow:
         row = self._rows.get(id(prefix))
         if row is None:
-            row = self._rows[id(prefix)] = ToldRow(prefix, self._next_row, self.key, self._start)
+            row = self._rows[id(prefix)] = ToldRow(prefix, self._next_row)
             self._next_row += 1
         self._row = row
         return row
@@ -248,31 +258,27 @@ class TrajectoryLog:
         is not on its way to the file yet, and these become part of it.
         """
         try:
-            results = [fields_of(each, at) for at, each in enumerate(answers.results)]
-            snapshots = plain_states(answers.snapshots) if answers.snapshots else _NO_STATES
+            results = list(map(fields_of, answers.results, count()))
+            snapshots = plain_states(answers.snapshots) if answers.snapshots else {}
         except JournalError as error:
             self._journal.say_unwritable(error)
             return False
-        writer, last, self._turn = self._writer, self._turn, None
-        seconds, stateful = answers.seconds, answers.stateful
+        told = (results, answers.seconds, answers.stateful, snapshots)
+        writer, row, last, self._turn = self._writer, self._row, self._turn, None
         if not _TEXT.issuperset(map(type, results)) and show_something(answers.results):
             # Their contents come first.
             for result in answers.results:
                 self._journal.put_media({m.digest: m.content for m in chain(*shown(result))})
         elif (
             last is not None
-            and asked.prefix is last.row.prefix
-            and asked.length == last.row.length  # else the calls came later
-            and writer.complete(
-                last,
-                self._latest,
-                GivenAnswers(asked.calls, results, seconds, stateful, snapshots),
-            )
+            and row is not None
+            and asked.prefix is row.prefix
+            and asked.length == row.length  # else the calls came later
+            and writer.complete(last, self._latest, GivenAnswers(asked.calls, *told))
         ):
             return self._latest > writer.admitted
         place = place_of_calls(asked)
-        own = (results, seconds, stateful, snapshots)
-        entry = AnswersEntry(self.key, self._start, segment, turn, place, *own)
+        entry = AnswersEntry(self.key, self._start, segment, turn, place, *told)
         self._latest = number = writer.put(entry)
         return number > writer.admitted
 
@@ -288,10 +294,8 @@ class TrajectoryLog:
         """It has its outcome. One that holds what cannot be written fails by that."""
         if trajectory.outcome is Outcome.CANCELLED and trajectory.reason in UNFINISHED:
             return
-        for segment in trajectory.segments:
-            if segment.transcript.media:
-                self._journal.put_media(contents_of([trajectory]))
-                break
+        if any(segment.transcript.media for segment in trajectory.segments):
+            self._journal.put_media(contents_of([trajectory]))
         if self.has_answers:
             self._say_departure()
         self._turn = None
@@ -333,8 +337,6 @@ class TrajectoryLog:
     @property
     def is_written(self) -> bool:
         """Whether its end is; where it is not, who listens to the journal is called when it may."""
-        if self._writer.written >= self._ticket:
-            return True
         self._journal.ask()
         return self._journal.has_written(self._ticket)
 
