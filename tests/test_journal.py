@@ -74,7 +74,8 @@ def prompts(*texts: str) -> list[Prompt]:
     return [Prompt(messages=[{"role": "user", "content": text}], uid=text) for text in texts]
 
 
-def reward(trajectory: Trajectory) -> Reward:
+async def reward(trajectory: Trajectory) -> Reward:
+    """Of no thread, so that the order of the records does not depend on the machine."""
     count = trajectory.transcript.generated_length
     values = [0.1] * trajectory.transcript.response_length
     return Reward(value=count / 3, extra={"of": [count, "é"]}, token_values=values)
