@@ -444,6 +444,20 @@ def test_assign_a_moving_member_pays_only_what_the_group_does_not_share() -> Non
     assert (moved.replica.name, moved.fresh_tokens) == ("b", 600)
 
 
+def test_assign_branch_of_a_trajectory_in_no_group_goes_where_its_trunk_is() -> None:
+    router = router_of("a", "b")
+    trunk = send(router, "m0", prompt_tokens=4000, now=0.0)
+    home = trunk.replica.name
+    router.release(trunk, generated=256, now=10.0)
+    branches: dict[str, Any] = {"group_id": "m0", "prompt_tokens": 4100, "now": 10.0}
+    sent = [send(router, f"m0#{number}", **branches) for number in range(2)]
+    assert [(each.replica.name, each.fresh_tokens) for each in sent] == [(home, 0)] * 2
+    router.drain(home)
+    assert send(router, "m0#2", **branches).fresh_tokens == 4100
+    router.remove(home)
+    assert send(router, "x#0", group_id="x", prompt_tokens=10).fresh_tokens == 10  # no such trunk
+
+
 # Ties and weights.
 
 
