@@ -98,7 +98,7 @@ async def test_group_reward_sees_the_group_in_member_order_with_its_versions() -
     (group,) = seen
     assert isinstance(group, rollout.Group)
     assert group.uid == batch.trajectories[0].uid
-    assert group.prompt is batch.trajectories[0].prompt
+    assert all(group.prompt is each.prompt for each in batch.trajectories)
     assert [each.member for each in group.trajectories] == list(range(MEMBERS))
     assert (group.min_version, group.max_version) == (7, 7)
     assert [each.transcript for each in group.trajectories] == [
@@ -397,3 +397,17 @@ def test_group_reward_of_a_blocking_runtime_is_given() -> None:
     with open_rollout_blocking(config, group_reward=by_length) as runtime:
         batch = runtime.generate([rollout.Prompt(messages=[{"role": "user", "content": "go"}])])
     assert not batch.tensors["rewards"].isnan().any()
+
+
+async def test_group_of_one_has_the_prompt_of_its_trajectory() -> None:
+    seen: list[Group] = []
+
+    async def function(group: Group) -> list[float]:
+        seen.append(group)
+        return [0.0]
+
+    batch = await run(function, 2, samples=1)
+    prompts = {each.uid: each.prompt for each in batch.trajectories}
+    assert sorted(prompts) == ["prompt-0", "prompt-1"]
+    assert all(group.prompt is prompts[group.uid] for group in seen)
+    assert all(group.prompt.uid == group.uid for group in seen)

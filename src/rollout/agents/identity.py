@@ -42,13 +42,6 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         """Names the conversation to the router and the engines; the main one, the trajectory."""
         return session_name(self.step, self.uid, self.member, self.path)
 
-    def named(self, prompt: Prompt) -> Prompt:
-        """Its prompt with its uid, which the caller may have left out.
-
-        A waiting trajectory keeps the caller's: a copy of it is a fiftieth of what it holds.
-        """
-        return prompt if prompt.uid is not None else msgspec.structs.replace(prompt, uid=self.uid)
-
     def opened(self, number: int) -> Identity:
         """Of the conversation that is opened from this one as its `number`-th, counted from 0."""
         path = f"{self.path}.{number}" if self.path else str(number)
@@ -58,6 +51,14 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         """The seed of the conversation's generation number `turn`, the same in every run."""
         parts = (self.path, turn) if self.path else (turn,)
         return derive_seed(self.run_seed, self.step, self.uid, self.member, *parts)
+
+
+def named(prompt: Prompt, uid: str) -> Prompt:
+    """A prompt with its uid, which the caller may have left out.
+
+    A trajectory that waits alone keeps the caller's: a copy is a fiftieth of what it holds.
+    """
+    return prompt if prompt.uid is not None else msgspec.structs.replace(prompt, uid=uid)
 
 
 @attrs.frozen(kw_only=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 import msgspec
 
 from rollout.agents.budget import generation_budget
-from rollout.agents.identity import Ending, Identity
+from rollout.agents.identity import Ending, Identity, named
 from rollout.agents.kept_messages import TurnReader
 from rollout.agents.on_demand import NOT_MADE, ListOnDemand
 from rollout.agents.prompt_sampling import sampling_given
@@ -140,7 +140,7 @@ class TrajectoryState:
     @property
     def prompt(self) -> Prompt:
         """What it started from, with its uid."""
-        self._prompt = prompt = self.identity.named(self._prompt)
+        self._prompt = prompt = named(self._prompt, self.identity.uid)
         return prompt
 
     @property

@@ -45,6 +45,7 @@ class _Metrics:
 def finished(run: AgentRun, ending: Ending, cause: Cause | None) -> Trajectory:
     """The trajectory of a member whose last attempt has ended."""
     identity, context = run.member.identity, run.context
+    run.member.prompt = context.prompt  # as the agent saw it
     restarts = [*run.before.restarts, *context.restarts]
     if restarts:
         context.extra["restarts"] = restarts
@@ -62,7 +63,7 @@ def finished(run: AgentRun, ending: Ending, cause: Cause | None) -> Trajectory:
         num_turns=context.user_turns + context.assistant_turns + 1,
         metrics=vars(_Metrics(_metrics_of(run, len(restarts)))),
         extra=context.extra,
-        prompt=context.prompt,
+        prompt=run.member.prompt,
         messages=context.messages,
         history=context.main.history,
         segments=segments_of(context.main.all()),

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import attrs
 
-from rollout.agents.identity import Identity
+from rollout.agents.identity import Identity, named
 from rollout.errors import PromptError
 from rollout.holds import Hold
 from rollout.limits import Deadline
@@ -61,8 +61,9 @@ class Member:
 
     @property
     def named_prompt(self) -> Prompt:
-        """Its prompt, with its uid."""
-        return self.identity.named(self.prompt)
+        """Its prompt, with its uid; the same object each time."""
+        self.prompt = prompt = named(self.prompt, self.identity.uid)
+        return prompt
 
     def is_named(self, uid: str | None, member: int | None) -> bool:
         """Whether it is this member of this prompt; None stands for all."""
@@ -197,7 +198,12 @@ def members_of(
     run_seed: int,
     validate: bool,
 ) -> list[Member]:
-    """`samples` members of each prompt, in the order of the rows they become."""
+    """`samples` members of each prompt, in the order of the rows they become.
+
+    Those of a group share their prompt; one that is alone names its own when that is asked for.
+    """
+    if samples > 1:
+        prompts = list(map(named, prompts, uids))
     return [
         Member(
             prompt,
