@@ -177,7 +177,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
             return trajectory
         retried.add(id(run.member))
         again = run.again()
-        again.attempt, again.discarded = run.attempt, 0
+        again.before = run.before
         return again
 
     patch.setattr(TrajectoryRunner, "conclude", conclude)
@@ -397,7 +397,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("whole budget where a request resumes elsewhere", "was given max_new_tokens = .*; expected")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Attempt, "sampling", property(lambda self: self._sampling))
+    patch.setattr(Attempt, "tokens_left", property(lambda self: self.max_new_tokens))
 
 
 @bug("prompt's own sampling ignored", "was given top_p = 1.0; expected 0.9")
