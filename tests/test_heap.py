@@ -187,6 +187,20 @@ async def test_batch_runs_without_full_collections_and_gives_the_thresholds_back
 
 
 @pytest.mark.anyio
+async def test_batch_that_begins_while_the_collector_pauses_for_imports_is_no_exception(
+    seen: list[tuple[int, int, int]],
+) -> None:
+    async with rollout.open_rollout(SILENT.config()) as runtime:
+        with importing:
+            async with runtime.stream(probes()) as trajectories:
+                async for _ in trajectories:
+                    pass
+    assert seen == [PUT_OFF] * 2
+    assert gc.get_threshold() == PYTHONS
+    assert gc.isenabled()
+
+
+@pytest.mark.anyio
 async def test_batches_at_once_of_two_runtimes_give_the_thresholds_back_with_the_last(
     seen: list[tuple[int, int, int]],
 ) -> None:

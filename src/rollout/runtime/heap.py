@@ -67,9 +67,7 @@ class _Heap:
     def freeze(self) -> None:
         with self._lock:
             self._runtimes += 1
-            # A caller that rules the collector by itself keeps doing so.
-            is_disabled = not (gc.isenabled() or importing.is_pausing)
-            if self._runtimes > 1 or is_disabled or gc.get_freeze_count():
+            if self._runtimes > 1 or _is_disabled() or gc.get_freeze_count():
                 return
             self._sweep_if_due()
             gc.freeze()
@@ -105,7 +103,7 @@ class _Heap:
         with self._lock:
             self._batches += 1
             thresholds = gc.get_threshold()
-            if self._batches == 1 and gc.isenabled() and thresholds in PYTHONS_OWN:
+            if self._batches == 1 and not _is_disabled() and thresholds in PYTHONS_OWN:
                 self._callers = thresholds
                 gc.set_threshold(YOUNG, NEVER, NEVER)
                 self._note_memory()
@@ -144,6 +142,11 @@ class _Heap:
     def _note_memory(self) -> None:
         self._resident = process_memory.resident_bytes()
         self._room = int(min(max(SHARE * process_memory.available_bytes(), LEAST), MOST))
+
+
+def _is_disabled() -> bool:
+    """Whether the caller has disabled the collector, and keeps ruling it by itself."""
+    return not (gc.isenabled() or importing.is_pausing)
 
 
 _heap = _Heap()
