@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from random import Random  # noqa: TID251  (seeded: the same ids on every machine)
 
 import pytest
@@ -67,6 +68,23 @@ def test_text_of_byte_level_ids_grows_to_all_of_it(vocabulary: str, seed: int) -
     ids += template.encoder.encode(" end")
     told = check(template.growing_text(), list(ids), template.decode(ids), random)
     assert told == template.decode(ids)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("vocabulary", ["smollm2", "qwen"])
+def test_text_of_packed_ids_is_that_of_the_same_in_a_list(vocabulary: str, seed: int) -> None:
+    backend, random = chat(vocabulary, "chatml").tokenizer.backend_tokenizer, Random(seed)
+    size = backend.get_vocab_size()
+    told = token_text(backend)
+    assert told is not None
+    for most in (size, size, size + 3, size):  # some are of no token
+        ids = [random.randrange(most) for _ in range(random.choice((0, 1, 200)))]
+        text = told(array("i", ids))
+        assert text == told(ids) == told(array("i", ids))
+        known = [each for each in ids if each < size]
+        assert text == backend.decode(known, skip_special_tokens=False)
+    with pytest.raises(OverflowError):
+        told(array("i", [5, -1]))
 
 
 @pytest.mark.parametrize("vocabulary", ["smollm2", "qwen"])
