@@ -349,7 +349,8 @@ class GroupDesk:
             group = member.group
             group.running.pop(member, None)
             group.waiting.appendleft(member)
-            self.runs.suspend(member)
+            if not member.is_held:  # else it got no place in the call, and is ending
+                self.runs.suspend(member)
         holds = [member.hold for member in members if member.hold is not None]
         with anyio.move_on_after(self._config.limits.cleanup_s):
             await self._engines.stop(holds)

@@ -342,11 +342,18 @@ class GroupRun:
     async def end_unstarted(self, member: GroupMember) -> None:
         """See `MemberSource`."""
         self._at_door = None
-        if member.group.is_settled:
-            member.group.at_door = None
+        group, own = member.group, member.group.deadline
+        if group.is_settled or member.is_finished:
+            group.at_door = None
             return
-        own = member.group.deadline
         over = self._deadline if own is None or self._deadline.at <= own.at else own
+        if member.is_held:  # its agent is to end, and tells what became of it
+            self.book.begun(member)
+            self._running[member] = None
+            if member.cancel_reason is None:
+                member.over = over
+            self._desk.runs.end([member])
+            return
         self._tally.admitted += 1
         await self._ended(Ended(0, member, unstarted(member, over)), may_wait=False)
 

@@ -126,14 +126,16 @@ class MemoryManager:
         errors: list[EngineError] = []
         async with anyio.create_task_group() as tasks:
             for replica in self._replicas:
-                if replica.is_serving:
-                    tasks.start_soon(self._one, work, replica, errors)
+                channel = replica.channel
+                if channel is not None and replica.is_serving:
+                    tasks.start_soon(self._one, work, replica, channel, errors)
         if errors:
             raise errors[0]
 
-    async def _one(self, work: Work, replica: Replica, errors: list[EngineError]) -> None:
-        channel = replica.channel
-        assert channel is not None  # it serves
+    async def _one(
+        self, work: Work, replica: Replica, channel: Channel, errors: list[EngineError]
+    ) -> None:
+        """`channel` is that by which it served: it may be removed before this task begins."""
         try:
             with anyio.fail_after(self._limit_s):
                 await work(replica, channel)

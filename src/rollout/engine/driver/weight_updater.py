@@ -143,16 +143,20 @@ class WeightUpdater:
         self._kept.append(weights)
         before, self._current = self._current, weights
         self._router.require_weights(weights.version)
-        serving = [replica for replica in self._replicas if replica.is_serving]
+        serving = {
+            replica: replica.channel
+            for replica in self._replicas
+            if replica.channel is not None and replica.is_serving
+        }
         if isinstance(weights.source, DistributedWeights):
-            self._broadcast = WeightBroadcast(weights.source, serving)
+            self._broadcast = WeightBroadcast(weights.source, list(serving))
         self._note_change()
         for replica in serving:
             self._router.set_weights(replica.name, NO_WEIGHTS)
         errors: dict[Replica, EngineError] = {}
         async with anyio.create_task_group() as tasks:
-            for replica in serving:
-                tasks.start_soon(self._load_one, replica, weights, mode, errors)
+            for replica, channel in serving.items():
+                tasks.start_soon(self._load_one, replica, channel, weights, mode, errors)
         is_loaded = any(replica.weights is weights for replica in self._replicas)
         if errors and not is_loaded:
             self._restore(before)
@@ -195,13 +199,15 @@ class WeightUpdater:
     async def _load_one(
         self,
         replica: Replica,
+        channel: Channel,
         weights: Weights,
         mode: UpdateMode,
         errors: dict[Replica, EngineError],
     ) -> None:
-        """A refusal is noted; a replica that is lost meanwhile gets them when it comes back."""
-        channel = replica.channel
-        assert channel is not None  # it serves
+        """A refusal is noted; a replica that is lost meanwhile gets them when it comes back.
+
+        `channel` is that by which it served: it may be removed before this task begins.
+        """
         try:
             if mode != "in_place":
                 await self._empty(replica, waits_for_requests=mode == "wait")
