@@ -78,6 +78,31 @@ async def test_sleep_replica_dies_or_comes_it_sleeps_too() -> None:
         await runtime.generate([PROMPT])
 
 
+@pytest.mark.parametrize("operation", ["sleep", "wake_up", "flush_cache", "update_weights"])
+async def test_replica_that_is_removed_as_an_operation_begins_breaks_none(operation: str) -> None:
+    async def once(offset: int) -> None:
+        recorder = Recorder()
+        async with recorder.open_rollout(config_of()) as runtime:
+            if operation == "wake_up":
+                await runtime.sleep()
+            update = {"version": 3, "source": DiskWeights(".")}
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(runtime.engines.remove_replica, "engine-1")
+                for _ in range(offset):
+                    await anyio.lowlevel.checkpoint()
+                target = runtime.engines if operation == "flush_cache" else runtime
+                act = getattr(target, operation)
+                await act(**update if operation == "update_weights" else {})
+            if operation == "sleep":
+                await runtime.wake_up()
+            batch = await runtime.generate([PROMPT])
+        assert [sample.outcome for sample in batch.samples] == ["completed"] * 4
+        assert recorder.anomalies() == []
+
+    for offset in range(12):
+        await once(offset)
+
+
 async def test_sleep_between_batches_engines_are_awake_in_batches_only() -> None:
     recorder = Recorder()
 
