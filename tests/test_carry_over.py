@@ -154,7 +154,7 @@ async def test_discard_carried_ends_them_cancelled() -> None:
         statistics = runtime.statistics()
         assert (statistics.carried, statistics.outcomes["cancelled"]) == (0, 2)
         assert statistics.admitted == statistics.finished
-        batch = await runtime.collect(source, 1, step=1)
+        batch = await runtime.collect(source, 1, step=1, policy=GroupPolicy(oversample=1.0))
         assert batch.trajectories[0].uid == "p2"
 
 
