@@ -496,7 +496,7 @@ async def test_update_weights_one_cannot_load_it_is_started_again(
                 tasks.start_soon(ask, pool, [5, 100 + number], 4, generation)
             await anyio.sleep(1.5)
             await pool.update_weights(2, DiskWeights("odd"), "in_place")
-        assert [r.starts for r in pool.statistics()] == [2, 1]
+        assert sorted(r.starts for r in pool.statistics()) == [1, 2]
         assert [g.versions[-1][0] for g in generations] == [2, 2]
         assert sorted(g.resumes for g in generations) == [0, 1]
         assert pool.recoveries.quarantined == 0
