@@ -17,7 +17,7 @@ from trials import CEILING_S, TIMED, GroupTrial, Trial, findings
 
 CI_TRIALS = 20
 FULL_TRIALS = 2000
-GROUP_TRIALS = 600
+GROUP_TRIALS = 800
 #: Trials of one test.
 SHARE = 20
 CI_SCHEDULES, SCHEDULES = 3, 20

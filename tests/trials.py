@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -512,11 +512,39 @@ class GroupTrial(Trial):
         return self.dice.pick("act of groups", ("collect", "carry", "stream groups"))
 
     async def _collect(self, runtime: Any, tasks: Any) -> None:
-        await self._collect_all(runtime, "cancel")
+        async with self._disturbed(runtime):
+            await self._collect_all(runtime, "cancel")
+
+    @asynccontextmanager
+    async def _disturbed(self, runtime: Any) -> AsyncIterator[None]:
+        """Other calls take places meanwhile, and somebody cancels what runs or is carried."""
+        async with anyio.create_task_group() as others:
+            others.start_soon(self._take_places, runtime)
+            others.start_soon(self._cancel, runtime)
+            yield
+
+    async def _take_places(self, runtime: Any) -> None:
+        for call in (7, 8):
+            await anyio.sleep(self.dice.between(f"others {call}", 0, 4))
+            if self._has_others:
+                await self._quietly(runtime, call)
+
+    @property
+    def _has_others(self) -> bool:
+        return self.dice.chance("others", 0.4)
+
+    async def _cancel(self, runtime: Any) -> None:
+        for turn in range(2):
+            await anyio.sleep(self.dice.between(f"cancel {turn}", 0, 6))
+            if self.dice.chance(f"cancels {turn}", 0.3):
+                uid = self.dice.pick(f"whom {turn}", (None, None, "0.0", "0.1"))
+                member = self.dice.pick(f"member {turn}", (None, None, 0, 1))
+                runtime.cancel(uid, member, reason=f"reason {turn}")
 
     async def _carry(self, runtime: Any, tasks: Any) -> None:
         tasks.start_soon(self._change_weights, runtime)
-        await self._collect_all(runtime, "carry")
+        async with self._disturbed(runtime):
+            await self._collect_all(runtime, "carry")
         if self.dice.chance("discard", 0.5):
             await runtime.discard_carried()
 
@@ -535,7 +563,7 @@ class GroupTrial(Trial):
 
     async def _change_weights(self, runtime: Any) -> None:
         limits = runtime.config.limits
-        if min(limits.generation_s, limits.turn_s) < 10:
+        if min(limits.generation_s, limits.turn_s) < 10 or self._has_others:
             return  # the time of an update is not theirs, and who watches from outside cannot tell
         for version in range(10, 13):
             await anyio.sleep(self.dice.between(f"weights {version}", 0, 3))
@@ -552,6 +580,10 @@ class GroupTrial(Trial):
         source = iter(prompts_of(self.dice))
         surplus = self.dice.pick("surplus", ("cancel", "carry"))
         tasks.start_soon(self._change_weights, runtime)
+        async with self._disturbed(runtime):
+            await self._stream_twice(runtime, source, surplus)
+
+    async def _stream_twice(self, runtime: Any, source: Any, surplus: Any) -> None:
         for call in range(2):
             policy = policy_of(self.dice, call, surplus=surplus)
             left = self.dice.count(f"leave after {call}", 0, 3)
