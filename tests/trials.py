@@ -509,7 +509,9 @@ class GroupTrial(Trial):
 
     @property
     def act(self) -> str:
-        return self.dice.pick("act of groups", ("collect", "carry", "stream groups"))
+        return self.dice.pick(
+            "act of groups", ("collect", "carry", "stream groups", "two trainers")
+        )
 
     async def _collect(self, runtime: Any, tasks: Any) -> None:
         async with self._disturbed(runtime):
@@ -548,10 +550,24 @@ class GroupTrial(Trial):
         if self.dice.chance("discard", 0.5):
             await runtime.discard_carried()
 
+    async def _two_trainers(self, runtime: Any, tasks: Any) -> None:
+        """They have a source each, or one of both."""
+        tasks.start_soon(self._change_weights, runtime)
+        first = iter(prompts_of(self.dice))
+        second = first if self.dice.chance("one source", 0.5) else iter(prompts_of(self.dice, 5))
+        async with self._disturbed(runtime), anyio.create_task_group() as both:
+            for number, source in enumerate((first, second)):
+                surplus = self.dice.pick(f"surplus {number}", ("cancel", "carry", "carry"))
+                both.start_soon(self._collect_from, runtime, surplus, source, 10 * number)
+
     async def _collect_all(self, runtime: Any, surplus: str) -> None:
+        await self._collect_from(runtime, surplus, iter(prompts_of(self.dice)))
+
+    async def _collect_from(
+        self, runtime: Any, surplus: str, source: Iterator[Prompt], first: int = 0
+    ) -> None:
         """Steps of a trainer until the prompts are used up, or nearly."""
-        source = iter(prompts_of(self.dice))
-        for call in range(self.dice.count("calls", 1, 4)):
+        for call in range(first, first + self.dice.count(f"calls {first}", 1, 4)):
             policy = policy_of(self.dice, call, surplus=surplus)
             groups = self.dice.count(f"groups {call}", 1, 2)
             try:
