@@ -244,7 +244,7 @@ async def test_server_tokens_that_come_shortly_after_each_other_leave_together()
         await anyio.sleep(0.5)
         second, pending = asker.submit([1], 50)
         await anyio.sleep(10.75)  # the second one's first token has waited for 9.75 s
-        assert len(first.ids) >= 10
+        assert len(first.ids) >= 9  # the tenth comes as the others leave
         assert len(second.ids) == 10
         await pending.done
 
