@@ -87,6 +87,16 @@ def test_text_of_packed_ids_is_that_of_the_same_in_a_list(vocabulary: str, seed:
         told(array("i", [5, -1]))
 
 
+def test_text_of_ids_that_a_vocabulary_leaves_gaps_between() -> None:
+    backend = Tokenizer(models.BPE({"a": 0, "b": 7, "c": 100}, []))
+    backend.decoder = decoders.ByteLevel()
+    told = token_text(backend)
+    assert told is not None
+    for _ in range(2):
+        assert told(array("i", [100, 0, 50, 7, 100])) == told([100, 0, 50, 7, 100]) == "cabc"
+        assert told.spelling(7) == b"b"
+
+
 @pytest.mark.parametrize("vocabulary", ["smollm2", "qwen"])
 def test_spellings_of_parts_of_characters_join_to_the_text(vocabulary: str) -> None:
     template, text = chat(vocabulary, "chatml"), "漢字 👩‍👩‍👧 so<|im_end|>"

@@ -21,7 +21,7 @@ _CONTEXT = 8
 _UNSIGNED = np.dtype(np.uint32)
 
 
-class TokenText(dict[int, bytes]):
+class TokenText:
     """The bytes of each token, looked up once; call it with ids for their text.
 
     Args:
@@ -30,33 +30,44 @@ class TokenText(dict[int, bytes]):
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
-        self._bytes = {letter: byte for byte, letter in enumerate(byte_letters())}
-        # The same bytes by id, None where they are not known yet: looked up without a Python number
-        # for each id, in half the time.
-        self._table = np.full(backend.get_vocab_size(), None, object)
+        self._letters = {letter: byte for byte, letter in enumerate(byte_letters())}
+        # By id; None where they are not known yet, or of no token. Looked up without a Python
+        # number for each id: a dict takes twice as long.
+        self._known = np.full(backend.get_vocab_size(), None, object)
 
     def __call__(self, ids: Iterable[int]) -> str:
         """The text of `ids`, special tokens included; bytes that are no UTF-8 become U+FFFD."""
-        if isinstance(ids, array) and ids.typecode == "i":
-            try:  # a negative one is beyond the table too
-                found = self._table.take(np.frombuffer(ids, _UNSIGNED)).tolist()
-                return b"".join(found).decode(errors="replace")
-            except (IndexError, TypeError):  # beyond the table, or not known yet
-                pass
-        return b"".join(map(self.__getitem__, ids)).decode(errors="replace")
+        return self.joined(ids).decode(errors="replace")
 
-    def __missing__(self, token_id: int) -> bytes:
-        token: str | None = self._backend.id_to_token(token_id)
-        if token is None:  # as the library does with ids that no token has
-            return b""
-        try:
-            spelling = bytes([self._bytes[letter] for letter in token])
-        except KeyError:  # an added token, which is written as it is
-            spelling = token.encode()
-        self[token_id] = spelling
-        if token_id < len(self._table):
-            self._table[token_id] = spelling
-        return spelling
+    def joined(self, ids: Iterable[int]) -> bytes:
+        """The bytes of `ids`; none of those that no token has."""
+        packed = ids if isinstance(ids, array) and ids.typecode == "i" else array("i", ids)
+        try:  # a negative one is beyond the table too
+            return b"".join(self._known.take(np.frombuffer(packed, _UNSIGNED)).tolist())
+        except (IndexError, TypeError):
+            return b"".join(map(self.spelling, packed))
+
+    def spelling(self, token_id: int) -> bytes:
+        """The bytes of one."""
+        is_within = 0 <= token_id < len(self._known)
+        known: bytes | None = self._known[token_id] if is_within else None
+        if known is None:
+            token: str | None = self._backend.id_to_token(token_id)
+            if token is None:  # as the library does with ids that no token has
+                return b""
+            try:
+                known = bytes([self._letters[letter] for letter in token])
+            except KeyError:  # an added token, which is written as it is
+                known = token.encode()
+            self._keep(token_id, known)
+        return known
+
+    def _keep(self, token_id: int, spelling: bytes) -> None:
+        if token_id >= len(self._known):  # ids of a vocabulary may leave some out
+            more = np.full(token_id + 1, None, object)
+            more[: len(self._known)] = self._known
+            self._known = more
+        self._known[token_id] = spelling
 
 
 def token_text(backend: Any) -> TokenText | None:
@@ -91,7 +102,7 @@ class GrowingText:
     def spelling(self, token_id: int) -> bytes:
         """What one token adds to the text: it may be a part of a character."""
         if self._spellings is not None:
-            return self._spellings[token_id]
+            return self._spellings.spelling(token_id)
         name = "" if self._backend is None else self._backend.id_to_token(token_id) or ""
         if _BYTE.fullmatch(name):
             return bytes.fromhex(name[3:5])
@@ -100,7 +111,7 @@ class GrowingText:
     def more(self, ids: Iterable[int]) -> str:
         """What is certain by these ids, after what was told before."""
         if self._spellings is not None:
-            return self._utf8.decode(b"".join(map(self._spellings.__getitem__, ids)))
+            return self._utf8.decode(self._spellings.joined(ids))
         if self._backend is None:
             return ""
         self._ids += ids
