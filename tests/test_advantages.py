@@ -131,3 +131,8 @@ def test_advantages_of_tensors_of_other_shapes_are_refused() -> None:
         group_relative(torch.zeros(3))
     with pytest.raises(ValueError, match=r"rewards \(3,\), groups \(2,\)"):
         leave_one_out(torch.zeros(3), torch.zeros(2))
+
+
+def test_pass_at_k_threshold_is_rounded_as_the_rewards_are() -> None:
+    rewards, groups = torch.tensor([0.7, 0.7, 0.7, 0.1]), torch.zeros(4, dtype=torch.long)
+    assert pass_at_k(rewards, groups, k=1, threshold=0.7) == pytest.approx(0.75)

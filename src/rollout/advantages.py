@@ -124,8 +124,12 @@ def pass_at_k(
             that count.
     """
 
+    least = threshold
+    if isinstance(rewards, torch.Tensor) and rewards.is_floating_point():
+        least = torch.tensor(threshold, dtype=rewards.dtype).item()  # as they are rounded
+
     def estimate(values: torch.Tensor) -> float:
-        n, c = len(values), int((values >= threshold).sum())
+        n, c = len(values), int((values >= least).sum())
         if n - c < k:
             return 1.0
         return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))

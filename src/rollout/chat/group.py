@@ -40,7 +40,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             uid=uid,
             prompt=prompt,
-            trajectories=trajectories,
+            trajectories=tuple(trajectories),  # members keep their places, whatever a user does
             min_version=min(versions, default=None),
             max_version=max(versions, default=None),
         )

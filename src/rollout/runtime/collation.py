@@ -73,13 +73,9 @@ class Collation:
         window: BatchWindow,
         layout: Layout = "padded",
         trim: Trim = False,
-        *,
-        extra: Mapping[str, float] | None = None,
     ) -> None:
         """Let what there was travel with the error that ended a call, whatever its type."""
-        batch = await self.batch(rows, window, layout, trim, extra=extra)
-        with suppress(AttributeError):  # some have no room for it
-            error.partial = batch  # type: ignore[attr-defined]
+        attach(error, await self.batch(rows, window, layout, trim))
 
     def _batch(
         self,
@@ -104,3 +100,9 @@ class Collation:
             position_rows=self._position_rows,
             memory=self._memory,
         )
+
+
+def attach(error: BaseException, batch: RolloutBatch) -> None:
+    """Let a batch travel with an error, whatever its type."""
+    with suppress(AttributeError):  # some have no room for it
+        error.partial = batch  # type: ignore[attr-defined]

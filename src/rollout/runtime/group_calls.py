@@ -10,7 +10,7 @@ import attrs
 
 from rollout.chat.group import Group
 from rollout.config import GroupPolicy
-from rollout.errors import PromptError, SourceEnded
+from rollout.errors import PromptError
 from rollout.holds import NEVER
 from rollout.limits import Deadline
 from rollout.scheduling.call_arguments import check_group_call
@@ -134,10 +134,9 @@ class GroupCalls:
             start = self._version()
             bound = StalenessBound(most=max_staleness, per_step=groups_per_step, start=start)
         deadline = NEVER
-        source = call.source
         if groups is not None:
             deadline = Deadline.after(self._config.limits.batch_s, "limits.batch_s")
-            source = self._desk.source_for(source, step)
+        source = self._desk.source_for(call.source, step)
         return GroupRun(
             self._desk,
             source,
@@ -185,12 +184,3 @@ class GroupCalls:
         finally:
             await run.leave()
             self._desk.left(run)
-
-    def fault_of(self, run: GroupRun, groups: int, found: int) -> BaseException | None:
-        """What a call of `collect` ends with that has less than it was to have, if anything."""
-        fault = run.fault(groups, found)
-        if run.source.is_over and found < groups:
-            self._desk.forget(run.source)
-            if isinstance(fault, SourceEnded) and not run.source.is_replayed:
-                self._desk.log.source_ended(run.source, run.step)
-        return fault

@@ -6,7 +6,10 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rollout.errors import SourceEnded
+from rollout.runtime.collation import attach
 from rollout.scheduling.call_arguments import check_call
+from rollout.scheduling.group_run import GroupRun, made
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -21,8 +24,8 @@ if TYPE_CHECKING:
     from rollout.runtime.open_calls import OpenCalls
     from rollout.runtime.sleep_between_batches import SleepBetweenBatches
     from rollout.runtime.step_count import StepCount
-    from rollout.scheduling.group_run import GroupRun
     from rollout.scheduling.prompt_source import Source
+    from rollout.scheduling.pulled_group import PulledGroup
     from rollout.tensor_layout import Layout, Trim
 
 
@@ -86,17 +89,28 @@ class GroupingRuntime:
         window_of = self._watch.window("collect", step, prompts=int(groups))
         with self._unhurried(), window_of as window:
             run.batch = window.batch
-            async with self._sleep.awake(), self._groups.running(run, partial(self._serve, run)):
-                found = await run.all_groups()
-            rows = rows_of(found)
-            error = self._groups.fault_of(run, groups, len(found))
-            if error is not None:
-                await self._collation.attach(error, rows, window, layout, trim, extra=run.metrics())
-                try:
-                    raise error
-                finally:
-                    del error  # its traceback holds this frame
-            return await self._collation.batch(rows, window, layout, trim, extra=run.metrics())
+            found: list[PulledGroup] = []
+            try:
+                serve = partial(self._serve, run)
+                async with self._sleep.awake(), self._groups.running(run, serve):
+                    found = await run.all_groups()
+                rows, error = rows_of([*map(made, found)]), run.fault(groups, len(found))
+                metrics = run.metrics()
+                batch = await self._collation.batch(rows, window, layout, trim, extra=metrics)
+            except BaseException as left:
+                if not isinstance(left, Exception):  # cancelled: nobody has them
+                    run.give_back(found)
+                raise
+            run.given(found)
+            if len(found) < groups:
+                run.tell_end(is_recorded=isinstance(error, SourceEnded))
+            if error is None:
+                return batch
+            attach(error, batch)
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame
 
     @asynccontextmanager
     async def stream_groups(

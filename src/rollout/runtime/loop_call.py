@@ -11,6 +11,7 @@ import anyio
 from rollout.bridge import wait_future
 from rollout.errors import RolloutError
 from rollout.scheduling.member_runs import CLOSED_MEANWHILE
+from rollout.scopes import passing_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -37,7 +38,9 @@ class LoopCall:
             with anyio.CancelScope() as self._scope:
                 try:
                     self.future.set_result(await self._function())
-                except Exception as error:
+                except BaseException as error:
+                    if passing_of(error) is not None:
+                        raise
                     self.future.set_exception(error)
         finally:
             if not self.future.done():

@@ -138,7 +138,7 @@ class GroupBook:
         self._ready: deque[PulledGroup] = deque()
         self._with_waiting: deque[PulledGroup] = deque()
         self._refused_in_a_row = 0
-        self._is_stopped = False
+        self._is_stopped = self._has_all_prompts = False
 
     @property
     def open_groups(self) -> tuple[PulledGroup, ...]:
@@ -153,7 +153,7 @@ class GroupBook:
     @property
     def wants_group(self) -> bool:
         """Whether one more is to be adopted."""
-        if self._is_stopped or self.is_complete:
+        if self._is_stopped or self._has_all_prompts or self.is_complete:
             return False
         under_way = len(self._open) + len(self._ready)
         if self.wanted.groups is not None:
@@ -174,7 +174,7 @@ class GroupBook:
         groups = self.wanted.groups
         if groups is not None and len(self._ready) >= groups:
             return True
-        if self._is_stopped:
+        if self._is_stopped or self._has_all_prompts:
             return not self._open
         return groups is not None and not self._open and self._lacks_none()
 
@@ -201,8 +201,12 @@ class GroupBook:
         return most is not None and refused > most
 
     def stop(self) -> None:
-        """Adopt nothing more; what is open comes to its end."""
+        """Start nothing more, and restart nothing; what runs comes to its end."""
         self._is_stopped = True
+
+    def stop_pulling(self) -> None:
+        """There are no more prompts; what is open comes to its end."""
+        self._has_all_prompts = True
 
     def adopt(self, group: PulledGroup) -> bool:
         """Take a group on; whether it is whole already."""

@@ -110,6 +110,10 @@ class GroupDesk:
 
     def source_of(self, given: Any) -> PromptSource:
         """A caller's source, where it was left; one that is over begins again."""
+        for source in tuple(self._sources.values()):
+            if source.is_unreachable():
+                self.forget(source)
+                self._set_free(source)
         known = self._sources.get(id(given))
         if known is None:
             known = PromptSource(given, self._threads, self._pulled)
@@ -126,8 +130,10 @@ class GroupDesk:
         return source
 
     def forget(self, source: PromptSource) -> None:
-        """A caller was told that it is over: should it be given again, it begins again."""
-        self._sources.pop(id(source.given), None)
+        """It will not be asked again: should a caller give the same again, that begins again."""
+        if self._sources.get(id(source.given)) is source:  # else it has begun again already
+            del self._sources[id(source.given)]
+        source.abandon()
 
     async def open(self, call: GroupCall, serve: Callable[[], Coroutine[Any, Any, object]]) -> None:
         """Let a call begin."""

@@ -9,6 +9,7 @@ import anyio
 
 from rollout.chat.group import Group
 from rollout.scheduling.selection import judge
+from rollout.scopes import passing_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -161,6 +162,8 @@ class GroupJudging:
     def _accepts(self, group: Group) -> bool:
         try:
             return judge(self._accept, group)
-        except Exception as error:
+        except BaseException as error:  # as of an agent: it is its call's alone
+            if passing_of(error) is not None:
+                raise
             self._fail(error)
             return True  # it is not lost by that

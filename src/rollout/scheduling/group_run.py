@@ -21,6 +21,8 @@ from rollout.scheduling.pulled_group import GROUP_S, GroupMember, PulledGroup
 from rollout.scheduling.selection import Selection
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rollout.chat.group import Group
     from rollout.chat.trajectory import Trajectory
     from rollout.config import SchedulingConfig
@@ -86,7 +88,7 @@ class GroupRun:
         self._running: dict[GroupMember, None] = {}
         self._at_door: GroupMember | None = None
         self._is_closed = self._met_deadline = self._is_cancelled = False
-        self._has_hinted = False
+        self._has_hinted = self._has_told_end = False
         self._pause: anyio.CancelScope | None = None
         self._admission = anyio.CancelScope()
         self._changed = anyio.Event()
@@ -104,11 +106,14 @@ class GroupRun:
         while True:
             group = self.book.take()
             if group is not None:
+                self.selection.accepted(made(group).trajectories)
                 self.change()
-                return self._delivered(group)
+                self.given([group])
+                return made(group)
             if self.failure is not None:
                 raise self.failure
             if self.book.is_complete:
+                self.tell_end(is_recorded=not self._is_cancelled)
                 return None
             with anyio.move_on_after(HINT_S) as scope:
                 await self._changed.wait()
@@ -116,12 +121,29 @@ class GroupRun:
                 self._has_hinted = True
                 logger.warning(WAITS_FOR_VERSION, self.book.consumed, HINT_S)
 
-    async def all_groups(self) -> list[Group]:
-        """As many accepted ones as are wanted, or what there is; `failure` says why."""
+    async def all_groups(self) -> list[PulledGroup]:
+        """As many accepted ones as are wanted, or what there is; `failure` says why.
+
+        They are the caller's once they are `given`, else to be `give_back`.
+        """
         while not (self.book.is_complete or self.failure is not None):
             await self._changed.wait()
         self.book.stop()
-        return [self._delivered(group) for group in self.book.take_all()]
+        taken = self.book.take_all()
+        for group in taken:
+            self.selection.accepted(made(group).trajectories)
+        return taken
+
+    def given(self, groups: Sequence[PulledGroup]) -> None:
+        """The caller gets these now."""
+        for group in groups:
+            self._desk.log.delivered(group.wanted(self.book.wanted.members), self.step)
+
+    def give_back(self, groups: Sequence[PulledGroup]) -> None:
+        """The caller does not get what it has taken: it is for the next call."""
+        for group in groups:
+            group.call = None
+        self._desk.keep(groups)
 
     @property
     def source(self) -> PromptSource:
@@ -143,11 +165,34 @@ class GroupRun:
         """See `Selection`."""
         return {**self.book.metrics(), **self.selection.metrics()}
 
+    def tell_end(self, *, is_recorded: bool) -> None:
+        """Its caller learns that there are no more groups: a source that is over begins again.
+
+        Args:
+            is_recorded: Whether a resumption is to tell it so as well.
+        """
+        source = self._source
+        if source.is_over and not self._has_told_end:
+            self._has_told_end = True
+            self._desk.forget(source)
+            if is_recorded and not source.is_replayed:
+                self._desk.log.source_ended(source, self.step)
+
     async def leave(self) -> None:
         """End the call, and wait until nothing of it runs but what is carried; shielded."""
         self._is_leaving.set()
-        with anyio.CancelScope(shield=True):
-            await self._has_left.wait()
+        cancelled: BaseException | None = None
+        while not self._has_left.is_set():
+            try:
+                with anyio.CancelScope(shield=True):
+                    await self._has_left.wait()
+            except anyio.get_cancelled_exc_class() as error:  # of asyncio's, which no shield stops
+                cancelled = error
+        if cancelled is not None:
+            try:
+                raise cancelled
+            finally:
+                del cancelled  # its traceback holds this frame
 
     def cancel(self, uid: str | None, member: int | None, reason: str) -> int:
         """Cancel the members that match; all of them: nothing further starts either."""
@@ -190,12 +235,6 @@ class GroupRun:
         door = [] if self._at_door is None else [self._at_door]
         waiting = (m for group in self.book.open_groups for m in group.waiting)
         return [*self._running, *door, *waiting]
-
-    def _delivered(self, group: PulledGroup) -> Group:
-        assert group.made is not None
-        self._desk.log.delivered(group.wanted(self.book.wanted.members), self.step)
-        self.selection.accepted(group.made.trajectories)
-        return group.made
 
     # Its life, in a task of the runtime's.
 
@@ -309,7 +348,7 @@ class GroupRun:
             error, source.failure = source.failure, None
             self.fail(error)
         elif source.is_over and self.book.wants_group and not source.is_pulling:
-            self.book.stop()
+            self.book.stop_pulling()
             self.change()
 
     def waits_until(self, member: GroupMember) -> float:
@@ -391,3 +430,9 @@ class GroupRun:
         if not group.is_settled and self.book.is_whole(group):
             await self._judging.judge(group, may_wait=may_wait)
         self.change()
+
+
+def made(group: PulledGroup) -> Group:
+    """What the consumer of an accepted group gets."""
+    assert group.made is not None
+    return group.made

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import anyio
+
 from rollout.bridge import has_virtual_clock
-from rollout.errors import PromptError
+from rollout.errors import PromptError, RolloutError
+from rollout.scopes import passing_of
 from rollout.types import Prompt
 
 if TYPE_CHECKING:
@@ -16,6 +20,8 @@ if TYPE_CHECKING:
     from rollout.worker_threads import WorkerThreads
 
 _END: Any = object()
+#: Iterators that refer to what they iterate over, once.
+_OF_LISTS: tuple[type, ...] = (type(iter([])), type(iter(())))
 #: Names it to those who look at threads that were left behind.
 THREAD_NAME = "the source of prompts"
 
@@ -54,6 +60,7 @@ class PromptSource:
         number: Its own in a journal; None where it has none.
         is_replayed: It stands for one whose end an earlier process told the caller: what that had
             is all that there is.
+        is_beyond: Whether it has given what the journal does not have.
     """
 
     def __init__(
@@ -68,7 +75,7 @@ class PromptSource:
         self.failure: BaseException | None = None
         self.users: dict[Callable[[], object], None] = {}
         self.number: int | None = None
-        self.is_replayed = False
+        self.is_replayed = self.is_beyond = False
         self._threads = threads
         self._made = made
         self._iterator: Iterator[Any] | AsyncIterator[Any] | None = None
@@ -86,8 +93,10 @@ class PromptSource:
                 if group is not None:
                     self.kept.append(group)
                 self._look_for_end()
-        except Exception as error:
-            self.failure = error
+        except BaseException as error:  # also what is no Exception, of a loader in another language
+            if passing_of(error) is not None:
+                raise
+            self.failure = _told(error)
         finally:
             self.is_pulling = False
             for tell in tuple(self.users):
@@ -96,7 +105,7 @@ class PromptSource:
     def _look_for_end(self) -> None:
         """Of a sequence it is known beforehand."""
         if isinstance(self.given, Sequence) and self._count >= len(self.given):
-            self.is_over = True
+            self.is_over, self._iterator = True, None
 
     @property
     def keeps_its_own(self) -> bool:
@@ -105,6 +114,21 @@ class PromptSource:
         A list does not have that: as a rule the next call has another one.
         """
         return not (self.is_over or isinstance(self.given, Sequence))
+
+    def is_unreachable(self) -> bool:
+        """Whether nobody can give it again: all that refers to it is ours.
+
+        Such is a list or a generator that a caller made for one call. Of other objects it is not
+        known how often their iterators refer to them.
+        """
+        if self.users or self.is_pulling:
+            return False
+        own = 1 + (self._iterator is self.given or type(self._iterator) in _OF_LISTS)
+        return sys.getrefcount(self.given) - 1 <= own  # one is the argument's
+
+    def abandon(self) -> None:
+        """Nobody will ask it again: let go of what the caller gave."""
+        self.given, self._iterator, self.is_over = (), None, True
 
     @property
     def can_be_asked(self) -> bool:
@@ -129,3 +153,12 @@ class PromptSource:
         if isinstance(self.given, Sequence) or has_virtual_clock():
             return function(*args)
         return await self._threads.run_beside(THREAD_NAME, function, *args, patience_s=0.0)
+
+
+def _told(error: BaseException) -> BaseException:
+    """What its caller is told: the cancellation of a source would be taken for the caller's own."""
+    if isinstance(error, anyio.get_cancelled_exc_class()):
+        told = RolloutError("source: it was cancelled by itself, and not by the call that asked it")
+        told.__cause__ = error
+        return told
+    return error

@@ -53,7 +53,6 @@ class GroupLog:
         self._has_group_reward = has_group_reward
         #: The numbers of the sources that are expected to give it again.
         self._pulls: dict[_Pull, deque[int]] = {}
-        self._beyond: dict[int, object] = {}
         self._left: list[PulledBefore] = []
         self._ended = {} if journal is None else dict(journal.ended_sources)
         self.pulled = self._sources = 0
@@ -143,13 +142,13 @@ class GroupLog:
             )
         except (JournalError, TypeError, ValueError, OverflowError) as error:
             raise PromptError(f"{error} (journal.path is set)") from error
-        expected = None if id(source) in self._beyond else self._pulls.get(_pull_of(fields, uid))
+        expected = None if source.is_beyond else self._pulls.get(_pull_of(fields, uid))
         if expected:
             number = expected.popleft()
             if source.number is None:
                 source.number = number
             return True
-        self._beyond[id(source)] = source
+        source.is_beyond = True
         if source.number is None:
             self._sources += 1
             source.number = self._sources

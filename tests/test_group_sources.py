@@ -1,0 +1,279 @@
+"""Sources of groups: where they were left, when they begin again, and what they may raise."""
+
+from __future__ import annotations
+
+import asyncio  # noqa: TID251  (its own cancellation)
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import anyio
+import pytest
+
+import rollout
+from rollout import Group, GroupPolicy, Outcome, Prompt
+from rollout.agents import AgentContext, AgentLoop
+from rollout.config import AgentConfig, SchedulingConfig
+from rollout.errors import RolloutError, SourceEnded
+from rollout.testing import Scenario
+
+pytestmark = pytest.mark.anyio
+
+CARRY = GroupPolicy(surplus="carry")
+SCENARIO = (
+    Scenario(seed=1)
+    .reply("slow", filler=4000)
+    .reply("", filler=20)
+    .timing(base_s=0.01, slope_s=0.0, prefill_tokens_per_s=1e9)
+)
+
+
+class Panic(BaseException):
+    """As a loader in another language raises it."""
+
+
+def user(uid: str, text: str = "go") -> Prompt:
+    return Prompt(messages=[{"role": "user", "content": text}], uid=uid)
+
+
+def prompts(count: int, name: str = "p") -> list[Prompt]:
+    return [user(f"{name}{at}") for at in range(count)]
+
+
+def config(agent: str = "single_turn", **scheduling: Any) -> Any:
+    return SCENARIO.config(
+        agent=AgentConfig(name=agent),
+        scheduling=SchedulingConfig(**{"samples_per_prompt": 1, **scheduling}),
+    )
+
+
+def uids(batch: Any) -> list[str]:
+    return [t.uid for t in batch.trajectories]
+
+
+class Loader:
+    """Begins again whenever it is iterated over; the first prompt takes long."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self.begun = count, 0
+
+    def __iter__(self) -> Iterator[Prompt]:
+        self.begun += 1
+        texts = ["slow", *["go"] * (self._count - 1)]
+        return iter([user(f"{self.begun}.{at}", text) for at, text in enumerate(texts)])
+
+
+async def test_stream_groups_of_a_list_gives_all_of_it_in_every_epoch() -> None:
+    data = prompts(3)
+    async with rollout.open_rollout(config()) as runtime:
+        for _ in range(3):
+            async with runtime.stream_groups(data) as groups:
+                assert sorted([group.uid async for group in groups]) == ["p0", "p1", "p2"]
+
+
+async def test_end_of_a_source_does_not_end_it_for_who_has_begun_it_again() -> None:
+    """A and B ask one loader; C begins it again between what ends A and what ends B."""
+    loader = Loader(6)
+    async with rollout.open_rollout(config(max_in_flight=3)) as runtime:
+
+        async def short() -> None:
+            with pytest.raises(SourceEnded):
+                await runtime.collect(loader, 5, policy=CARRY)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(short)
+            tasks.start_soon(short)
+            await anyio.sleep(10)  # one of them has ended, the other waits for the slow prompt
+            async with runtime.stream_groups(loader, policy=CARRY) as groups:
+                assert (await anext(groups)).uid == "2.1"
+        assert runtime.statistics().carried == 1
+        assert uids(await runtime.collect(loader, 3, policy=CARRY)) == ["2.0", "2.2", "2.3"]
+        assert loader.begun == 2
+
+
+@pytest.mark.parametrize("kind", [list, tuple, iter])
+async def test_sources_that_nobody_else_has_do_not_stay_with_the_runtime(
+    kind: Callable[[Any], Any],
+) -> None:
+    class Watched(Prompt, weakref=True):
+        """What is left in a source is seen by its prompts."""
+
+    left = []
+    async with rollout.open_rollout(config()) as runtime:
+        for step in range(6):
+            data = [Watched(messages=p.messages, uid=p.uid) for p in prompts(5, f"{step}.")]
+            left.append(weakref.ref(data[4]))
+            await runtime.collect(kind(data), 2, step=step)
+            del data
+        gc.collect()
+        alive = [ref() is not None for ref in left]
+        assert alive[:-1] == [False] * 5
+
+
+async def test_what_an_iterator_of_one_call_has_left_comes_first_in_the_next() -> None:
+    async with rollout.open_rollout(config()) as runtime:
+        policy = GroupPolicy(surplus="carry", oversample=1.5)
+        first = iter([user("a0", "slow"), *prompts(3, "b")])
+        assert uids(await runtime.collect(first, 2, policy=policy)) == ["b0", "b1"]
+        del first
+        assert runtime.statistics().carried == 1
+        second = await runtime.collect(iter(prompts(3, "c")), 2, policy=GroupPolicy())
+        assert uids(second) == ["a0", "c0"]
+
+
+async def test_source_that_is_still_held_keeps_what_it_has_left() -> None:
+    async with rollout.open_rollout(config()) as runtime:
+        held = iter(prompts(4, "h"))
+        assert uids(await runtime.collect(held, 2)) == ["h0", "h1"]
+        assert uids(await runtime.collect(iter(prompts(2, "o")), 2)) == ["o0", "o1"]
+        assert uids(await runtime.collect(held, 2)) == ["h2", "h3"]
+
+
+@pytest.fixture
+def flaky() -> None:
+    tries: dict[str, int] = {}
+
+    @rollout.register_agent("flaky_sources")
+    class _Flaky(AgentLoop):
+        async def run(self, context: AgentContext) -> None:
+            uid = str(context.prompt.uid)
+            tries[uid] = tries.get(uid, 0) + 1
+            await context.generate()
+            if tries[uid] == 1:
+                raise RuntimeError("the first time")
+
+
+@pytest.mark.usefixtures("flaky")
+@pytest.mark.parametrize("oversample", [1.0, 1.5])
+async def test_failed_members_are_restarted_though_the_source_has_ended(oversample: float) -> None:
+    policy = GroupPolicy(oversample=oversample, refill_failed=True)
+    async with rollout.open_rollout(config("flaky_sources")) as runtime:
+        batch = await runtime.collect(prompts(4), 4, policy=policy)
+    assert [t.outcome for t in batch.trajectories] == [Outcome.COMPLETED] * 4
+    assert batch.metrics["groups/refilled"] == 4
+
+
+@pytest.mark.usefixtures("flaky")
+async def test_failed_members_of_a_stream_are_restarted_though_its_source_has_ended() -> None:
+    policy = GroupPolicy(refill_failed=True)
+    async with rollout.open_rollout(config("flaky_sources")) as runtime:
+        async with runtime.stream_groups(prompts(3), policy=policy) as groups:
+            ended = [group.trajectories[0].outcome async for group in groups]
+    assert ended == [Outcome.COMPLETED] * 3
+
+
+def test_collect_cancelled_after_it_has_its_groups_leaves_them_to_the_next_call() -> None:
+    """By asyncio itself, as `asyncio.timeout` does it: no shield of a scope keeps that off."""
+
+    async def main() -> None:
+        may_end, taken = anyio.Event(), anyio.Event()
+
+        @rollout.register_agent("slow_sources")
+        class _Slow(AgentLoop):
+            async def run(self, context: AgentContext) -> None:
+                try:
+                    if context.prompt.uid == "slow" and not may_end.is_set():
+                        await anyio.sleep_forever()
+                    await context.generate()
+                finally:
+                    with anyio.CancelScope(shield=True):
+                        if context.prompt.uid == "slow":
+                            await may_end.wait()
+
+        accepted: list[str] = []
+
+        def accept(group: Group) -> bool:
+            accepted.append(group.uid)
+            if len(accepted) == 2:
+                taken.set()
+            return True
+
+        data = iter([user("slow"), *prompts(5)])
+        fast = Scenario(seed=1).reply("", filler=5).timing(base_s=0.001, slope_s=0.0)
+        own = fast.config(agent=AgentConfig(name="slow_sources"))
+        async with rollout.open_rollout(own) as runtime:
+            policy = GroupPolicy(oversample=1.5, accept=accept)
+            call = asyncio.create_task(runtime.collect(data, 2, policy=policy))
+            await taken.wait()
+            await anyio.wait_all_tasks_blocked()  # it waits for the clean-up of the third
+            call.cancel()
+            await anyio.wait_all_tasks_blocked()
+            assert not call.done()
+            may_end.set()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            assert runtime.statistics().running == 0
+            assert uids(await runtime.collect(data, 4)) == ["slow", "p0", "p1", "p2"]
+
+    anyio.run(main, backend="asyncio")
+
+
+@pytest.mark.parametrize("where", ["source", "accept"])
+@pytest.mark.parametrize("error", [Panic, SystemExit, GeneratorExit])
+async def test_what_is_no_exception_ends_the_call_that_met_it_alone(
+    where: str, error: type[BaseException]
+) -> None:
+    def fail(*_: Any) -> bool:
+        raise error("broken")
+
+    def broken() -> Iterator[Prompt]:
+        yield user("p0")
+        fail()
+
+    policy = GroupPolicy(accept=fail) if where == "accept" else GroupPolicy()
+    source = broken() if where == "source" else prompts(3)
+    async with rollout.open_rollout(config()) as runtime:
+        others: list[str] = []
+
+        async def other() -> None:
+            others.extend(uids(await runtime.generate([user("other", "slow")])))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(other)
+            await anyio.sleep(1)
+            caught = None
+            try:
+                await runtime.collect(source, 2, policy=policy)
+            except error as met:
+                caught = met
+            assert "broken" in str(caught)
+        assert others == ["other"]
+
+
+async def test_source_that_is_cancelled_by_itself_is_told_so() -> None:
+    class Cancelled:
+        def __aiter__(self) -> Cancelled:
+            return self
+
+        async def __anext__(self) -> Prompt:
+            with anyio.CancelScope() as scope:
+                scope.cancel()
+                try:
+                    await anyio.sleep(1)
+                except BaseException as error:
+                    self.error = error
+                    raise
+            raise self.error
+
+    async with rollout.open_rollout(config()) as runtime:
+        with pytest.raises(RolloutError, match="cancelled by itself"):
+            await runtime.collect(Cancelled(), 1)
+        assert uids(await runtime.generate([user("z")])) == ["z"]
+
+
+@pytest.mark.parametrize("what", ["group_reward", "accept"])
+async def test_order_of_a_group_is_not_changed_by_those_who_look_at_it(what: str) -> None:
+    def sort(group: Any) -> Any:
+        group.trajectories.sort(key=lambda t: -t.member)
+        return [1.0] * len(group.trajectories)
+
+    reward = {"group_reward": sort} if what == "group_reward" else {}
+    async with rollout.open_rollout(config(samples_per_prompt=2), **reward) as runtime:
+        if what == "accept":
+            with pytest.raises(AttributeError, match="no attribute 'sort'"):
+                await runtime.collect(prompts(1), 1, policy=GroupPolicy(accept=sort))
+            return
+        batch = await runtime.generate(prompts(1))
+        assert [t.member for t in batch.trajectories] == [0, 1]
+        assert all("no attribute 'sort'" in str(t.cause) for t in batch.trajectories)
