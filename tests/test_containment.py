@@ -804,3 +804,44 @@ async def test_sync_tool_that_hangs_leaves_few_threads_however_often_it_is_calle
         # Threads that run while the cap is reached can still be left: one less than max_threads.
         assert 3 <= runtime.statistics().abandoned_threads["hang"] <= 4
     release.set()
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
+async def test_place_of_a_pool_is_given_back_by_a_caller_torn_out_as_it_gets_it(
+    anyio_backend: str,
+) -> None:
+    """As a trajectory is that was given up: its coroutine is closed wherever it waits."""
+    threads = WorkerThreads(max_threads=1, max_abandoned=3)
+    torn = threads.run("torn", str)
+    torn.send(None)
+    torn.close()
+    with anyio.fail_after(10):
+        assert await threads.run("next", lambda: "ran") == "ran"
+    threads.close()
+
+
+@register_agent("sleeping")
+class Sleeping(AgentLoop):
+    """Never ends by itself."""
+
+    async def run(self, context: AgentContext) -> None:
+        await anyio.sleep_forever()
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
+async def test_cancellation_of_a_caller_reaches_agents_one_after_the_other(
+    anyio_backend: str,
+) -> None:
+    """On asyncio too no scope reaches all of them at once, and each ends as cancelled."""
+    count = 300
+    prompts = [user("x", agent_name="sleeping") for _ in range(count)]
+    sections = {"limits": LIMITS, "scheduling": SchedulingConfig(samples_per_prompt=1)}
+    async with rollout.open_rollout(OK.config(**sections)) as runtime:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: runtime.generate(prompts))
+            while runtime.statistics().running < count:
+                await anyio.lowlevel.checkpoint()
+            await anyio.wait_all_tasks_blocked()
+            tasks.cancel_scope.cancel()
+        found = {kind: number for kind, number in runtime.statistics().outcomes.items() if number}
+        assert found == {"cancelled": count}

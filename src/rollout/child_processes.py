@@ -13,6 +13,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 
 from rollout.child_serving import LENGTH
 from rollout.limits import cleanup_scope
+from rollout.scopes import give_back
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -108,9 +109,9 @@ class ChildProcesses:
     async def worker(self) -> AsyncIterator[Worker]:
         """A process for the requests of the block; waits for one that is free."""
         borrower = object()
-        await self._places.acquire_on_behalf_of(borrower)
         worker: Worker | None = None
         try:
+            await self._places.acquire_on_behalf_of(borrower)
             is_new = not self._idle
             child = await _start(self._module) if is_new else self._idle.pop()
             worker = Worker(child, is_new=is_new, cleanup_s=self._cleanup_s)
@@ -118,7 +119,7 @@ class ChildProcesses:
         finally:
             if worker is not None and worker.child is not None:
                 self._idle.append(worker.child)
-            self._places.release_on_behalf_of(borrower)
+            give_back(self._places, borrower)
 
     async def close(self) -> None:
         """End all processes; those with a request have ended with it."""

@@ -61,20 +61,29 @@ def _let_ctrl_c_through(kind: type[TaskCode]) -> None:
 
 @asynccontextmanager
 async def _apart_on_asyncio() -> AsyncIterator[StartTask]:
+    shields: dict[anyio.CancelScope, None] = {}
     async with anyio.create_task_group() as tasks:
 
         def start(code: TaskCode, name: str, context: Context) -> None:
-            context.run(partial(tasks.start_soon, _contain, code, name))
+            context.run(partial(tasks.start_soon, _contain, code, name, shields))
 
-        yield start
+        try:
+            yield start
+        finally:  # who still runs is not waited for by the block, and ends with it
+            for scope in tuple(shields):
+                scope.shield = False
 
 
-async def _contain(code: TaskCode, name: str) -> None:
-    """Keep what a task does to its own group from all others."""
+async def _contain(code: TaskCode, name: str, shields: dict[anyio.CancelScope, None]) -> None:
+    """Keep what a task does to its own group from all others, and their cancellation from it."""
     # What is in the group is anyio's word on scopes that the task did not leave.
-    with suppress(BaseExceptionGroup):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_run_on_asyncio, code, name=name)
+    with suppress(BaseExceptionGroup), anyio.CancelScope(shield=True) as shield:
+        shields[shield] = None
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(_run_on_asyncio, code, name=name)
+        finally:
+            del shields[shield]
 
 
 async def _run_on_asyncio(code: TaskCode) -> None:
@@ -175,6 +184,10 @@ class Interruptible:
                 # must not resume a task that has ended.
                 nursery._parent_waiting_in_aexit = False
             self._task._child_nurseries.clear()
+            # The same where it has come to wait in a line: what it would be given, such as a place
+            # of a limiter, nobody gives back.
+            line = self._task.custom_sleep_data
+            getattr(line, "_parked", {}).pop(self._task, None)
             if can_enclose():
                 with suppress(RuntimeError):  # it says that scopes were left open, and closes them
                     self.enclose().__exit__(None, None, None)

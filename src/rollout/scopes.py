@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
@@ -134,3 +134,13 @@ def _failure_of(
     # The body was cancelled because a task failed, or failed by itself.
     is_victim = body_error is None or isinstance(body_error, anyio.get_cancelled_exc_class())
     return leaf_of(others) if is_victim and others is not None else body_error
+
+
+def give_back(limiter: anyio.CapacityLimiter, borrower: object) -> None:
+    """Release the place that a borrower has, if it has one.
+
+    Said also where the wait for it did not return: a task that is given up may be taken out of it
+    with the place already its own.
+    """
+    with suppress(RuntimeError):
+        limiter.release_on_behalf_of(borrower)

@@ -15,6 +15,7 @@ import anyio
 
 from rollout.bridge import AsyncioThread, loop_poster, result_of
 from rollout.errors import ToolError
+from rollout.scopes import give_back
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -108,12 +109,12 @@ class WorkerThreads:
         self._refuse_beyond_cap(name)
         # A token per call, not per task: one trajectory may have several calls under way.
         borrower = object()
-        await self._limiter.acquire_on_behalf_of(borrower)
         try:
+            await self._limiter.acquire_on_behalf_of(borrower)
             self._refuse_beyond_cap(name)  # those before it may have been abandoned meanwhile
             return await self._run_in_worker(name, function, args)
         finally:
-            self._limiter.release_on_behalf_of(borrower)
+            give_back(self._limiter, borrower)
 
     async def run_beside(
         self, name: str, function: Callable[..., T], *args: object, patience_s: float

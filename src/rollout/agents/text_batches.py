@@ -30,8 +30,8 @@ class _Waiting:
 class TextBatches:
     """Gathers the texts that trajectories bring in one pass of the scheduler.
 
-    Who brings the first one leads: it lets the others of the pass bring theirs, has them encoded in
-    a thread, and hands out the ids in the order in which the texts came.
+    Each lets the others of the pass bring theirs. Who runs first after that, and so still lives,
+    leads: it has all encoded in a thread, and hands out the ids in the order of the texts.
 
     Args:
         encode: Encodes texts in a thread.
@@ -43,15 +43,15 @@ class TextBatches:
 
     async def ids(self, text: str) -> list[int] | None:
         """Those of a text; None where they could not be had: encode it where you are."""
-        waiting = _Waiting(text)
-        self._waiting.append(waiting)
-        if len(self._waiting) > 1:
-            await waiting.is_done.wait()
-        else:
+        waiting, batch = _Waiting(text), self._waiting
+        batch.append(waiting)
+        await anyio.lowlevel.cancel_shielded_checkpoint()
+        if self._waiting is batch:
+            self._waiting = []
             with anyio.CancelScope(shield=True):  # others wait for it, and it is soon done
-                await anyio.lowlevel.cancel_shielded_checkpoint()
-                batch, self._waiting = self._waiting, []
                 await self._serve(batch)
+        else:
+            await waiting.is_done.wait()
         return waiting.ids
 
     async def _serve(self, batch: Sequence[_Waiting]) -> None:
@@ -63,7 +63,7 @@ class TextBatches:
                     waiting.is_done.set()
         except Exception:
             logger.debug("a batch of texts was not encoded", exc_info=True)
-        finally:
+        finally:  # no shield keeps asyncio's own cancellation off
             for waiting in batch:
                 waiting.is_done.set()
 

@@ -85,6 +85,8 @@ class TextEncoder:
         self._pattern = _any_of(self.specials)
         self._others = _any_of(self._added.keys() - self.specials.keys())
         backend = getattr(tokenizer, "backend_tokenizer", None)
+        is_normalized = any(token.normalized for token in self._added.values())
+        self._normalizes = is_normalized and getattr(backend, "normalizer", None) is not None
         self._backend = backend
         self._ids: Ids
         self._bounded: _BoundedEncoder | None = None
@@ -187,8 +189,12 @@ class TextEncoder:
         if self._words is not None:
             pieces, tokens = self._split(written)
             if self._is_divided(written.text, tokens):
-                return [piece for piece in pieces if not piece.isascii()]
+                return [piece for piece in pieces if self._is_for_library(piece)]
         return [] if written.plain or self._library is None else [written.text]
+
+    def _is_for_library(self, piece: str) -> bool:
+        """Whether the library reads no special token in it, not even once it has normalized it."""
+        return not (piece.isascii() or self._normalizes) and self.is_plain(piece)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of `batch_texts`; other threads run meanwhile."""

@@ -35,7 +35,7 @@ class PromptForms:
 
     def __init__(self, renderer: Renderer, encoder: TextEncoder) -> None:
         self._renderer = renderer
-        self._encoder = encoder
+        self._encoder, self._is_plain = encoder, encoder.is_plain
         is_steady = not any(name in renderer.source for name in _CHANGING)
         self._tests = content_tests(renderer.source) if is_steady else None
         self._forms: dict[tuple[object, bytes], SlottedText | None] = {}
@@ -57,6 +57,8 @@ class PromptForms:
         contents = None if form is None else form.contents(messages, self._tests)
         if form is None or contents is None or not all(map(str.isascii, contents)):
             return None  # others may be no text, as the renderer finds out
+        if any(m["role"] == "assistant" and not self._is_plain(m["content"]) for m in messages):
+            return None  # the template is let to write the tags of one
         return form.written(contents, self._encoder, most)
 
     def _form(

@@ -71,7 +71,7 @@ class SlottedText(msgspec.Struct, frozen=True):
         contents, write = [], WAYS[way or self.way]
         for at, key in self.slots:
             text = str(messages[at][key])
-            if not text or any(test in text for test in tests):
+            if not text.strip() or any(test in text for test in tests):
                 return None
             contents.append(write(text) if key == "content" else text)
         return contents
