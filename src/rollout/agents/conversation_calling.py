@@ -75,7 +75,7 @@ class CallingConversation(ListeningConversation):
         state, log, offered = self._state, self._state.log, self._offered
         asked = None if log is None else log.asked(self._log.transcript.prefix, calls)
         if log is not None and asked is not None and log.has_answers:
-            known = await log.recall_answers(asked)
+            known = await log.recall_answers(asked, self._session_id)
             if known is not None:
                 return state.tools.recall(calls, known, self._turn_deadline, offered)
         before, events, told = state.tools.seconds, state.services.events, None

@@ -66,7 +66,7 @@ class TurnLog(Protocol):
     ) -> AskedCalls | None:
         """What these calls ask; None where they cannot be remembered."""
 
-    async def recall_answers(self, asked: AskedCalls) -> Answers | None:
+    async def recall_answers(self, asked: AskedCalls, segment: str) -> Answers | None:
         """What was answered then; None where nothing is known."""
 
     def note_answers(self, asked: AskedCalls, segment: str, turn: int, answers: Answers) -> bool:

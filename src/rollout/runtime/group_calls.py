@@ -136,11 +136,13 @@ class GroupCalls:
         deadline = NEVER
         if groups is not None:
             deadline = Deadline.after(self._config.limits.batch_s, "limits.batch_s")
-        source = self._desk.source_for(call.source, step)
+        source, missing = self._desk.source_for(call.source, step)
+        book = GroupBook(wanted, bound, self._version)
+        book.counts["dropped"] = missing
         return GroupRun(
             self._desk,
             source,
-            GroupBook(wanted, bound, self._version),
+            book,
             accept=call.accept,
             step=step,
             group_s=policy.group_s,

@@ -97,11 +97,13 @@ class GroupingRuntime:
                 rows, error = rows_of([*map(made, found)]), run.fault(groups, len(found))
                 metrics = run.metrics()
                 batch = await self._collation.batch(rows, window, layout, trim, extra=metrics)
+                if error is None and len(found) < groups:
+                    run.note_missing(groups - len(found))
+                await run.give(found)
             except BaseException as left:
                 if not isinstance(left, Exception):  # cancelled: nobody has them
                     run.give_back(found)
                 raise
-            run.given(found)
             if len(found) < groups:
                 run.tell_end(is_recorded=isinstance(error, SourceEnded))
             if error is None:

@@ -359,7 +359,7 @@ class GroupBook:
         groups = self.wanted.groups
         taken = [self._ready.popleft() for _ in range(min(len(self._ready), groups or 0))]
         self.consumed += len(taken)
-        return sorted(taken, key=lambda group: group.number)
+        return sorted(taken, key=lambda group: group.row)
 
     def leave(self, *, is_over: bool = False) -> Leaving:
         """End the call: what it has and did not take is kept, as `surplus` says.

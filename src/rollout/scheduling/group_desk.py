@@ -22,7 +22,7 @@ from rollout.scheduling.trajectory_events import LOST, tell_ended, tell_lost
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Coroutine, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
 
     from rollout.chat.trajectory import Trajectory
     from rollout.config import RolloutConfig
@@ -120,9 +120,15 @@ class GroupDesk:
             self._sources[id(given)] = known
         return known
 
-    def source_for(self, source: PromptSource, step: int) -> PromptSource:
-        """It; one that is over where the journal says that it ended in the call of this step."""
-        return self._over(source.given, is_replayed=True) if self.log.has_ended(step) else source
+    def source_for(self, source: PromptSource, step: int) -> tuple[PromptSource, int]:
+        """It, and how many groups are missing; one that is over where the journal says so.
+
+        The call of this step was told then that it had ended, or returned without some groups.
+        """
+        missing = self.log.missing_in(step)
+        if self.log.has_ended(step) or missing is not None:
+            source = self._over(source.given, is_replayed=True)
+        return source, missing or 0
 
     def _over(self, given: Any, *, is_replayed: bool = False) -> PromptSource:
         source = PromptSource(given, self._threads, self._pulled)
@@ -247,13 +253,16 @@ class GroupDesk:
             given = msgspec.structs.replace(given, uid=f"prompt-{number}")
         return PulledGroup(number, given, source, pulled=pulled)
 
-    def first_kept(self, source: PromptSource, taken_names: Collection[str]) -> PulledGroup | None:
-        """What was pulled first of all that a call of this source comes to, taken away.
+    def first_kept(self, call: GroupCall) -> PulledGroup | None:
+        """What was pulled first of all that a call comes to, taken away.
 
-        None that has one of these names and keeps it: it is left for a later call.
+        None that has a name which the call has taken, and keeps it: it is left for a later one.
         """
-        if self._due:
-            return self._due.pop(0)
+        source, taken_names = call.source, call.taken_names
+        for group in self._due:
+            if group.before is not None and group.before.step == call.step:
+                self._due.remove(group)
+                return group
         if source.is_replayed:
             return None
         stores = (self._orphans, source.kept)

@@ -108,7 +108,12 @@ class GroupRun:
             if group is not None:
                 self.selection.accepted(made(group).trajectories)
                 self.change()
-                self.given([group])
+                try:
+                    await self.give([group])
+                except BaseException:
+                    self.book.consumed -= 1
+                    self.give_back([group])
+                    raise
                 return made(group)
             if self.failure is not None:
                 raise self.failure
@@ -124,7 +129,7 @@ class GroupRun:
     async def all_groups(self) -> list[PulledGroup]:
         """As many accepted ones as are wanted, or what there is; `failure` says why.
 
-        They are the caller's once they are `given`, else to be `give_back`.
+        They are the caller's after `give`, or to be given back.
         """
         while not (self.book.is_complete or self.failure is not None):
             await self._changed.wait()
@@ -134,10 +139,15 @@ class GroupRun:
             self.selection.accepted(made(group).trajectories)
         return taken
 
-    def given(self, groups: Sequence[PulledGroup]) -> None:
+    async def give(self, groups: Sequence[PulledGroup]) -> None:
         """The caller gets these now."""
-        for group in groups:
-            self._desk.log.delivered(group.wanted(self.book.wanted.members), self.step)
+        members = self.book.wanted.members
+        ended = [each for group in groups for each in group.wanted(members)]
+        await self._desk.log.deliver(ended, self.step, self._deadline.at)
+
+    def note_missing(self, missing: int) -> None:
+        """Its caller gets the others, and no error."""
+        self._desk.log.returns_short(self.step, missing)
 
     def give_back(self, groups: Sequence[PulledGroup]) -> None:
         """The caller does not get what it has taken: it is for the next call."""
@@ -321,7 +331,7 @@ class GroupRun:
             self._pause = None
 
     def _adopt_one(self) -> bool:
-        kept = self._desk.first_kept(self._source, self.taken_names)
+        kept = self._desk.first_kept(self)
         if kept is None:
             return False
         group = self._young_enough(kept.for_call(self.book.wanted.members))

@@ -80,6 +80,12 @@ class PulledGroup:
         return self.prompt.uid or ""
 
     @property
+    def row(self) -> int:
+        """What sorts it among the rows of a call."""
+        given = None if self.before is None else self.before.row
+        return self.number if given is None else given
+
+    @property
     def is_begun(self) -> bool:
         """Whether any member of it has been admitted."""
         return bool(self.running or self.ended) or self.is_carried
@@ -104,12 +110,15 @@ class PulledGroup:
 
         Those that ended first and did not fail; failed ones where there are too few others.
         """
+        taken = [e for e in self.ended if e.member.log is not None and e.member.log.is_taken]
+        if len(taken) >= members:  # an earlier process gave these out
+            return sorted(taken, key=_number)[:members]
         sound = [each for each in self.ended if each.trajectory.outcome is not Outcome.FAILED]
         if len(sound) < members and (self.waiting or self.running or self.at_door):
             return []
         failed = [each for each in self.ended if each.trajectory.outcome is Outcome.FAILED]
         chosen = [*sound, *failed][:members]
-        return sorted(chosen, key=lambda each: each.member.identity.member)
+        return sorted(chosen, key=_number)
 
     @property
     def is_overdue(self) -> bool:
@@ -138,3 +147,7 @@ class PulledGroup:
         """The same prompt, as it was when it was pulled."""
         key = self.key if self.before is None else self.before.key
         return PulledGroup(self.number, self.prompt, self.source, pulled=self.pulled, key=key)
+
+
+def _number(ended: Ended) -> int:
+    return ended.member.identity.member

@@ -206,6 +206,13 @@ class SourceEndedEntry(msgspec.Struct, array_like=True, tag=8):
     source: int | None
 
 
+class ReturnedShortEntry(msgspec.Struct, array_like=True, tag=9):
+    """A call of this step returned without so many of the groups that it was to have."""
+
+    step: int
+    missing: int
+
+
 Entry = (
     Header
     | PromptEntry
@@ -216,6 +223,7 @@ Entry = (
     | VersionEntry
     | MediumEntry
     | SourceEndedEntry
+    | ReturnedShortEntry
 )
 
 

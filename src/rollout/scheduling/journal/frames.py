@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from rollout.errors import JournalError
+from rollout.scheduling.journal.plain_data import encoder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -26,8 +27,7 @@ MAGIC_OF_ANY = b"rollout journal "
 MARK = b"\xfarj\xf4"
 _HEAD = struct.Struct("<4sII")
 _MARK = re.compile(re.escape(MARK))
-_encode_into = msgspec.msgpack.Encoder().encode_into
-_encode = msgspec.msgpack.Encoder().encode
+_encode_into, _encode = encoder.encode_into, encoder.encode
 _raw_records = msgspec.msgpack.Decoder(list[msgspec.Raw])
 #: No frame is longer; what says otherwise is no frame.
 MAX_PAYLOAD = 1 << 30

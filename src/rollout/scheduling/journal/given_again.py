@@ -11,7 +11,7 @@ import msgspec
 from rollout.agents.turn_log import AskedCalls
 from rollout.chat.media_records import without_content
 from rollout.medium import Media
-from rollout.scheduling.journal.plain_data import plain, plain_items
+from rollout.scheduling.journal.plain_data import encoder, exact_text, plain, plain_items
 from rollout.tools import ToolResult
 from rollout.tools.answers import Answers
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rollout.token_prefix import TokenPrefix
     from rollout.types import InvalidToolCall, ToolCall
 
-_encode = msgspec.msgpack.Encoder().encode
+_encode = encoder.encode
 
 
 def recall_into(generation: Generation, known: TurnEntry) -> float:
@@ -93,6 +93,8 @@ def fields_of(result: ToolResult, at: int) -> str | list[Any]:
     """
     if result.data is None and result.reward is None and not any(_more_of(result)):
         text = result.text
+        if type(text) is not str:
+            text = exact_text(text)
         return text if text.isascii() else str(plain(text, f"answers[{at}].text"))
     fields = _fields(result, at)
     if result.has_media:

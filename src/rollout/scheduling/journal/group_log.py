@@ -12,6 +12,7 @@ from rollout.scheduling.journal.entries import (
     BEGUN_AGAIN,
     UNWANTED,
     PromptEntry,
+    ReturnedShortEntry,
     SourceEndedEntry,
 )
 from rollout.scheduling.journal.packed_trajectory import packed_prompt, prompt_of
@@ -55,6 +56,7 @@ class GroupLog:
         self._pulls: dict[_Pull, deque[int]] = {}
         self._left: list[PulledBefore] = []
         self._ended = {} if journal is None else dict(journal.ended_sources)
+        self._missing = {} if journal is None else dict(journal.missing)
         self.pulled = self._sources = 0
         if journal is not None:
             self._read(journal.pulled_before())
@@ -96,14 +98,29 @@ class GroupLog:
         del self._ended[step]
         return True
 
+    def missing_in(self, step: int) -> int | None:
+        """Without how many groups a call of this step returned; None: it did not. Said once."""
+        return self._missing.pop(step, None)
+
+    def returns_short(self, step: int, missing: int) -> None:
+        """The call of this step returns without so many groups."""
+        if self._journal is not None:
+            self._journal.put(ReturnedShortEntry(step, missing))
+
     def source_ended(self, source: PromptSource, step: int) -> None:
         """The caller of this step is told that its source has ended."""
         if self._journal is not None:
             self._journal.put(SourceEndedEntry(step, source.number))
 
     def given_in(self, step: int) -> list[PulledBefore]:
-        """Those that a call of this step gave to its caller; once."""
-        return self._taken([each for each in self._left if each.step == step])
+        """Those that a call of this step gave to its caller, in the order in which it did; once."""
+        taken = self._taken([each for each in self._left if each.step == step])
+        if self._journal is None or not taken:
+            return taken
+        place = self._journal.given_at
+        taken.sort(key=lambda each: place(each.entry.step, each.entry.uid, each.entry.call))
+        numbers = sorted(each.number for each in taken)
+        return [each._replace(row=at) for each, at in zip(taken, numbers, strict=True)]
 
     def given_in_none(self, names: set[str]) -> list[PulledBefore]:
         """Those that no call did; once.
@@ -205,11 +222,17 @@ class GroupLog:
                 return log.failure
         return None
 
-    def delivered(self, ended: Sequence[Any], step: int) -> None:
-        """A call of this step gives these members to its caller."""
+    async def deliver(self, ended: Sequence[Any], step: int, deadline: float) -> None:
+        """A call of this step gives these members to its caller, once the journal says so.
+
+        Else who dies with them may get others in their place when the call is made again.
+
+        Args:
+            deadline: Up to when that is waited for where the disk refuses it.
+        """
         keys = [log.key for log in _logs(ended) if not log.is_taken]
         if self._journal is not None and keys:
-            self._journal.delivered(keys, step)
+            await self._journal.kept(self._journal.delivered(keys, step), deadline)
 
     def unwanted(self, group: PulledGroup) -> None:
         """Nobody will have it any more."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -47,8 +47,25 @@ if TYPE_CHECKING:
 
 #: How long what waits at the end of a runtime is tried to be written.
 _CLOSE_S = 10.0
-#: Steps whose uids are remembered, to tell calls with the same ones apart.
+#: Steps whose uids are remembered, to tell calls with the same ones apart. Of others it is known
+#: how often they were most: what they are asked for again is numbered from there.
 _STEPS = 64
+
+
+class _Calls(dict[str, int]):
+    """How many calls of a step had each uid; of one that is not there as many as `least`."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self._least = least
+
+    def __missing__(self, _uid: str) -> int:
+        return self._least
+
+    @property
+    def most(self) -> int:
+        """Of any uid."""
+        return max(self.values(), default=self._least)
 
 
 class Journal(OpenJournal):
@@ -64,7 +81,8 @@ class Journal(OpenJournal):
     ) -> None:
         super().__init__(config, writer, read, services, contents.media)
         self._contents = contents
-        self._calls: OrderedDict[tuple[int, bool], Counter[str]] = OrderedDict()
+        self._calls: OrderedDict[tuple[int, bool], _Calls] = OrderedDict()
+        self._most_calls: dict[tuple[int, bool], int] = {}
         self._is_counting = threading.Lock()
         self._announced = contents.version
         if contents.version is None:
@@ -79,6 +97,10 @@ class Journal(OpenJournal):
         """The step of the call that gave members of a group to its caller; None: none did."""
         return self._contents.deliveries().get((step, uid, call))
 
+    def given_at(self, step: int, uid: str, call: int) -> tuple[int, int]:
+        """What sorts a group among those that were given to their callers."""
+        return self._contents.given_at.get((step, uid, call), (0, 0))
+
     def oldest_version(self, step: int, uid: str, call: int) -> int | None:
         """Of the weights that sampled for a group; None: none did."""
         return self._contents.oldest().get((step, uid, call))
@@ -87,6 +109,11 @@ class Journal(OpenJournal):
     def ended_sources(self) -> Mapping[int, int | None]:
         """See `Contents`."""
         return self._contents.ended_sources
+
+    @property
+    def missing(self) -> Mapping[int, int]:
+        """See `Contents`."""
+        return self._contents.missing
 
     def enrol(
         self, members: Sequence[Member], known_call: int | None = None, *, is_pulled: bool = False
@@ -167,14 +194,17 @@ class Journal(OpenJournal):
             f"differs in {', '.join(names)}"
         ]
 
-    def _calls_before(self, step: int, validate: bool) -> Counter[str]:
+    def _calls_before(self, step: int, validate: bool) -> _Calls:
         """How many calls of a step had each uid so far."""
+        key = step, validate
         with self._is_counting:
-            counted = self._calls.get((step, validate))
+            counted = self._calls.pop(key, None)
             if counted is None:
-                counted = self._calls[step, validate] = Counter()
-                if len(self._calls) > _STEPS:
-                    self._calls.popitem(last=False)
+                counted = _Calls(self._most_calls.get(key, 0))
+            self._calls[key] = counted  # the last of them
+            if len(self._calls) > _STEPS:
+                old, calls = self._calls.popitem(last=False)
+                self._most_calls[old] = calls.most
             return counted
 
     def check_announced(self) -> None:

@@ -20,6 +20,7 @@ from rollout.scheduling.journal.entries import (
     Key,
     MediumEntry,
     PromptEntry,
+    ReturnedShortEntry,
     SourceEndedEntry,
     TurnEntry,
     VersionEntry,
@@ -104,7 +105,9 @@ class Contents:
         prompts: By step, uid and call.
         trajectories: In the order in which they are first spoken of.
         ended_sources: By the step of the call that was told of their end.
+        missing: Groups that a call of a step returned without, by that step.
         media: Contents of images and videos, by digest.
+        given_at: Of groups, by step, uid and call, what sorts them as they were delivered.
         size: Of its whole frames, in bytes.
         torn: What follows them.
         damages: Places between them that hold none.
@@ -116,10 +119,12 @@ class Contents:
         self.prompts: dict[PromptKey, Payload] = {}
         self.trajectories: dict[Key, Recorded] = {}
         self.ended_sources: dict[int, int | None] = {}
+        self.missing: dict[int, int] = {}
         self.media: dict[str, Payload] = {}
         self.size = 0
         self.torn: TornTail | None = None
         self.damages: list[Damage] = []
+        self.given_at: dict[tuple[int, str, int], tuple[int, int]] = {}
         self._deliveries: dict[tuple[int, str, int], int] | None = None
         self._oldest: dict[tuple[int, str, int], int | None] | None = None
 
@@ -143,14 +148,17 @@ class Contents:
             case EndEntry():
                 self._of(entry.key).note_end(payload)
             case DeliveredEntry():
-                for each in entry.keys:
+                for at, each in enumerate(entry.keys):
                     self._of(each).delivered_in = each.step if entry.step is None else entry.step
+                    self.given_at[each.step, each.uid, each.call] = payload.start, at
             case VersionEntry():
                 self.version = entry.version
             case MediumEntry():
                 self.media[entry.digest] = payload
             case SourceEndedEntry():
                 self.ended_sources[entry.step] = entry.source
+            case ReturnedShortEntry():
+                self.missing[entry.step] = entry.missing
 
     def deliveries(self) -> dict[tuple[int, str, int], int]:
         """Of groups, by step, uid and call, the step of the call that gave them to its caller.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -142,9 +143,11 @@ class OpenJournal:
         while writer.admitted < ticket and not self._goes_on:
             await writer.until_written(ticket - writer.allowance, CHECK_S)
 
-    async def kept(self, ticket: int) -> None:
-        """Until a record is written, or need not be."""
+    async def kept(self, ticket: int, deadline: float = math.inf) -> None:
+        """Until a record is written, or need not be; not past this where the disk refuses it."""
         while not self.has_written(ticket):
+            if self.writer.failure is not None and self._clock() >= deadline:
+                return
             await self.writer.until_written(ticket, CHECK_S, within_s=SOON_S)
 
     async def until_written(
@@ -166,9 +169,9 @@ class OpenJournal:
     def _goes_on(self) -> bool:
         return self.writer.failure is not None and self._config.on_failure == "continue"
 
-    def delivered(self, keys: Iterable[Key], step: int | None = None) -> None:
-        """The caller has these; see `DeliveredEntry`."""
-        self.put(DeliveredEntry(list(keys), step))
+    def delivered(self, keys: Iterable[Key], step: int | None = None) -> int:
+        """The caller has these; see `DeliveredEntry`. The number of that record."""
+        return self.put(DeliveredEntry(list(keys), step))
 
     def say_unwritable(self, error: Exception) -> None:
         """What a tool answered is not written; said once."""

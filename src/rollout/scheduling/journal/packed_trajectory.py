@@ -18,7 +18,14 @@ from rollout.chat.trajectory import Parent, Segment, Trajectory
 from rollout.chat.transcript import Transcript
 from rollout.errors import JournalError
 from rollout.medium import Media, PlacedMedia
-from rollout.scheduling.journal.plain_data import TOO_DEEP, Unwritable, plain, plain_items, restored
+from rollout.scheduling.journal.plain_data import (
+    TOO_DEEP,
+    Unwritable,
+    encoder,
+    plain,
+    plain_items,
+    restored,
+)
 from rollout.types import Cause, Message, Outcome, Prompt, ToolCall
 
 if TYPE_CHECKING:
@@ -77,7 +84,7 @@ class _Trajectory(msgspec.Struct, array_like=True):
     main: int
 
 
-_encode = msgspec.msgpack.Encoder().encode
+_encode = encoder.encode
 _NUMBERS = frozenset((int, float, bool))
 _SINGLE, _TEXT = frozenset((type(None), str, int, float, bool, bytes)), frozenset((str,))
 _decoder = msgspec.msgpack.Decoder(_Trajectory, ext_hook=restored)

@@ -29,7 +29,20 @@ _NUMBERS = "biufc"
 _SIMPLE = frozenset((bool, float, bytes))
 _LEAST, _MOST = -(2**63), 2**64 - 1
 
-_encoder = msgspec.msgpack.Encoder()
+
+def exact_text(value: Any) -> str:
+    """A text of a type of its own, such as `numpy.str_`, as the text that it is; for encoders.
+
+    Raises:
+        TypeError: It is none.
+    """
+    if isinstance(value, str):
+        return str.__str__(value)
+    raise TypeError(f"Encoding objects of type {type(value).__qualname__} is unsupported")
+
+
+#: Of records, and of what is in them.
+encoder = msgspec.msgpack.Encoder(enc_hook=exact_text)
 
 
 class _Unplain(Exception):
@@ -83,7 +96,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
     if kind is list:
         return _each(value, depth + 1)
     if kind is tuple:
-        return msgspec.msgpack.Ext(_TUPLE, _encoder.encode(_each(value, depth + 1)))
+        return msgspec.msgpack.Ext(_TUPLE, encoder.encode(_each(value, depth + 1)))
     return _array(value)
 
 
@@ -138,7 +151,7 @@ def _array(value: Any) -> Any:
     if (is_array or is_scalar) and value.dtype.kind in _NUMBERS:
         array = np.ascontiguousarray(value)
         fields = [array.dtype.str, list(np.shape(value)), array.tobytes()]
-        return msgspec.msgpack.Ext(_ARRAY if is_array else _SCALAR, _encoder.encode(fields))
+        return msgspec.msgpack.Ext(_ARRAY if is_array else _SCALAR, encoder.encode(fields))
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     raise _Unplain(f"is a {kind}; {EXPECTED}")
 

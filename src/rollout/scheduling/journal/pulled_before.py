@@ -21,6 +21,7 @@ class PulledBefore(NamedTuple):
         step: Of the call that gave it to its caller; None where none did.
         version: Of the oldest weights that sampled for it, where that counts; None where none
             did, and where its caller had it: in time, when it did.
+        row: What sorts it among the rows of its call, where that is not its number.
     """
 
     number: int
@@ -28,6 +29,7 @@ class PulledBefore(NamedTuple):
     entry: PromptEntry
     step: int | None
     version: int | None
+    row: int | None = None
 
     @property
     def key(self) -> Key:

@@ -130,7 +130,7 @@ class ReplayLog:
             raise self._departed(f"calls tools with what no record can hold: {said_calls(calls)}")
         return asked
 
-    async def recall_answers(self, asked: AskedCalls) -> Answers | None:
+    async def recall_answers(self, asked: AskedCalls, _segment: str) -> Answers | None:
         """See `TurnLog`.
 
         Raises:

@@ -242,10 +242,10 @@ class TrajectoryLog:
     #: As in `TurnLog`.
     asked = staticmethod(asked_of)
 
-    async def recall_answers(self, asked: AskedCalls) -> Answers | None:
+    async def recall_answers(self, asked: AskedCalls, segment: str) -> Answers | None:
         """What was answered then; None where nothing is known."""
         await anyio.lowlevel.checkpoint()
-        known = _next(self._answers, place_of_calls(asked))
+        known = _next(self._answers, place_of_calls(asked), segment)
         if known is None:
             return None
         self._count()
@@ -359,12 +359,13 @@ class TrajectoryLog:
         self._journal.counts.recalled += 1
 
 
-def _next(known: dict[Place, deque[Any]] | None, place: Place) -> Any:
-    """The next answer there; each is given once."""
+def _next(known: dict[Place, deque[Any]] | None, place: Place, segment: str | None = None) -> Any:
+    """The next answer there, of this segment where it has one; each is given once."""
     found = known.get(place) if known else None
     if not found or known is None:
         return None
-    entry = found.popleft()
+    entry = next((each for each in found if each.segment == segment), found[0])
+    found.remove(entry)
     if not found:
         del known[place]
     return entry

@@ -1,0 +1,332 @@
+"""What each call had comes back in that call, whatever else the run did beside and between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+import torch
+
+import rollout
+from rollout import (
+    AgentLoop,
+    Group,
+    GroupPolicy,
+    Outcome,
+    Prompt,
+    RolloutConfig,
+    TensorWeights,
+    function_tool,
+)
+from rollout.agents import AgentContext, register_agent
+from rollout.config import AgentConfig, JournalConfig, SchedulingConfig
+from rollout.scheduling.journal.entries import DeliveredEntry
+from rollout.scheduling.journal.journal_writer import GATHER_S
+from rollout.testing import Scenario, run_virtual, tool_call
+from rollout.types import ToolCall
+from test_journal import entries_of
+
+SCENARIO = (
+    Scenario(seed=1)
+    .reply("slow", "word " * 300)
+    .reply("pick", tool_call("pick"))
+    .then("the end")
+    .reply("", "at once", filler={"median": 40, "sigma": 1.0, "max": 300})
+    .timing(base_s=0.01, slope_s=0.0, prefill_tokens_per_s=1e9)
+)
+
+
+def config(
+    path: Path, agent: str = "tool_agent", scenario: Scenario = SCENARIO, **scheduling: Any
+) -> RolloutConfig:
+    return scenario.config(
+        agent=AgentConfig(name=agent),
+        journal=JournalConfig(path=str(path)),
+        scheduling=SchedulingConfig(**{"samples_per_prompt": 2, **scheduling}),
+        seed=5,
+    )
+
+
+def user(text: str, uid: str) -> Prompt:
+    return Prompt(messages=[{"role": "user", "content": text}], uid=uid)
+
+
+def loader(*slow: int) -> Iterator[Prompt]:
+    for at in range(60):
+        yield user("slow" if at in slow else f"go {at}", f"p{at}")
+
+
+def uids(batch: Any) -> list[str]:
+    return [each.uid for each in batch.trajectories if each.member == 0]
+
+
+def sampled(runtime: Any) -> int:
+    return sum(each.tokens.arrived for each in runtime.statistics().replicas)
+
+
+@pytest.mark.parametrize("oversample", [1.0, 3.0])
+def test_two_collects_at_once_get_their_own_batches_again(
+    tmp_path: Path, oversample: float
+) -> None:
+    policy = GroupPolicy(oversample=oversample, surplus="carry")
+
+    def ran(*, resume: bool) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+
+        async def act() -> None:
+            source = loader()
+            async with rollout.open_rollout(config(tmp_path / "j"), resume=resume) as runtime:
+
+                async def one(step: int) -> None:
+                    batch = await runtime.collect(source, 3, policy=policy, step=step)
+                    found[str(step)] = [each.transcript.ids_bytes() for each in batch.trajectories]
+
+                for first in (0, 2):
+                    async with anyio.create_task_group() as tasks:
+                        tasks.start_soon(one, first)
+                        tasks.start_soon(one, first + 1)
+                if oversample == 1:  # else there is more to do
+                    found["sampled"] = sampled(runtime)
+
+        run_virtual(act)
+        return found
+
+    first = ran(resume=False)
+    again = ran(resume=True)
+    assert again.pop("sampled", 0) == 0
+    first.pop("sampled", None)
+    assert again == first
+
+
+def test_same_step_again_after_many_others_has_its_own_trajectories(tmp_path: Path) -> None:
+    steps = 70
+
+    def versions(*, resume: bool) -> list[list[int]]:
+        found: list[list[int]] = []
+
+        async def act() -> None:
+            scenario = Scenario(seed=1).reply("", "at once", filler=5).timing(base_s=0.001)
+            own = config(tmp_path / "j", "single_turn", scenario)
+            async with rollout.open_rollout(own, resume=resume) as runtime:
+                weights = TensorWeights({"a": torch.zeros(1)})
+                if resume:
+                    await runtime.update_weights(version=steps, source=weights)
+                for step in range(steps):
+                    await runtime.generate([user("train", "t")], step=step)
+                    if step in (0, steps - 1):
+                        batch = await runtime.generate([user("val", "v")], step=0, validate=True)
+                        found.extend([t.transcript.versions for t in batch.trajectories])
+                    if not resume:
+                        await runtime.update_weights(version=step + 1, source=weights)
+
+        run_virtual(act)
+        return [[*each] for each in found]
+
+    first = versions(resume=False)
+    assert first[0] != first[-1]
+    assert versions(resume=True) == first
+
+
+def collected(path: Path, source: Iterator[Prompt], *, resume: bool, **options: Any) -> Any:
+    """Two steps: their rows, and how many tokens were sampled."""
+    policies, groups = options.pop("policies"), options.pop("groups")
+    rows: list[Any] = []
+
+    async def act() -> None:
+        scenario = options.pop("scenario", SCENARIO)
+        own = config(path, options.pop("agent", "single_turn"), scenario, max_in_flight=8)
+        async with rollout.open_rollout(own, resume=resume, **options) as runtime:
+            for step, policy in enumerate(policies):
+                batch = await runtime.collect(source, groups, policy=policy, step=step)
+                rows.append([(t.uid, t.member, t.outcome, t.reason) for t in batch.trajectories])
+            rows.append(sampled(runtime))
+
+    run_virtual(act)
+    return rows
+
+
+def test_collect_that_returned_one_group_less_does_so_again(tmp_path: Path) -> None:
+    policy = GroupPolicy(group_s=1.0, on_group_deadline="drop")
+    given: dict[str, Any] = {"policies": [policy, policy], "groups": 3}
+    first = collected(tmp_path / "j", loader(1), resume=False, **given)
+    assert len(first[0]) == 4
+    for _ in range(2):
+        again = collected(tmp_path / "j", loader(1), resume=True, **given)
+        assert again[:2] == first[:2]
+        assert again[2] == 0
+
+
+def test_rows_of_a_batch_given_again_stand_in_their_order(tmp_path: Path) -> None:
+    """One of them began again after the other one had begun, so it is spoken of later."""
+    scenario = Scenario(seed=1).reply("slow", "word " * 60).reply("", "at once", filler=5)
+    given: dict[str, Any] = {
+        "policies": [GroupPolicy(oversample=3.0), GroupPolicy()],
+        "groups": 2,
+        "scenario": scenario.timing(base_s=0.01, slope_s=0.0, prefill_tokens_per_s=1e9),
+    }
+    first = collected(tmp_path / "j", loader(0), resume=False, **given)
+    assert [row[0] for row in first[1]] == ["p0", "p0", "p1", "p1"]
+    for _ in range(2):
+        again = collected(tmp_path / "j", loader(0), resume=True, **given)
+        assert again[:2] == first[:2]
+
+
+@register_agent("journal_slow_end")
+class _SlowEnd(AgentLoop):
+    async def run(self, context: AgentContext) -> None:
+        try:
+            await context.generate()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(1)
+
+
+def test_member_whose_group_reward_failed_is_the_one_given_again(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def group_reward(group: Group) -> list[float]:
+        asked.append(group.uid)
+        if group.uid == "p1":
+            raise ValueError("no reward")
+        return [1.0 for _ in group.trajectories]
+
+    given = {
+        "policies": [GroupPolicy(members=1)] * 2,
+        "groups": 2,
+        "group_reward": group_reward,
+        "agent": "journal_slow_end",
+    }
+    first = collected(tmp_path / "j", loader(), resume=False, **given)
+    assert first[0][1][2:] == (Outcome.FAILED, "group_reward")
+    asked.clear()
+    assert collected(tmp_path / "j", loader(), resume=True, **given)[:2] == first[:2]
+    assert asked == []
+
+
+def test_sub_agents_side_by_side_get_their_own_answers_again(tmp_path: Path) -> None:
+    numbers = count()
+
+    @function_tool(stateful=False)
+    async def pick() -> str:
+        """Make something new; the second is done first."""
+        number = next(numbers)
+        await anyio.sleep([0.5, 0.1, 0.3][number % 3])
+        return f"made {number}"
+
+    @register_agent("journal_side_by_side")
+    class _SideBySide(AgentLoop):
+        async def run(self, context: AgentContext) -> None:
+            await context.begin()
+            await context.generate()
+            start = [{"role": "user", "content": "work"}]
+            workers = [await context.subagent(start) for _ in range(3)]
+
+            async def work(at: int) -> None:
+                [result] = await workers[at].call_tools([ToolCall(name="pick", arguments={})])
+                context.extra[str(at)] = result.text
+                await workers[at].generate()
+
+            async with anyio.create_task_group() as tasks:
+                for at in range(3):
+                    tasks.start_soon(work, at)
+            if len(starts) == 1:
+                await anyio.sleep_forever()
+
+    starts: list[bool] = []
+
+    def ran(*, resume: bool) -> Any:
+        starts.append(resume)
+        found: list[Any] = []
+
+        async def act() -> None:
+            own = config(tmp_path / "j", "journal_side_by_side", samples_per_prompt=1)
+            async with rollout.open_rollout(own, [pick], resume=resume) as runtime:
+                with anyio.move_on_after(20):
+                    batch = await runtime.generate([user("go", "a")], step=0)
+                    found.append(batch.trajectories[0].extra)
+                statistics = runtime.statistics().journal
+                assert statistics is not None
+                found.append((statistics.recalled, statistics.departed, sampled(runtime)))
+
+        run_virtual(act)
+        return found
+
+    ran(resume=False)
+    [extra, counts] = ran(resume=True)
+    assert sorted(extra.values()) == ["made 0", "made 1", "made 2"]
+    assert next(numbers) == 3  # no tool was called again
+    assert counts == (7, 0, 0)
+
+
+@pytest.mark.parametrize("backend", ["trio", "asyncio"])
+def test_collect_has_written_what_it_gave_when_it_returns(tmp_path: Path, backend: str) -> None:
+    path = tmp_path / "j"
+    policy = GroupPolicy(oversample=4.0, surplus="carry")
+    assert GATHER_S > 0.05  # else it would be there anyway
+
+    async def act() -> None:
+        scenario = Scenario(seed=1).reply("", filler={"median": 60, "sigma": 1.2, "max": 600})
+        own = config(path, "single_turn", scenario.timing(base_s=0.002), max_in_flight=8)
+        async with rollout.open_rollout(own) as runtime:
+            taken = uids(await runtime.collect(loader(), 2, policy=policy, step=0))
+            died = path.with_name("died")
+            died.write_bytes(path.read_bytes())
+        marks = [each for each in entries_of(died) if isinstance(each, DeliveredEntry)]
+        assert [(each.step, sorted({key.uid for key in each.keys})) for each in marks] == [
+            (0, sorted(taken))
+        ]
+        again = config(died, "single_turn", scenario.timing(base_s=0.002), max_in_flight=8)
+        async with rollout.open_rollout(again, resume=True) as runtime:
+            assert uids(await runtime.collect(loader(), 2, policy=policy, step=0)) == taken
+
+    anyio.run(act, backend=backend)
+
+
+def test_texts_of_types_of_their_own_are_written_as_the_texts_that_they_are(
+    tmp_path: Path,
+) -> None:
+    @function_tool
+    async def pick() -> str:
+        """Pick a door."""
+        return np.random.default_rng(0).choice(["left", "right"])  # type: ignore[no-any-return]
+
+    @register_agent("journal_named")
+    class _Named(AgentLoop):
+        async def run(self, context: AgentContext) -> None:
+            await context.generate()
+            worker = await context.subagent(
+                [{"role": "user", "content": "go"}], purpose=np.str_("judge")
+            )
+            await worker.generate()
+            context.end(Outcome.COMPLETED, np.str_("solved"))
+
+    def ran(*, resume: bool) -> list[Any]:
+        found: list[Any] = []
+
+        async def act() -> None:
+            own = config(tmp_path / "j", samples_per_prompt=1)
+            async with rollout.open_rollout(own, [pick], resume=resume) as runtime:
+                named = Prompt(
+                    messages=[{"role": "user", "content": "go"}],
+                    uid="b",
+                    agent_name="journal_named",
+                )
+                batch = await runtime.generate([user("pick", "a"), named, user("go", "c")], step=0)
+                for each in batch.trajectories:
+                    said = [str(message.content) for message in each.messages]
+                    found.append((each.uid, each.outcome, str(each.reason), said))
+                found.append(sampled(runtime) > 0)
+
+        run_virtual(act)
+        return found
+
+    first = ran(resume=False)
+    assert [each[1] for each in first[:3]] == [Outcome.COMPLETED] * 3
+    assert first[1][2] == "solved"
+    again = ran(resume=True)
+    assert again == [*first[:3], False]
