@@ -19,6 +19,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from rollout.chat.traced_text import TracedText
 from rollout.lazy import derives_from
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def plain(value: Any) -> Any:
 
     Dataclasses and pydantic's models become mappings, NumPy's scalars those of Python.
     """
-    if value is None or type(value) in _SCALARS:
+    if value is None or type(value) in _SCALARS or type(value) is TracedText:
         return value
     if isinstance(value, Mapping):
         return {plain(key): plain(item) for key, item in value.items()}

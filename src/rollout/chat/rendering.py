@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from rollout.chat.jinja_chat import render_chat
 from rollout.chat.messages import (
     TemplateMessage,
     as_parts,
@@ -16,6 +17,7 @@ from rollout.chat.messages import (
     with_nine_letter_ids,
     with_results_as_user,
 )
+from rollout.chat.traced_text import TracedText
 from rollout.errors import TemplateError
 from rollout.utf8 import check_encodable
 
@@ -188,6 +190,15 @@ class Renderer:
         tools: list[Any] | None,
     ) -> str:
         try:
+            if any(TracedText in map(type, message.values()) for message in messages):
+                variables = {**self._tokenizer.special_tokens_map, **self.kwargs}
+                return render_chat(  # transformers makes other texts of these
+                    self.source,
+                    messages,
+                    tools=tools,
+                    add_generation_prompt=add_generation_prompt,
+                    variables=variables,
+                )
             text = self._tokenizer.apply_chat_template(
                 list(messages),
                 tools=tools,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rollout.chat.encoding import Place, WrittenText
+from rollout.chat.traced_text import Looked, Trace
 
 if TYPE_CHECKING:
     from rollout.chat.encoding import TextEncoder
@@ -52,11 +53,14 @@ class SlottedText(msgspec.Struct, frozen=True):
         literals: The text around the slots, one more than there are of them.
         slots: What stands between the literals: position and key of a message.
         way: How contents are written.
+        looked: What the template learns of what stands at a position and key: of what it is to be
+            known, it learns the same.
     """
 
     literals: tuple[str, ...]
     slots: tuple[tuple[int, str], ...]
     way: str = "verbatim"
+    looked: tuple[tuple[int, str, Looked], ...] = ()
 
     def contents(
         self, messages: Sequence[TemplateMessage], tests: Sequence[str], way: str = ""
@@ -68,6 +72,8 @@ class SlottedText(msgspec.Struct, frozen=True):
             tests: What the template looks for in contents.
             way: How contents are taken to be written, where it is not their own.
         """
+        if not all(look.holds(str(messages[at][key])) for at, key, look in self.looked):
+            return None
         contents, write = [], WAYS[way or self.way]
         for at, key in self.slots:
             text = str(messages[at][key])
@@ -133,8 +139,32 @@ def find_slots(write: Write, messages: Sequence[TemplateMessage]) -> SlottedText
     for way in WAYS:
         known = SlottedText(tuple(pieces[::2]), found, way)
         if all(_is_foretold(known, write, messages, probe) for probe in PROBES):
-            return known
+            return _looked_at(known, write, messages, markers)
     return None
+
+
+def _looked_at(
+    known: SlottedText,
+    write: Write,
+    messages: Sequence[TemplateMessage],
+    markers: Mapping[str, tuple[int, str]],
+) -> SlottedText | None:
+    """The same with what the template learns of contents; None where that cannot be known."""
+    traces = {slot: Trace() for slot in markers.values()}
+    texts = {slot: traces[slot].text(marker) for marker, slot in markers.items()}
+    traced = [dict(message) for message in messages]
+    for (at, key), text in texts.items():
+        traced[at][key] = text
+    if write(traced) != known.join([texts[slot] for slot in known.slots]):
+        return None
+    for slot, trace in traces.items():
+        # What writes JSON reads a text in another way than this one notes.
+        is_unseen = slot in known.slots and not trace.is_seen and known.way != "json"
+        if trace.is_lost or is_unseen:
+            return None
+    looked = [(at, key, each) for (at, key), trace in traces.items() for each in trace.looked]
+    unique = [each for place, each in enumerate(looked) if each not in looked[:place]]
+    return msgspec.structs.replace(known, looked=tuple(unique))
 
 
 def _is_foretold(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -113,9 +114,21 @@ class _Heap:
             self._batches -= 1
             if self._callers is None or self._batches:
                 return
-            if gc.get_threshold() == (YOUNG, NEVER, NEVER):  # else the caller's, by now
-                gc.set_threshold(*self._callers)
+            self._restore_thresholds()
+
+    def _restore_thresholds(self) -> None:
+        """The caller's, but for those that it has set meanwhile."""
+        if self._callers is not None:
+            each = zip(gc.get_threshold(), (YOUNG, NEVER, NEVER), self._callers, strict=True)
+            gc.set_threshold(*(callers if now == ours else now for now, ours, callers in each))
             self._callers = None
+
+    def leave_child(self) -> None:
+        """In a process forked from this one, which has none of its runtimes."""
+        self._restore_thresholds()
+        if self._is_ours:
+            gc.unfreeze()
+        self.__init__()  # type: ignore[misc]  # its lock may be held by a thread that is not there
 
     def collect_youngest(self) -> float | None:
         """Look at the youngest objects now; CPU seconds that it took, None: nothing is put off.
@@ -150,6 +163,8 @@ def _is_disabled() -> bool:
 
 
 _heap = _Heap()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_heap.leave_child)
 
 
 @contextmanager
