@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -354,26 +353,3 @@ async def test_threshold_that_a_caller_sets_while_batches_run_stays_alone(
     async with rollout.open_rollout(SILENT.config()) as runtime:
         await runtime.generate(probes(1))
     assert gc.get_threshold() == (5000, *PYTHONS[1:])
-
-
-@pytest.mark.anyio
-async def test_process_that_is_forked_while_a_batch_runs_has_its_own_collections(
-    seen: list[tuple[int, int, int]],
-) -> None:
-    told: list[bytes] = []
-
-    def fork() -> None:
-        reads, writes = os.pipe()
-        child = os.fork()
-        if not child:
-            os.write(writes, f"{gc.get_threshold()} {gc.get_freeze_count()}".encode())
-            os._exit(0)
-        os.waitpid(child, 0)
-        told.append(os.read(reads, 100))
-        os.close(reads)
-        os.close(writes)
-
-    _acts.append(fork)
-    async with rollout.open_rollout(SILENT.config()) as runtime:
-        await runtime.generate(probes(1))
-    assert told == [f"{PYTHONS} 0".encode()]
