@@ -65,7 +65,7 @@ class PromptForms:
         self, messages: Sequence[TemplateMessage], tools: Sequence[Mapping[str, Any]] | None
     ) -> SlottedText | None:
         try:
-            key = pattern_of(messages), msgspec.json.encode(tools or ())
+            key = pattern_of(messages), msgspec.msgpack.encode(tools or ())
         except (TypeError, ValueError, RecursionError, msgspec.MsgspecError):  # no plain data
             return None
         if key not in self._forms and len(self._forms) < MOST_FORMS:

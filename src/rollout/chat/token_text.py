@@ -49,8 +49,8 @@ class TokenText:
 
     def spelling(self, token_id: int) -> bytes:
         """The bytes of one."""
-        is_within = 0 <= token_id < len(self._known)
-        known: bytes | None = self._known[token_id] if is_within else None
+        table = self._known
+        known: bytes | None = table[token_id] if 0 <= token_id < len(table) else None
         if known is None:
             token: str | None = self._backend.id_to_token(token_id)
             if token is None:  # as the library does with ids that no token has
@@ -63,11 +63,12 @@ class TokenText:
         return known
 
     def _keep(self, token_id: int, spelling: bytes) -> None:
-        if token_id >= len(self._known):  # ids of a vocabulary may leave some out
+        table = self._known  # another thread may put a larger one in its place
+        if token_id >= len(table):  # ids of a vocabulary may leave some out
             more = np.full(token_id + 1, None, object)
-            more[: len(self._known)] = self._known
-            self._known = more
-        self._known[token_id] = spelling
+            more[: len(table)] = table
+            self._known = table = more
+        table[token_id] = spelling
 
 
 def token_text(backend: Any) -> TokenText | None:
