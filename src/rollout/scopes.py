@@ -144,3 +144,22 @@ def give_back(limiter: anyio.CapacityLimiter, borrower: object) -> None:
     """
     with suppress(RuntimeError):
         limiter.release_on_behalf_of(borrower)
+
+
+async def outwait(event: anyio.Event) -> None:
+    """Wait for an event that is sure to come, whatever cancels the caller; that passes on after it.
+
+    No shield keeps off what asyncio itself cancels, as `asyncio.timeout` does.
+    """
+    cancelled: BaseException | None = None
+    while not event.is_set():
+        try:
+            with anyio.CancelScope(shield=True):
+                await event.wait()
+        except anyio.get_cancelled_exc_class() as error:
+            cancelled = error
+    if cancelled is not None:
+        try:
+            raise cancelled
+        finally:
+            del cancelled  # its traceback holds this frame

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rollout.errors import SourceEnded
 from rollout.runtime.collation import attach
 from rollout.scheduling.call_arguments import check_call
-from rollout.scheduling.group_run import GroupRun, made
+from rollout.scheduling.group_handover import made
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rollout.runtime.open_calls import OpenCalls
     from rollout.runtime.sleep_between_batches import SleepBetweenBatches
     from rollout.runtime.step_count import StepCount
+    from rollout.scheduling.group_run import GroupRun
     from rollout.scheduling.prompt_source import Source
     from rollout.scheduling.pulled_group import PulledGroup
     from rollout.tensor_layout import Layout, Trim
@@ -97,15 +98,15 @@ class GroupingRuntime:
                 rows, error = rows_of([*map(made, found)]), run.fault(groups, len(found))
                 metrics = run.metrics()
                 batch = await self._collation.batch(rows, window, layout, trim, extra=metrics)
-                if error is None and len(found) < groups:
-                    run.note_missing(groups - len(found))
-                await run.give(found)
             except BaseException as left:
                 if not isinstance(left, Exception):  # cancelled: nobody has them
-                    run.give_back(found)
+                    run.handover.give_back(found)
                 raise
+            if error is None and len(found) < groups:
+                run.handover.note_missing(groups - len(found))
+            await run.handover.give(found)
             if len(found) < groups:
-                run.tell_end(is_recorded=isinstance(error, SourceEnded))
+                run.handover.tell_end(is_recorded=isinstance(error, SourceEnded))
             if error is None:
                 return batch
             attach(error, batch)

@@ -15,14 +15,14 @@ from rollout.scheduling.ended_groups import Ended
 from rollout.scheduling.finished import unstarted
 from rollout.scheduling.group_book import HINT_S, WAITS_FOR_VERSION
 from rollout.scheduling.group_endings import GroupEndings
+from rollout.scheduling.group_handover import GroupHandover, made
 from rollout.scheduling.group_judging import SURPLUS, GroupJudging
 from rollout.scheduling.member_runs import CLOSED, CLOSED_MEANWHILE
 from rollout.scheduling.pulled_group import GROUP_S, GroupMember, PulledGroup
 from rollout.scheduling.selection import Selection
+from rollout.scopes import outwait
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rollout.chat.group import Group
     from rollout.chat.trajectory import Trajectory
     from rollout.config import SchedulingConfig
@@ -50,6 +50,7 @@ class GroupRun:
     Attributes:
         failure: What the call ends with; None while all is well.
         selection: What it took of what it had run.
+        handover: Gives its caller what that takes.
         batch: Number of the call, for events.
         began: When it was made, on the loop's clock.
     """
@@ -73,6 +74,7 @@ class GroupRun:
         self.step, self.batch, self.began = step, 0, anyio.current_time()
         self.taken_names: set[str] = set()
         self._desk, self._source = desk, source
+        self.handover = GroupHandover(desk, book, source, step, deadline)
         self._group_s, self._deadline = group_s, deadline
         self._config, self._tally = config, tally
         self._endings = GroupEndings(deadline, config, tally, desk.events)
@@ -88,7 +90,7 @@ class GroupRun:
         self._running: dict[GroupMember, None] = {}
         self._at_door: GroupMember | None = None
         self._is_closed = self._met_deadline = self._is_cancelled = False
-        self._has_hinted = self._has_told_end = False
+        self._has_hinted = False
         self._pause: anyio.CancelScope | None = None
         self._admission = anyio.CancelScope()
         self._changed = anyio.Event()
@@ -108,17 +110,12 @@ class GroupRun:
             if group is not None:
                 self.selection.accepted(made(group).trajectories)
                 self.change()
-                try:
-                    await self.give([group])
-                except BaseException:
-                    self.book.consumed -= 1
-                    self.give_back([group])
-                    raise
+                await self.handover.give([group])
                 return made(group)
             if self.failure is not None:
                 raise self.failure
             if self.book.is_complete:
-                self.tell_end(is_recorded=not self._is_cancelled)
+                self.handover.tell_end(is_recorded=not self._is_cancelled)
                 return None
             with anyio.move_on_after(HINT_S) as scope:
                 await self._changed.wait()
@@ -129,7 +126,7 @@ class GroupRun:
     async def all_groups(self) -> list[PulledGroup]:
         """As many accepted ones as are wanted, or what there is; `failure` says why.
 
-        They are the caller's after `give`, or to be given back.
+        They are the caller's once they are handed over; see `GroupHandover`.
         """
         while not (self.book.is_complete or self.failure is not None):
             await self._changed.wait()
@@ -138,22 +135,6 @@ class GroupRun:
         for group in taken:
             self.selection.accepted(made(group).trajectories)
         return taken
-
-    async def give(self, groups: Sequence[PulledGroup]) -> None:
-        """The caller gets these now."""
-        members = self.book.wanted.members
-        ended = [each for group in groups for each in group.wanted(members)]
-        await self._desk.log.deliver(ended, self.step, self._deadline.at)
-
-    def note_missing(self, missing: int) -> None:
-        """Its caller gets the others, and no error."""
-        self._desk.log.returns_short(self.step, missing)
-
-    def give_back(self, groups: Sequence[PulledGroup]) -> None:
-        """The caller does not get what it has taken: it is for the next call."""
-        for group in groups:
-            group.call = None
-        self._desk.keep(groups)
 
     @property
     def source(self) -> PromptSource:
@@ -175,34 +156,10 @@ class GroupRun:
         """See `Selection`."""
         return {**self.book.metrics(), **self.selection.metrics()}
 
-    def tell_end(self, *, is_recorded: bool) -> None:
-        """Its caller learns that there are no more groups: a source that is over begins again.
-
-        Args:
-            is_recorded: Whether a resumption is to tell it so as well.
-        """
-        source = self._source
-        if source.is_over and not self._has_told_end:
-            self._has_told_end = True
-            self._desk.forget(source)
-            if is_recorded and not source.is_replayed:
-                self._desk.log.source_ended(source, self.step)
-
     async def leave(self) -> None:
         """End the call, and wait until nothing of it runs but what is carried; shielded."""
         self._is_leaving.set()
-        cancelled: BaseException | None = None
-        while not self._has_left.is_set():
-            try:
-                with anyio.CancelScope(shield=True):
-                    await self._has_left.wait()
-            except anyio.get_cancelled_exc_class() as error:  # of asyncio's, which no shield stops
-                cancelled = error
-        if cancelled is not None:
-            try:
-                raise cancelled
-            finally:
-                del cancelled  # its traceback holds this frame
+        await outwait(self._has_left)
 
     def cancel(self, uid: str | None, member: int | None, reason: str) -> int:
         """Cancel the members that match; all of them: nothing further starts either."""
@@ -440,9 +397,3 @@ class GroupRun:
         if not group.is_settled and self.book.is_whole(group):
             await self._judging.judge(group, may_wait=may_wait)
         self.change()
-
-
-def made(group: PulledGroup) -> Group:
-    """What the consumer of an accepted group gets."""
-    assert group.made is not None
-    return group.made
