@@ -69,7 +69,7 @@ async def _apart_on_asyncio() -> AsyncIterator[StartTask]:
 
         try:
             yield start
-        finally:  # who still runs is not waited for by the block, and ends with it
+        finally:  # what ends the block by force reaches those that still run
             for scope in tuple(shields):
                 scope.shield = False
 
@@ -184,10 +184,6 @@ class Interruptible:
                 # must not resume a task that has ended.
                 nursery._parent_waiting_in_aexit = False
             self._task._child_nurseries.clear()
-            # The same where it has come to wait in a line: what it would be given, such as a place
-            # of a limiter, nobody gives back.
-            line = self._task.custom_sleep_data
-            getattr(line, "_parked", {}).pop(self._task, None)
             if can_enclose():
                 with suppress(RuntimeError):  # it says that scopes were left open, and closes them
                     self.enclose().__exit__(None, None, None)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollout.chat.jinja_chat import render_chat
 from rollout.chat.messages import (
     TemplateMessage,
     as_parts,
@@ -191,6 +190,8 @@ class Renderer:
     ) -> str:
         try:
             if any(TracedText in map(type, message.values()) for message in messages):
+                from rollout.chat.jinja_chat import render_chat
+
                 variables = {**self._tokenizer.special_tokens_map, **self.kwargs}
                 return render_chat(  # transformers makes other texts of these
                     self.source,
