@@ -62,7 +62,7 @@ class Deadline(msgspec.Struct, frozen=True, gc=False):
     @property
     def fires_at(self) -> float:
         """Clock time at which its scopes fire."""
-        return self.at + self.late_s
+        return self.at + self.late_s if self.late_s else self.at  # no number for each who waits
 
     def later(self, seconds: float, outermost: Deadline) -> Deadline:
         """The same limit `seconds` later, or `outermost` where that is not later."""

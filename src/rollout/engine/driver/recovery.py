@@ -66,23 +66,27 @@ class RecoveryCounts:
 
 
 @attrs.frozen
-class _Deaths:
-    """Of replicas, while a request was in flight there.
+class _Failures:
+    """Of the requests of a generation; most have none, and share one such object.
 
     Attributes:
-        reasons: Why they died.
-        tokens: How many the generation had at the last one.
+        deaths: Why replicas died while a request was in flight there.
+        tokens: How many the generation had at the last death.
         was_silent: The replica that died last had given it none.
         are_enough: It gets no further replica.
+        garbled: Requests whose answer contradicted itself.
+        refusals: How often engines that were full refused it.
     """
 
-    reasons: tuple[str, ...] = ()
+    deaths: tuple[str, ...] = ()
     tokens: int = 0
     was_silent: bool = False
     are_enough: bool = False
+    garbled: int = 0
+    refusals: int = 0
 
 
-_NONE = _Deaths()
+_NONE = _Failures()
 
 
 @attrs.frozen
@@ -114,7 +118,6 @@ class Attempt(msgspec.Struct, eq=False, kw_only=True, gc=False):
         session_id: The trajectory, for errors.
         priority: Larger is served first.
         group_id: Trajectories that begin with the same prompt; "" for one on its own.
-        refusals: How often engines that were full refused it.
         isolation: Where it has a replica to itself, until it is no suspect any more.
         is_interrupted: Its request is cut off, to resume later from the tokens that it has.
         replica: Where it has a request in flight; empty where it has none.
@@ -140,8 +143,7 @@ class Attempt(msgspec.Struct, eq=False, kw_only=True, gc=False):
     hold: Hold | None = None
     trajectory: int = 0
     media: tuple[PlacedMedia, ...] = ()
-    _deaths: _Deaths = _NONE
-    refusals: int = 0
+    _failures: _Failures = _NONE
     isolation: Isolation | None = None
     is_interrupted: bool = False
     replica: str = ""
@@ -151,7 +153,6 @@ class Attempt(msgspec.Struct, eq=False, kw_only=True, gc=False):
     asked_at: float = 0.0
     queue_scope: anyio.CancelScope | None = None
     _is_paused: bool = False
-    _garbled: int = 0
 
     @property
     def deadline(self) -> float:
@@ -221,10 +222,10 @@ class Attempt(msgspec.Struct, eq=False, kw_only=True, gc=False):
 
         One that died before it had a token of that replica, or with a second replica.
         """
-        deaths = self._deaths
-        if not deaths.reasons or self.generation.count > deaths.tokens:
+        before = self._failures
+        if not before.deaths or self.generation.count > before.tokens:
             return False
-        return deaths.was_silent or len(deaths.reasons) >= SUSPECT_DEATHS
+        return before.was_silent or len(before.deaths) >= SUSPECT_DEATHS
 
     @property
     def is_running(self) -> bool:
@@ -271,15 +272,22 @@ class Attempt(msgspec.Struct, eq=False, kw_only=True, gc=False):
 
     def die(self, reason: str, *, is_alone: bool) -> None:
         """The replica died with it in flight; `is_alone`: and with nothing else."""
-        reasons = (*self._deaths.reasons, reason)
+        deaths = (*self._failures.deaths, reason)
         enough = LONE_DEATHS if is_alone else QUARANTINE_DEATHS
-        is_confirmed = (is_alone or self.is_suspect) and len(reasons) >= enough
-        self._deaths = _Deaths(
-            reasons,
-            self.generation.count,
+        is_confirmed = (is_alone or self.is_suspect) and len(deaths) >= enough
+        self._failures = attrs.evolve(
+            self._failures,
+            deaths=deaths,
+            tokens=self.generation.count,
             was_silent=not self.has_answer,
-            are_enough=is_confirmed or len(reasons) >= MOST_DEATHS,
+            are_enough=is_confirmed or len(deaths) >= MOST_DEATHS,
         )
+
+    def refuse(self) -> int:
+        """An engine that was full has refused it; how often one had before."""
+        before = self._failures.refusals
+        self._failures = attrs.evolve(self._failures, refusals=before + 1)
+        return before
 
     def recover(self, why: str, *, is_garbled: bool = False) -> bool:
         """Prepare the next request; False where the tokens there are are the whole answer.
@@ -287,11 +295,12 @@ class Attempt(msgspec.Struct, eq=False, kw_only=True, gc=False):
         Raises:
             EngineError: There is no next request.
         """
-        self._garbled += is_garbled
-        if self._deaths.are_enough:
+        if is_garbled:
+            self._failures = attrs.evolve(self._failures, garbled=self._failures.garbled + 1)
+        if self._failures.are_enough:
             self.rules.counts.quarantined += 1
             raise self.failed(self._quarantine_message(), reason=QUARANTINED)
-        if self.rules.policy == "fail" or self._garbled > MAX_GARBLED:
+        if self.rules.policy == "fail" or self._failures.garbled > MAX_GARBLED:
             raise self.failed(why)
         if self._is_whole():
             return False
@@ -345,7 +354,7 @@ class Attempt(msgspec.Struct, eq=False, kw_only=True, gc=False):
         return self.generation.finish_reason is not None
 
     def _quarantine_message(self) -> str:
-        deaths = self._deaths.reasons
+        deaths = self._failures.deaths
         return (
             f"the request of {self.session_id} is quarantined: engines died {len(deaths)} times "
             f"with it in flight ({'; '.join(deaths)})"

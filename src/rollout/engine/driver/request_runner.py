@@ -213,8 +213,7 @@ class RequestRunner:
         if generation.finish_reason == "abort" and _has_more_to_come(attempt):
             return not attempt.resume_interrupted()
         if generation.finish_reason == "rejected":
-            backoff_s = REFUSED_BACKOFF_S * 2**attempt.refusals
-            attempt.refusals += 1
+            backoff_s = REFUSED_BACKOFF_S * 2 ** attempt.refuse()
             with attempt.in_time():
                 await anyio.sleep(min(backoff_s, MAX_REFUSED_BACKOFF_S))
             return False
