@@ -136,7 +136,8 @@ CONFIG = """
 from rollout.config import *
 from rollout.testing import Scenario
 
-scenario = Scenario(seed=1).reply("quick", filler=60).reply("slow", filler=4000)
+scenario = Scenario(seed=1).reply("quick", filler=60)
+scenario = scenario.reply("steady", filler=500).reply("slow", filler=4000)
 config = scenario.timing(base_s=BASE_S).config(placement=InProcessPlacement())
 """
 
@@ -278,7 +279,7 @@ def rollout_process(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[
 
 def test_cli_run_killed_has_on_disk_what_had_ended(folder: Path) -> None:
     write_config(folder, base_s=0.05)
-    write_prompts(folder, ["slow", "quick", "slow", "quick"])
+    write_prompts(folder, ["steady", "quick", "steady", "quick"])
     out = folder / "out"
     with rollout_process(folder, *RUN) as process:
         while process.poll() is None and ended(out) < 2:
