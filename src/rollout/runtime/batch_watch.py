@@ -45,9 +45,12 @@ class BatchWindow:
     @property
     def metrics(self) -> dict[str, float]:
         """By the names that they have in `RolloutBatch.metrics`."""
+        version = {"weights/version": float(self._engines.weight_version)}
+        if self.batch < 0:  # what it measured is how long tensors took, not trajectories
+            return version
         return {
+            **version,
             "batch_s": anyio.current_time() - self._began,
-            "weights/version": float(self._engines.weight_version),
             **self._lag.metrics,
             **self._load.metrics,
         }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.errors import SourceEnded
 from rollout.runtime.collation import attach
-from rollout.scheduling.call_arguments import check_call
+from rollout.scheduling.call_arguments import check_call, check_groups
 from rollout.scheduling.group_handover import made
 
 if TYPE_CHECKING:
@@ -161,9 +161,15 @@ class GroupingRuntime:
     ) -> RolloutBatch:
         """The tensors of groups that `stream_groups` gave; rows of a group adjacent, in this order.
 
+        Its metrics say nothing of time (`batch_s`, `throughput/…`), of which each group had its own.
+
         Args:
             layout, trim: See `rollout.batch.collate`.
+
+        Raises:
+            PromptError: An argument is wrong.
         """
+        check_groups(groups, layout, trim)
         with self._watch.measured() as window:
             return await self._collation.batch(rows_of(groups), window, layout, trim)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
+from rollout.chat.group import Group
 from rollout.config import GroupPolicy
 from rollout.errors import PromptError
 from rollout.tensor_layout import layout_faults
@@ -54,6 +56,24 @@ def check_group_call(policy: Any, groups: Any, max_staleness: Any, groups_per_st
             f"max_staleness = {max_staleness!r:.80}, groups_per_step = {groups_per_step!r:.80}: "
             "expected both, or neither"
         )
+    _raise(faults)
+
+
+def check_groups(groups: Any, layout: Any, trim: Any) -> None:
+    """Let the arguments of `batch_of` pass.
+
+    Raises:
+        PromptError: One is wrong; all faults are named.
+    """
+    faults = layout_faults(layout, trim)
+    if not isinstance(groups, Sequence) or isinstance(groups, str | bytes):
+        faults.append(f"groups = {groups!r:.80}: expected a list of the groups that a stream gave")
+    else:
+        faults += [
+            f"groups[{at}] = {each!r:.80}: expected a Group"
+            for at, each in enumerate(groups)
+            if not isinstance(each, Group)
+        ]
     _raise(faults)
 
 

@@ -365,7 +365,7 @@ class GroupBook:
         """End the call: what it has and did not take is kept, as `surplus` says.
 
         A group that is whole and not judged, because its reward was interrupted, is like one that
-        runs: where it is carried, the next call judges it.
+        runs: where it is carried, the next call judges it. One that `accept` raised for is kept.
 
         Args:
             is_over: Nothing is carried, because the runtime is being closed.
@@ -374,7 +374,7 @@ class GroupBook:
         carries = self.wanted.surplus == "carry" and not is_over
         leaving = Leaving(kept=list(self._ready))
         for group in self._open:
-            if carries or not group.is_begun:
+            if carries or group.is_unjudged or not group.is_begun:
                 self.counts["carried"] += group.is_begun
                 leaving.kept.append(group)
                 if not group.is_settled:  # else what runs of it was cancelled

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rollout.observe.event_stream import EventStream
     from rollout.observe.tally import Tally
     from rollout.scheduling.ended_groups import Ended
+    from rollout.scheduling.journal.group_log import GroupLog
     from rollout.scheduling.prompts import Member
 
 
@@ -39,12 +40,18 @@ class GroupEndings:
         self._bad = BadEndings()
         self._count = 0
 
-    def add(self, member: Member, trajectory: Trajectory) -> None:
-        """A member has ended."""
-        self._tally.outcomes[trajectory.outcome] += 1
-        self._count += 1
+    def add(self, member: Member, trajectory: Trajectory, log: GroupLog | None) -> None:
+        """A member has ended.
+
+        Args:
+            log: Writes it, where it is wanted; one that holds what cannot be written fails there.
+        """
         if self._config.on_deadline == "drop" and trajectory.limit_source == self._deadline.source:
             trajectory.trainable = False
+        if log is not None:
+            log.ended(member, trajectory)
+        self._tally.outcomes[trajectory.outcome] += 1
+        self._count += 1
         self._bad.add(trajectory)
         if self._events.is_on:
             tell_ended(self._events, member, trajectory)
@@ -58,7 +65,11 @@ class GroupEndings:
         return None
 
     def changed(self, were: Sequence[Outcome], now: Sequence[Ended]) -> LimitExceeded | None:
-        """The reward of their group gave members that had ended so other outcomes.
+        """The reward of their group, or what it holds, gave members that had ended others.
+
+        Args:
+            were: Their outcomes before.
+            now: These members.
 
         Returns:
             As `excess`, of all of them.

@@ -110,7 +110,7 @@ class GroupJudging:
 
     async def _judge(self, group: PulledGroup, wanted: Sequence[Ended]) -> None:
         try:
-            if self._book.is_to_drop(group):
+            if self._book.is_to_drop(group) and not _was_given(wanted):
                 self._desk.log.unwanted(group)
                 self._book.drop(group)
                 self._endings.judged(wanted, "dropped")
@@ -123,10 +123,10 @@ class GroupJudging:
 
     async def _reward(self, group: PulledGroup, wanted: Sequence[Ended]) -> bool:
         """Whether it has its reward, or needs none; else the call has ended before."""
+        outcomes = [each.trajectory.outcome for each in group.ended]
         if self._desk.wants_reward(group, wanted):
             if self._is_over:
                 return False
-            outcomes = [each.trajectory.outcome for each in wanted]
             with anyio.CancelScope() as scope:
                 self._rewards[group] = scope
                 try:
@@ -135,10 +135,10 @@ class GroupJudging:
                     del self._rewards[group]
             if scope.cancelled_caught:
                 return False
-            error = self._endings.changed(outcomes, wanted)
-            if error is not None:
-                self._fail(error)
-        self._desk.log.rewarded(group.ended)
+        self._desk.log.rewarded(group.ended)  # first: it fails those that it cannot write
+        error = self._endings.changed(outcomes, group.ended)
+        if error is not None:
+            self._fail(error)
         return True
 
     async def _until_written(self, wanted: Sequence[Ended]) -> None:
@@ -150,8 +150,12 @@ class GroupJudging:
             self._fail(failure)
 
     def _decide(self, group: PulledGroup, wanted: Sequence[Ended]) -> None:
-        group.made = Group.of(group.uid, group.prompt, [each.trajectory for each in wanted])
-        is_accepted = self._accepts(group.made)
+        made = Group.of(group.uid, group.prompt, [each.trajectory for each in wanted])
+        is_accepted = True if _was_given(wanted) else self._accepts(made)
+        if is_accepted is None:
+            group.is_unjudged = True
+            return
+        group.made = made
         if not is_accepted:
             self._desk.log.unwanted(group)
         self._endings.judged(wanted, "accepted" if is_accepted else "refused")
@@ -159,11 +163,18 @@ class GroupJudging:
         if self._book.has_refused_too_many:
             self._fail(self._book.refused_error())
 
-    def _accepts(self, group: Group) -> bool:
+    def _accepts(self, group: Group) -> bool | None:
+        """What `accept` says; None where it does not, which its call ends with."""
         try:
             return judge(self._accept, group)
         except BaseException as error:  # as of an agent: it is its call's alone
             if passing_of(error) is not None:
                 raise
             self._fail(error)
-            return True  # it is not lost by that
+            return None
+
+
+def _was_given(wanted: Sequence[Ended]) -> bool:
+    """Whether an earlier process gave these to its caller: they are what that took."""
+    logs = [each.member.log for each in wanted]
+    return bool(logs) and all(log is not None and log.is_taken for log in logs)

@@ -384,11 +384,10 @@ class GroupRun:
         member.concluding_since = anyio.current_time()
         self._running.pop(member, None)
         self._desk.live.pop(member, None)
-        self._endings.add(member, trajectory)
-        self.selection.ended(trajectory)
         is_counted = self.book.ended(group, ended)
-        if is_counted and not group.is_settled:
-            self._desk.log.ended(member, trajectory)
+        is_wanted = is_counted and not group.is_settled
+        self._endings.add(member, trajectory, self._desk.log if is_wanted else None)
+        self.selection.ended(trajectory)
         if not is_counted:
             self.selection.refilled += 1
             self.book.restart(self._desk.member_like(member))

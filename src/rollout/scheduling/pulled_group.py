@@ -50,6 +50,7 @@ class PulledGroup:
         refills: How often each member was restarted.
         is_rewarded: Whether the reward of groups was asked for.
         is_settled: What it is to become is decided: nothing of it is wanted any more.
+        is_unjudged: It is whole, and `accept` did not say whether it is taken.
         made: What its consumer gets, once it is whole.
         pulled: Its uid as its source gave it; see `name_at`.
         before: What the journal has of it from an earlier process.
@@ -69,6 +70,7 @@ class PulledGroup:
     refills: Counter[int] = attrs.field(factory=Counter)
     is_rewarded: bool = False
     is_settled: bool = False
+    is_unjudged: bool = False
     made: Group | None = None
     pulled: str = ""
     before: PulledBefore | None = None
@@ -108,17 +110,16 @@ class PulledGroup:
     def wanted(self, members: int) -> list[Ended]:
         """The members that its consumer gets, in member order; empty while it is not whole.
 
-        Those that ended first and did not fail; failed ones where there are too few others.
+        Those that ended first, of which a trainer may learn; where these are too few, others that
+        did not fail, and then failed ones.
         """
         taken = [e for e in self.ended if e.member.log is not None and e.member.log.is_taken]
         if len(taken) >= members:  # an earlier process gave these out
             return sorted(taken, key=_number)[:members]
-        sound = [each for each in self.ended if each.trajectory.outcome is not Outcome.FAILED]
-        if len(sound) < members and (self.waiting or self.running or self.at_door):
+        sound = sum(each.trajectory.trainable for each in self.ended)
+        if sound < members and (self.waiting or self.running or self.at_door):
             return []
-        failed = [each for each in self.ended if each.trajectory.outcome is Outcome.FAILED]
-        chosen = [*sound, *failed][:members]
-        return sorted(chosen, key=_number)
+        return sorted(sorted(self.ended, key=_unfitness)[:members], key=_number)
 
     @property
     def is_overdue(self) -> bool:
@@ -140,7 +141,7 @@ class PulledGroup:
         """
         if self.is_settled and len(self.ended) < members:
             return self.fresh()
-        self.is_settled = False
+        self.is_settled = self.is_unjudged = False
         return self
 
     def fresh(self) -> PulledGroup:
@@ -151,3 +152,10 @@ class PulledGroup:
 
 def _number(ended: Ended) -> int:
     return ended.member.identity.member
+
+
+def _unfitness(ended: Ended) -> int:
+    """Sorts what is wanted less after what is wanted more."""
+    if ended.trajectory.trainable:
+        return 0
+    return 2 if ended.trajectory.outcome is Outcome.FAILED else 1
