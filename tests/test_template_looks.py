@@ -69,6 +69,26 @@ LOOKS = {
         "/off",
     ),
     "replaced": ("{{ message.content.replace('x', 'y') }}", "a x b"),
+    "what a macro writes": (
+        "{% macro said(c) %}{{ c }}{% endmacro %}{% set t = said(message.content) %}"
+        "{% if t == '/off' %}[O]{% endif %}{{ t }}",
+        "/off",
+    ),
+    "length of what a macro writes": (
+        "{% macro said(c) %}{{ c }}{% endmacro %}{% set t = said(message.content) %}"
+        "{% if t|length > 1000 %}[L]{% endif %}{{ t }}",
+        "x" * 2000,
+    ),
+    "a block": (
+        "{% set t %}{{ message.content }}{% endset %}{% if t == '/off' %}[O]{% endif %}{{ t }}",
+        "/off",
+    ),
+    "number": ("{% if message.content|int > 5 %}[O]{% endif %}{{ message.content }}", "7"),
+    "title": ("{% if message.content|title == 'Off' %}[O]{% endif %}{{ message.content }}", "off"),
+    "length in JSON": (
+        "{% if (messages|tojson)|length > 200 %}[L]{% endif %}{{ message.content }}",
+        "x" * 300,
+    ),
     "letters": ("{% for each in message.content %}{{ each }}.{% endfor %}", "ab"),
 }
 
@@ -149,3 +169,56 @@ def test_traced_text_that_is_compared_with_another_one_is_lost() -> None:
     one, other = Trace(), Trace()
     assert one.text("a") == other.text("a")
     assert one.is_lost or other.is_lost
+
+
+NAMES = {
+    "trimmed": ("{{ message.name|trim }}: {{ message.content|trim }}", {"name": " Ann "}),
+    "in JSON": (
+        '{{ {"name": message.name or "", "content": message.content}|tojson }}',
+        {"name": 'Ann "A"'},
+    ),
+    "id that is a number": (
+        '{{ (message.tool_call_id or "")|tojson }}: {{ message.content }}',
+        {"tool_call_id": 5},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_are_written_as_the_template_writes_them(name: str) -> None:
+    body, fields = NAMES[name]
+    usual = {key: "usual" for key in fields}
+    own = tokenizer("qwen")
+    template = ChatTemplate(own, chat_template=f"{HEAD}{body}{TAIL}")
+    for role in ("user", "tool"):
+        for given in (usual, fields):
+            message = {"role": role, "content": "hi", **given}
+            whole = own.apply_chat_template(
+                [dict(message)],
+                chat_template=f"{HEAD}{body}{TAIL}",
+                add_generation_prompt=True,
+                tokenize=False,
+            )
+            assert template.decode(template.prompt_ids([message])) == whole
+            said = template.observation_text([message])[0].text
+            assert said.endswith(whole.partition("<|im_start|>")[2])
+
+
+@pytest.mark.parametrize(("at", "is_asked"), [("tool", True), ("system", False)])
+def test_template_that_tells_the_time_is_asked_where_it_does(at: str, is_asked: bool) -> None:
+    body = f"{{% if message.role == '{at}' %}}{{{{ strftime_now('%T') }}}}{{% endif %}}"
+    own = tokenizer("qwen")
+    template = ChatTemplate(own, chat_template=f"{HEAD}{body}{{{{ message.content }}}}{TAIL}")
+    answer = [{"role": "tool", "content": "a"}]
+    template.observation_text(answer)
+    asked: list[object] = []
+    rendering = own.apply_chat_template
+
+    def render(*args: Any, **kwargs: Any) -> Any:
+        asked.append(args)
+        return rendering(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(own, "apply_chat_template", render)
+        template.observation_text(answer)
+    assert bool(asked) is is_asked

@@ -55,11 +55,12 @@ def group_relative(
         epsilon: Added to it.
 
     Raises:
-        ValueError: The tensors are not of one length, or `groups` is missing.
+        ValueError: The tensors are not of one length, `groups` is missing, or is there beside a
+            batch.
     """
 
     def advantages(values: torch.Tensor) -> torch.Tensor:
-        centred = values - values.mean()
+        centred = _centred(values)
         if len(values) == 1 or not divide_by_std:
             return centred
         return centred / (values.std() + epsilon)
@@ -89,7 +90,7 @@ def leave_one_out(
 
     def advantages(values: torch.Tensor) -> torch.Tensor:
         others = max(len(values) - 1, 1)
-        return (values - values.mean()) * len(values) / others
+        return _centred(values) * len(values) / others
 
     return _rows_of(rewards, groups, trainable, trajectories).mapped(advantages)
 
@@ -124,6 +125,8 @@ def pass_at_k(
             that count.
     """
 
+    if math.isnan(threshold):
+        raise ValueError(f"threshold = {threshold!r}: expected a number")
     least = threshold
     if isinstance(rewards, torch.Tensor) and rewards.is_floating_point():
         least = torch.tensor(threshold, dtype=rewards.dtype).item()  # as they are rounded
@@ -163,6 +166,12 @@ def mean_at_k(
     return rows.averaged(lambda values: float(values.mean()), k)
 
 
+def _centred(values: torch.Tensor) -> torch.Tensor:
+    """What they differ from their mean; exactly 0 where all are the same, which a mean is not."""
+    shifted = values - values[0]
+    return shifted - shifted.mean()
+
+
 class _Rows(NamedTuple):
     """B rows.
 
@@ -170,7 +179,7 @@ class _Rows(NamedTuple):
         rewards: (B,) float64, NaN unknown: of the trajectory.
         is_trainable: (B,) bool.
         trajectories: (B,) int64, distinct over all groups.
-        groups: (B,) int64.
+        groups: (B,), of any type of numbers.
     """
 
     rewards: torch.Tensor
@@ -220,28 +229,38 @@ def _rows_of(
     rewards: RolloutBatch | torch.Tensor, groups: Any, trainable: Any, trajectories: Any
 ) -> _Rows:
     if not isinstance(rewards, torch.Tensor) and hasattr(rewards, "tensors"):
+        beside = {"groups": groups, "trainable": trainable, "trajectories": trajectories}
+        if extra := [name for name, value in beside.items() if value is not None]:
+            raise ValueError(f"{', '.join(extra)}: expected nothing beside a batch, which has them")
         return _rows_of_batch(rewards)
     if groups is None:
         raise ValueError("groups = None: expected (B,) groups beside rewards that are no batch")
-    values = torch.as_tensor(rewards, dtype=torch.float64)
-    own = torch.as_tensor(groups, device=values.device)
+    values = _numbers("rewards", rewards).to(torch.float64)
+    own = _numbers("groups", groups).to(values.device)
     is_trainable = (
         torch.ones_like(values, dtype=torch.bool)
         if trainable is None
-        else torch.as_tensor(trainable, device=values.device).bool()
+        else _numbers("trainable", trainable).to(values.device).bool()
     )
     each = (
         torch.arange(len(own), device=values.device)
         if trajectories is None
-        else torch.as_tensor(trajectories, device=values.device)
+        else _numbers("trajectories", trajectories).to(values.device)
     )
     given = {"rewards": values, "groups": own, "trainable": is_trainable, "trajectories": each}
     if any(tensor.shape != (values.numel(),) for tensor in given.values()):
         shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in given.items())
         raise ValueError(f"expected tensors of one shape (B,), got {shapes}")
-    pairs = torch.stack([own.long(), each.long()], dim=-1)
-    distinct = torch.unique(pairs, dim=0, return_inverse=True)[1]
+    ranks = [torch.unique(ids, return_inverse=True)[1] for ids in (own, each)]
+    distinct = torch.unique(torch.stack(ranks, dim=-1), dim=0, return_inverse=True)[1]
     return _Rows(values, is_trainable, distinct, own)
+
+
+def _numbers(name: str, given: Any) -> torch.Tensor:
+    try:
+        return torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} = {given!r:.80}: expected (B,) numbers: {error}") from None
 
 
 def _rows_of_batch(batch: RolloutBatch) -> _Rows:

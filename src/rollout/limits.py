@@ -181,6 +181,8 @@ class PausableDeadline:
             self._become(outermost, outermost)
 
     def _become(self, deadline: Deadline, outer: Deadline | None) -> None:
+        if self._scope is not None and anyio.current_time() >= self.now.fires_at:
+            return  # it has fired, or does so next, which must not pass for the block's end
         self.now, self.outer = deadline, outer
         if self._scope is not None:
             self._scope.deadline = deadline.fires_at

@@ -11,6 +11,8 @@ LAYOUTS = ("padded", "packed")
 #: How wide padded tensors are: False as `lengths` say, True as their longest row, a number as the
 #: next multiple of it that has room for that.
 Trim = bool | int
+#: No context is longer, and a mistyped multiple takes all memory.
+MOST_TRIM = 1 << 24
 
 
 def layout_faults(layout: Any, trim: Any) -> list[str]:
@@ -18,8 +20,11 @@ def layout_faults(layout: Any, trim: Any) -> list[str]:
     faults = []
     if not isinstance(layout, str) or layout not in LAYOUTS:
         faults.append(f"layout = {layout!r:.80}: expected 'padded' or 'packed'")
-    if not isinstance(trim, Integral) or (not isinstance(trim, bool) and int(trim) < 1):
-        faults.append(f"trim = {trim!r:.80}: expected True, False or an integer ≥ 1")
+    is_multiple = isinstance(trim, Integral) and 1 <= int(trim) <= MOST_TRIM
+    if not (is_multiple or isinstance(trim, bool)):
+        faults.append(
+            f"trim = {trim!r:.80}: expected True, False or an integer from 1 to {MOST_TRIM}"
+        )
     return faults
 
 

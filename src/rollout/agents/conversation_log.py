@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _SEED = struct.Struct("=q")
 
 
-class ConversationLog(msgspec.Struct, eq=False, gc=False):
+class ConversationLog(msgspec.Struct, eq=False):
     """Tokens and messages of a conversation, which only ever grow.
 
     Attributes:

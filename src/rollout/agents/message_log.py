@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rollout.chat import ChatTemplate
 
 
-class MessageLog(msgspec.Struct, eq=False, gc=False):
+class MessageLog(msgspec.Struct, eq=False):
     """The messages of a conversation, and which of them the model said.
 
     Attributes:

@@ -139,14 +139,15 @@ def _fill(tensors: PaddedTensors | PackedTensors, rows: Rows, sizes: npt.NDArray
 
 
 def _of_rows(places: Sequence[Place]) -> dict[str, torch.Tensor]:
-    """What has one value for each row, (B,)."""
+    """What has one value for each row, (B,); on the CPU, whatever torch's default device is."""
     known = [place.trajectory.reward_of(place.segment) for place in places]
     rewards = [math.nan if reward is None else reward for reward in known]
     trainable = [place.trajectory.is_trainable(place.segment) for place in places]
+    groups = [place.trajectory.group for place in places]
     return {
-        "trainable": torch.tensor(trainable, dtype=torch.bool),
-        "rewards": torch.tensor(rewards, dtype=torch.float32),
-        "groups": torch.tensor([place.trajectory.group for place in places], dtype=torch.int64),
+        "trainable": torch.tensor(trainable, dtype=torch.bool, device="cpu"),
+        "rewards": torch.tensor(rewards, dtype=torch.float32, device="cpu"),
+        "groups": torch.tensor(groups, dtype=torch.int64, device="cpu"),
     }
 
 

@@ -68,5 +68,5 @@ class TensorMemory:
 
 
 def _new(shape: Sequence[int], dtype: torch.dtype) -> npt.NDArray[Any]:
-    array: npt.NDArray[Any] = torch.empty(*shape, dtype=dtype).numpy()
+    array: npt.NDArray[Any] = torch.empty(*shape, dtype=dtype, device="cpu").numpy()
     return array

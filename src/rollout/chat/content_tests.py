@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from jinja2 import nodes
 
+#: Filters that make of a text what tells nobody what they were told.
+_OPAQUE = frozenset(
+    (
+        *("abs", "batch", "center", "e", "escape", "filesizeformat", "float", "forceescape"),
+        *("format", "groupby", "int", "pprint", "random", "round", "slice", "striptags"),
+        *("title",),
+        *("truncate", "urlencode", "urlize", "wordcount", "wordwrap", "xmlattr"),
+    )
+)
 #: Tags of transformers that mark what an assistant says; they change no text.
 _GENERATION_TAGS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 
@@ -19,8 +28,9 @@ def content_tests(source: str) -> tuple[str, ...] | None:
 
     These are the literals of ``'…' in x``, ``content == '…'``, ``x[:3] == '…'`` and the like, of
     method calls such as ``x.startswith('…')``, and of the filter ``replace``. Literals of white
-    space only are left out: trimming is found by probing. None where the template cannot be read:
-    nothing is known.
+    space only are left out: trimming is found by probing. What a macro or a block makes of a
+    content is one too. None where nothing is known: the template cannot be read, or looks at
+    contents in a way that is not seen.
     """
     from jinja2 import Environment, TemplateSyntaxError
 
@@ -29,19 +39,88 @@ def content_tests(source: str) -> tuple[str, ...] | None:
         tree = environment.parse(_GENERATION_TAGS.sub("", source))
     except TemplateSyntaxError:
         return None
-    return tuple(sorted({text for text in _literals(tree) if text.strip()}))
+    made = _made_texts(tree)
+    if _is_opaque(tree, made):
+        return None
+    return tuple(sorted({text for text in _literals(tree, made) if text.strip()}))
 
 
-def _literals(tree: nodes.Template) -> Iterator[str]:
+def _made_texts(tree: nodes.Template) -> frozenset[str]:
+    """Names of macros, and of what they and blocks write, which may hold a content."""
+    from jinja2 import nodes
+
+    made = {macro.name for macro in tree.find_all(nodes.Macro)}
+    given = {"content", "message", "messages"} | {
+        name
+        for loop in tree.find_all(nodes.For)
+        if any("messages" in name.name for name in _within(loop.iter, nodes.Name))
+        for name in map(_name, _within(loop.target, nodes.Name))
+    }
+    calls = {
+        name
+        for assign in tree.find_all(nodes.Assign)
+        for call in _within(assign.node, nodes.Call)
+        if _name(call.node) in made and any(_holds(each, given) for each in call.args)
+        for name in map(_name, _within(assign.target, nodes.Name))
+    }
+    blocks = {_name(block.target) for block in tree.find_all(nodes.AssignBlock)}
+    return frozenset(name for name in made | calls | blocks if name)
+
+
+def _is_opaque(tree: nodes.Template, made: frozenset[str]) -> bool:
+    """Whether a content may be looked at through a filter that hides what is learned of it."""
+    from jinja2 import nodes
+
+    emptiness = [
+        each.expr
+        for each in tree.find_all(nodes.Compare)
+        if all(isinstance(o.expr, nodes.Const) and o.expr.value in (0, 1) for o in each.ops)
+    ]
+    for each in tree.find_all(nodes.Filter):
+        if each.name in _OPAQUE:
+            return True
+        if any(each is one for one in emptiness):  # what is blank is always rendered
+            continue
+        if each.name in ("length", "count") and each.node is not None:
+            if any(_name(part) in made for part in _within(each.node, nodes.Name)):
+                return True
+            if any(part.name == "tojson" for part in _within(each.node, nodes.Filter)):
+                return True
+    return False
+
+
+def _within(node: nodes.Node, kind: type[Any]) -> list[Any]:
+    """The nodes of a kind in it, itself included."""
+    return [*([node] if isinstance(node, kind) else []), *node.find_all(kind)]
+
+
+def _holds(node: nodes.Node, given: set[str | None]) -> bool:
+    """Whether an expression is one of what may hold a content."""
+    from jinja2 import nodes
+
+    attributes = {each.attr for each in _within(node, nodes.Getattr)}
+    keys = {each.value for each in _within(node, nodes.Const)}
+    names = set(map(_name, _within(node, nodes.Name)))
+    return "content" in attributes | keys or not given.isdisjoint(names)
+
+
+def _name(node: nodes.Node) -> str | None:
+    """Of a variable."""
+    from jinja2 import nodes
+
+    return node.name if isinstance(node, nodes.Name) else None
+
+
+def _literals(tree: nodes.Template, made: frozenset[str]) -> Iterator[str]:
     from jinja2 import nodes
 
     for node in tree.find_all((nodes.Compare, nodes.Call, nodes.Filter)):
-        for argument in _arguments(node):
+        for argument in _arguments(node, made):
             if isinstance(argument, nodes.Const) and isinstance(argument.value, str):
                 yield argument.value
 
 
-def _arguments(node: nodes.Node) -> list[nodes.Expr]:
+def _arguments(node: nodes.Node, made: frozenset[str]) -> list[nodes.Expr]:
     """What a comparison, call or filter holds against the text that it is about."""
     from jinja2 import nodes
 
@@ -49,7 +128,7 @@ def _arguments(node: nodes.Node) -> list[nodes.Expr]:
         if any(operand.op in ("in", "notin") for operand in node.ops):
             return [node.expr]
         is_slice = isinstance(node.expr, nodes.Getitem) and isinstance(node.expr.arg, nodes.Slice)
-        if is_slice or _is_content(node.expr):
+        if is_slice or _is_content(node.expr, made):
             return [operand.expr for operand in node.ops]
     elif isinstance(node, nodes.Call):
         return node.args if isinstance(node.node, nodes.Getattr) else []
@@ -58,11 +137,14 @@ def _arguments(node: nodes.Node) -> list[nodes.Expr]:
     return []
 
 
-def _is_content(node: nodes.Expr) -> bool:
-    """``content``, ``message.content`` or ``message['content']``."""
+def _is_content(node: nodes.Expr, made: frozenset[str]) -> bool:
+    """``content``, ``message.content`` or ``message['content']``, or what was made of one."""
     from jinja2 import nodes
 
+    if isinstance(node, nodes.Filter | nodes.Call) and node.node is not None:
+        return _is_content(node.node, made)
     if isinstance(node, nodes.Getitem):
         return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
-    name = getattr(node, "attr", None) or getattr(node, "name", None)
-    return isinstance(node, nodes.Getattr | nodes.Name) and name == "content"
+    if isinstance(node, nodes.Name):
+        return node.name == "content" or node.name in made
+    return isinstance(node, nodes.Getattr) and node.attr == "content"

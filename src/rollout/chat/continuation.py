@@ -11,14 +11,13 @@ found once for each pattern of messages, and from then on a turn costs a string 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from rollout.chat.content_tests import content_tests
-from rollout.chat.messages import TemplateMessage, has_media
+from rollout.chat.messages import has_media
 from rollout.chat.placeholder_exchange import (
     ASSISTANT_MARKER,
     USER_MARKER,
@@ -34,10 +33,11 @@ from rollout.chat.special_token_escaping import render_escaped
 from rollout.errors import TemplateError
 
 if TYPE_CHECKING:
-    from rollout.chat.encoding import TextEncoder, WrittenText
+    from collections.abc import Sequence
 
-#: `render(messages, add_generation_prompt)`: what the template makes of a conversation.
-Render = Callable[[Sequence[TemplateMessage], bool], str]
+    from rollout.chat.encoding import TextEncoder, WrittenText
+    from rollout.chat.messages import TemplateMessage
+    from rollout.chat.rendering import Renderer
 
 _TAG = re.compile(r"</?\w+>")
 
@@ -74,17 +74,16 @@ class ContinuationRenderer:
     """Renders new messages as they follow a generated turn; remembers one form per pattern.
 
     Args:
-        render: What the template makes of a conversation; raises `TemplateError`.
+        renderer: Runs the template.
         encoder: Knows the special tokens.
-        source: Text of the template.
     """
 
-    def __init__(self, render: Render, encoder: TextEncoder, source: str) -> None:
-        self._render = render
+    def __init__(self, renderer: Renderer, encoder: TextEncoder) -> None:
+        self._renderer, self._render = renderer, renderer.render
         self._encoder = encoder
         self._forms: dict[tuple[object, ...], Continuation] = {}
         self._ends: TurnEnds | None = None
-        self._tests = content_tests(source)
+        self._tests = content_tests(renderer.source)
 
     def render(
         self, messages: Sequence[TemplateMessage], most: int | None = None
@@ -223,6 +222,10 @@ class ContinuationRenderer:
             opens_reasoning=opens_reasoning(literals[-1]),
             answer=answer,
         )
+        if not self._renderer.is_steady:
+            another = ContinuationRenderer(self._renderer.at_another_time(), self._encoder)
+            if another._rendered(answer, marked)[0] != text:
+                return form  # it writes the time, which is another one each time
         try:
             slotted = find_slots(partial(self._after_turn_end, form), messages)
         except TemplateError:  # it looks at names

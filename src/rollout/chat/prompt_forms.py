@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 #: Prompts of more messages have too many patterns to learn them, and so many are remembered.
 MOST_MESSAGES, MOST_FORMS = 4, 64
-#: What a template asks for that is not the same every time.
-_CHANGING = ("strftime_now", "random")
 
 
 class PromptForms:
@@ -36,8 +34,7 @@ class PromptForms:
     def __init__(self, renderer: Renderer, encoder: TextEncoder) -> None:
         self._renderer = renderer
         self._encoder, self._is_plain = encoder, encoder.is_plain
-        is_steady = not any(name in renderer.source for name in _CHANGING)
-        self._tests = content_tests(renderer.source) if is_steady else None
+        self._tests = content_tests(renderer.source) if renderer.is_steady else None
         self._forms: dict[tuple[object, bytes], SlottedText | None] = {}
 
     def written(

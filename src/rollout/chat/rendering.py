@@ -98,6 +98,16 @@ class Renderer:
         check_encodable(text)
         return text
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether it writes the same whenever it is asked."""
+        return "strftime_now" not in self.source
+
+    def at_another_time(self) -> Renderer:
+        """The same where the clock shows something else."""
+        source = f"{_ANOTHER_TIME}{self.source}"
+        return Renderer(self._tokenizer, source, self.kwargs, reads_media=self._reads_media)
+
     def adapted(self, messages: Sequence[TemplateMessage]) -> Sequence[TemplateMessage]:
         """`messages` with tool calls and results as the template wants them."""
         if any("tool_calls" in message or message["role"] == "tool" for message in messages):
@@ -217,6 +227,7 @@ class Renderer:
 
 _USER: TemplateMessage = {"role": "user", "content": "q"}
 _PROBE = "rolloutStringProbe"
+_ANOTHER_TIME = "{%- macro strftime_now(form='') -%}rolloutAnotherTime{%- endmacro -%}"
 
 
 def own_template(tokenizer: AnyTokenizer) -> str:

@@ -6,6 +6,8 @@ from collections import deque
 
 #: Beginnings that are remembered, the latest; shorter ones are not worth it, in bytes of ids.
 MOST, LEAST_BYTES = 32, 128
+#: What follows a known beginning is looked at for a longer one where it is of so many bytes.
+MUCH_BYTES = 1024
 
 
 class SharedBeginnings:
@@ -26,12 +28,12 @@ class SharedBeginnings:
             self._last = last
             return (last,)
         found = max((each for each in self._known if packed.startswith(each)), key=len, default=b"")
-        if not found:
-            found = packed[: 4 * _common_length(packed, last)]
-            if len(found) < LEAST_BYTES:
-                return (packed,)
-            self._known.append(found)
-        return (found, packed[len(found) :])
+        if not found or len(packed) - len(found) >= MUCH_BYTES:
+            common = packed[: 4 * _common_length(packed, last)]
+            if len(common) >= len(found) + LEAST_BYTES:
+                found = common
+                self._known.append(found)
+        return tuple(piece for piece in (found, packed[len(found) :]) if piece)
 
 
 def _common_length(one: bytes, other: bytes) -> int:

@@ -32,6 +32,8 @@ PROBES = (("\n \t", " \\n\"'{}<>&\\ é漢\n\n  x\t\n "), (" \n", "\r\n"))
 #: Stand for contents, names and ids: nine letters or digits, which Mistral's templates ask of ids.
 SLOT = re.compile("(zqSlot[0-9]{3})")
 NAME_PROBE = "zqName{:03d}"
+#: Names and ids that nobody writes otherwise than they are: trimmed, in JSON, or cut short.
+_USUAL = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 #: What of a message other than its content may be written down, and all that may be known of one.
 _NAMES = ("name", "tool_call_id")
 _KNOWN = frozenset(("role", "content", *_NAMES))
@@ -79,6 +81,8 @@ class SlottedText(msgspec.Struct, frozen=True):
             text = str(messages[at][key])
             if not text.strip() or any(test in text for test in tests):
                 return None
+            if key != "content" and not _is_usual(messages[at][key]):
+                return None
             contents.append(write(text) if key == "content" else text)
         return contents
 
@@ -104,6 +108,10 @@ class SlottedText(msgspec.Struct, frozen=True):
         """The text with these contents."""
         pieces = itertools.chain.from_iterable(zip(self.literals, contents, strict=False))
         return "".join([*pieces, self.literals[-1]])
+
+
+def _is_usual(name: object) -> bool:
+    return type(name) is str and _USUAL.fullmatch(name) is not None
 
 
 def pattern_of(messages: Sequence[TemplateMessage]) -> tuple[object, ...]:

@@ -76,7 +76,7 @@ class ChatTemplate:
         )
         self.encoder = encoder_of(tokenizer)
         self._prompt_forms = PromptForms(self._renderer, self.encoder)
-        self._continuations = ContinuationRenderer(self._renderer.render, self.encoder, source)
+        self._continuations = ContinuationRenderer(self._renderer, self.encoder)
         self._ends = EndTokens(self._continuations, self.encoder, source)
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._backend = backend

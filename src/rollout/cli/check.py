@@ -24,6 +24,8 @@ from rollout.engine.driver.model_template import SIMULATED_MODEL
 from rollout.engine.model_files import model_path_fault
 from rollout.errors import AgentError, ConfigError, EngineError, ToolError
 from rollout.interactions import InteractionRegistry
+from rollout.scheduling.journal.journal import path_fault
+from rollout.scheduling.selection import acceptance
 from rollout.tools import PythonTool
 from rollout.tools.sandbox.sandbox_tool import SandboxTool
 from rollout.tools.shipped import shipped_tools
@@ -59,6 +61,7 @@ def config_faults(
         *_length_faults(config),
         *_name_faults(config, interactions),
         *_corpus_faults(config),
+        *_group_and_journal_faults(config),
     ]
     return list(dict.fromkeys(faults))
 
@@ -142,6 +145,15 @@ def _corpus_faults(config: RolloutConfig) -> Iterator[str]:
     for path in config.tools.search_corpus:
         if not Path(path).exists():
             yield f"tools.search_corpus = {path!r}: no such file or directory"
+
+
+def _group_and_journal_faults(config: RolloutConfig) -> Iterator[str]:
+    try:
+        acceptance(config.scheduling.groups.accept)
+    except ConfigError as error:
+        yield str(error)
+    if config.journal.file is not None and (fault := path_fault(config.journal.file)):
+        yield fault
 
 
 def is_importable(name: str) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attrs
@@ -13,6 +12,7 @@ from rollout.errors import PromptError, RolloutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from rollout.chat.trajectory import Trajectory
     from rollout.config import RolloutConfig
@@ -52,10 +52,10 @@ def _named(prompts: Path) -> str:
 
 def forget_journal(config: RolloutConfig, *, resume: bool) -> None:
     """Remove the journal of an earlier run that is to be overwritten."""
-    path = config.journal.path
-    if path is not None and not resume and Path(path).name == JOURNAL:
+    path = config.journal.file
+    if path is not None and not resume and path.name == JOURNAL:
         with suppress(FileNotFoundError):
-            Path(path).unlink()
+            path.unlink()
 
 
 def without_earlier_batch(directory: Path) -> Callable[[Trajectory], None]:
@@ -78,10 +78,11 @@ def ended_in(config: RolloutConfig) -> int:
     """Trajectories that the journal of a run has finished."""
     from rollout.scheduling.journal.journal_reading import read_journal
 
-    if config.journal.path is None:
+    path = config.journal.file
+    if path is None:
         return 0
     try:
-        recorded = read_journal(Path(config.journal.path)).trajectories.values()
+        recorded = read_journal(path).trajectories.values()
     except RolloutError:
         return 0
     return sum(each.end is not None for each in recorded)

@@ -13,6 +13,7 @@ from rollout.config.engines import (
     SGLangEngine,
     TransformersEngine,
 )
+from rollout.config.group_policy import GroupPolicy
 from rollout.config.placements import (
     AnyPlacement,
     LocalProcessPlacement,
@@ -221,7 +222,15 @@ def _scheduling(scheduling: SchedulingConfig) -> list[tuple[str, str]]:
     return [
         ("samples", f"{samples} for each prompt, {validation} in validation"),
         ("in flight", f"at most {_count(scheduling.max_in_flight, 'trajectory')}"),
+        *([("groups", _groups(scheduling.groups))] if scheduling.groups != GroupPolicy() else []),
     ]
+
+
+def _groups(policy: GroupPolicy) -> str:
+    """What it says otherwise than usually."""
+    usual, names = GroupPolicy(), [field.name for field in attrs.fields(GroupPolicy)]
+    given = [(name, getattr(policy, name)) for name in names]
+    return ", ".join(f"{n} = {value!r}" for n, value in given if value != getattr(usual, n))
 
 
 def _seed(seed: int | None) -> str:

@@ -31,18 +31,20 @@ class GroupPolicy(Section):
     """
 
     section: ClassVar[str] = "scheduling.groups"
-    #: Members wanted of the `samples_per_prompt` that are started: the first ones to end that did
-    #: not fail. The others are cancelled. None wants all.
+    #: Members wanted of the `samples_per_prompt` that are started: the first ones to end of those
+    #: that a trainer may learn from (`scheduling.trainable`). The others are cancelled. Where too
+    #: few are, members that met a deadline and then failed ones make up the number. None wants all.
     members: Count | None = None
     #: `collect` starts up to so many times the groups that it is to return, and takes the first
     #: ones to finish.
     oversample: Times = 1.0
     #: Says whether a finished group is taken: a function of a `Group` that returns a bool, such as
     #: ``rollout.scheduling:has_signal``. Other groups are refused, and further prompts take their
-    #: place. None takes all.
+    #: place. It is called on the event loop, and must return at once. None takes all.
     accept: Accept | None = None
     #: Groups refused in a call of `collect`, or one after the other in a stream, before it ends
-    #: with an error; None never ends it.
+    #: with an error; those that "refill" replaces count, in a stream also those that "drop" leaves
+    #: out. None never ends it.
     max_refused: Natural | None = 1024
     #: What becomes of groups that run when a call has what it wants: "cancel" ends them, and their
     #: prompts start again in the next call; "carry" keeps their tokens, and they continue there.

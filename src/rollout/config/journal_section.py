@@ -1,6 +1,7 @@
 """The journal of a run."""
 
 # Annotations stay evaluated: they carry the rules that the fields are checked by.
+from pathlib import Path
 from typing import ClassVar, Literal
 
 import attrs
@@ -14,7 +15,8 @@ class JournalConfig(Section):
     """What a run writes to be resumed from; ``docs/journal.md`` explains it."""
 
     section: ClassVar[str] = "journal"
-    #: The file; None writes none. ``rollout run`` writes one into ``--out`` where this is None.
+    #: The file, also as ``~/…``; None writes none. ``rollout run`` writes one into ``--out`` where
+    #: this is None.
     path: Text | None = None
     #: "never" hands records to the system: a process that dies loses nothing of them, loss of power
     #: may. "batch": they are on the disk before their trajectory is returned. "always": a
@@ -29,3 +31,8 @@ class JournalConfig(Section):
     #: Names the prompts; a resumption with another name is refused. ``rollout run`` gives its file
     #: and the checksum of that.
     prompts: Text | None = None
+
+    @property
+    def file(self) -> Path | None:
+        """The file that `path` names."""
+        return None if self.path is None else Path(self.path).expanduser()

@@ -72,11 +72,12 @@ class Opening(msgspec.Struct, forbid_unknown_fields=True):
 class Finish(msgspec.Struct, forbid_unknown_fields=True):
     """Body of ``POST /trajectories/{id}/finish``: what a `rollout.Reward` says.
 
-    Rows are counted from 0; values of tokens alone are those of the main row.
+    Rows are counted from 0; values of tokens or turns alone are those of the main row.
     """
 
     reward: RewardValue | None = None
     token_values: list[float] | dict[int, list[float]] | None = None
+    turn_values: list[float] | dict[int, list[float]] | None = None
     segment_values: dict[int, float] = {}
 
     def give(self, trajectory: Trajectory) -> None:
@@ -86,7 +87,7 @@ class Finish(msgspec.Struct, forbid_unknown_fields=True):
             GatewayError: A part of it does not fit the trajectory, which then gets nothing.
         """
         if self.reward is None:
-            if self.token_values is not None or self.segment_values:
+            if (self.token_values, self.turn_values, self.segment_values) != (None, None, {}):
                 raise GatewayError(
                     400, "invalid_request", "reward: expected a number beside others", "reward"
                 )
@@ -94,6 +95,7 @@ class Finish(msgspec.Struct, forbid_unknown_fields=True):
         reward = Reward(
             value=self.reward,
             token_values=self.token_values,
+            turn_values=self.turn_values,
             segment_values=self.segment_values,
         )
         try:

@@ -58,9 +58,10 @@ class Collation:
         trajectories = [trajectory for trajectory in rows if trajectory is not None]
         metrics = {**window.metrics, **(extra or {})}
         work = partial(self._batch, trajectories, metrics, layout, trim)
-        places = self._lengths.prompt + self._lengths.response
+        places = self._lengths.prompt + self._lengths.response + 2 * int(trim)
         is_long = places * sum(len(each.segments) for each in trajectories) > SHORT
-        is_long |= any(row.media for each in trajectories for row in each.transcripts)
+        transcripts = [row for each in trajectories for row in each.transcripts]
+        is_long |= any(row.media or row.expert_shape is not None for row in transcripts)
         batch = await self._long_work.run(is_long, work)
         window.found = batch.metrics
         batch.number, batch.events_path = window.batch, self._events_path

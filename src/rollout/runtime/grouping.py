@@ -98,9 +98,8 @@ class GroupingRuntime:
                 rows, error = rows_of([*map(made, found)]), run.fault(groups, len(found))
                 metrics = run.metrics()
                 batch = await self._collation.batch(rows, window, layout, trim, extra=metrics)
-            except BaseException as left:
-                if not isinstance(left, Exception):  # cancelled: nobody has them
-                    run.handover.give_back(found)
+            except BaseException:  # cancelled, or no room for tensors: nobody has them
+                run.handover.give_back(found)
                 raise
             if error is None and len(found) < groups:
                 run.handover.note_missing(groups - len(found))
@@ -161,7 +160,7 @@ class GroupingRuntime:
     ) -> RolloutBatch:
         """The tensors of groups that `stream_groups` gave; rows of a group adjacent, in this order.
 
-        Its metrics say nothing of time (`batch_s`, `throughput/…`), of which each group had its own.
+        Its metrics say nothing of time (`batch_s`, `throughput/…`): each group had its own.
 
         Args:
             layout, trim: See `rollout.batch.collate`.

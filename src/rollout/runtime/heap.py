@@ -36,6 +36,7 @@ PYTHONS_OWN = ((700, 10, 10), (2000, 10, 10), (2000, 10, 0))
 YOUNG = 100
 #: So many collections of the younger generation come before one of an older.
 NEVER = 1_000_000_000
+OURS = (YOUNG, NEVER, NEVER)
 #: Memory asks for a collection once a process has grown by this share of what was free before, but
 #: by neither less nor more than these bytes.
 SHARE, LEAST, MOST = 0.25, 256 << 20, 8 << 30
@@ -55,13 +56,14 @@ class _Heap:
     """The one of this process, which all of its runtimes share."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # what a collection under it ends may come here again
         self._runtimes = 0
         self._is_ours = False
         self._openings = 0  # since the last sweep
         self._swept_resident: int | None = None  # bytes after it
         self._batches = 0
         self._callers: tuple[int, int, int] | None = None  # thresholds, while ours stand
+        self._last_callers = PYTHONS_OWN[0]
         self._resident = 0
         self._room = 0
 
@@ -104,9 +106,11 @@ class _Heap:
         with self._lock:
             self._batches += 1
             thresholds = gc.get_threshold()
+            if self._batches == 1 and thresholds == OURS:  # a caller has read and put them back
+                thresholds = self._last_callers
             if self._batches == 1 and not _is_disabled() and thresholds in PYTHONS_OWN:
-                self._callers = thresholds
-                gc.set_threshold(YOUNG, NEVER, NEVER)
+                self._callers = self._last_callers = thresholds
+                gc.set_threshold(*OURS)
                 self._note_memory()
 
     def resume(self) -> None:
@@ -119,7 +123,7 @@ class _Heap:
     def _restore_thresholds(self) -> None:
         """The caller's, but for those that it has set meanwhile."""
         if self._callers is not None:
-            each = zip(gc.get_threshold(), (YOUNG, NEVER, NEVER), self._callers, strict=True)
+            each = zip(gc.get_threshold(), OURS, self._callers, strict=True)
             gc.set_threshold(*(callers if now == ours else now for now, ours, callers in each))
             self._callers = None
 

@@ -38,6 +38,7 @@ from rollout.runtime.reward_opening import (
 from rollout.runtime.runtime import RolloutRuntime
 from rollout.scheduling.journal.journal import open_journal, read_before
 from rollout.scheduling.journal.run_identity import seed_of_run
+from rollout.scheduling.selection import acceptance
 from rollout.scheduling.tokenization import TokenizationCheck
 from rollout.scheduling.trajectory_runner import TrajectoryRunner
 from rollout.scopes import OneTask, open_task_group
@@ -95,7 +96,7 @@ def open_rollout(
 
     Raises:
         ConfigError: The journal is of another model, configuration or prompt file, or is there and
-            not to be resumed.
+            not to be resumed, or cannot be written; or there is no `scheduling.groups.accept`.
         ConfigError: The agent, the tool format or an interaction of the configuration is unknown,
             a reward function cannot be called like that, or not in `rewards.processes`, or the
             engines cannot do what `sampling` asks of them.
@@ -142,6 +143,7 @@ async def _open(
     if not isinstance(config, RolloutConfig):
         raise ConfigError(f"config: expected a RolloutConfig, got {type(config).__name__}")
     functions = checked(rewards, config.rewards.processes)
+    acceptance(config.scheduling.groups.accept)
     before = await read_before(config, resume=resume)
     registry = InteractionRegistry(interactions)
     parser = tool_parser(config, registry)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sized
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -172,7 +172,12 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
                     rows[row] = trajectory
                 await self._collation.attach(error, rows, window, layout, trim)
                 raise
-            batch = await self._collation.batch(rows, window, layout, trim)
+            try:
+                batch = await self._collation.batch(rows, window, layout, trim)
+            except Exception as error:  # too little memory, say, which less may have room in
+                with suppress(Exception):
+                    await self._collation.attach(error, rows, window, "packed")
+                raise
         if self._journal is not None:
             self._journal.delivered(each.log.key for each in run.members if each.log is not None)
         return batch

@@ -183,9 +183,11 @@ class GroupBook:
 
     def refused_error(self) -> LimitExceeded:
         """What a call ends with that has refused too many."""
+        which = "groups" if self.wanted.groups is not None else "groups one after the other"
+        over = " or met group_s" if self.counts["replaced"] + self.counts["dropped"] else ""
         return LimitExceeded(
-            f"scheduling.groups.max_refused = {self.wanted.max_refused}: "
-            f"{self.counts['refused']} groups were refused and {self.counts['accepted']} accepted",
+            f"scheduling.groups.max_refused = {self.wanted.max_refused}: {self._refused} {which} "
+            f"were refused{over} and {self.counts['accepted']} accepted",
             source="scheduling.groups.max_refused",
             reason="refused",
             outcome=Outcome.FAILED,
@@ -195,10 +197,14 @@ class GroupBook:
     def has_refused_too_many(self) -> bool:
         """Whether `max_refused` is passed."""
         most = self.wanted.max_refused
-        refused = self.counts["refused"]
+        return most is not None and self._refused > most
+
+    @property
+    def _refused(self) -> int:
+        """Groups that others have taken the place of, as `max_refused` counts them."""
         if self.wanted.groups is None:
-            refused = self._refused_in_a_row
-        return most is not None and refused > most
+            return self._refused_in_a_row
+        return self.counts["refused"] + self.counts["replaced"]
 
     def stop(self) -> None:
         """Start nothing more, and restart nothing; what runs comes to its end."""
@@ -301,8 +307,8 @@ class GroupBook:
     def drop(self, group: PulledGroup) -> None:
         """Its own deadline ended it."""
         del self._open[group]
-        is_replaced = self.wanted.on_group_deadline == "refill"
-        self.counts["replaced" if is_replaced else "dropped"] += 1
+        self.counts["replaced" if self.wanted.on_group_deadline == "refill" else "dropped"] += 1
+        self._refused_in_a_row += 1
 
     def judged(self, group: PulledGroup, *, is_accepted: bool) -> None:
         """It was whole, and is taken or refused."""

@@ -117,6 +117,8 @@ class GroupJudging:
             elif await self._reward(group, wanted):
                 await self._until_written(wanted)
                 self._decide(group, wanted)
+            if self._book.has_refused_too_many:
+                self._fail(self._book.refused_error())
         finally:
             self._under_way -= 1
             self._change()
@@ -160,8 +162,6 @@ class GroupJudging:
             self._desk.log.unwanted(group)
         self._endings.judged(wanted, "accepted" if is_accepted else "refused")
         self._book.judged(group, is_accepted=is_accepted)
-        if self._book.has_refused_too_many:
-            self._fail(self._book.refused_error())
 
     def _accepts(self, group: Group) -> bool | None:
         """What `accept` says; None where it does not, which its call ends with."""

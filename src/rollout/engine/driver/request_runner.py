@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 #: Seconds before a request that a full engine refused is placed again; doubled up to the second.
 REFUSED_BACKOFF_S = 0.05
 MAX_REFUSED_BACKOFF_S = 1.0
+MOST_DOUBLED = 10
 #: How long a cancelled request waits for its last answer. An engine gives it between two of its
 #: steps; `rollout run` gives up on trajectories somewhat later.
 LAST_ANSWER_S = 1.0
@@ -213,7 +214,7 @@ class RequestRunner:
         if generation.finish_reason == "abort" and _has_more_to_come(attempt):
             return not attempt.resume_interrupted()
         if generation.finish_reason == "rejected":
-            backoff_s = REFUSED_BACKOFF_S * 2 ** attempt.refuse()
+            backoff_s = REFUSED_BACKOFF_S * 2 ** min(attempt.refuse(), MOST_DOUBLED)
             with attempt.in_time():
                 await anyio.sleep(min(backoff_s, MAX_REFUSED_BACKOFF_S))
             return False

@@ -8,7 +8,6 @@ import threading
 from collections import OrderedDict
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio.to_thread
@@ -39,6 +38,7 @@ from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from pathlib import Path
 
     from rollout.agents.services import Services
     from rollout.config import JournalConfig, RolloutConfig
@@ -245,11 +245,13 @@ async def read_before(config: RolloutConfig, *, resume: bool) -> Contents | None
     Raises:
         ConfigError: It cannot be read, or there is one and it is not to be resumed.
     """
-    if config.journal.path is None:
+    if not isinstance(resume, bool):
+        raise ConfigError(f"resume = {resume!r:.80}: expected True or False")
+    if config.journal.path is None or config.journal.file is None:
         if resume:
             raise ConfigError("resume = True: expected journal.path to name the journal")
         return None
-    read = partial(_read, Path(config.journal.path), resume=resume)
+    read = partial(_read, config.journal.file, resume=resume)
     contents = read() if has_virtual_clock() else await anyio.to_thread.run_sync(read)
     # The model is compared later, once it is loaded.
     known = "" if contents.header is None else contents.header.model.get("fingerprint", "")
@@ -258,7 +260,11 @@ async def read_before(config: RolloutConfig, *, resume: bool) -> Contents | None
 
 
 def _read(path: Path, *, resume: bool) -> Contents:
-    """What a journal holds; nothing where there is none."""
+    """What a journal holds; nothing where there is none, and where its folder is there then."""
+    fault = path_fault(path)
+    if fault is not None:
+        raise ConfigError(fault)
+    _make_folder(path)
     if not path.exists() or (path.is_file() and not path.stat().st_size):
         return Contents()
     if not resume:
@@ -271,6 +277,30 @@ def _read(path: Path, *, resume: bool) -> Contents:
         raise ConfigError(f"journal.path = {str(path)!r}: {error}") from error
 
 
+def path_fault(path: Path) -> str | None:
+    """What is wrong with the path of a journal, as far as can be seen without writing there."""
+    named = f"journal.path = {str(path)!r}"
+    if "\0" in str(path):
+        return f"{named}: expected a path, which holds no NUL"
+    if path.is_dir():
+        return f"{named}: is a directory; expected a file, or a new one"
+    there = next(each for each in path.absolute().parents if each.exists() or each.is_symlink())
+    if not there.is_dir():
+        return f"{named}: cannot be written: {there} is no directory"
+    if not os.access(path if path.exists() else there, os.R_OK | os.W_OK):
+        return f"{named}: cannot be read and written by this user"
+    return None
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"journal.path = {str(path)!r}: cannot be written: {error.strerror}"
+        ) from error
+
+
 @asynccontextmanager
 async def open_journal(
     services: Services, contents: Contents | None, fingerprint: str, run_seed: int
@@ -281,13 +311,13 @@ async def open_journal(
         ConfigError: It is of another model, cannot be written, or another process writes it.
     """
     config = services.config
-    if contents is None or config.journal.path is None:
+    path = config.journal.file
+    if contents is None or path is None or config.journal.path is None:
         yield None
         return
     schemas, info = services.tools.schemas(), services.engines.info
     header = header_of(config, fingerprint, schemas, run_seed, info)
     check_same(config.journal.path, contents, header)
-    path = Path(config.journal.path)
     descriptor = _opened(path, contents)
     fsync = config.journal.fsync
     waits = fsync == "always"
@@ -317,7 +347,6 @@ async def open_journal(
 def _opened(path: Path, contents: Contents) -> int:
     """The file, locked, and without what is torn at its end."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     except OSError as error:
         raise ConfigError(
