@@ -136,3 +136,25 @@ def test_advantages_of_tensors_of_other_shapes_are_refused() -> None:
 def test_pass_at_k_threshold_is_rounded_as_the_rewards_are() -> None:
     rewards, groups = torch.tensor([0.7, 0.7, 0.7, 0.1]), torch.zeros(4, dtype=torch.long)
     assert pass_at_k(rewards, groups, k=1, threshold=0.7) == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e9 + 0.1])
+def test_advantages_of_equal_rewards_are_exactly_zero(reward: float) -> None:
+    rewards, groups = torch.full((3,), reward, dtype=torch.float64), torch.zeros(3)
+    assert group_relative(rewards, groups).tolist() == [0.0] * 3
+    assert group_relative(rewards, groups, divide_by_std=False).tolist() == [0.0] * 3
+    assert leave_one_out(rewards, groups).tolist() == [0.0] * 3
+
+
+def test_advantages_keep_groups_apart_whatever_type_their_numbers_have() -> None:
+    rewards, groups = torch.tensor([1.0, 3.0, 5.0, 9.0]), torch.tensor([0.2, 0.2, 0.7, 0.7])
+    rows = torch.tensor([0, 1, 0, 1])
+    values = group_relative(rewards, groups, trajectories=rows, divide_by_std=False)
+    assert values.tolist() == [-1.0, 1.0, -2.0, 2.0]
+
+
+def test_advantages_of_what_are_no_numbers_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"groups = .*expected \(B,\) numbers"):
+        group_relative(torch.zeros(2), ["a", "b"])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="threshold = nan"):
+        pass_at_k(torch.zeros(2), torch.zeros(2), k=1, threshold=NAN)

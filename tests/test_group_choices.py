@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
+import torch
 
 import rollout
-from rollout import Group, GroupPolicy, Outcome, Prompt
+from rollout import Group, GroupPolicy, Message, Outcome, Prompt
 from rollout.agents import AgentContext, AgentLoop
+from rollout.chat.shared_beginnings import SharedBeginnings
 from rollout.config import AgentConfig, JournalConfig, LimitsConfig, SchedulingConfig
-from rollout.errors import LimitExceeded, PromptError
+from rollout.errors import ConfigError, LimitExceeded, PromptError
 from rollout.testing import Scenario
 
 pytestmark = pytest.mark.anyio
@@ -171,3 +176,147 @@ async def test_batch_of_says_nothing_of_time_and_refuses_what_are_no_groups() ->
             await runtime.batch_of([found[0], 1])  # type: ignore[list-item]
         with pytest.raises(PromptError, match="groups = None: expected a list of the groups"):
             await runtime.batch_of(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("becomes", ["refill", "drop"])
+async def test_stream_of_groups_that_all_meet_their_deadline_ends_with_an_error(
+    becomes: Any,
+) -> None:
+    hasty = GroupPolicy(group_s=0.05, on_group_deadline=becomes, max_refused=5)
+    async with rollout.open_rollout(config()) as runtime:
+        with pytest.raises(LimitExceeded, match="6 groups one after the other were refused or met"):
+            async with runtime.stream_groups(source(), policy=hasty) as groups:
+                await anext(groups)
+
+
+async def test_collect_that_replaces_all_groups_ends_with_an_error() -> None:
+    hasty = GroupPolicy(group_s=0.05, on_group_deadline="refill", max_refused=5)
+    async with rollout.open_rollout(config()) as runtime:
+        with pytest.raises(LimitExceeded, match="max_refused = 5: 6 groups were refused or met"):
+            await runtime.collect(source(), 2, policy=hasty)
+
+
+async def test_opening_with_an_accept_that_is_not_there_is_refused() -> None:
+    absent = config(scheduling={"groups": GroupPolicy(accept="no_module:no_name")})
+    with pytest.raises(ConfigError, match=r"scheduling\.groups\.accept = 'no_module:no_name'"):
+        async with rollout.open_rollout(absent):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("", "is a directory"),
+        ("file/journal", "file is no directory"),
+        ("file/under/journal", "file is no directory"),
+        ("a\0b", "holds no NUL"),
+    ],
+)
+async def test_journal_path_that_cannot_be_is_refused_before_engines_start(
+    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("rollout.runtime.opening.open_engines", None)
+    with pytest.raises(ConfigError, match=f"journal.path = .*{said}"):
+        async with rollout.open_rollout(config(journal=Path(f"{tmp_path}/{name}"))):
+            pass
+
+
+async def test_journal_path_may_begin_with_a_tilde_and_resume_is_a_bool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    async with rollout.open_rollout(config(journal=Path("~/own.journal"))) as runtime:
+        await runtime.collect(source(), 1)
+    assert (tmp_path / "own.journal").exists()
+    with pytest.raises(ConfigError, match="resume = 'yes': expected True or False"):
+        async with rollout.open_rollout(
+            config(journal=Path("~/own.journal")),
+            resume="yes",  # type: ignore[arg-type]
+        ):
+            pass
+
+
+async def test_collect_whose_tensors_cannot_be_made_loses_no_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = source()
+    async with rollout.open_rollout(config()) as runtime:
+        with monkeypatch.context() as patch:
+            patch.setattr("rollout.batch.collate", no_room)
+            with pytest.raises(MemoryError):
+                await runtime.collect(given, 2)
+        assert uids(await runtime.collect(given, 2)) == ["p0", "p1"]
+
+
+async def test_generate_whose_tensors_cannot_be_made_has_them_packed_as_partial(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from rollout.batch import collate
+
+    def padded_has_no_room(*args: Any, **named: Any) -> Any:
+        if args[3] == "padded":
+            raise MemoryError
+        return collate(*args, **named)
+
+    async with rollout.open_rollout(config()) as runtime:
+        monkeypatch.setattr("rollout.batch.collate", padded_has_no_room)
+        with pytest.raises(MemoryError) as caught:
+            await runtime.generate([next(source())])
+    assert uids(caught.value.partial) == ["p0"]  # type: ignore[attr-defined]
+
+
+def no_room(*_: Any, **__: Any) -> Any:
+    raise MemoryError
+
+
+async def test_tensors_are_on_the_cpu_whatever_the_default_device_is() -> None:
+    async with rollout.open_rollout(config()) as runtime:
+        with torch.device("meta"):
+            batch = await runtime.collect(source(), 2)
+    assert {each.device.type for each in batch.tensors.values()} == {"cpu"}
+
+
+@pytest.mark.parametrize("trim", [10**13, 10**30])
+async def test_trim_beyond_any_context_is_refused_before_anything_runs(trim: int) -> None:
+    async with rollout.open_rollout(config()) as runtime:
+        with pytest.raises(PromptError, match=r"trim = 1000.*expected True, False or an integer"):
+            await runtime.collect(source(), 1, trim=trim)
+        assert runtime.statistics().outcomes == {}
+
+
+class Knot(AgentLoop):
+    """A message refers to what refers to it."""
+
+    seen: list[weakref.ref[object]] = []  # noqa: RUF012
+
+    async def run(self, context: AgentContext) -> None:
+        mark = type("Mark", (), {})()
+        self.seen.append(weakref.ref(mark))
+        extra = {"context": context, "mark": mark}
+        await context.generate()
+        context.observe([Message(role="user", content="go", extra=extra)])
+        await context.generate()
+
+
+rollout.register_agent("knot")(Knot)
+
+
+async def test_knot_through_a_message_is_found_by_the_collector() -> None:
+    async with rollout.open_rollout(config(agent="knot")) as runtime:
+        await runtime.generate([next(source())])
+    gc.collect()
+    assert [seen() for seen in Knot.seen] == [None]
+
+
+def test_shared_beginnings_are_found_at_their_longest() -> None:
+    beginnings = SharedBeginnings()
+    families = [array("i", [*range(40), *([kind] * 2000)]).tobytes() for kind in (1, 2)]
+    tails = [array("i", [7 + at] * 20).tobytes() for at in range(3)]
+    held = [
+        [len(piece) // 4 for piece in beginnings.pieces(family + tail)]
+        for family in families
+        for tail in tails
+    ]
+    assert held == [[2060], [2040, 20], [2040, 20], [40, 2020], [2040, 20], [2040, 20]]
+    assert beginnings.pieces(families[1]) == (families[1],)  # and no empty piece

@@ -353,3 +353,15 @@ async def test_threshold_that_a_caller_sets_while_batches_run_stays_alone(
     async with rollout.open_rollout(SILENT.config()) as runtime:
         await runtime.generate(probes(1))
     assert gc.get_threshold() == (5000, *PYTHONS[1:])
+
+
+@pytest.mark.anyio
+async def test_thresholds_of_a_batch_that_a_caller_puts_back_after_it_are_not_its_own() -> None:
+    async with rollout.open_rollout(SILENT.config()) as runtime:
+        read: list[tuple[int, int, int]] = []
+        _acts.append(lambda: read.append(gc.get_threshold()))
+        await runtime.generate(probes(1))
+        gc.set_threshold(*read[0])
+        await runtime.generate(probes(1))
+    assert gc.get_threshold() == PYTHONS
+    gc.set_threshold(*PYTHONS)

@@ -187,7 +187,7 @@ NAMES = {
 @pytest.mark.parametrize("name", NAMES)
 def test_names_are_written_as_the_template_writes_them(name: str) -> None:
     body, fields = NAMES[name]
-    usual = {key: "usual" for key in fields}
+    usual = dict.fromkeys(fields, "usual")
     own = tokenizer("qwen")
     template = ChatTemplate(own, chat_template=f"{HEAD}{body}{TAIL}")
     for role in ("user", "tool"):

@@ -54,7 +54,7 @@ class GroupPolicy(Section):
     #: What then becomes of it: "keep" takes it with members cut off, "drop" leaves it out, and
     #: `collect` returns a group less; "refill" has another prompt take its place.
     on_group_deadline: Literal["keep", "drop", "refill"] = "keep"
-    #: Restarts a member that failed (its engine, its tools, its reward), alone, up to
+    #: Restarts a member that failed (its engine, its tools, its agent), alone, up to
     #: `scheduling.max_retries` times.
     refill_failed: Flag = False
 
