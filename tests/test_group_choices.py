@@ -26,6 +26,7 @@ pytestmark = pytest.mark.anyio
 SCENARIO = (
     Scenario(seed=1)
     .reply("slow", filler=4000)
+    .reply("some", filler=400)
     .reply("", filler=20)
     .timing(base_s=0.01, slope_s=0.0, prefill_tokens_per_s=1e9)
 )
@@ -320,3 +321,32 @@ def test_shared_beginnings_are_found_at_their_longest() -> None:
     ]
     assert held == [[2060], [2040, 20], [2040, 20], [40, 2020], [2040, 20], [2040, 20]]
     assert beginnings.pieces(families[1]) == (families[1],)  # and no empty piece
+
+
+async def test_time_that_the_runtime_sleeps_is_not_a_groups_own() -> None:
+    alone = config(members=2, scheduling={"max_in_flight": 1})
+    given = [Prompt(messages=[{"role": "user", "content": "some"}], uid="p0")]
+    async with rollout.open_rollout(alone) as runtime:
+        found: list[Any] = []
+
+        async def take() -> None:
+            found.append(await runtime.collect(given, 1, policy=GroupPolicy(group_s=9.0)))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(take)
+            await anyio.sleep(1.0)
+            await runtime.sleep()
+            await anyio.sleep(100.0)
+            await runtime.wake_up()
+    assert [t.outcome for t in found[0].trajectories] == [Outcome.COMPLETED] * 2
+
+
+async def test_member_that_waits_for_a_place_ends_with_its_groups_time() -> None:
+    alone = config(members=2, scheduling={"max_in_flight": 1})
+    given = [Prompt(messages=[{"role": "user", "content": "some"}], uid="p0")]
+    async with rollout.open_rollout(alone) as runtime:
+        batch = await runtime.collect(given, 1, policy=GroupPolicy(group_s=6.0))
+    assert [(t.outcome, t.limit_source) for t in batch.trajectories] == [
+        (Outcome.COMPLETED, None),
+        (Outcome.DEADLINE, "scheduling.groups.group_s"),
+    ]

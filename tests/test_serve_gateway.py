@@ -153,6 +153,21 @@ async def test_finish_gives_rows_and_tokens_rewards_of_their_own() -> None:
 
 
 @pytest.mark.anyio
+async def test_finish_gives_turns_rewards_of_their_own() -> None:
+    async with trainer() as client:
+        address = await opened(client)
+        path = f"/trajectories/{address['id']}"
+        await chat(address, {"role": "user", "content": "One"})
+        bare = await client.post(f"{path}/finish", json={"turn_values": [1.0]})
+        assert (bare.status_code, bare.json()["error"]["param"]) == (400, "reward")
+        body = {"reward": 1.0, "turn_values": [0.5]}
+        assert (await client.post(f"{path}/finish", json=body)).json()["reward"] == 1.0
+        [row] = (await client.get(f"{path}/rows")).json()["rows"]
+    values = row["token_rewards"]
+    assert (sum(values), values.count(0.5)) == (0.5, 1)
+
+
+@pytest.mark.anyio
 async def test_limits_of_one_trajectory_hold() -> None:
     async with trainer() as client:
         address = await opened(client, limits={"max_calls": 1, "trajectory_s": 0.5})

@@ -71,7 +71,7 @@ class GroupDesk:
         runs: What members of groups run in, whichever call has them.
         live: Members that were admitted and have not ended.
         has_groups: See `MemberHome`.
-        events: Takes what happens to those who want to know.
+        events, paused_s: Those of the engines.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class GroupDesk:
         self.runs: MemberRuns
         self.live: dict[GroupMember, None] = {}
         self.has_groups = config.scheduling.samples_per_prompt > 1
-        self._engines, self.events = engines, engines.events
+        self.events, self.paused_s, self._stop = engines.events, engines.paused_s, engines.stop
         self._changed = anyio.Event()
         self._config, self._rewarding, self._threads = config, rewarding, threads
         self._tally, self._run_seed = tally, run_seed
@@ -320,7 +320,7 @@ class GroupDesk:
     def trajectory_deadline(self, group: PulledGroup) -> Deadline:
         """Of a member that starts, or continues, now."""
         own = Deadline.after(self._config.limits.trajectory_s, "limits.trajectory_s")
-        return group.deadline if group.deadline and group.deadline.at < own.at else own
+        return min(filter(None, (own, group.deadline)), key=attrgetter("at"))
 
     def wants_reward(self, group: PulledGroup, ended: Sequence[Ended]) -> bool:
         """Whether the reward of groups is still to be asked for, of these members."""
@@ -368,7 +368,7 @@ class GroupDesk:
                 self.runs.suspend(member)
         holds = [member.hold for member in members if member.hold is not None]
         with anyio.move_on_after(self._config.limits.cleanup_s):
-            await self._engines.stop(holds)
+            await self._stop(holds)
 
     def drop_carried(self, group: PulledGroup) -> None:
         """End the carried members of a group whose prompt begins again."""

@@ -9,7 +9,6 @@ import anyio
 
 from rollout.errors import RolloutError, SourceEnded
 from rollout.holds import NEVER
-from rollout.limits import Deadline
 from rollout.scheduling.agent_run import AgentRun
 from rollout.scheduling.ended_groups import Ended
 from rollout.scheduling.finished import unstarted
@@ -18,7 +17,7 @@ from rollout.scheduling.group_endings import GroupEndings
 from rollout.scheduling.group_handover import GroupHandover, made
 from rollout.scheduling.group_judging import SURPLUS, GroupJudging
 from rollout.scheduling.member_runs import CLOSED, CLOSED_MEANWHILE
-from rollout.scheduling.pulled_group import GROUP_S, GroupMember, PulledGroup
+from rollout.scheduling.pulled_group import GroupMember, PulledGroup
 from rollout.scheduling.selection import Selection
 from rollout.scopes import outwait
 
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from rollout.chat.group import Group
     from rollout.chat.trajectory import Trajectory
     from rollout.config import SchedulingConfig
+    from rollout.limits import Deadline
     from rollout.observe.tally import Tally
     from rollout.scheduling.group_book import GroupBook
     from rollout.scheduling.group_desk import GroupDesk
@@ -293,7 +293,7 @@ class GroupRun:
             return False
         group = self._young_enough(kept.for_call(self.book.wanted.members))
         group.call = self
-        group.deadline = None
+        group.unlimit()
         self._desk.prepare(group, self)
         if self.book.adopt(group):
             self._judging.judge_soon(group)
@@ -327,8 +327,7 @@ class GroupRun:
         """See `MemberSource`."""
         self._at_door = None
         group = member.group
-        if group.deadline is None and self._group_s is not None:
-            group.deadline = Deadline.after(self._group_s, GROUP_S)
+        group.limit(self._group_s, self._desk.paused_s)
         if member.is_finished:  # it was carried, and ended while it waited here
             member.group.at_door = None
             self._desk.runs.give_back(member)
@@ -353,6 +352,9 @@ class GroupRun:
             group.at_door = None
             return
         over = self._deadline if own is None or self._deadline.at <= own.at else own
+        if member.cancel_reason is None and member.over is None and anyio.current_time() < over.at:
+            self.book.put_back(member)  # the runtime let it wait meanwhile
+            return
         if member.is_held:  # its agent is to end, and tells what became of it
             self.book.begun(member)
             self._running[member] = None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any
 
 import attrs
 
 from rollout.chat.group import Group
+from rollout.holds import NEVER
 from rollout.limits import Deadline
 from rollout.scheduling.ended_groups import Ended
 from rollout.scheduling.journal.entries import Key
@@ -45,7 +47,6 @@ class PulledGroup:
         ended: In the order in which they did.
         version: The oldest of the weights that sampled for it, or may have; None before a call
             took it on, where the journal has no tokens of it either.
-        deadline: Its own, while a call has it.
         call: The call that has it; None while it is kept for the next one.
         refills: How often each member was restarted.
         is_rewarded: Whether the reward of groups was asked for.
@@ -65,7 +66,9 @@ class PulledGroup:
     running: dict[GroupMember, None] = attrs.field(factory=dict)
     ended: list[Ended] = attrs.field(factory=list)
     version: int | None = None
-    deadline: Deadline | None = None
+    _deadline: Deadline | None = None
+    _paused_s: Callable[[], float] = float
+    _paused_before: float = 0.0
     call: Any = None
     refills: Counter[int] = attrs.field(factory=Counter)
     is_rewarded: bool = False
@@ -106,6 +109,27 @@ class PulledGroup:
     def is_carried(self) -> bool:
         """Whether members of it wait to continue."""
         return any(member.is_held for member in self.waiting)
+
+    def limit(self, seconds: float | None, paused_s: Callable[[], float]) -> None:
+        """It has so long from now on, if it has no deadline yet; None: as long as it takes.
+
+        Args:
+            paused_s: For how long the runtime has let all work wait so far, which is not counted.
+        """
+        if self._deadline is None and seconds is not None:
+            self._deadline = Deadline.after(seconds, GROUP_S)
+            self._paused_s, self._paused_before = paused_s, paused_s()
+
+    def unlimit(self) -> None:
+        """It has no deadline, until a call gives it another one."""
+        self._deadline = None
+
+    @property
+    def deadline(self) -> Deadline | None:
+        """Its own as things stand, while a call has it."""
+        own = self._deadline
+        paused_s = 0.0 if own is None else self._paused_s() - self._paused_before
+        return own.later(paused_s, NEVER) if own is not None and paused_s else own
 
     def wanted(self, members: int) -> list[Ended]:
         """The members that its consumer gets, in member order; empty while it is not whole.

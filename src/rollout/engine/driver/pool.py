@@ -202,6 +202,10 @@ class EnginePool(PoolMaintenance):
         """What each generation waits for, by the trajectory's part of its session."""
         return waits_of(self._requests.active, now)
 
+    def paused_s(self) -> float:
+        """Seconds for which the runtime has let all work wait so far, which `batch_s` counts."""
+        return self._requests.paused_s()
+
     def drain(self, name: str) -> None:
         """Send a replica nothing new until `resume`, also restarted; what is in flight continues.
 

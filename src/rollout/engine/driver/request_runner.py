@@ -76,6 +76,8 @@ class RequestRunner:
         self.is_open = False
         self.is_admission_blocked = False
         self._pauses = 0
+        self._paused_s = 0.0  # of pauses that are over
+        self._paused_since = 0.0
         self.active: dict[Attempt, None] = {}
         self.last_failure = ""
         self._router = router
@@ -145,6 +147,8 @@ class RequestRunner:
         Args:
             running: For those in flight too, and not only for those that wait for a place.
         """
+        if not self._pauses:
+            self._paused_since = self._now()
         self._pauses += 1
         for attempt in self.active:
             if running or not attempt.is_running:
@@ -154,9 +158,14 @@ class RequestRunner:
         """End one `pause_deadlines`."""
         self._pauses -= 1
         if not self._pauses:
+            self._paused_s += self._now() - self._paused_since
             for attempt in self.active:
                 attempt.resume_deadlines()
                 self.deadlines.look_at(attempt.deadline)
+
+    def paused_s(self) -> float:
+        """For how long that has been so, in all."""
+        return self._paused_s + (self._now() - self._paused_since if self._pauses else 0.0)
 
     def running_on(self, replica: Replica) -> tuple[Attempt, ...]:
         """Attempts whose request is in flight there."""
