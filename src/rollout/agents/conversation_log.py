@@ -31,14 +31,12 @@ class ConversationLog(msgspec.Struct, eq=False):
 
     Attributes:
         row: The last of its rows, which is written.
-        transcript: The tokens of that row.
         message_log: Its messages.
         in_reasoning: Whether the next turn begins inside reasoning.
         has_raw_ids: Whether it has tokens that are not what the template makes of its messages.
     """
 
     row: Row
-    transcript: Transcript
     message_log: MessageLog
     in_reasoning: bool = False
     has_raw_ids: bool = False
@@ -50,7 +48,12 @@ class ConversationLog(msgspec.Struct, eq=False):
     @classmethod
     def of(cls, row: Row, reader: TurnReader) -> ConversationLog:
         """Of no messages yet, of which turns are read so."""
-        return cls(row, row.transcript, MessageLog(KeptMessages(reader)))
+        return cls(row, MessageLog(KeptMessages(reader)))
+
+    @property
+    def transcript(self) -> Transcript:
+        """The tokens of the last row."""
+        return self.row.transcript
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -162,7 +165,7 @@ class ConversationLog(msgspec.Struct, eq=False):
         self.begin(worded, prompt_room)
 
     def _add(self, row: Row) -> None:
-        self._earlier, self.row, self.transcript = self.rows, row, row.transcript
+        self._earlier, self.row = self.rows, row
         self._marks, self._last_turn = b"", (0, -1)
 
     def reward_turn(self, value: float) -> bool:
@@ -184,7 +187,7 @@ class ConversationLog(msgspec.Struct, eq=False):
         own = Marks(self._marks)
         mark, marks = mark_at(position, own, len(self.transcript))
         row = Row(self.transcript.fork(position), purpose, self.row, position)
-        forked = ConversationLog(row, row.transcript, self.message_log.fork(mark.messages))
+        forked = ConversationLog(row, self.message_log.fork(mark.messages))
         forked.in_reasoning, forked.has_raw_ids = mark.in_reasoning, self.has_raw_ids
         forked._marks = b"".join(packed_mark(*each) for each in marks)
         is_past_all = len(marks) == len(own) and self._open_from is None

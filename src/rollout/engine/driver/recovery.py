@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 import attrs
@@ -66,7 +66,7 @@ class RecoveryCounts:
 
 
 @attrs.frozen
-class _Failures:
+class Failures:
     """Of the requests of a generation; most have none, and share one such object.
 
     Attributes:
@@ -76,6 +76,7 @@ class _Failures:
         are_enough: It gets no further replica.
         garbled: Requests whose answer contradicted itself.
         refusals: How often engines that were full refused it.
+        isolation: Where it has a replica to itself, until it is no suspect any more.
     """
 
     deaths: tuple[str, ...] = ()
@@ -84,9 +85,10 @@ class _Failures:
     are_enough: bool = False
     garbled: int = 0
     refusals: int = 0
+    isolation: Isolation | None = None
 
 
-_NONE = _Failures()
+_NONE = Failures()
 
 
 @attrs.frozen
@@ -118,7 +120,7 @@ class Attempt(msgspec.Struct, eq=False, kw_only=True, gc=False):
         session_id: The trajectory, for errors.
         priority: Larger is served first.
         group_id: Trajectories that begin with the same prompt; "" for one on its own.
-        isolation: Where it has a replica to itself, until it is no suspect any more.
+        failures: Of its requests so far.
         is_interrupted: Its request is cut off, to resume later from the tokens that it has.
         replica: Where it has a request in flight; empty where it has none.
         pending: That request, while its answer is waited for.
@@ -143,8 +145,7 @@ class Attempt(msgspec.Struct, eq=False, kw_only=True, gc=False):
     hold: Hold | None = None
     trajectory: int = 0
     media: tuple[PlacedMedia, ...] = ()
-    _failures: _Failures = _NONE
-    isolation: Isolation | None = None
+    failures: Failures = _NONE
     is_interrupted: bool = False
     replica: str = ""
     pending: PendingRequest | None = None
@@ -222,7 +223,7 @@ class Attempt(msgspec.Struct, eq=False, kw_only=True, gc=False):
 
         One that died before it had a token of that replica, or with a second replica.
         """
-        before = self._failures
+        before = self.failures
         if not before.deaths or self.generation.count > before.tokens:
             return False
         return before.was_silent or len(before.deaths) >= SUSPECT_DEATHS
@@ -272,22 +273,19 @@ class Attempt(msgspec.Struct, eq=False, kw_only=True, gc=False):
 
     def die(self, reason: str, *, is_alone: bool) -> None:
         """The replica died with it in flight; `is_alone`: and with nothing else."""
-        deaths = (*self._failures.deaths, reason)
+        deaths = (*self.failures.deaths, reason)
         enough = LONE_DEATHS if is_alone else QUARANTINE_DEATHS
         is_confirmed = (is_alone or self.is_suspect) and len(deaths) >= enough
-        self._failures = attrs.evolve(
-            self._failures,
+        self.note(
             deaths=deaths,
             tokens=self.generation.count,
             was_silent=not self.has_answer,
             are_enough=is_confirmed or len(deaths) >= MOST_DEATHS,
         )
 
-    def refuse(self) -> int:
-        """An engine that was full has refused it; how often one had before."""
-        before = self._failures.refusals
-        self._failures = attrs.evolve(self._failures, refusals=before + 1)
-        return before
+    def note(self, **changes: Any) -> None:
+        """These of its failures' fields are otherwise from now on."""
+        self.failures = attrs.evolve(self.failures, **changes)
 
     def recover(self, why: str, *, is_garbled: bool = False) -> bool:
         """Prepare the next request; False where the tokens there are are the whole answer.
@@ -296,11 +294,11 @@ class Attempt(msgspec.Struct, eq=False, kw_only=True, gc=False):
             EngineError: There is no next request.
         """
         if is_garbled:
-            self._failures = attrs.evolve(self._failures, garbled=self._failures.garbled + 1)
-        if self._failures.are_enough:
+            self.note(garbled=self.failures.garbled + 1)
+        if self.failures.are_enough:
             self.rules.counts.quarantined += 1
             raise self.failed(self._quarantine_message(), reason=QUARANTINED)
-        if self.rules.policy == "fail" or self._failures.garbled > MAX_GARBLED:
+        if self.rules.policy == "fail" or self.failures.garbled > MAX_GARBLED:
             raise self.failed(why)
         if self._is_whole():
             return False
@@ -354,7 +352,7 @@ class Attempt(msgspec.Struct, eq=False, kw_only=True, gc=False):
         return self.generation.finish_reason is not None
 
     def _quarantine_message(self) -> str:
-        deaths = self._failures.deaths
+        deaths = self.failures.deaths
         return (
             f"the request of {self.session_id} is quarantined: engines died {len(deaths)} times "
             f"with it in flight ({'; '.join(deaths)})"

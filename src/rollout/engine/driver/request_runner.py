@@ -223,7 +223,8 @@ class RequestRunner:
         if generation.finish_reason == "abort" and _has_more_to_come(attempt):
             return not attempt.resume_interrupted()
         if generation.finish_reason == "rejected":
-            backoff_s = REFUSED_BACKOFF_S * 2 ** min(attempt.refuse(), MOST_DOUBLED)
+            backoff_s = REFUSED_BACKOFF_S * 2 ** min(attempt.failures.refusals, MOST_DOUBLED)
+            attempt.note(refusals=attempt.failures.refusals + 1)
             with attempt.in_time():
                 await anyio.sleep(min(backoff_s, MAX_REFUSED_BACKOFF_S))
             return False
@@ -304,16 +305,17 @@ class RequestRunner:
         assert replica.channel is not None  # the router offers no other
         if attempt.is_suspect:
             self._router.isolate(replica.name)
-            attempt.isolation = Isolation(attempt, partial(self._end_isolation, replica.name))
+            isolation = Isolation(attempt, partial(self._end_isolation, replica.name))
+            attempt.note(isolation=isolation)
         attempt.begin_request(replica.name)
         return replica.channel
 
     def _end(self, attempt: Attempt, pending: PendingRequest | None) -> None:
         """It is not any more; None: nothing was sent."""
         attempt.end_request()
-        if attempt.isolation is not None:
-            attempt.isolation.end()
-            attempt.isolation = None
+        if attempt.failures.isolation is not None:
+            attempt.failures.isolation.end()
+            attempt.note(isolation=None)
         if self._events.is_on:
             tell_request_ended(self._events, attempt, pending, self._now())
 
