@@ -105,11 +105,11 @@ class Uneven(AgentLoop):
         await anyio.sleep(5.5)
 
 
-rollout.register_agent("uneven")(Uneven)
+rollout.register_agent("uneven_members")(Uneven)
 
 
 async def test_collect_k_of_n_prefers_members_that_a_trainer_may_learn_from() -> None:
-    uneven = config(members=4, agent="uneven", limits=LimitsConfig(generation_s=5.0))
+    uneven = config(members=4, agent="uneven_members", limits=LimitsConfig(generation_s=5.0))
     async with rollout.open_rollout(uneven) as runtime:
         slow = [Prompt(messages=[{"role": "user", "content": "slow"}], uid="p0")]
         batch = await runtime.collect(slow, 1, policy=GroupPolicy(members=2))
@@ -300,11 +300,11 @@ class Knot(AgentLoop):
         await context.generate()
 
 
-rollout.register_agent("knot")(Knot)
+rollout.register_agent("message_knot")(Knot)
 
 
 async def test_knot_through_a_message_is_found_by_the_collector() -> None:
-    async with rollout.open_rollout(config(agent="knot")) as runtime:
+    async with rollout.open_rollout(config(agent="message_knot")) as runtime:
         await runtime.generate([next(source())])
     gc.collect()
     assert [seen() for seen in Knot.seen] == [None]

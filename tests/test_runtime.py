@@ -85,11 +85,11 @@ BAD_TENSORS: list[tuple[dict[str, Any], str]] = [
     ({"layout": "ragged"}, "layout = 'ragged': expected 'padded' or 'packed'"),
     ({"layout": None}, "layout = None: expected 'padded' or 'packed'"),
     ({"layout": ["padded"]}, "layout = ['padded']: expected 'padded' or 'packed'"),
-    ({"trim": 0}, "trim = 0: expected True, False or an integer ≥ 1"),
-    ({"trim": -8}, "trim = -8: expected True, False or an integer ≥ 1"),
-    ({"trim": 8.0}, "trim = 8.0: expected True, False or an integer ≥ 1"),
-    ({"trim": "yes"}, "trim = 'yes': expected True, False or an integer ≥ 1"),
-    ({"trim": None}, "trim = None: expected True, False or an integer ≥ 1"),
+    ({"trim": 0}, "trim = 0: expected True, False or an integer from 1 to 16777216"),
+    ({"trim": -8}, "trim = -8: expected True, False or an integer from 1 to 16777216"),
+    ({"trim": 8.0}, "trim = 8.0: expected True, False or an integer from 1 to 16777216"),
+    ({"trim": "yes"}, "trim = 'yes': expected True, False or an integer from 1 to 16777216"),
+    ({"trim": None}, "trim = None: expected True, False or an integer from 1 to 16777216"),
 ]
 BAD_TARGETS: list[tuple[dict[str, Any], str]] = [
     ({"member": "a"}, "member = 'a': expected an integer ≥ 0, or None for every one"),
