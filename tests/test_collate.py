@@ -202,7 +202,8 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("trim", [0, -1, 1.5, "8", None])
 def test_collate_trim_that_is_none_is_refused(trim: Any) -> None:
-    with pytest.raises(ValueError, match=r"^trim = .*: expected True, False or an integer from 1 to 16777216$"):
+    said = r"^trim = .*: expected True, False or an integer from 1 to 16777216$"
+    with pytest.raises(ValueError, match=said):
         collate([], Widths(), PAD, trim=trim)
 
 
