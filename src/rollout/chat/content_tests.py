@@ -15,8 +15,7 @@ _OPAQUE = frozenset(
     (
         *("abs", "batch", "center", "e", "escape", "filesizeformat", "float", "forceescape"),
         *("format", "groupby", "int", "pprint", "random", "round", "slice", "striptags"),
-        *("title",),
-        *("truncate", "urlencode", "urlize", "wordcount", "wordwrap", "xmlattr"),
+        *("title", "truncate", "urlencode", "urlize", "wordcount", "wordwrap", "xmlattr"),
     )
 )
 #: Tags of transformers that mark what an assistant says; they change no text.

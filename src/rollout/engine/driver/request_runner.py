@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 #: Seconds before a request that a full engine refused is placed again; doubled up to the second.
 REFUSED_BACKOFF_S = 0.05
 MAX_REFUSED_BACKOFF_S = 1.0
+#: It is past that second long before; a thousand times would be no float any more.
 MOST_DOUBLED = 10
 #: How long a cancelled request waits for its last answer. An engine gives it between two of its
 #: steps; `rollout run` gives up on trajectories somewhat later.
