@@ -36,6 +36,7 @@ PYTHONS_OWN = ((700, 10, 10), (2000, 10, 10), (2000, 10, 0))
 YOUNG = 100
 #: So many collections of the younger generation come before one of an older.
 NEVER = 1_000_000_000
+#: The thresholds while a batch runs.
 OURS = (YOUNG, NEVER, NEVER)
 #: Memory asks for a collection once a process has grown by this share of what was free before, but
 #: by neither less nor more than these bytes.
