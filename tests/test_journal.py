@@ -279,6 +279,40 @@ def test_resume_of_another_run_is_refused_naming_the_difference(tmp_path: Path) 
     )
 
 
+def test_resume_with_other_tools_warns_of_each(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    @function_tool(name="add")
+    async def add_two(a: int, b: int) -> int:
+        """Add, and say it otherwise.
+
+        Args:
+            a: The first.
+            b: The second.
+        """
+        return a + b
+
+    @function_tool(schema={**SCHEMA, "function": {**SCHEMA["function"], "strict": ("a", 1)}})
+    async def look(where: str) -> str:
+        return where
+
+    path = tmp_path / "journal"
+    run(config_of(path), prompts("quick"), tools=[add, look])
+    run(config_of(path), prompts("quick"), tools=[add, look], resume=True)
+    assert "tools were others" not in caplog.text
+    run(config_of(path), prompts("quick"), tools=[add_two], resume=True)
+    assert f"{path}: its tools were others: 'add' differs, 'look' is gone;" in caplog.text
+
+
+SCHEMA: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {"type": "object", "properties": {"where": {"type": "string"}}},
+    },
+}
+
+
 def test_generate_with_what_cannot_be_written_is_refused_by_field(tmp_path: Path) -> None:
     given = [attrs_prompt(extra={"fine": [1, (2.5, None)], "object": {"deep": [object()]}})]
     with pytest.raises(PromptError) as refused:

@@ -32,7 +32,7 @@ from rollout.scheduling.journal.journal_reading import (
 from rollout.scheduling.journal.journal_writer import GATHER_S, MAX_WAITING, JournalWriter
 from rollout.scheduling.journal.open_journal import CHECK_S, OpenJournal
 from rollout.scheduling.journal.packed_trajectory import packed_prompt
-from rollout.scheduling.journal.run_identity import check_same, header_of
+from rollout.scheduling.journal.run_identity import check_same, header_of, say_other_tools
 from rollout.scheduling.journal.trajectory_log import TrajectoryLog
 from rollout.scopes import open_task_group
 
@@ -318,6 +318,7 @@ async def open_journal(
     schemas, info = services.tools.schemas(), services.engines.info
     header = header_of(config, fingerprint, schemas, run_seed, info)
     check_same(config.journal.path, contents, header)
+    say_other_tools(config.journal.path, contents, header)
     descriptor = _opened(path, contents)
     fsync = config.journal.fsync
     waits = fsync == "always"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -9,6 +10,7 @@ import msgspec
 from rollout.config import dump_config
 from rollout.errors import ConfigError
 from rollout.scheduling.journal.entries import Header
+from rollout.scheduling.journal.plain_data import encoder
 from rollout.seeds import fresh_seed
 
 if TYPE_CHECKING:
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from rollout.config import RolloutConfig
     from rollout.engine.core import EngineInfo
     from rollout.scheduling.journal.journal_reading import Contents
+
+logger = logging.getLogger("rollout.journal")
 
 #: Keys that say where and how fast a run is worked on, and not what comes of it.
 _MAY_CHANGE = (
@@ -95,6 +99,31 @@ def check_same(path: str, contents: Contents, new: Header) -> None:
                 f"another journal:{lines}{more}",
                 tuple(found),
             )
+
+
+def say_other_tools(path: str, contents: Contents, new: Header) -> None:
+    """Warn of tools whose schemas are not those of before: the model's prompts are others then."""
+    old = contents.header
+    if old is None:
+        return
+    before, now = ({each["function"]["name"]: each for each in _read_back(s)} for s in (old, new))
+    changes = [
+        *(f"{name!r} is gone" for name in before.keys() - now.keys()),
+        *(f"{name!r} is new" for name in now.keys() - before.keys()),
+        *(f"{name!r} differs" for name in before.keys() & now.keys() if before[name] != now[name]),
+    ]
+    if changes:
+        logger.warning(
+            "%s: its tools were others: %s; what is finished keeps the answers that it had, and "
+            "what a trajectory asks otherwise than before is asked again",
+            path,
+            ", ".join(sorted(changes)),
+        )
+
+
+def _read_back(header: Header) -> list[dict[str, Any]]:
+    """Its schemas as a journal gives them."""
+    return msgspec.msgpack.decode(encoder.encode(header.schemas), type=list[dict[str, Any]])
 
 
 def _model_of(dumped: Mapping[str, Any], fingerprint: str) -> dict[str, Any]:
