@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio  # noqa: TID251  (what such rewards run on)
 import os
 import re
 import sys
@@ -69,6 +70,17 @@ def tell(trajectory: Trajectory) -> Reward:
 async def later(trajectory: Trajectory) -> dict[str, Any]:
     """From a loop of its own."""
     return {"score": 0.25, "pid": os.getpid()}
+
+
+LOOPS: list[Any] = []
+
+
+async def on_one_loop(trajectory: Trajectory) -> float:
+    """1 where the loop is that of all calls before."""
+    if trajectory.extra.get("does") == "leave":
+        sys.exit(3)
+    LOOPS.append(asyncio.get_running_loop())
+    return float(LOOPS[-1] is LOOPS[0])
 
 
 def compute_score(solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:

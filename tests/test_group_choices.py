@@ -15,6 +15,7 @@ import torch
 
 import rollout
 from rollout import Group, GroupPolicy, Message, Outcome, Prompt
+from rollout.advantages import group_relative
 from rollout.agents import AgentContext, AgentLoop
 from rollout.chat.shared_beginnings import SharedBeginnings
 from rollout.config import AgentConfig, JournalConfig, LimitsConfig, SchedulingConfig
@@ -177,6 +178,69 @@ async def test_batch_of_says_nothing_of_time_and_refuses_what_are_no_groups() ->
             await runtime.batch_of([found[0], 1])  # type: ignore[list-item]
         with pytest.raises(PromptError, match="groups = None: expected a list of the groups"):
             await runtime.batch_of(None)  # type: ignore[arg-type]
+
+
+async def test_batch_of_groups_that_stand_in_another_batch_too_leaves_that_as_it_is() -> None:
+    async with rollout.open_rollout(config(members=2), reward=lambda t: float(t.member)) as runtime:
+        async with runtime.stream_groups(source()) as groups:
+            found = [await anext(groups) for _ in range(3)]
+        first = await runtime.batch_of(found[:2])
+        for others in ([found[1], found[0]], [found[1], found[2]]):
+            batch = await runtime.batch_of(others)
+            assert [t.group for t in batch.trajectories] == [0, 0, 1, 1]
+            assert [t.group for t in first.trajectories] == [0, 0, 1, 1]
+            assert group_relative(first, divide_by_std=False).tolist() == [-0.5, 0.5, -0.5, 0.5]
+
+
+async def test_members_whose_reward_fails_are_not_run_again() -> None:
+    def fail(_: Any) -> float:
+        raise ValueError("no judge")
+
+    policy = GroupPolicy(refill_failed=True)
+    unbounded = {"max_failures": None}
+    async with rollout.open_rollout(
+        config(members=2, scheduling=unbounded), reward=fail
+    ) as runtime:
+        batch = await runtime.collect(source(), 1, policy=policy)
+        assert {(t.outcome, t.reason) for t in batch.trajectories} == {(Outcome.FAILED, "reward")}
+        assert batch.metrics["groups/refilled"] == 0
+        assert runtime.statistics().admitted == 2
+
+
+async def test_group_deadline_of_an_earlier_call_decides_nothing_in_a_later_one() -> None:
+    def slow() -> Iterator[Prompt]:
+        for at in range(3):
+            yield Prompt(messages=[{"role": "user", "content": "slow"}], uid=f"p{at}")
+
+    given = slow()
+    async with rollout.open_rollout(config(members=2)) as runtime:
+        keep = GroupPolicy(group_s=1.0, oversample=3.0)
+        assert uids(await runtime.collect(given, 1, policy=keep)) == ["p0", "p0"]
+        drop = GroupPolicy(group_s=100.0, on_group_deadline="drop")
+        assert uids(await runtime.collect(given, 1, policy=drop)) == ["p1", "p1"]
+
+
+@pytest.mark.parametrize(("groups", "times", "started"), [(100, 1.1, 110), (3, 1.5, 4)])
+async def test_collect_starts_no_more_groups_than_oversample_says(
+    groups: int, times: float, started: int
+) -> None:
+    async with rollout.open_rollout(config()) as runtime:
+        await runtime.collect(source(), groups, policy=GroupPolicy(oversample=times))
+        assert runtime.statistics().admitted == started
+
+
+async def agree(group: Group) -> bool:
+    return True
+
+
+async def test_accept_that_is_a_coroutine_function_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match=r"accept = <function agree .*expected .* \(no coroutine"):
+        GroupPolicy(accept=agree)
+    async with rollout.open_rollout(config()) as runtime:
+        named = GroupPolicy(accept="test_group_choices:agree")
+        with pytest.raises(ConfigError, match=r"accept = 'test_group_choices:agree': expected"):
+            await runtime.collect(source(), 1, policy=named)
+        assert runtime.statistics().admitted == 0
 
 
 @pytest.mark.parametrize("becomes", ["refill", "drop"])

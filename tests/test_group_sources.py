@@ -72,6 +72,27 @@ async def test_stream_groups_of_a_list_gives_all_of_it_in_every_epoch() -> None:
                 assert sorted([group.uid async for group in groups]) == ["p0", "p1", "p2"]
 
 
+class Rows:
+    """A loader that iterates over a list of its own."""
+
+    def __init__(self, rows: list[Prompt]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return iter(self.rows)
+
+
+async def test_loader_over_a_list_of_its_own_stays_where_it_was_left() -> None:
+    train, evals = Rows(prompts(100, "t")), Rows(prompts(100, "e"))
+    found: list[str] = []
+    async with rollout.open_rollout(config()) as runtime:
+        for _ in range(3):
+            found += uids(await runtime.collect(train, 4, policy=GroupPolicy(oversample=1.5)))
+            assert {uid[0] for uid in uids(await runtime.collect(evals, 2))} == {"e"}
+    assert len(set(found)) == 12
+    assert set(found) <= {f"t{at}" for at in range(14)}
+
+
 async def test_end_of_a_source_does_not_end_it_for_who_has_begun_it_again() -> None:
     """A and B ask one loader; C begins it again between what ends A and what ends B."""
     loader = Loader(6)

@@ -330,3 +330,78 @@ def test_texts_of_types_of_their_own_are_written_as_the_texts_that_they_are(
     assert first[1][2] == "solved"
     again = ran(resume=True)
     assert again == [*first[:3], False]
+
+
+def epoch(step: int) -> list[Prompt]:
+    """The list of a step: of six prompts, that come again and again, three."""
+    return [user(f"go {at}", f"p{at}") for at in range(3 * (step % 2), 3 * (step % 2) + 3)]
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_lists_of_steps_come_again_in_later_epochs_after_a_resumption(
+    tmp_path: Path, first: int
+) -> None:
+    given = config(tmp_path / "j", agent="single_turn", samples_per_prompt=1)
+
+    def ran(steps: range, *, resume: bool) -> None:
+        async def act() -> None:
+            async with rollout.open_rollout(given, resume=resume) as runtime:
+                for step in steps:
+                    batch = await runtime.collect(epoch(step), 3, step=step)
+                    assert uids(batch) == [each.uid for each in epoch(step)]
+
+        run_virtual(act)
+
+    ran(range(3), resume=False)
+    ran(range(first, 8), resume=True)
+
+
+def test_step_that_was_interrupted_in_a_later_epoch_has_its_list_again_whole(
+    tmp_path: Path,
+) -> None:
+    given = config(tmp_path / "j", agent="single_turn", samples_per_prompt=1, max_in_flight=1)
+    found: list[list[str]] = []
+
+    async def interrupted() -> None:
+        async with rollout.open_rollout(given) as runtime:
+            for step in (0, 2):
+                with anyio.move_on_after(0.5 if step else 60.0):
+                    found.append(uids(await runtime.collect(epoch(step), 3, step=step)))
+
+    async def resumed() -> None:
+        async with rollout.open_rollout(given, resume=True) as runtime:
+            found.extend([uids(await runtime.collect(epoch(0), 3, step=at)) for at in (2, 4)])
+
+    run_virtual(interrupted)
+    assert len(found) == 1
+    run_virtual(resumed)
+    assert found == [["p0", "p1", "p2"]] * 3
+
+
+@pytest.mark.parametrize("backend", ["trio", "asyncio"])
+def test_stream_polled_with_cancellation_loses_no_group_to_its_journal(
+    tmp_path: Path, backend: str
+) -> None:
+    given = config(tmp_path / "j", agent="single_turn")
+    names = [f"p{at}" for at in range(6)]
+
+    async def act() -> list[str]:
+        got: list[str] = []
+        async with rollout.open_rollout(given) as runtime:
+            async with runtime.stream_groups([user("go", name) for name in names]) as groups:
+                group: Group | None = None
+                while True:
+                    with anyio.move_on_after(0) as scope:
+                        group = await groups.receive()
+                    if scope.cancelled_caught:
+                        await anyio.sleep(0.001)
+                    elif group is None:
+                        break
+                    else:
+                        got.append(group.uid)
+            assert groups.metrics()["groups/accepted"] == len(got)
+        return got
+
+    assert sorted(anyio.run(act, backend=backend)) == names
+    delivered = [e for e in entries_of(tmp_path / "j") if isinstance(e, DeliveredEntry)]
+    assert len(delivered) == len(names)

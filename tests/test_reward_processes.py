@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +251,39 @@ async def test_reward_of_a_module_loaded_from_a_file_is_found_there(tmp_path: Pa
     spec.loader.exec_module(module)
     (one,) = (await rewarded([user()], module.score)).trajectories
     assert one.reward == 0.5
+
+
+async def test_reward_in_a_decorator_of_another_file_is_found_in_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "decorators.py").write_text(
+        "import functools\n"
+        "def kept(function):\n"
+        "    return functools.wraps(function)(lambda *args: function(*args))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "by_hand.py"
+    path.write_text(
+        f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n"
+        "from decorators import kept\n"
+        "@kept\ndef score(trajectory):\n    return 0.5\n"
+    )
+    spec = importlib.util.spec_from_file_location("decorated_by_hand", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    (one,) = (await rewarded([user()], module.score)).trajectories
+    assert one.reward == 0.5
+
+
+async def test_async_rewards_of_a_process_are_all_awaited_on_one_loop() -> None:
+    does = ["", "leave", "", ""]
+    given = [user(extra={"does": each}) for each in does]
+    batch = await rewarded(given, isolated_rewards.on_one_loop, processes=1)
+    assert [t.reward for t in batch.trajectories] == [1.0, None, 1.0, 1.0]
+    assert [t.cause.type for t in batch.trajectories if t.cause] == ["SystemExit"]
 
 
 async def test_reward_whose_module_fails_in_the_process_is_refused_when_the_runtime_opens(

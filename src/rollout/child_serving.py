@@ -11,20 +11,29 @@ may set off the signal after it has been read.
 from __future__ import annotations
 
 import fcntl
+import functools
+import inspect
 import os
 import select
 import signal
 import struct
 import sys
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from anyio.from_thread import start_blocking_portal
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
+
+    from anyio.from_thread import BlockingPortal
 
 #: Before each message in either direction.
 LENGTH = struct.Struct("<I")
 #: Longest reply, in bytes.
 MAX_REPLY = 64 * 2**20
+#: What stays open as long as the process lives.
+_UNTIL_THE_END = ExitStack()
 
 
 def serve(answer: Callable[[bytes], bytes]) -> None:
@@ -36,6 +45,32 @@ def serve(answer: Callable[[bytes], bytes]) -> None:
     _serve(answer)
     if os.getpgrp() == os.getpid():  # what the user's code has started and left behind
         os.killpg(0, signal.SIGKILL)
+
+
+def outcome_of(value: Any) -> Any:
+    """What a call of the user's code gave; of an async one once it has been awaited.
+
+    All are awaited on one asyncio loop: what the code's modules keep, such as a client and its
+    connections, belongs to the loop on which it was first used.
+    """
+    if not inspect.isawaitable(value):
+        return value
+    answer, failure = _portal().call(_awaited, value)
+    if failure is not None:
+        raise failure
+    return answer
+
+
+@functools.cache
+def _portal() -> BlockingPortal:
+    return _UNTIL_THE_END.enter_context(start_blocking_portal())
+
+
+async def _awaited(value: Awaitable[Any]) -> tuple[Any, BaseException | None]:
+    try:
+        return await value, None
+    except BaseException as error:  # raised here, a SystemExit would end the loop
+        return None, error
 
 
 def _serve(answer: Callable[[bytes], bytes]) -> None:

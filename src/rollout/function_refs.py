@@ -6,6 +6,7 @@ import functools
 import importlib
 import inspect
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,9 @@ def function_ref(function: Callable[..., Any]) -> FunctionRef:
             f"needs a function that its process can import: move {name} to the top level of a "
             "module"
         )
-    module = function.__globals__
+    home = sys.modules.get(function.__module__)
+    # A decorator's wrapper has the globals of the decorator.
+    module = function.__globals__ if home is None else vars(home)
     is_importable = function.__module__ != "__main__" and module.get("__spec__")
     file = module.get("__file__")
     if not is_importable and not file:

@@ -8,16 +8,24 @@ import attrs
 
 from rollout.config.checks import Count, Flag, Natural, Positive, Rule
 from rollout.config.section_type import Section, annotations_of, given_fields
+from rollout.worker_threads import is_async
 
 _REFERENCE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+def can_judge(accept: object) -> bool:
+    """Whether it says at once whether a group is taken."""
+    return callable(accept) and not is_async(accept)
+
 
 Times = Annotated[float, Rule("a number from 1 to 1000", lambda x: 1 <= x <= 1000)]
 Accept = Annotated[
     object,
     Rule(
-        "'package.module:name', or in a call a function of a Group that returns a bool",
-        lambda value: (
-            bool(_REFERENCE.fullmatch(value)) if isinstance(value, str) else callable(value)
+        "'package.module:name', or in a call a function (no coroutine) of a Group that returns a "
+        "bool",
+        lambda value: bool(
+            _REFERENCE.fullmatch(value) if isinstance(value, str) else can_judge(value)
         ),
     ),
 ]

@@ -14,10 +14,11 @@ from rollout.errors import PromptError
 from rollout.holds import NEVER
 from rollout.limits import Deadline
 from rollout.scheduling.call_arguments import check_group_call
-from rollout.scheduling.group_book import GroupBook, StalenessBound, Wanted
+from rollout.scheduling.group_book import GroupBook, Wanted
 from rollout.scheduling.group_run import GroupRun
 from rollout.scheduling.prompt_source import PromptSource, check_source
 from rollout.scheduling.selection import Accept, acceptance
+from rollout.scheduling.staleness import StalenessBound
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine

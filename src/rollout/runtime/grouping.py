@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
+from copy import copy
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rollout.errors import SourceEnded
 from rollout.runtime.collation import attach
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from rollout.batch import RolloutBatch
     from rollout.chat.group import Group
+    from rollout.chat.trajectory import Trajectory
     from rollout.config import GroupPolicy
     from rollout.runtime.batch_watch import BatchWatch
     from rollout.runtime.collation import Collation
@@ -173,10 +175,10 @@ class GroupingRuntime:
             return await self._collation.batch(rows_of(groups), window, layout, trim)
 
     async def discard_carried(self) -> int:
-        """End every carried trajectory as `cancelled`; how many there were.
+        """End carried trajectories as `cancelled`; how many there were.
 
         Their groups are dropped with all that they had. Prompts that were pulled and never
-        started stay.
+        started stay, and so do trajectories that wait in a call which is open: `cancel` them.
         """
         return await self._groups.discard_carried()
 
@@ -185,11 +187,14 @@ class GroupingRuntime:
             await run.serve()
 
 
-def rows_of(groups: Sequence[Group]) -> list[Any]:
-    """The trajectories of a batch of these groups, numbered by their places in it."""
+def rows_of(groups: Sequence[Group]) -> list[Trajectory]:
+    """The trajectories of a batch of these groups, numbered by their places in it.
+
+    They are the batch's own: a group may stand in other batches too, at other places.
+    """
     rows = []
     for place, group in enumerate(groups):
-        for trajectory in group.trajectories:
+        for trajectory in map(copy, group.trajectories):
             trajectory.group = place
             rows.append(trajectory)
     return rows

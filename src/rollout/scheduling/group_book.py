@@ -11,27 +11,17 @@ import attrs
 
 from rollout.errors import LimitExceeded
 from rollout.scheduling.pulled_group import GroupMember, PulledGroup
+from rollout.scheduling.rewarding import REWARD_REASON
+from rollout.scheduling.staleness import IS_LATE, StalenessBound
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from rollout.scheduling.ended_groups import Ended
 
 logger = logging.getLogger("rollout.scheduling")
 
-#: A consumer that waits for so long, and for itself, is told why.
-HINT_S = 60.0
-WAITS_FOR_VERSION = (
-    "stream_groups: %d groups were taken, and nothing has run for %g s: further ones would be "
-    "older than max_staleness allows; call update_weights, with a version that is one higher, "
-    "after each groups_per_step groups"
-)
-#: Said once in a call.
-IS_LATE = (
-    "stream_groups: a group was taken %d versions after its first tokens, max_staleness = %d: that "
-    "holds where the version rises by one after each %d groups, and not more often"
-)
 #: Groups that wait for a slow consumer of a stream before no further prompt is pulled.
 GROUP_BUFFER = 2
 
@@ -58,37 +48,9 @@ class Wanted:
     @property
     def at_once(self) -> float:
         """Groups that may be under way or finished, those that were left out aside."""
-        return math.inf if self.groups is None else math.ceil(self.groups * self.oversample)
-
-
-@attrs.frozen(kw_only=True)
-class StalenessBound:
-    """How old the weights of a group's first token may be when its consumer takes it.
-
-    Attributes:
-        most: Versions.
-        per_step: Groups that the consumer takes for each version.
-        start: The version at the beginning.
-    """
-
-    most: int
-    per_step: int
-    start: int
-
-    def room(self, version: int) -> int:
-        """Groups that may have been started in all, those that were taken included.
-
-        With one more, the last of them would be taken after more than `most` updates.
-        """
-        return (self.most + 1 + version - self.start) * self.per_step
-
-    def taken_by(self, version: int) -> int:
-        """Groups that the consumer takes until the end of that version."""
-        return (version + 1 - self.start) * self.per_step
-
-    def due(self, version: int) -> int:
-        """The last version at which a group may be taken that began with that one."""
-        return version + self.most
+        if self.groups is None:
+            return math.inf
+        return math.floor(round(self.groups * self.oversample, 6))  # 100 × 1.1 is more than 110
 
 
 @attrs.define(eq=False)
@@ -138,7 +100,7 @@ class GroupBook:
         self._ready: deque[PulledGroup] = deque()
         self._with_waiting: deque[PulledGroup] = deque()
         self._refused_in_a_row = 0
-        self._is_stopped = self._has_all_prompts = False
+        self._is_stopped = self._has_all_prompts = self._is_left = False
 
     @property
     def open_groups(self) -> tuple[PulledGroup, ...]:
@@ -276,7 +238,9 @@ class GroupBook:
         if group.is_settled:
             return True
         number = ended.member.identity.member
-        failed = ended.trajectory.outcome is Outcome.FAILED
+        trajectory = ended.trajectory
+        # What only its reward failed for has its tokens, and `rewards.retries` has asked again.
+        failed = trajectory.outcome is Outcome.FAILED and trajectory.reason != REWARD_REASON
         if failed and not self._is_stopped and group.refills[number] < self.wanted.refills:
             group.refills[number] += 1
             return False
@@ -340,6 +304,13 @@ class GroupBook:
                 return group
         return None
 
+    def take_back(self, groups: Sequence[PulledGroup]) -> bool:
+        """Its consumer does not get what it took; whether it may take it again: not once left."""
+        self.consumed -= len(groups)
+        if not self._is_left:
+            self._ready.extendleft(reversed(groups))
+        return not self._is_left
+
     def _look_at_age(self, group: PulledGroup) -> None:
         """Say so where the version has risen faster than the bound knows."""
         bound, age = self._bound, self._version() - _version_of(group)
@@ -377,6 +348,7 @@ class GroupBook:
             is_over: Nothing is carried, because the runtime is being closed.
         """
         self.stop()
+        self._is_left = True
         carries = self.wanted.surplus == "carry" and not is_over
         leaving = Leaving(kept=list(self._ready))
         for group in self._open:

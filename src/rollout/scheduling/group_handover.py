@@ -31,20 +31,25 @@ class GroupHandover:
 
     async def give(self, groups: Sequence[PulledGroup]) -> None:
         """The caller gets these now, unless it is cancelled."""
-        members = self._book.wanted.members
-        ended = [each for group in groups for each in group.wanted(members)]
+        members, log = self._book.wanted.members, self._desk.log
+        new = [group for group in groups if not group.delivery]  # else a caller was cancelled
+        ended = [each for group in new for each in group.wanted(members)]
+        number = log.delivered(ended, self._step)
+        for group in new:
+            group.delivery = number
         try:
-            await self._desk.log.deliver(ended, self._step, self._deadline.at)
+            last = max((group.delivery for group in groups), default=0)
+            await log.kept(last, self._deadline.at)
         except BaseException:
             self.give_back(groups)
             raise
 
     def give_back(self, groups: Sequence[PulledGroup]) -> None:
-        """The caller does not get what it has taken: it is for the next call."""
-        self._book.consumed -= len(groups)
-        for group in groups:
-            group.call = None
-        self._desk.keep(groups)
+        """The caller does not get what it has taken: this call gives it again, or the next one."""
+        if not self._book.take_back(groups):
+            for group in groups:
+                group.call = None
+            self._desk.keep(groups)
 
     def note_missing(self, missing: int) -> None:
         """The caller gets the others, and no error."""

@@ -12,13 +12,13 @@ from rollout.holds import NEVER
 from rollout.scheduling.agent_run import AgentRun
 from rollout.scheduling.ended_groups import Ended
 from rollout.scheduling.finished import unstarted
-from rollout.scheduling.group_book import HINT_S, WAITS_FOR_VERSION
 from rollout.scheduling.group_endings import GroupEndings
 from rollout.scheduling.group_handover import GroupHandover, made
 from rollout.scheduling.group_judging import SURPLUS, GroupJudging
 from rollout.scheduling.member_runs import CLOSED, CLOSED_MEANWHILE
 from rollout.scheduling.pulled_group import GroupMember, PulledGroup
 from rollout.scheduling.selection import Selection
+from rollout.scheduling.staleness import HINT_S, WAITS_FOR_VERSION
 from rollout.scopes import outwait
 
 if TYPE_CHECKING:
@@ -108,9 +108,9 @@ class GroupRun:
         while True:
             group = self.book.take()
             if group is not None:
-                self.selection.accepted(made(group).trajectories)
                 self.change()
                 await self.handover.give([group])
+                self.selection.accepted(made(group).trajectories)
                 return made(group)
             if self.failure is not None:
                 raise self.failure
@@ -292,8 +292,7 @@ class GroupRun:
         if kept is None:
             return False
         group = self._young_enough(kept.for_call(self.book.wanted.members))
-        group.call = self
-        group.unlimit()
+        group.taken_on_by(self)
         self._desk.prepare(group, self)
         if self.book.adopt(group):
             self._judging.judge_soon(group)

@@ -61,6 +61,7 @@ class PromptSource:
         is_replayed: It stands for one whose end an earlier process told the caller: what that had
             is all that there is.
         is_beyond: Whether it has given what the journal does not have.
+        is_used_up: Whether it is a sequence, and has given all of it.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class PromptSource:
         self.failure: BaseException | None = None
         self.users: dict[Callable[[], object], None] = {}
         self.number: int | None = None
-        self.is_replayed = self.is_beyond = False
+        self.is_replayed = self.is_beyond = self.is_used_up = False
         self._threads = threads
         self._made = made
         self._iterator: Iterator[Any] | AsyncIterator[Any] | None = None
@@ -105,7 +106,8 @@ class PromptSource:
     def _look_for_end(self) -> None:
         """Of a sequence it is known beforehand."""
         if isinstance(self.given, Sequence) and self._count >= len(self.given):
-            self.is_over, self._iterator = True, None
+            self.is_over = self.is_used_up = True
+            self._iterator = None
 
     @property
     def keeps_its_own(self) -> bool:
@@ -119,11 +121,12 @@ class PromptSource:
         """Whether nobody can give it again: all that refers to it is ours.
 
         Such is a list or a generator that a caller made for one call. Of other objects it is not
-        known how often their iterators refer to them.
+        known how often their iterators refer to them, which may be those of lists that they hold.
         """
         if self.users or self.is_pulling:
             return False
-        own = 1 + (self._iterator is self.given or type(self._iterator) in _OF_LISTS)
+        is_list = type(self.given) in (list, tuple) and type(self._iterator) in _OF_LISTS
+        own = 1 + (self._iterator is self.given or is_list)
         return sys.getrefcount(self.given) - 1 <= own  # one is the argument's
 
     def abandon(self) -> None:

@@ -56,6 +56,7 @@ class PulledGroup:
         pulled: Its uid as its source gave it; see `name_at`.
         before: What the journal has of it from an earlier process.
         key: Of one of its members in the journal; None while it is not there.
+        delivery: Number of the journal's record that this call gives it to its caller; 0: none.
     """
 
     number: int
@@ -78,6 +79,9 @@ class PulledGroup:
     pulled: str = ""
     before: PulledBefore | None = None
     key: Key | None = None
+    delivery: int = 0
+    #: Members that had ended before its call took it on.
+    _known: int = 0
 
     @property
     def uid(self) -> str:
@@ -120,9 +124,10 @@ class PulledGroup:
             self._deadline = Deadline.after(seconds, GROUP_S)
             self._paused_s, self._paused_before = paused_s, paused_s()
 
-    def unlimit(self) -> None:
-        """It has no deadline, until a call gives it another one."""
-        self._deadline = None
+    def taken_on_by(self, call: Any) -> None:
+        """This call has it; it has no deadline until that gives it one."""
+        self.call, self._deadline = call, None
+        self.delivery, self._known = 0, len(self.ended)
 
     @property
     def deadline(self) -> Deadline | None:
@@ -147,8 +152,9 @@ class PulledGroup:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether its own deadline has ended a member."""
-        return any(each.trajectory.limit_source == GROUP_S for each in self.ended)
+        """Whether its own deadline has ended a member, in the call that has it."""
+        ended = self.ended[self._known :]
+        return any(each.trajectory.limit_source == GROUP_S for each in ended)
 
     def forget(self, member: Member) -> None:
         """It has ended; a carried one may wait for its readmission."""

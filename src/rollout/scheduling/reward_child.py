@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
-import anyio
 import msgspec
 
 from rollout.chat.group import Group
-from rollout.child_serving import MAX_REPLY, serve
+from rollout.child_serving import MAX_REPLY, outcome_of, serve
 from rollout.function_refs import function_at
 from rollout.reward_values import BadRewardError
 from rollout.scheduling.reward_messages import Ask, Load, NotPlainError, Reply, Request, encoded
@@ -50,12 +48,8 @@ def _reply(request: Request) -> bytes:
 
 def _called(request: Ask, subject: Any) -> Any:
     function = function_at(request.function)
-    value = function(subject) if request.keywords is None else function(**request.keywords)
-    return anyio.run(_awaited, value) if inspect.isawaitable(value) else value
-
-
-async def _awaited(value: Any) -> Any:
-    return await value
+    keywords = request.keywords
+    return outcome_of(function(subject) if keywords is None else function(**keywords))
 
 
 if __name__ == "__main__":

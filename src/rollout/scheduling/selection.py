@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rollout.chat.group import Group
+from rollout.config.group_policy import can_judge
 from rollout.errors import ConfigError, PromptError
 from rollout.holds import CARRY_S
 from rollout.scheduling.pulled_group import GROUP_S
@@ -44,8 +45,11 @@ def acceptance(accept: object) -> Accept | None:
     if accept is None or not isinstance(accept, str):
         return accept  # type: ignore[return-value]  # the policy has checked that it is callable
     found: Any = named_object(accept, "scheduling.groups.accept")
-    if not callable(found):
-        raise ConfigError(f"scheduling.groups.accept = {accept!r}: it cannot be called")
+    if not can_judge(found):
+        raise ConfigError(
+            f"scheduling.groups.accept = {accept!r}: expected a function (no coroutine) of a Group "
+            "that returns a bool"
+        )
     return found  # type: ignore[no-any-return]
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import TYPE_CHECKING, Any
 
-import anyio
 import msgspec
 
 from rollout.chat.media_parts import MediaSource
 from rollout.chat.media_reading import read_media
-from rollout.child_serving import MAX_REPLY, serve
+from rollout.child_serving import MAX_REPLY, outcome_of, serve
 from rollout.config.media_section import MediaConfig
 from rollout.errors import MediaError
 from rollout.function_refs import FunctionRef, function_at
@@ -48,9 +46,7 @@ def _answer(request: Request) -> Reply:
     policy = ToolPolicy()
     try:
         function, parameters, policy = _resolved(request.function, request.name)
-        answer = function(**parameters.check(request.arguments))
-        if inspect.isawaitable(answer):
-            answer = anyio.run(_awaited, answer)
+        answer = outcome_of(function(**parameters.check(request.arguments)))
         result = normalise_result(answer)
         images, videos = list(map(_file_of, result.images)), list(map(_file_of, result.videos))
     except BaseException as error:
@@ -80,10 +76,6 @@ def _file_of(given: Any) -> Any:
     if medium.mime == FRAMES_MIME:
         raise MediaError("frames do not leave the process of an isolated tool: return a video file")
     return medium.content
-
-
-async def _awaited(answer: Any) -> Any:
-    return await answer
 
 
 @functools.cache

@@ -71,6 +71,7 @@ class PromptEntry(msgspec.Struct, array_like=True, tag=1):
         pulled: Its uid as its source gave it, see `name_at`; None where it did not come from a
             source of groups.
         source: Number of that source, from 1; 0 in journals of before.
+        is_last: Whether the source is a sequence all of which was pulled by then.
     """
 
     step: int
@@ -80,6 +81,7 @@ class PromptEntry(msgspec.Struct, array_like=True, tag=1):
     fields: bytes
     pulled: str | None = None
     source: int = 0
+    is_last: bool = False
 
 
 class GivenAnswers(msgspec.Struct, array_like=True, gc=False):

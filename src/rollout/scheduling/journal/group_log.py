@@ -38,8 +38,8 @@ class GroupLog:
 
     A resumed run begins its sources again, or gives what they have left. So prompts that are pulled
     again, in any order, are known and left out, until the source gives one that the journal has
-    not: what it has of them is given out by itself. Those of a source whose end was told are not:
-    who gives them again starts it over.
+    not: what it has of them is given out by itself. Those of a source whose end was told are not,
+    nor those of a list that an earlier step used up: who gives them again starts it over.
 
     Args:
         journal: None where there is none.
@@ -54,6 +54,8 @@ class GroupLog:
         self._has_group_reward = has_group_reward
         #: The numbers of the sources that are expected to give it again.
         self._pulls: dict[_Pull, deque[int]] = {}
+        #: Of lists that were pulled to their end the last step that had something of them.
+        self._used_up: dict[int, int] = {}
         self._left: list[PulledBefore] = []
         self._ended = {} if journal is None else dict(journal.ended_sources)
         self._missing = {} if journal is None else dict(journal.missing)
@@ -68,6 +70,8 @@ class GroupLog:
         # Where another call had still some of them, it asks the source again up to its end.
         over = {*self._ended.values()} - {e.source for e, step in pulled if step is None}
         for number, (entry, step) in enumerate(pulled):
+            if entry.is_last or entry.source in self._used_up:
+                self._used_up[entry.source] = max(entry.step, self._used_up.get(entry.source, 0))
             if entry.source not in over:
                 pull = _pull_of(entry.fields, entry.pulled or "")
                 self._pulls.setdefault(pull, deque()).append(entry.source)
@@ -114,6 +118,7 @@ class GroupLog:
 
     def given_in(self, step: int) -> list[PulledBefore]:
         """Those that a call of this step gave to its caller, in the order in which it did; once."""
+        self._expect_no_lists_before(step)
         taken = self._taken([each for each in self._left if each.step == step])
         if self._journal is None or not taken:
             return taken
@@ -121,6 +126,15 @@ class GroupLog:
         taken.sort(key=lambda each: place(each.entry.step, each.entry.uid, each.entry.call))
         numbers = sorted(each.number for each in taken)
         return [each._replace(row=at) for each, at in zip(taken, numbers, strict=True)]
+
+    def _expect_no_lists_before(self, step: int) -> None:
+        """Lists that were used up in earlier steps than this do not come again: it has its own."""
+        gone = {source for source, last in self._used_up.items() if last < step}
+        if gone:
+            for pull, sources in self._pulls.items():
+                self._pulls[pull] = deque(each for each in sources if each not in gone)
+            for source in gone:
+                del self._used_up[source]
 
     def given_in_none(self, names: set[str]) -> list[PulledBefore]:
         """Those that no call did; once.
@@ -178,10 +192,9 @@ class GroupLog:
         call = None if group.before is None else group.before.entry.call
         with self._journal.together():
             for entry in self._journal.enrol(group.waiting, call, is_pulled=True):
-                source = group.source.number
-                self._journal.put(
-                    msgspec.structs.replace(entry, pulled=group.pulled, source=source or 0)
-                )
+                entry.pulled, entry.source = group.pulled, group.source.number or 0
+                entry.is_last = group.source.is_used_up
+                self._journal.put(entry)
             if group.key is not None:
                 self._journal.delivered([group.key], BEGUN_AGAIN)
         assert group.waiting[0].log is not None
@@ -222,17 +235,22 @@ class GroupLog:
                 return log.failure
         return None
 
-    async def deliver(self, ended: Sequence[Any], step: int, deadline: float) -> None:
-        """A call of this step gives these members to its caller, once the journal says so.
+    def delivered(self, ended: Sequence[Any], step: int) -> int:
+        """A call of this step gives these members to its caller; the number of that record."""
+        keys = [log.key for log in _logs(ended) if not log.is_taken]
+        return self._journal.delivered(keys, step) if self._journal is not None and keys else 0
 
-        Else who dies with them may get others in their place when the call is made again.
+    async def kept(self, number: int, deadline: float) -> None:
+        """Until the journal has that record.
+
+        Else who dies with what it gives may get others in its place when the call is made again.
 
         Args:
+            number: 0 where there is none.
             deadline: Up to when that is waited for where the disk refuses it.
         """
-        keys = [log.key for log in _logs(ended) if not log.is_taken]
-        if self._journal is not None and keys:
-            await self._journal.kept(self._journal.delivered(keys, step), deadline)
+        if self._journal is not None and number:
+            await self._journal.kept(number, deadline)
 
     def unwanted(self, group: PulledGroup) -> None:
         """Nobody will have it any more."""
