@@ -57,6 +57,8 @@ from peer_verl import environment
 
 WORKLOAD = Path(__file__).parents[1] / "build" / "driver" / "workload"
 #: What is to be reached: at least the first where it is a ratio to verl, at most else.
+#: What is measured of our side alone, where nothing else is said.
+OURS = {"n": 256, "turns": TURNS, "scope": "stream", "backend": "trio"}
 PROMISED = {
     "ratio_loop_256": 4.5,
     "ratio_worker_256": 7.0,
@@ -160,14 +162,23 @@ def names(text: str) -> list[str]:
     return text.split(",")
 
 
+def at_least_one(text: str) -> int:
+    """A number of rounds, trajectories or turns.
+
+    Raises:
+        argparse.ArgumentTypeError: It is none.
+    """
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected an integer ≥ 1")
+    return int(text)
+
+
 def arguments() -> argparse.Namespace:
     """What is asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds, fewer trajectories")
-    parser.add_argument(
-        "--cases", type=names, default=list(CASES), help="some of " + ",".join(CASES)
-    )
-    parser.add_argument("--rounds", type=int, help="of each side that count (5; --quick: 2)")
+    parser.add_argument("--cases", type=names, help="some of " + ",".join(CASES))
+    parser.add_argument("--rounds", type=at_least_one, help="that count (5; --quick: 2)")
     parser.add_argument(
         "--barrier",
         choices=("rounds", "first", "none"),
@@ -181,11 +192,21 @@ def arguments() -> argparse.Namespace:
     )
     ours = parser.add_argument_group("our side alone, in this process")
     ours.add_argument("--ours", action="store_true")
-    ours.add_argument("--n", type=int, default=256, help="trajectories, all in flight at once")
-    ours.add_argument("--turns", type=int, default=TURNS, help="that call a tool")
-    ours.add_argument("--scope", choices=("stream", "generate"), default="stream")
-    ours.add_argument("--backend", choices=("trio", "asyncio"), default="trio")
-    return parser.parse_args()
+    ours.add_argument("--n", type=at_least_one, help="trajectories, all in flight at once (256)")
+    ours.add_argument("--turns", type=at_least_one, help=f"that call a tool ({TURNS})")
+    ours.add_argument("--scope", choices=("stream", "generate"), help="(stream)")
+    ours.add_argument("--backend", choices=("trio", "asyncio"), help="(trio)")
+    asked = parser.parse_args()
+    of_others = ("quick", "cases", "without_verl", "no_setup") if asked.ours else tuple(OURS)
+    for name in of_others:
+        if getattr(asked, name):
+            sides = "without" if asked.ours else "with"
+            parser.error(f"--{name.replace('_', '-')}: expected {sides} --ours")
+    asked.cases = asked.cases or list(CASES)
+    for name, default in OURS.items():
+        if getattr(asked, name) is None:
+            setattr(asked, name, default)
+    return asked
 
 
 def main() -> int:
@@ -196,7 +217,8 @@ def main() -> int:
     result = run_ours(asked) if asked.ours else run_cases(asked)
     result["calibration_ms"] = [round(ms, 2) for ms in (before, calibration_ms())]
     print(json.dumps(result))
-    return 1 if any("failed" in each for each in result.get("details", {}).values()) else 0
+    has_failed = any("failed" in each for each in result.get("details", {}).values())
+    return 1 if has_failed or result.get("equal_tokens") is False else 0
 
 
 if __name__ == "__main__":

@@ -72,6 +72,14 @@ async def test_generate_large_batch_is_collated_beside_the_loop(collating: Threa
     assert collating.seen[1:] == [threading.get_ident()]
 
 
+@REAL_TIME
+async def test_first_packed_batch_is_collated_beside_the_loop(collating: Threads) -> None:
+    async with rollout.open_rollout(SCENARIO.config()) as runtime:
+        for _ in range(2):
+            await runtime.generate(prompts(2), layout="packed")
+    assert threading.get_ident() == collating.seen[1] != collating.seen[0]
+
+
 async def test_generate_takes_over_the_memory_of_a_batch_that_is_gone() -> None:
     async with rollout.open_rollout(SCENARIO.config(lengths=WIDE)) as runtime:
         batch = await runtime.generate(prompts(64))

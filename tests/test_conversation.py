@@ -383,6 +383,20 @@ async def test_tools_called_by_conversations_at_once_are_opened_once_and_stay_se
     assert [s.messages[-1].content for s in trajectory.segments] == ["counted"] * 4
 
 
+async def test_subagent_of_a_context_is_offered_other_tools() -> None:
+    async def trial(context: AgentContext) -> None:
+        await context.generate()
+        ask = [{"role": "user", "content": "sum"}]
+        own, other = [await context.subagent(ask, tools=tools) for tools in (None, [])]
+        decode = context.services.template.decode
+        assert "add" in decode(own.transcript.ids().tolist())
+        assert "add" not in decode(other.transcript.ids().tolist())
+
+    scenario = Scenario(seed=1).reply("go", "Words.")
+    (trajectory,) = (await tried(trial, scenario=scenario, tools=[add])).trajectories
+    assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
+
+
 async def test_tools_of_add_are_shared_with_a_subagent() -> None:
     async def trial(context: AgentContext) -> None:
         await context.generate()

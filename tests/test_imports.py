@@ -189,8 +189,20 @@ print([type(finder).__name__ for finder in sys.meta_path if "rollout" in type(fi
 """
 
 
-def test_tensordict_loads_the_compiler_when_it_is_used_and_marks_its_functions_then() -> None:
-    assert said_by(MARKING) == "False False\nTorchInGraphFunctionVariable\nTrue\n[]\n"
+ASKING = MARKING.replace(
+    "import torch,",
+    """
+import importlib.util
+assert importlib.util.find_spec("torch._dynamo") is not None
+import torch,""",
+)
+
+
+@pytest.mark.parametrize("program", [MARKING, ASKING], ids=["used", "asked for before"])
+def test_tensordict_loads_the_compiler_when_it_is_used_and_marks_its_functions_then(
+    program: str,
+) -> None:
+    assert said_by(program) == "False False\nTorchInGraphFunctionVariable\nTrue\n[]\n"
 
 
 LIBRARIES = """

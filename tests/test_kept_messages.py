@@ -192,6 +192,7 @@ def test_trajectory_messages_leave_as_a_list() -> None:
         assert type(other) is list
         assert other == messages
     assert [*messages[:1], *messages[1:]] == messages + messages[:0]
+    assert messages[:1] + messages == [messages[0], *messages]
     assert messages != messages[:-1]
     assert repr(messages) == repr(list(messages))
 

@@ -343,6 +343,36 @@ async def test_observe_text_certainly_too_long_is_refused_at_once() -> None:
     )
 
 
+@register_agent("offers_long_tools")
+class _OffersLongTools(AgentLoop):
+    async def run(self, context: Any) -> None:
+        about = {
+            "type": "object",
+            "properties": {"x": {"type": "string", "description": "a" * LONG}},
+        }
+        tool = {"type": "function", "function": {"name": "read", "parameters": about}}
+        await context.generate()
+        await context.subagent([{"role": "user", "content": "hi"}], tools=[tool])
+
+
+@both_backends
+@pytest.mark.anyio
+async def test_long_tools_of_a_subagent_are_rendered_beside_the_loop(
+    anyio_backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[bool] = []
+    run = LongTexts.run
+
+    async def note(self: LongTexts, is_long: bool, function: Any, *args: object) -> Any:
+        ran.append(is_long)
+        return await run(self, is_long, function, *args)
+
+    monkeypatch.setattr(LongTexts, "run", note)
+    trajectory = await _run(_question(), response=10 * LONG, name="offers_long_tools")
+    assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
+    assert ran == [True]
+
+
 @both_backends
 @pytest.mark.anyio
 async def test_user_who_says_megabytes_ends_by_length(anyio_backend: Any) -> None:
@@ -359,7 +389,7 @@ async def test_user_who_says_megabytes_ends_by_length(anyio_backend: Any) -> Non
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 @pytest.mark.anyio
 async def test_long_work_leaves_the_loop_to_others(anyio_backend: Any) -> None:
-    texts, was_seen = LongTexts(whole("smollm2"), []), threading.Event()
+    texts, was_seen = LongTexts(whole("smollm2")), threading.Event()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(anyio.to_thread.run_sync, was_seen.set)  # by a turn of the loop
         assert await texts.run(True, was_seen.wait, 60)
@@ -371,7 +401,7 @@ async def test_long_work_leaves_the_loop_to_others(anyio_backend: Any) -> None:
 async def test_long_work_is_left_behind_and_counted_where_its_trajectory_ends(
     anyio_backend: Any,
 ) -> None:
-    texts, may_end = LongTexts(whole("smollm2"), []), threading.Event()
+    texts, may_end = LongTexts(whole("smollm2")), threading.Event()
     with anyio.move_on_after(0.01):
         await texts.run(True, may_end.wait)
     assert texts.abandoned == {"rollout.chat": 1}
@@ -393,7 +423,7 @@ async def test_texts_of_one_scheduler_pass_are_encoded_in_one_thread_hop(
         return TextEncoder.encode_batch(encoder, texts)
 
     monkeypatch.setattr(encoder, "encode_batch", encode_batch)
-    texts = LongTexts(encoder, [])
+    texts = LongTexts(encoder)
     written = [WrittenText(f"<|im_start|>user\n{at} " + "漢字とかな " * 60) for at in range(50)]
     encoded: dict[int, list[int]] = {}
 
@@ -416,7 +446,7 @@ async def test_texts_of_one_scheduler_pass_are_encoded_in_one_thread_hop(
 @pytest.mark.anyio
 async def test_text_whose_batch_is_led_by_a_cancelled_one_is_encoded(anyio_backend: Any) -> None:
     encoder = whole("qwen")
-    texts = LongTexts(encoder, [])
+    texts = LongTexts(encoder)
     written = WrittenText("漢字とかな " * 60)
     ready: list[Any] = []
 

@@ -10,12 +10,22 @@ import sys
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import anyio
 import pytest
 
+import rollout
+from rollout.config import (
+    CustomEngine,
+    InProcessPlacement,
+    LocalProcessPlacement,
+    ModelConfig,
+    RolloutConfig,
+)
 from rollout.engine import model_files
 from rollout.engine.model_files import converted_directory, model_path_fault, resolve_model
-from rollout.errors import EngineError
+from rollout.errors import EngineError, TemplateError
 
 EMBEDDED = "embedded:smollm2-135m-instruct"
 
@@ -272,3 +282,23 @@ def test_embedded_tokenizer_gives_every_digit_a_token_and_renders_tools() -> Non
     with_tools = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
     assert with_tools.startswith("<|im_start|>system\n# Tools\n")
     assert f"<tools>\n{json.dumps(tools[0])}\n</tools>" in with_tools
+
+
+@pytest.mark.parametrize("backend", ["trio", "asyncio"])
+@pytest.mark.parametrize("placement", [InProcessPlacement(), LocalProcessPlacement()])
+def test_model_that_cannot_be_loaded_is_named_on_both_loops(
+    backend: str, placement: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    config = RolloutConfig(
+        model=ModelConfig(path=str(tmp_path)),
+        engine=CustomEngine(core="rollout.engine.cores.simulated.simulated_core:SimulatedCore"),
+        placement=placement,
+    )
+
+    async def open_it() -> None:
+        async with rollout.open_rollout(config):
+            pass
+
+    with pytest.raises(TemplateError, match=f"the tokenizer of {tmp_path} cannot be loaded"):
+        anyio.run(open_it, backend=backend)

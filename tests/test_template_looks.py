@@ -89,6 +89,36 @@ LOOKS = {
         "{% if (messages|tojson)|length > 200 %}[L]{% endif %}{{ message.content }}",
         "x" * 300,
     ),
+    "cut with its role": ("{{ (message.role ~ ': ' ~ message.content)[:100] }}", "x" * 300),
+    "cut in a text": ("{{ ('Said: %s' % message.content)[:100] }}", "x" * 300),
+    "length with its role": (
+        "{% set t = [message.role, message.content]|join(': ') %}"
+        "{% if t|length > 100 %}[L]{% endif %}{{ t }}",
+        "x" * 300,
+    ),
+    "equal with its role": (
+        "{% set t = message.role ~ ': ' ~ message.content %}"
+        "{% if t == 'user: stop' %}[O]{% endif %}{{ t }}",
+        "stop",
+    ),
+    "cut of what a macro writes": (
+        "{% macro said(c) %}{{ c }}{% endmacro %}{{ said(message.content)[:100] }}",
+        "x" * 300,
+    ),
+    "cut of a block": (
+        "{% set t %}{{ message.content }}{% endset %}{{ t[:100] }}",
+        "x" * 300,
+    ),
+    "cut in JSON": ("{{ (message.content|tojson)[:100] }}", "x" * 300),
+    "length of what is safe": (
+        "{% if message.content|safe|length > 100 %}[L]{% endif %}{{ message.content }}",
+        "x" * 300,
+    ),
+    "length of all so far": (
+        "{% set ns = namespace(all='') %}{% set ns.all = ns.all ~ message.content %}"
+        "{% if ns.all|length > 100 %}[L]{% endif %}{{ message.content }}",
+        "x" * 300,
+    ),
     "letters": ("{% for each in message.content %}{{ each }}.{% endfor %}", "ab"),
 }
 
@@ -129,6 +159,19 @@ def test_answer_of_a_tool_is_what_the_template_writes_whatever_it_looks_at() -> 
         said, _, _ = template.observation_text([{"role": "user", "content": content}])
         assert ("[LONG]" in said.text) == (len(content) > 5)
         assert content in said.text
+
+
+@pytest.mark.parametrize("name", [name for name in LOOKS if name.startswith(("cut", "length"))])
+def test_long_answer_of_a_tool_is_what_the_template_writes_however_it_cuts(name: str) -> None:
+    body, content = LOOKS[name]
+    own, source = tokenizer("qwen"), HEAD + body + TAIL
+    template = ChatTemplate(own, chat_template=source)
+    messages = [{"role": "tool", "content": content}]
+    said = template.observation_text(messages)[0].text
+    whole = own.apply_chat_template(
+        messages, chat_template=source, add_generation_prompt=True, tokenize=False
+    )
+    assert said.endswith(str(whole).partition("<|im_start|>")[2])
 
 
 @pytest.mark.parametrize("count", [1, 3])

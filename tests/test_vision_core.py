@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -352,6 +353,22 @@ async def test_core_and_driver_read_media_of_a_model_that_is_in_the_hubs_cache(
         assert core.info.modalities == ("image", "video")
         answer = await collect(core, ask(reference, inputs, a))
     assert answer.ids == reference.greedy(inputs, 16)
+
+
+def test_processor_whose_positions_need_a_configuration_is_refused_without_one(
+    models: Any, tmp_path: Path
+) -> None:
+    from rollout import MediaError
+    from rollout.chat.processors import load_media_processor
+
+    for name, needs in (("qwen2_5_vl", True), ("llava_onevision", False)):
+        bare = tmp_path / name
+        shutil.copytree(models(name), bare, ignore=lambda *_: ["config.json"])
+        if not needs:
+            assert load_media_processor(str(bare)) is not None
+            continue
+        with pytest.raises(MediaError, match=r"by config\.json, which is not in"):
+            load_media_processor(str(bare))
 
 
 async def test_driver_text_model_in_the_hubs_cache_has_no_processor(

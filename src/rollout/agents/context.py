@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rollout.agents.services import Services
     from rollout.agents.turn import AssistantTurn, SampledTokens
     from rollout.agents.turn_log import TurnLog
-    from rollout.agents.wording import Given
+    from rollout.agents.wording import Given, Schemas
     from rollout.chat.drift import Drift
     from rollout.config import AgentConfig
     from rollout.engine.core import SamplingParams
@@ -211,10 +211,8 @@ class AgentContext:
 
     @reward.setter
     def reward(self, reward: Any) -> None:
-        if self._is_whole:
-            self._state.reward = reward
-        else:
-            self._main.reward = reward
+        own: TrajectoryState | Conversation = self._state if self._is_whole else self._main
+        own.reward = reward
 
     @property
     def has_interaction(self) -> bool:
@@ -335,9 +333,11 @@ class AgentContext:
             await self.begin()
         return await self._main.branch(position, purpose=purpose)
 
-    async def subagent(self, messages: Given, *, purpose: str = SUBAGENT) -> Conversation:
+    async def subagent(
+        self, messages: Given, *, purpose: str = SUBAGENT, tools: Schemas | None = None
+    ) -> Conversation:
         """As `Conversation.subagent`."""
-        return await self._main.subagent(messages, purpose=purpose)
+        return await self._main.subagent(messages, purpose=purpose, tools=tools)
 
     def open_segment(
         self,

@@ -10,13 +10,13 @@ from rollout.agents.places import check_ids, check_purpose
 from rollout.chat.trajectory import BRANCH, SUBAGENT
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from typing import Any, Self
+    from collections.abc import Sequence
+    from typing import Self
 
     from rollout.agents.conversation_log import ConversationLog
     from rollout.agents.identity import Identity
     from rollout.agents.trajectory_state import TrajectoryState
-    from rollout.agents.wording import Given, Wording
+    from rollout.agents.wording import Given, Schemas, Wording
     from rollout.engine.core import SamplingParams
 
 
@@ -84,7 +84,7 @@ class OpeningConversation(CallingConversation):
         messages: Given,
         *,
         purpose: str = SUBAGENT,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Schemas | None = None,
     ) -> Self:
         """A conversation of its own, which begins with these messages.
 

@@ -152,6 +152,9 @@ class KeptMessages(Sequence[Message]):
     def __add__(self, others: Iterable[Message]) -> list[Message]:
         return [*self, *others]
 
+    def __radd__(self, others: Iterable[Message]) -> list[Message]:
+        return [*others, *self]
+
     def __repr__(self) -> str:
         return repr(list(self))
 

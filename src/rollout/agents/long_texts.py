@@ -38,14 +38,9 @@ class LongTexts:
 
     Args:
         encoder: Of the template that texts are rendered with.
-        schemas: The tools, which prompts may offer.
-
-    Attributes:
-        prompt_room: Characters of messages that make a short prompt beside the tools.
     """
 
-    def __init__(self, encoder: TextEncoder, schemas: Sequence[Mapping[str, Any]]) -> None:
-        self.prompt_room = max(0, _room_beside(schemas, LONG))
+    def __init__(self, encoder: TextEncoder) -> None:
         self._threads = WorkerThreads(max_threads=MAX_THREADS, max_abandoned=sys.maxsize)
         self._encoder = encoder
         self._batches = TextBatches(partial(self._threads.run, NAME, encoder.encode_batch))
@@ -84,6 +79,11 @@ class LongTexts:
 def is_long(value: object, room: int = LONG) -> bool:
     """Whether the texts in `value` have more than `room` characters; looks at no more of them."""
     return _room_beside(value, room) < 0
+
+
+def room_beside(schemas: Sequence[Mapping[str, Any]]) -> int:
+    """Characters of messages that make a short prompt beside these tools."""
+    return max(0, _room_beside(schemas, LONG))
 
 
 def _room_beside(value: object, room: int) -> int:

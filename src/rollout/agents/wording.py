@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rollout.agents.budget import length_error, longest_prompt, prompt_fault, remaining
 from rollout.agents.identity import RejectedPrompt
 from rollout.agents.kept_messages import TurnReader, find_texts
-from rollout.agents.long_texts import is_long
+from rollout.agents.long_texts import is_long, room_beside
 from rollout.agents.media_intake import may_show
 from rollout.agents.places import check_ids
 from rollout.chat.encoding import NOTHING_READY
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 #: Messages as agents give them.
 Given = Sequence[Message | Mapping[str, Any]]
+#: Of tools, as OpenAI has them.
+Schemas = Sequence[Mapping[str, Any]]
 #: Messages of an observation whose lengths are looked at before it is rendered.
 _LOOKED_AT = 64
 
@@ -72,10 +74,11 @@ class Wording:
         kept_tokens: Room that is kept free.
     """
 
-    __slots__ = ("_services", "kept_tokens", "reader")
+    __slots__ = ("_services", "_short", "kept_tokens", "reader")
 
     def __init__(self, services: Services, reader: TurnReader) -> None:
         self._services = services
+        self._short = room_beside(reader.schemas)
         self.reader = reader
         self.kept_tokens = 0
 
@@ -163,7 +166,7 @@ class Wording:
         texts = self._services.texts
         if may_show(messages):
             return await self._shown(self._prompt, messages, longest)
-        if is_long(messages, texts.prompt_room):
+        if is_long(messages, self._short):
             return await texts.run(True, self._prompt, messages, longest)
         drawn = self._drawn_prompt(messages, longest)
         return self._prompt_of(*drawn, longest, await texts.ahead(drawn[1]))
@@ -229,7 +232,7 @@ class Wording:
         tools = self._schemas
         try:
             row = await self._services.texts.run(
-                is_long(log.messages, self._services.texts.prompt_room),
+                is_long(log.messages, self._short),
                 *(log.row, self._services.template, tools, lengths.prompt, most),
             )
         except TooManyTokens:
@@ -273,7 +276,7 @@ class Wording:
         return longest_prompt(self._services.config.lengths, context_length)
 
     @property
-    def _schemas(self) -> Sequence[Mapping[str, Any]] | None:
+    def _schemas(self) -> Schemas | None:
         return self.reader.schemas or None
 
     def _prompt(self, messages: Given, longest: int | None) -> Worded:

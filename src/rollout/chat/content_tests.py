@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from rollout.chat.joined_texts import looks_at_joined
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -31,17 +33,18 @@ def content_tests(source: str) -> tuple[str, ...] | None:
     content is one too. None where nothing is known: the template cannot be read, or looks at
     contents in a way that is not seen.
     """
-    from jinja2 import Environment, TemplateSyntaxError
+    from jinja2 import Environment, TemplateSyntaxError, nodes
 
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     try:
         tree = environment.parse(_GENERATION_TAGS.sub("", source))
     except TemplateSyntaxError:
         return None
-    made = _made_texts(tree)
-    if _is_opaque(tree, made):
+    is_opaque = any(each.name in _OPAQUE for each in tree.find_all(nodes.Filter))
+    if is_opaque or looks_at_joined(tree):
         return None
-    return tuple(sorted({text for text in _literals(tree, made) if text.strip()}))
+    texts = _literals(tree, _made_texts(tree))
+    return tuple(sorted({text for text in texts if text.strip()}))
 
 
 def _made_texts(tree: nodes.Template) -> frozenset[str]:
@@ -64,28 +67,6 @@ def _made_texts(tree: nodes.Template) -> frozenset[str]:
     }
     blocks = {_name(block.target) for block in tree.find_all(nodes.AssignBlock)}
     return frozenset(name for name in made | calls | blocks if name)
-
-
-def _is_opaque(tree: nodes.Template, made: frozenset[str]) -> bool:
-    """Whether a content may be looked at through a filter that hides what is learned of it."""
-    from jinja2 import nodes
-
-    emptiness = [
-        each.expr
-        for each in tree.find_all(nodes.Compare)
-        if all(isinstance(o.expr, nodes.Const) and o.expr.value in (0, 1) for o in each.ops)
-    ]
-    for each in tree.find_all(nodes.Filter):
-        if each.name in _OPAQUE:
-            return True
-        if any(each is one for one in emptiness):  # what is blank is always rendered
-            continue
-        if each.name in ("length", "count") and each.node is not None:
-            if any(_name(part) in made for part in _within(each.node, nodes.Name)):
-                return True
-            if any(part.name == "tojson" for part in _within(each.node, nodes.Filter)):
-                return True
-    return False
 
 
 def _within(node: nodes.Node, kind: type[Any]) -> list[Any]:

@@ -22,7 +22,7 @@ from rollout.chat.processor_inputs import (
     shape_of,
     video_metadata,
 )
-from rollout.chat.rope_positions import rope_positions_of
+from rollout.chat.rope_positions import has_rope_positions, rope_positions_of
 from rollout.errors import MediaError, TemplateError
 from rollout.lazy import importing
 from rollout.media import Media, PlacedMedia
@@ -383,6 +383,11 @@ def load_media_processor(
     except Exception as error:  # loaders raise almost anything, and name packages that are missing
         raise MediaError(f"the processor of {model} cannot be loaded: {error}") from None
     loaded = MediaProcessor(processor, config)
+    if loaded.kinds and config is None and has_rope_positions(loaded.name):
+        raise MediaError(
+            f"the positions of what {loaded.name} shows are by config.json, which is not in "
+            f"{model}: expected it beside the processor"
+        )
     return loaded if loaded.kinds else None
 
 

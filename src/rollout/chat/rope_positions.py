@@ -36,6 +36,19 @@ def rope_positions_of(config: Any) -> RopePositions | None:
     return partial(_positions, _bare(kind, config))
 
 
+def has_rope_positions(processor: str) -> bool:
+    """Whether some model that has a processor of this class has such positions."""
+    from transformers import AutoModel
+    from transformers.models.auto import processing_auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    names: Mapping[str, str] = vars(processing_auto)["PROCESSOR_MAPPING_NAMES"]
+    models = [name for name, own in names.items() if own == processor]
+    configs = [CONFIG_MAPPING[name] for name in models if name in CONFIG_MAPPING]
+    known = AutoModel._model_mapping
+    return any(hasattr(known[each], "get_rope_index") for each in configs if each in known)
+
+
 def _bare(kind: Any, config: Any) -> Any:
     """A model without weights or layers: `get_rope_index` reads its configuration only."""
     import torch

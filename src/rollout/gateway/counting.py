@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rollout.agents.long_texts import is_long
+from rollout.agents.long_texts import is_long, room_beside
 from rollout.errors import TemplateError
 from rollout.gateway.calls import refused_messages
 from rollout.gateway.wording import accepted, conversation, is_plain, observation
@@ -54,6 +54,6 @@ async def _rendered(context: AgentContext, request: Request) -> int:
         def count() -> int:
             return len(services.template.prompt_ids(messages, tools or None))
 
-        return await services.texts.run(is_long(messages, services.texts.prompt_room), count)
+        return await services.texts.run(is_long(messages, room_beside(tools)), count)
     except TemplateError as error:
         raise refused_messages(request.call, error) from error

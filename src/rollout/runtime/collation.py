@@ -40,6 +40,7 @@ class Collation:
         self._template = template
         self._long_work = long_work
         self._memory: TensorMemory | None = None
+        self._has_packed = False
 
     async def batch(
         self,
@@ -62,6 +63,9 @@ class Collation:
         is_long = places * sum(len(each.segments) for each in trajectories) > SHORT
         transcripts = [row for each in trajectories for row in each.transcripts]
         is_long |= any(row.media or row.expert_shape is not None for row in transcripts)
+        if layout == "packed":  # the first nested tensor has torch import what it needs
+            is_long |= not self._has_packed
+            self._has_packed = True
         batch = await self._long_work.run(is_long, work)
         window.found = batch.metrics
         batch.number, batch.events_path = window.batch, self._events_path

@@ -24,7 +24,7 @@ from rollout.errors import AgentError, ConfigError
 from rollout.interactions import InteractionRegistry
 from rollout.observe.event_stream import EventStream
 from rollout.observe.tally import Tally
-from rollout.runtime.driver_model import load_driver_model, warn_of_end_token
+from rollout.runtime.driver_model import DriverModel, load_driver_model, warn_of_end_token
 from rollout.runtime.gateway_opening import gateway_of
 from rollout.runtime.heap import freeze_loaded, frozen_heap
 from rollout.runtime.observing import observed
@@ -185,13 +185,19 @@ async def _open_runtime(
         async with observed(config, events, run_seed) as observers, open_task_group() as tasks:
             loading = tasks.start_soon(load_driver_model, config, threads)  # while engines start
 
-            async def facts() -> DriverFacts:
+            async def model() -> DriverModel:
                 await loading.wait()
-                return loading.return_value.facts
+                try:
+                    return loading.return_value
+                except anyio.TaskFailed as error:  # as itself
+                    raise (error.__cause__ or error) from None
+
+            async def facts() -> DriverFacts:
+                return (await model()).facts
 
             async with opener(config, facts, events) as engines:
-                await loading.wait()
-                template = loading.return_value.template
+                loaded = await model()
+                template = loaded.template
                 observers.decode_with(template.decode)
                 warn_of_end_token(template, engines.info)
                 check_abilities(config, engines.info)
@@ -209,7 +215,7 @@ async def _open_runtime(
                     tally=tally,
                     threads=threads,
                     events=events,
-                    texts=LongTexts(template.encoder, executor.schemas()),
+                    texts=LongTexts(template.encoder),
                     media=MediaIntake(
                         config.media, template.processor, media_fetcher, engines.media_fault
                     ),
@@ -223,7 +229,7 @@ async def _open_runtime(
                         config.agent.tokenization_check, config.agent.tokenization_ignore
                     ),
                 )
-                fingerprint = loading.return_value.facts.fingerprint
+                fingerprint = loaded.facts.fingerprint
                 with closing(services.texts), closing(services.media):
                     async with open_journal(services, before, fingerprint, run_seed) as journal:
                         runtime = RolloutRuntime(config, runner, threads, tally, run_seed, journal)

@@ -262,7 +262,7 @@ def _services(
         interactions=InteractionRegistry(interactions),
         tally=Tally(),
         threads=threads,
-        texts=LongTexts(template.encoder, executor.schemas()),
+        texts=LongTexts(template.encoder),
         media=MediaIntake(config.media, template.processor),
     )
 

@@ -79,7 +79,6 @@ class _MarkingFinder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != COMPILER:
             return None
-        sys.meta_path.remove(self)
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
             loader: Any = spec.loader
@@ -88,5 +87,6 @@ class _MarkingFinder(MetaPathFinder):
 
     def _load(self, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
         execute(module)
+        sys.meta_path.remove(self)  # who only asked where it is has not loaded it
         for name, function in self._pending:
             getattr(module, name)(function)
