@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
@@ -154,10 +155,12 @@ class GroupDesk:
 
     def _restore(self, call: GroupCall) -> None:
         """What the journal has for a call of its step is as if it had been pulled."""
+        if not self._calls:  # else those may have groups that are not kept here
+            self.log.expect_no_lists_before(call.step, {g.source.number for g in self._kept()})
         self._due += map(self._restored, self.log.given_in(call.step))
         if not call.source.is_replayed:
-            names = {group.uid for store in (self._due, *self._stores()) for group in store}
-            self._orphans += map(self._restored, self.log.given_in_none(names))
+            names = {group.uid for group in (*self._due, *self._kept())}
+            self.keep([*map(self._restored, self.log.given_in_none(names))])
 
     def _restored(self, before: PulledBefore) -> PulledGroup:
         source, pulled = self._over(()), before.entry.pulled or ""
@@ -265,24 +268,19 @@ class GroupDesk:
                 return group
         if source.is_replayed:
             return None
-        stores = (self._orphans, source.kept)
-        kept = [group for store in stores for group in store]
+        kept = (*self._orphans, *source.kept)
         fitting = [g for g in kept if not (g.is_named and g.uid in taken_names)]
         first = min(fitting, key=attrgetter("number"), default=None)
-        for store in stores:
+        for store in (self._orphans, source.kept):
             if first in store:
                 store.remove(first)
         return first
 
     def keep(self, groups: Sequence[PulledGroup]) -> None:
         """Keep these for the next call."""
-        touched = []
         for group in groups:
             store = group.source.kept if group.source.keeps_its_own else self._orphans
-            store.append(group)
-            touched.append(store)
-        for store in touched:
-            store.sort(key=lambda group: group.number)
+            insort(store, group, key=attrgetter("number"))
 
     # Members.
 
@@ -358,6 +356,9 @@ class GroupDesk:
     def _stores(self) -> list[list[PulledGroup]]:
         return [self._orphans, *(source.kept for source in self._sources.values())]
 
+    def _kept(self) -> list[PulledGroup]:
+        return [group for store in self._stores() for group in store]
+
     async def hold(self, members: Sequence[GroupMember]) -> None:
         """Have members stop at their next token; returns when they have, or soon."""
         for member in reversed(members):
@@ -376,23 +377,21 @@ class GroupDesk:
 
     def cancel(self, uid: str | None, member: int | None, reason: str) -> int:
         """Cancel the carried members that match; they stay in their groups. How many there are."""
-        kept = [m for store in self._stores() for group in store for m in group.waiting]
-        chosen = [m for m in kept if m.is_held and m.is_meant(uid, member)]
+        kept = [each for group in self._kept() for each in group.waiting]
+        chosen = [each for each in kept if each.is_held and each.is_meant(uid, member)]
         if chosen:
             self.runs.cancel(chosen, reason)
         return len(chosen)
 
     async def discard_carried(self, reason: str = DISCARDED) -> int:
         """End every carried member, and drop its group; how many there were."""
-        carried = []
+        groups = [group for group in self._kept() if group.is_carried]
+        waiting = (member for group in groups for member in group.waiting)
+        carried = [member for member in waiting if member.is_held and not member.is_finished]
+        for group in groups if reason == DISCARDED else ():
+            self.log.unwanted(group)
         for store in self._stores():
-            carried += [m for group in store for m in group.waiting if m.is_held]
-            if reason == DISCARDED:
-                for group in store:
-                    if group.is_carried:
-                        self.log.unwanted(group)
             store[:] = [group for group in store if not group.is_carried]
-        carried = [member for member in carried if not member.is_finished]
         if carried:
             self.runs.cancel(carried, reason)
             while not all(member.is_finished for member in carried):

@@ -118,7 +118,6 @@ class GroupLog:
 
     def given_in(self, step: int) -> list[PulledBefore]:
         """Those that a call of this step gave to its caller, in the order in which it did; once."""
-        self._expect_no_lists_before(step)
         taken = self._taken([each for each in self._left if each.step == step])
         if self._journal is None or not taken:
             return taken
@@ -127,9 +126,15 @@ class GroupLog:
         numbers = sorted(each.number for each in taken)
         return [each._replace(row=at) for each, at in zip(taken, numbers, strict=True)]
 
-    def _expect_no_lists_before(self, step: int) -> None:
-        """Lists that were used up in earlier steps than this do not come again: it has its own."""
-        gone = {source for source, last in self._used_up.items() if last < step}
+    def expect_no_lists_before(self, step: int, kept: set[int | None]) -> None:
+        """Lists that were used up in earlier steps than this do not come again: it has its own.
+
+        Args:
+            step: Of a call that begins.
+            kept: Sources that something is left of, which a call is to get first.
+        """
+        left = {*kept, *(each.entry.source for each in self._left if each.step is None)}
+        gone = {source for source, last in self._used_up.items() if last < step} - left
         if gone:
             for pull, sources in self._pulls.items():
                 self._pulls[pull] = deque(each for each in sources if each not in gone)
