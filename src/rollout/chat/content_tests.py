@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rollout.chat.joined_texts import looks_at_joined
+from rollout.chat.joined_texts import looks_at_joined, within
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,32 +55,27 @@ def _made_texts(tree: nodes.Template) -> frozenset[str]:
     given = {"content", "message", "messages"} | {
         name
         for loop in tree.find_all(nodes.For)
-        if any("messages" in name.name for name in _within(loop.iter, nodes.Name))
-        for name in map(_name, _within(loop.target, nodes.Name))
+        if any("messages" in name.name for name in within(loop.iter, nodes.Name))
+        for name in map(_name, within(loop.target, nodes.Name))
     }
     calls = {
         name
         for assign in tree.find_all(nodes.Assign)
-        for call in _within(assign.node, nodes.Call)
+        for call in within(assign.node, nodes.Call)
         if _name(call.node) in made and any(_holds(each, given) for each in call.args)
-        for name in map(_name, _within(assign.target, nodes.Name))
+        for name in map(_name, within(assign.target, nodes.Name))
     }
     blocks = {_name(block.target) for block in tree.find_all(nodes.AssignBlock)}
     return frozenset(name for name in made | calls | blocks if name)
-
-
-def _within(node: nodes.Node, kind: type[Any]) -> list[Any]:
-    """The nodes of a kind in it, itself included."""
-    return [*([node] if isinstance(node, kind) else []), *node.find_all(kind)]
 
 
 def _holds(node: nodes.Node, given: set[str | None]) -> bool:
     """Whether an expression is one of what may hold a content."""
     from jinja2 import nodes
 
-    attributes = {each.attr for each in _within(node, nodes.Getattr)}
-    keys = {each.value for each in _within(node, nodes.Const)}
-    names = set(map(_name, _within(node, nodes.Name)))
+    attributes = {each.attr for each in within(node, nodes.Getattr)}
+    keys = {each.value for each in within(node, nodes.Const)}
+    names = set(map(_name, within(node, nodes.Name)))
     return "content" in attributes | keys or not given.isdisjoint(names)
 
 

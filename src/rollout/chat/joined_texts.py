@@ -26,6 +26,11 @@ _OF_KINDS = frozenset(
 )
 
 
+def within(node: nodes.Node, kind: type[Any]) -> list[Any]:
+    """The nodes of a kind in it, itself included."""
+    return [*([node] if isinstance(node, kind) else []), *node.find_all(kind)]
+
+
 def looks_at_joined(tree: nodes.Template) -> bool:
     """Whether it measures, cuts or compares a text in which a content may be joined with others.
 
@@ -116,12 +121,12 @@ class _Joined:
     def _holds(self, node: nodes.Node) -> bool:
         """Whether there may be a content in it."""
         nodes = self._nodes
-        attributes = self._within(node, nodes.Getattr)
+        attributes = within(node, nodes.Getattr)
         held = {("", name) for name in self._names(node)}
         held.update((name, each.attr) for each in attributes for name in self._names(each.node))
         return (
             any(each.attr == "content" for each in attributes)
-            or any(each.value == "content" for each in self._within(node, nodes.Const))
+            or any(each.value == "content" for each in within(node, nodes.Const))
             or not held.isdisjoint(self._joined)
             or not self._given.isdisjoint(self._names(node))
         )
@@ -135,12 +140,7 @@ class _Joined:
     def _bind(self, target: nodes.Node) -> None:
         nodes = self._nodes
         self._joined.update(("", name) for name in self._names(target))
-        self._joined.update((each.name, each.attr) for each in self._within(target, nodes.NSRef))
+        self._joined.update((each.name, each.attr) for each in within(target, nodes.NSRef))
 
     def _names(self, node: nodes.Node) -> set[str]:
-        return {each.name for each in self._within(node, self._nodes.Name)}
-
-    @staticmethod
-    def _within(node: nodes.Node, kind: type[Any]) -> list[Any]:
-        """The nodes of a kind in it, itself included."""
-        return [*([node] if isinstance(node, kind) else []), *node.find_all(kind)]
+        return {each.name for each in within(node, self._nodes.Name)}
