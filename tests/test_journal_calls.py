@@ -378,6 +378,29 @@ def test_step_that_was_interrupted_in_a_later_epoch_has_its_list_again_whole(
     assert found == [["p0", "p1", "p2"]] * 3
 
 
+@pytest.mark.parametrize("cut_s", [1.0, 1.5])
+def test_list_whose_last_prompt_was_begun_again_after_a_resumption_is_known_to_be_used_up(
+    tmp_path: Path, cut_s: float
+) -> None:
+    given = config(tmp_path / "j", agent="single_turn", samples_per_prompt=1, max_in_flight=1)
+
+    def ran(steps: list[int], limit_s: float, *, resume: bool) -> list[list[str]]:
+        found: list[list[str]] = []
+
+        async def act() -> None:
+            async with rollout.open_rollout(given, resume=resume) as runtime:
+                for step in steps:
+                    with anyio.move_on_after(limit_s):
+                        found.append(uids(await runtime.collect(epoch(0), 3, step=step)))
+
+        run_virtual(act)
+        return found
+
+    ran([0], cut_s, resume=False)
+    ran([0, 0], 0.05, resume=True)
+    assert ran([0, 2], 60.0, resume=True) == [["p0", "p1", "p2"]] * 2
+
+
 @pytest.mark.parametrize("backend", ["trio", "asyncio"])
 def test_stream_polled_with_cancellation_loses_no_group_to_its_journal(
     tmp_path: Path, backend: str

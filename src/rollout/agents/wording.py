@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollout.agents.budget import length_error, longest_prompt, prompt_fault, remaining
@@ -84,7 +85,7 @@ class Wording:
 
     def keeping(self, tokens: int) -> Wording:
         """The same where so many tokens are kept free."""
-        other = Wording(self._services, self.reader)
+        other = copy(self)
         other.kept_tokens = tokens
         return other
 

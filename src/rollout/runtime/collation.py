@@ -63,10 +63,10 @@ class Collation:
         is_long = places * sum(len(each.segments) for each in trajectories) > SHORT
         transcripts = [row for each in trajectories for row in each.transcripts]
         is_long |= any(row.media or row.expert_shape is not None for row in transcripts)
-        if layout == "packed":  # the first nested tensor has torch import what it needs
-            is_long |= not self._has_packed
-            self._has_packed = True
+        is_packed = layout == "packed"
+        is_long |= is_packed and not self._has_packed  # torch imports what nested tensors need
         batch = await self._long_work.run(is_long, work)
+        self._has_packed |= is_packed  # now: what came meanwhile would wait for these imports
         window.found = batch.metrics
         batch.number, batch.events_path = window.batch, self._events_path
         return batch

@@ -164,7 +164,7 @@ class GroupDesk:
 
     def _restored(self, before: PulledBefore) -> PulledGroup:
         source, pulled = self._over(()), before.entry.pulled or ""
-        source.number = before.entry.source
+        source.number, source.is_used_up = before.entry.source, before.entry.is_last
         version = before.version
         return PulledGroup(
             before.number, before.prompt, source, version=version, pulled=pulled, before=before
