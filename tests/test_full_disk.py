@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +31,7 @@ from rollout.cli import main
 from rollout.cli.exit_codes import NOT_SAVED
 from rollout.config import LengthsConfig
 from rollout.observe.event_file import EVENTS
+from rollout.scheduling.journal import journal_writer
 from rollout.scheduling.journal.frames import Frame, frames, records_of
 from rollout.scheduling.journal.journal_reading import read_journal
 from rollout.scheduling.journal.journal_writer import JournalWriter
@@ -183,6 +186,46 @@ def test_journal_with_many_frames_and_room_for_some_has_the_records_that_fit(
     trio.run(write, clock=MockClock(autojump_threshold=0))
     assert written() == records
     assert sizes == sorted(sizes)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_journal_busy_loop_has_records_written_and_does_not_wait_for_a_disk_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, answers: bool
+) -> None:
+    """A loop that puts record after record lets the thread write now and then, for a moment."""
+    path = tmp_path / "journal"
+    may_write, is_asked = threading.Event(), threading.Event()
+    count = 0
+
+    def writev(descriptor: int, buffers: Any) -> int:
+        is_asked.set()
+        may_write.wait()
+        return os_writev(descriptor, buffers)
+
+    os_writev = os.writev
+    monkeypatch.setattr(os, "writev", writev)
+    # Each look at the clock says that it is high time; the thread alone would wait for an hour.
+    monkeypatch.setattr(journal_writer, "monotonic", itertools.count(step=10_000).__next__)
+
+    async def write() -> None:
+        nonlocal count
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        options: dict[str, Any] = {"syncs": False, "gather_s": 3600.0, "allowance": 1 << 20}
+        writer = JournalWriter(path, descriptor, 0, **options)
+        if answers:
+            may_write.set()
+        while writer.written == 0 if answers else not is_asked.is_set():
+            count = writer.put(cast("Any", ["record", count]))
+        for _ in range(200):
+            count = writer.put(cast("Any", ["record", count]))
+        assert answers or writer.written == 0
+        may_write.set()
+        await writer.close(20.0)
+
+    trio.run(write)
+    found = [each for each in frames(memoryview(path.read_bytes())) if isinstance(each, Frame)]
+    records = [msgspec.msgpack.decode(record) for each in found for _, record in records_of(each)]
+    assert records == [["record", at] for at in range(count)]
 
 
 @pytest.fixture

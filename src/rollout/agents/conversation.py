@@ -137,7 +137,7 @@ class Conversation(OpeningConversation):
             started = self._told_start()
             deadline = self._state.deadline_of_generation(started)
             generation, seed = self._begun(options)
-            recalled_s, is_over = None, False
+            recalled_s, is_over, is_new = None, False, False
             try:
                 with options.stop or _NO_STOP:
                     if self.history != "append_only" and self._log.may_be_rendered_again:
@@ -148,17 +148,18 @@ class Conversation(OpeningConversation):
                     if recalled_s is None:
                         await self._asked(generation, options.sampling, seed, deadline)
                     self._check_abort(generation, options.stop, deadline)
-                is_over = True
-                if recalled_s is None and self._noted(seed, generation, started):
-                    await self._until_room()
+                is_over, is_new = True, recalled_s is None
             except (LimitExceeded, UnresponsiveError) as error:
                 self._settling_limits.settle(error)
                 raise
             finally:
                 generation.kept = self._kept(generation, options.stop)
                 end = self._ended(generation, deadline, started, recalled_s)
+                waits = is_new and self._noted(seed, generation, started)
                 is_over = is_over or (options.stays_open and end.is_cut)
                 self._arrived(generation, seed, end, stays_open=is_over)
+            if waits:
+                await self._until_room()
             return self._say()
         finally:
             self._is_generating = False
@@ -228,13 +229,12 @@ class Conversation(OpeningConversation):
         return self._state.log.recall_turn(self.transcript.prefix, seed, generation)
 
     def _noted(self, seed: int, generation: Generation, started: float) -> bool:
-        """Have the log remember a turn; whether to wait for room in it then."""
-        log = self._state.log
-        if log is None:
+        """Have the log remember a turn that is over; whether to wait for room in it then."""
+        state, prefix = self._state, self._log.row.transcript.prefix
+        if state.log is None:
             return False
-        prefix, took_s = self._log.transcript.prefix, self._state.clock() - started
-        session, turn = self._session_id, self.assistant_turns
-        return log.note_turn(prefix, seed, session, turn, generation, took_s)
+        session, turn, took_s = self._session_id, self.assistant_turns, state.idle_since - started
+        return state.log.note_turn(prefix, seed, session, turn, generation, took_s)
 
     def _until_room(self) -> Coroutine[Any, Any, None]:
         """Until the log has room for further turns, to be awaited."""

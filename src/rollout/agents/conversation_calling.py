@@ -73,25 +73,26 @@ class CallingConversation(ListeningConversation):
     async def _answers_to(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[ToolResult]:
         """What the tools answer, or have answered when the trajectory came here before."""
         state, log, offered = self._state, self._state.log, self._offered
-        asked = None if log is None else log.asked(self._log.transcript.prefix, calls)
+        asked = None if log is None else log.asked(self._log.row.transcript.prefix, calls)
         if log is not None and asked is not None and log.has_answers:
             known = await log.recall_answers(asked, self._session_id)
             if known is not None:
                 return state.tools.recall(calls, known, self._turn_deadline, offered)
-        before, events, told = state.tools.seconds, state.services.events, None
+        tools, events, told = state.tools, state.services.events, None
+        before = tools.seconds
         if events.is_on:
             who = self._identity
             told = CallEvents(events, who.number, self.assistant_turns - 1, who.path)
-        results = await state.tools.run(
+        results = await tools.run(
             calls, turn_deadline=self._turn_deadline, offered=offered, told=told
         )
         state.services.tally.tool_calls += len(calls)
         if show_something(results):
             results = await self._seen(calls, results)
         if log is not None and asked is not None:
-            answers = Answers(results, state.tools.seconds - before)
-            if state.tools.has_states:
-                answers.stateful, answers.snapshots = await state.tools.states_after(calls)
+            answers = Answers(results, tools.seconds - before)
+            if tools.kit.has_states:
+                answers.stateful, answers.snapshots = await tools.states_after(calls)
             if log.note_answers(asked, self._session_id, self.assistant_turns, answers):
                 await log.room()
         return results

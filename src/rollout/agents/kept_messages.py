@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
 
+import msgspec
+
 from rollout.agents.turn import AssistantTurn
 from rollout.types import Message, ToolCall
 
@@ -87,7 +89,7 @@ class _Plain(NamedTuple):
     content: str | None
 
 
-class PackedMessages(NamedTuple):
+class PackedMessages(msgspec.Struct, frozen=True, array_like=True):
     """Messages as plain data; see `KeptMessages.packed`.
 
     Attributes:
@@ -239,10 +241,12 @@ class KeptMessages(Sequence[Message]):
             rows: Numbers of the rows by the identity of their `TokenPrefix`.
             pack: Makes plain data of a message.
         """
-        own = [rows.get(id(row)) for row in self._rows]
-        numbers = [each for each in own if each is not None]
-        if len(numbers) < len(own):
-            return None
+        numbers = []
+        for row in self._rows:
+            number = rows.get(id(row))
+            if number is None:
+                return None
+            numbers.append(number)
         entries: Sequence[Any] = self._entries
         if Message in map(type, entries):  # seldom
             entries = [pack(each) if type(each) is Message else each for each in entries]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
 
-class PackedTranscript(NamedTuple):
+class PackedTranscript(msgspec.Struct, frozen=True, array_like=True):
     """A transcript as bytes; `Transcript.from_packed` makes an equal one.
 
     Attributes:

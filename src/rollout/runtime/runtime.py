@@ -179,7 +179,7 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
                     await self._collation.attach(error, rows, window, "packed")
                 raise
         if self._journal is not None:
-            self._journal.delivered(each.log.key for each in run.members if each.log is not None)
+            self._journal.delivered([m.log.key for m in run.members if m.log is not None])
         return batch
 
     @contextmanager

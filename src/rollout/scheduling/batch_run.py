@@ -172,9 +172,9 @@ class BatchRun:
     async def next_member(self) -> Member | None:
         """See `MemberSource`; what the journal has whole is delivered, and takes no place."""
         for member in self._waiting:
-            recorded = None
-            if member.log is not None and member.identity.group not in self._unrewarded:
-                recorded = member.log.finished(member.named_prompt, member.identity.group)
+            recorded, log, group = None, member.log, member.identity.group
+            if log is not None and log.is_finished and group not in self._unrewarded:
+                recorded = log.finished(member.named_prompt, group)
             if recorded is None:
                 return member
             await self._runs.take_wake(UNSTARTED)
@@ -260,7 +260,8 @@ class BatchRun:
         """Deliver a trajectory, once the journal has it."""
         if self._keep is not None:
             self._unkept.append((member, trajectory))
-            self._keep_written()
+            if len(self._unkept) == 1:  # else they are kept when the one before them is
+                self._keep_written()
         elif member.log is None or await self._is_written(member.log):
             await self._deliver(row, trajectory)
         else:

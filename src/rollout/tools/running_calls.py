@@ -46,6 +46,7 @@ class RunningCalls:
     """The part of `TrajectoryTools` that runs calls.
 
     Attributes:
+        kit: What they share with those of other trajectories.
         seconds: Time in calls, on the loop's clock; calls at the same time add up.
         calls: Calls that reached a tool.
         errors: Results that are errors, whatever their cause.
@@ -62,7 +63,6 @@ class RunningCalls:
         "_counts",
         "_extra",
         "_is_on_trio",
-        "_kit",
         "_kwargs",
         "_member",
         "_metrics",
@@ -78,6 +78,7 @@ class RunningCalls:
         "idle_since",
         "invalid_in_a_row",
         "is_closed",
+        "kit",
         "seconds",
     )
 
@@ -95,7 +96,7 @@ class RunningCalls:
         self._under_way: dict[object, tuple[str, float]] | None = None
         self.calls = self.errors = self.invalid_in_a_row = self._turns_under_way = 0
         self._clock, self._is_on_trio = loop_clock(), runs_on_trio()
-        self._kit, self._tools = kit, tools
+        self.kit, self._tools = kit, tools
         self._uid, self._member, self._kwargs, self._extra = uid, member, kwargs, extra
         # Made when they are needed: many trajectories wait long before their first call.
         self._metrics: dict[str, float] | None = None
@@ -128,8 +129,8 @@ class RunningCalls:
             context = ToolContext(
                 uid=self._uid,
                 member=self._member,
-                threads=self._kit.threads,
-                processes=self._kit.processes,
+                threads=self.kit.threads,
+                processes=self.kit.processes,
                 extra=self._extra,
             )
             self._contexts = ToolContexts(context, self._kwargs)
@@ -139,7 +140,7 @@ class RunningCalls:
     def sessions(self) -> OpenSessions:
         """The tools that are open."""
         if self._sessions is None:
-            limits = self._kit.limits
+            limits = self.kit.limits
             self._sessions = OpenSessions(
                 self._tools, self.contexts, tool_s=limits.tool_s, cleanup_s=limits.cleanup_s
             )
@@ -184,7 +185,7 @@ class RunningCalls:
             self._turns_under_way -= 1
         if turn.limit is not None:
             raise turn.limit
-        within = self._kit.limits.within
+        within = self.kit.limits.within
         return self._count(calls, [within(result) for result in turn.results if result is not None])
 
     def _count(
@@ -221,7 +222,7 @@ class RunningCalls:
 
     def _admit(self, turn: CallTurn, position: int, call: ToolCall | InvalidToolCall) -> None:
         """Let a call run, or answer it; an invalid one counts, one too many does not."""
-        limit = self._kit.limits.max_parallel_calls
+        limit = self.kit.limits.max_parallel_calls
         if isinstance(call, InvalidToolCall):
             self._refuse(turn, position, f"invalid tool call: {call.reason}")
         elif position >= limit:
@@ -229,7 +230,7 @@ class RunningCalls:
                 f"not executed: at most {limit} calls per turn (agent.max_parallel_calls); "
                 f"call it again"
             )
-        elif (fault := self._kit.fault(call, turn.known, self.contexts)) is not None:
+        elif (fault := self.kit.fault(call, turn.known, self.contexts)) is not None:
             self._refuse(turn, position, fault)
         else:
             self.invalid_in_a_row = 0
@@ -256,7 +257,7 @@ class RunningCalls:
     async def _open_unopened(self, turn: CallTurn) -> None:
         unopened = turn.unopened(self.sessions)
         for name in dict.fromkeys(call.name for _, call in unopened):
-            breaker = self._kit.gates[name].breaker
+            breaker = self.kit.gates[name].breaker
             failure = breaker.refusal(self._clock())
             if failure is None:
                 try:
@@ -319,7 +320,7 @@ class RunningCalls:
     async def _result_of(
         self, turn: CallTurn, call: ToolCall, kwargs: Mapping[str, Any], now: float
     ) -> ToolResult:
-        gate = self._kit.gates[call.name]
+        gate = self.kit.gates[call.name]
         key = gate.key(call.arguments, kwargs) if gate.policy.cache_size else None
         if key is not None and (result := gate.kept(key)) is not None:
             return result
@@ -351,7 +352,7 @@ class RunningCalls:
         for tries in itertools.count(1):
             try:
                 async with self._place(session, gate, turn.deadline):
-                    deadline = deadline or self._kit.limits.deadline(
+                    deadline = deadline or self.kit.limits.deadline(
                         call.name, policy, turn.deadline, self._clock()
                     )
                     if gate.never_waits:

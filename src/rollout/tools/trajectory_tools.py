@@ -45,11 +45,6 @@ class TrajectoryTools(RunningCalls):
         """Schemas of the tools offered to this trajectory."""
         return [tool.schema for tool in self._tools.values()]
 
-    @property
-    def has_states(self) -> bool:
-        """Whether a tool has a state."""
-        return self._kit.has_states
-
     def recall(
         self,
         calls: Sequence[ToolCall | InvalidToolCall],

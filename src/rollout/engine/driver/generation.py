@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rollout.engine")
 
+#: Of no ids: every generation begins with it, and has one of its own with its first ids.
+_NO_VERSIONS: list[list[int]] = []
+
 
 @attrs.define
 class TokenCounts:
@@ -76,6 +79,7 @@ class Generation:
         cached_tokens: Prompt tokens that the engine did not need to prefill.
         last_part: The request that was made last; None before the first.
         resumes: How often it resumed elsewhere from the tokens it had.
+        versions: Runs ``[weight version, number of ids]``.
         bounded_by: Path of the length that bounds it, for who asked for it.
         top_count: How many of the most likely ids are asked for with each token: k.
         top_ids: Where asked for, int32: the k most likely ids at each position, likeliest first.
@@ -96,7 +100,6 @@ class Generation:
         "_log_probs",
         "_packed",
         "_restarts",
-        "_versions",
         "bounded_by",
         "cached_tokens",
         "expert_room",
@@ -112,6 +115,7 @@ class Generation:
         "top_count",
         "top_ids",
         "top_log_probs",
+        "versions",
     )
 
     def __init__(
@@ -124,7 +128,7 @@ class Generation:
         # somebody asks for them.
         self._ids: array[int] | None = None
         self._log_probs: array[float] | None = None
-        self._versions: list[list[int]] | None = None
+        self.versions: list[list[int]] = _NO_VERSIONS
         self._packed: tuple[bytes, bytes] | None = None
         self.finish_reason: FinishReason | None = None
         self.cached_tokens = 0
@@ -172,11 +176,6 @@ class Generation:
         return self._packed
 
     @property
-    def versions(self) -> list[list[int]]:
-        """Runs ``[weight version, number of ids]``."""
-        return [] if self._versions is None else self._versions
-
-    @property
     def restarts(self) -> list[str]:
         """Why it restarted, each time it did."""
         return list(self._restarts)
@@ -219,7 +218,7 @@ class Generation:
         ]
         part = copy.copy(self)
         part._ids, part._log_probs = self.ids[:count], self.log_probs[:count]
-        part._versions, part._packed = versions, None
+        part.versions, part._packed = versions, None
         part.top_ids, part.top_log_probs = self.top_ids[:width], self.top_log_probs[:width]
         if self.expert_shape is not None:
             size = self._bytes_of_experts * (self.expert_room + count)
@@ -263,7 +262,8 @@ class Generation:
         for part in self.parts:
             part.is_discarded = True
         self._restarts += (reason,)
-        self._ids = self._log_probs = self._versions = self._packed = None
+        self._ids = self._log_probs = self._packed = None
+        self.versions = _NO_VERSIONS
         self.finish_reason, self.cached_tokens = None, 0
         self.top_ids = self.top_log_probs = self.routed_experts = b""
 
@@ -306,21 +306,21 @@ class Generation:
     ) -> None:
         """It is over, and was made before: tokens, as they came then."""
         self._ids, self._log_probs, self._packed = None, None, (ids, log_probs)
-        self._versions, self.finish_reason = versions, finish
+        self.versions, self.finish_reason = versions, finish
         if self.on_tokens:
             self._tell()
 
     def _extend(self, ids: bytes, log_probs: bytes, version: int, count: int) -> None:
-        if self._versions is None:
-            self._packed, self._versions = (ids, log_probs), [[version, count]]
+        if not self.versions:
+            self._packed, self.versions = (ids, log_probs), [[version, count]]
             return
         self.ids.frombytes(ids)
         self.log_probs.frombytes(log_probs)
         self._packed = None
-        if self._versions[-1][0] == version:
-            self._versions[-1][1] += count
+        if self.versions[-1][0] == version:
+            self.versions[-1][1] += count
         else:
-            self._versions.append([version, count])
+            self.versions.append([version, count])
 
     def _check_top(self, chunk: Chunk) -> None:
         size, count = len(chunk.top_ids), len(chunk.ids) // 4

@@ -85,28 +85,32 @@ _more_of = attrgetter("metrics", "extra", "is_error", "end_trajectory", "images"
 _TO_PLAIN = {"metrics": plain_items, "extra": plain_items}
 
 
-def fields_of(result: ToolResult, at: int) -> str | list[Any]:
-    """A result as a record holds it: of most their text is all.
+def fields_of(results: Sequence[ToolResult]) -> list[str | list[Any]]:
+    """Results as a record holds them: of most their text is all.
 
     Raises:
-        JournalError: It holds what is no plain data.
+        JournalError: One holds what is no plain data.
     """
-    if result.data is None and result.reward is None and not any(_more_of(result)):
-        text = result.text
-        if type(text) is not str:
-            text = exact_text(text)
-        return text if text.isascii() else str(plain(text, f"answers[{at}].text"))
-    fields = _fields(result, at)
-    if result.has_media:
-        fields += ([without_content(m) for m in each] for each in shown(result))
+    fields: list[str | list[Any]] = []
+    for each in results:
+        if each.data is None and each.reward is None and not any(_more_of(each)):
+            text = each.text
+            if type(text) is not str or not text.isascii():
+                text = str(plain(exact_text(text), f"answers[{len(fields)}].text"))
+            fields.append(text)
+        else:
+            fields.append(_fields(each, len(fields)))
     return fields
 
 
 def _fields(result: ToolResult, at: int) -> list[Any]:
-    return [
+    fields = [
         _TO_PLAIN.get(name, plain)(getattr(result, name), f"answers[{at}].{name}")
         for name in _RESULT_FIELDS
     ]
+    if result.has_media:
+        fields += ([without_content(m) for m in each] for each in shown(result))
+    return fields
 
 
 def shown(result: ToolResult) -> tuple[Sequence[Media], Sequence[Media]]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from rollout.bridge import event_type, has_virtual_clock, loop_poster
+from rollout.clocks import monotonic
 from rollout.disk_room import unwritable
 from rollout.scheduling.journal.frames import MAGIC, FrameBuffer
 
@@ -26,9 +27,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rollout.journal")
 
-#: How long records are gathered where nobody waits for them. Each time that the thread takes its
-#: turn costs the loop as much as a turn of a trajectory.
+#: How long records are gathered where nobody waits for them.
 GATHER_S = 0.1
+#: After which part of that a busy loop has them written, and how long it waits for that; see
+#: `JournalWriter._hand_over`.
+_EARLY, _HAND_OVER_S = 0.75, 0.001
 #: The same where a caller waits for a trajectory, and where a program waits for an answer.
 _HURRY_S, SOON_S = 0.03, 0.002
 #: Between two attempts to write where the last one failed.
@@ -102,7 +105,12 @@ class JournalWriter:
         self._changed = self._event_type()
         self.listeners: dict[Callable[[], object], None] = {}
         self._has_waiters = False
-        self._is_awake = False
+        #: Whether the thread will look by itself at what is put; whether it waits until then, and
+        #: from when on it may be told to look now.
+        self._is_awake = self._is_gathering = False
+        self._ready_at = 0.0
+        #: Free once the thread has written what it was told to; see `_hand_over`.
+        self._handed_over = threading.Lock()
         #: What wakes the thread: something was put while it idled, or somebody waits, for so long.
         self._signals: SimpleQueue[float] = SimpleQueue()
         self._within_s = gather_s
@@ -122,10 +130,7 @@ class JournalWriter:
         self.put_count = number = self.put_count + 1  # first: what is written is never more
         self._put.append(entry)
         if number >= self._due:
-            if len(self._put) >= _BATCH:
-                self._encode_now()
-            if not self._is_awake:
-                self._awake()
+            self._attend()
         return number
 
     def put_large(self, entry: Entry) -> int:
@@ -147,6 +152,27 @@ class JournalWriter:
                 return False
             turn.answers = answers
         return True
+
+    def _attend(self) -> None:
+        """See whether a batch is whole, and whether the thread is to do something."""
+        if len(self._put) >= _BATCH:
+            self._encode_now()
+        if not self._is_awake:
+            self._awake()
+        elif self._is_gathering and monotonic() >= self._ready_at and not self._is_together:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Let the thread write what there is, and wait for that as long as a disk in order takes.
+
+        A thread that waits for the interpreter's lock is woken each time that the loop lets go of
+        it in a call of the system, and is too late as a rule: that costs both of them half a
+        millisecond until it has its turn. While the loop waits there is nobody to wait for.
+        """
+        self._is_gathering = False
+        self._handed_over.acquire(blocking=False)
+        self._signals.put(0.0)
+        self._handed_over.acquire(timeout=_HAND_OVER_S)
 
     def _encode_now(self) -> None:
         """Encode what was put, unless it is to be one batch with what follows."""
@@ -245,27 +271,39 @@ class JournalWriter:
             os.close(self._descriptor)
 
     def _run(self) -> None:
+        is_busy = False
         while not self._closing.is_set():
             if self.failure is None:
-                self._gather()
+                self._gather(is_busy=is_busy)
             else:
                 self._closing.wait(RETRY_S)
-            self._within_s = self._gather_s
+            self._within_s, before = self._gather_s, self.written
             self._write_all()
+            is_busy = self.written > before
+            with suppress(RuntimeError):  # nobody handed over
+                self._handed_over.release()
         self._write_all()
         self._done.set()
         self._post(self._tell)
 
-    def _gather(self) -> None:
-        """Until something was put, and time for more has passed."""
-        self._is_awake, self._due = False, 0
+    def _gather(self, *, is_busy: bool) -> None:
+        """Until something was put, and time for more has passed.
+
+        Args:
+            is_busy: Whether more will be put, as far as is known: then it is not waited for.
+        """
         within_s = self._gather_s
-        if not (self._put or self._full):
-            within_s = self._signals.get()  # whatever is put from here on sends one
-        self._is_awake = True
+        if not is_busy:
+            self._is_awake, self._due = False, 0
+            if not (self._put or self._full):
+                within_s = self._signals.get()  # whatever is put from here on sends one
+            self._is_awake = True
+        self._ready_at = monotonic() + _EARLY * within_s
+        self._is_gathering = not self._syncs  # to wait for a disk takes longer
         with suppress(Empty):
             while within_s > 0:
                 within_s = min(within_s, self._signals.get(timeout=within_s))
+        self._is_gathering = False
 
     def _write_all(self) -> None:
         """Write what was put so far."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import convert
+from msgspec.structs import replace
 
 from rollout.agents.kept_messages import KeptMessages, PackedMessages, TurnReader, pack_texts
 from rollout.chat.media_records import message_record, without_content
@@ -58,7 +58,7 @@ class _Segment(msgspec.Struct, array_like=True):
     session_id: str
     seeds: list[int]
     messages: int
-    media: list[PlacedMedia] = []
+    media: tuple[PlacedMedia, ...] = ()
     told: tuple[int, int, bool] | None = None
 
 
@@ -79,9 +79,9 @@ class _Trajectory(msgspec.Struct, array_like=True):
     extra: dict[Any, Any]
     history: str
     segments: list[_Segment]
-    #: Conversations, each with the schemas of its tools where they are not the prompt's.
+    #: Conversations, the trajectory's first, each with the schemas of its tools where they are not
+    #: the prompt's.
     messages: list[tuple[PackedMessages, Schemas | None]]
-    main: int
 
 
 _encode = encoder.encode
@@ -105,13 +105,21 @@ def packed_trajectory(
         told: What its turns told of its rows, by the identity of their ids.
     """
     written = _Written(unwritable)
-    rows = {id(each.transcript.prefix): at for at, each in enumerate(trajectory.segments)}
-    numbers: dict[int, int] = {}
-    conversations: list[tuple[PackedMessages, Schemas | None]] = []
-    for messages in (trajectory.messages, *[each.messages for each in trajectory.segments]):
-        if id(messages) not in numbers:
-            numbers[id(messages)] = len(conversations)
-            conversations.append(_packed_messages(messages, rows, schemas, written.message))
+    rows: dict[int, int] = {}
+    for at, each in enumerate(trajectory.segments):
+        rows[id(each.transcript.prefix)] = at
+    numbers = {id(trajectory.messages): 0}
+    conversations = [_packed_messages(trajectory.messages, rows, schemas, written)]
+    segments = []
+    for each in trajectory.segments:
+        messages = each.messages
+        number = numbers.get(id(messages))
+        if number is None:
+            number = numbers[id(messages)] = len(conversations)
+            conversations.append(_packed_messages(messages, rows, schemas, written))
+        segments.append(_packed_segment(each, number, told))
+    cause, metrics, reward = trajectory.cause, trajectory.metrics, trajectory.reward
+    are_numbers = _NUMBERS.issuperset(map(type, metrics.values()))
     record = _Trajectory(
         trajectory.uid,
         trajectory.group,
@@ -119,38 +127,35 @@ def packed_trajectory(
         trajectory.outcome,
         trajectory.reason,
         trajectory.limit_source,
-        _encodable(trajectory.cause),
+        None if cause is None else _encodable(cause),
         trajectory.trainable,
-        plain(trajectory.reward, "reward"),
+        reward if reward is None or type(reward) is float else plain(reward, "reward"),
         trajectory.turn_scores and plain(trajectory.turn_scores, "turn_scores"),
         trajectory.tool_rewards and plain(trajectory.tool_rewards, "tool_rewards"),
         trajectory.num_turns,
-        _metrics(trajectory.metrics),
+        metrics if are_numbers else plain_items(metrics, "metrics"),
         written.items(trajectory.extra, "extra") if trajectory.extra else {},
         trajectory.history,
-        [_packed_segment(each, numbers[id(each.messages)], told) for each in trajectory.segments],
+        segments,
         conversations,
-        numbers[id(trajectory.messages)],
     )
     return _encode(record), written.fault
 
 
-class _Written:
+class _Written(msgspec.Struct):
     """What is written of values that may be no plain data.
 
     Attributes:
+        unwritable: What becomes of them.
         fault: Why one is left out; None where none is.
     """
 
-    __slots__ = ("_unwritable", "fault")
-
-    def __init__(self, unwritable: Unwritable) -> None:
-        self._unwritable = unwritable
-        self.fault: JournalError | None = None
+    unwritable: Unwritable
+    fault: JournalError | None = None
 
     def items(self, mapping: Mapping[Any, Any], where: str) -> dict[Any, Any]:
         """The items of a mapping."""
-        written, fault = self._unwritable.items(mapping, where)
+        written, fault = self.unwritable.items(mapping, where)
         self.fault = self.fault or fault
         return written
 
@@ -167,7 +172,7 @@ class _Written:
 
 
 def _packed_segment(segment: Segment, messages: int, told: Mapping[int, ToldRow]) -> _Segment:
-    rewards, transcript = segment.token_rewards, segment.transcript
+    rewards, reward, transcript = segment.token_rewards, segment.reward, segment.transcript
     row, by_turns = told.get(id(transcript.prefix)), None
     if row is None:
         packed = transcript.packed()
@@ -183,12 +188,12 @@ def _packed_segment(segment: Segment, messages: int, told: Mapping[int, ToldRow]
         segment.parent,
         segment.purpose,
         segment.trainable,
-        plain(segment.reward, "segments.reward"),
+        reward if reward is None else plain(reward, "segments.reward"),
         None if rewards is None else array("f", rewards).tobytes(),
         segment.session_id,
         segment.seeds,
         messages,
-        [PlacedMedia(without_content(m.medium), m.start, m.count) for m in transcript.media],
+        _placed(transcript.media) if transcript.media else (),
         by_turns,
     )
 
@@ -197,27 +202,22 @@ def _packed_messages(
     messages: Sequence[Message],
     rows: Mapping[int, int],
     schemas: Sequence[Mapping[str, Any]],
-    message: Callable[[Message], list[Any]],
+    written: _Written,
 ) -> tuple[PackedMessages, Schemas | None]:
     if isinstance(messages, KeptMessages):
-        packed = messages.packed(rows, message)
+        packed = messages.packed(rows, written.message)
         if packed is not None:
             own = messages.schemas
             is_known = own is schemas or list(own) == list(schemas)
             return packed, None if is_known else [dict(each) for each in own]
-    return pack_texts([message(each) for each in messages]), None
+    return pack_texts([written.message(each) for each in messages]), None
 
 
-def _metrics(metrics: Mapping[str, Any]) -> Any:
-    """Mostly they are numbers, which need no second look."""
-    if _NUMBERS.issuperset(map(type, metrics.values())):
-        return metrics
-    return plain_items(metrics, "metrics")
+def _placed(media: Sequence[PlacedMedia]) -> tuple[PlacedMedia, ...]:
+    return tuple(PlacedMedia(without_content(m.medium), m.start, m.count) for m in media)
 
 
-def _encodable(cause: Cause | None) -> Cause | None:
-    if cause is None:
-        return None
+def _encodable(cause: Cause) -> Cause:
     words = (cause.type, cause.message, cause.traceback)
     kind, said, where = (each.encode("utf-8", "backslashreplace").decode() for each in words)
     return Cause(type=kind, message=said, traceback=where)
@@ -261,7 +261,7 @@ def trajectory_of(
         for each, transcript in zip(record.segments, transcripts, strict=True)
     ]
     own = {name: getattr(record, name) for name in _SHARED}
-    return Trajectory(prompt=prompt, segments=segments, messages=conversations[record.main], **own)
+    return Trajectory(prompt=prompt, segments=segments, messages=conversations[0], **own)
 
 
 def _transcript(segment: _Segment, rows: Rows) -> Transcript:
@@ -269,14 +269,14 @@ def _transcript(segment: _Segment, rows: Rows) -> Transcript:
     if segment.told is not None:
         number, kept, is_all = segment.told
         pieces, log_probs = rows.row(number, kept)
-        packed = packed._replace(ids=[*pieces, *packed.ids])
+        packed = replace(packed, ids=[*pieces, *packed.ids])
         if is_all:
-            packed = packed._replace(log_probs=log_probs)
+            packed = replace(packed, log_probs=log_probs)
     return Transcript.from_packed(packed)
 
 
 _SHARED = tuple(
-    name for name in _Trajectory.__struct_fields__ if name not in ("segments", "messages", "main")
+    name for name in _Trajectory.__struct_fields__ if name not in ("segments", "messages")
 )
 
 
@@ -303,9 +303,11 @@ def packed_prompt(prompt: Prompt, where: str) -> bytes:
     Raises:
         JournalError: One holds what is no plain data; names it.
     """
-    with suppress(TypeError, ValueError, OverflowError):  # what follows names the field
+    try:
         if _says_little(prompt):
             return _encode(prompt)
+    except (TypeError, ValueError, OverflowError):
+        pass  # what follows names the field
     fields = {name: getattr(prompt, name) for name in Prompt.__struct_fields__}
     try:
         fields["messages"] = [_plain_message(each) for each in prompt.messages]

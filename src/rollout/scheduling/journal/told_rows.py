@@ -10,50 +10,41 @@ import zlib
 from typing import TYPE_CHECKING
 
 import attrs
+import msgspec
+
+from rollout.token_prefix import TokenPrefix
 
 if TYPE_CHECKING:
     from rollout.scheduling.journal.entries import TurnEntry
-    from rollout.token_prefix import TokenPrefix
 
 #: All tokens of a turn stayed.
 ALL = -1
 
 
-class ToldRow:
-    """How much of a row has been written.
+class ToldRow(msgspec.Struct, eq=False):
+    """How much of a row has been written; see `TrajectoryLog.note_turn`.
 
     Attributes:
         prefix: Its ids.
         number: Of the row in its trajectory.
         turns: That told of it.
-        length: Of its ids, right after the last of these.
-        is_cut: Whether not all tokens of one of these stayed.
+        told: Up to which piece it was told then, if all of the last turn stays.
+        last: The ids of the last of these turns.
+        length: Of its ids, right after them.
+        is_cut: Whether not all tokens of one of these turns stayed.
     """
 
-    __slots__ = ("_last", "_told", "is_cut", "length", "number", "prefix", "turns")
-
-    def __init__(self, prefix: TokenPrefix, number: int) -> None:
-        self.prefix, self.number, self.turns = prefix, number, 0
-        self.is_cut, self.length = False, 0
-        self._told, self._last = 0, b""  # pieces; ids of the last turn
-
-    def tell(self, ids: bytes) -> tuple[int, list[bytes]]:
-        """A turn tells of what was `untold`, and then of these ids.
-
-        Returns:
-            How many ids of its last turn stayed, or `ALL`; and the pieces since then.
-        """
-        told, pieces, kept = self._told, self.prefix.pieces, ALL
-        if told and (told > len(pieces) or pieces[told - 1] is not self._last):
-            told, kept = self.untold()
-        self._told, self._last = len(pieces) + (1 if ids else 0), ids
-        self.length = self.prefix.length + len(ids) // 4
-        self.turns += 1
-        return kept, pieces[told:]
+    prefix: TokenPrefix
+    number: int
+    turns: int = 0
+    told: int = 0
+    last: bytes = b""
+    length: int = 0
+    is_cut: bool = False
 
     def untold(self) -> tuple[int, int]:
         """Up to which piece it is told, and how many ids of its last turn stayed, or `ALL`."""
-        last, told, pieces = self._last, self._told, self.prefix.pieces
+        last, told, pieces = self.last, self.told, self.prefix.pieces
         if not last or (told <= len(pieces) and pieces[told - 1] is last):
             return told, ALL
         self.is_cut = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from itertools import chain, count
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -31,7 +31,7 @@ from rollout.scheduling.journal.given_again import (
 )
 from rollout.scheduling.journal.journal_reading import Recorded, steps_of
 from rollout.scheduling.journal.packed_trajectory import packed_trajectory, trajectory_of
-from rollout.scheduling.journal.told_rows import ToldRow
+from rollout.scheduling.journal.told_rows import ALL, ToldRow
 from rollout.scheduling.journal.unwritten import drop_messages, fail_unwritten
 from rollout.tools.results import show_something
 from rollout.types import Outcome, said
@@ -71,6 +71,7 @@ class TrajectoryLog:
         key: Which trajectory it is.
         recalled: Answers that were given again.
         has_answers: Whether there were any to give.
+        is_finished: Whether the journal has it whole from before.
     """
 
     __slots__ = (
@@ -88,6 +89,7 @@ class TrajectoryLog:
         "_turns",
         "_writer",
         "has_answers",
+        "is_finished",
         "key",
         "recalled",
     )
@@ -97,8 +99,9 @@ class TrajectoryLog:
         self.recalled = 0
         self.has_answers = False
         self._journal, self._writer = journal, journal.writer
-        self._recorded = recorded or _NOTHING
-        self._start = self._recorded.start
+        self._recorded = recorded = recorded or _NOTHING
+        self.is_finished = recorded.end is not None
+        self._start = recorded.start
         self._ticket = self._latest = 0
         self._begun = False
         #: What was noted last, where answers may still become part of it.
@@ -109,11 +112,6 @@ class TrajectoryLog:
         self._next_row = 0
         self._turns: dict[Place, deque[TurnEntry]] | None = None
         self._answers: dict[Place, deque[AnswersEntry]] | None = None
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the journal has it whole from before."""
-        return self._recorded.end is not None
 
     @property
     def is_taken(self) -> bool:
@@ -152,7 +150,7 @@ class TrajectoryLog:
             self._start += 1
             return
         self._begun = True
-        if recorded.is_begun:
+        if recorded.turns or recorded.answers:
             self._journal.counts.continued += 1
             self._recall(recorded)
 
@@ -199,10 +197,16 @@ class TrajectoryLog:
     ) -> bool:
         """A generation is over that continues `prefix`; whether to wait for `room`."""
         ids, log_probs = generation.packed()
-        row = self._row
+        row, pieces, kept = self._row, prefix.pieces, ALL
         if row is None or row.prefix is not prefix:
             row = self._row_of(prefix)
-        kept, context = row.tell(ids)
+        # In place: between two turns of a trajectory thousands of other ones run, so that each call
+        # of a function finds its code in no cache and costs more than what it does.
+        told = row.told
+        if told and (told > len(pieces) or pieces[told - 1] is not row.last):
+            told, kept = row.untold()
+        row.told, row.last = len(pieces) + (1 if ids else 0), ids
+        row.length, row.turns = prefix.length + len(ids) // 4, row.turns + 1
         writer = self._writer
         self._turn = entry = TurnEntry(
             self.key,
@@ -212,7 +216,7 @@ class TrajectoryLog:
             (prefix.length, 0, seed),
             row.number,
             kept,
-            context,
+            pieces[told:],
             ids,
             log_probs,
             generation.versions,
@@ -258,12 +262,12 @@ class TrajectoryLog:
         is not on its way to the file yet, and these become part of it.
         """
         try:
-            results = list(map(fields_of, answers.results, count()))
+            results = fields_of(answers.results)
             snapshots = plain_states(answers.snapshots) if answers.snapshots else {}
         except JournalError as error:
             self._journal.say_unwritable(error)
             return False
-        told = (results, answers.seconds, answers.stateful, snapshots)
+        seconds, stateful = answers.seconds, answers.stateful
         writer, row, last, self._turn = self._writer, self._row, self._turn, None
         if not _TEXT.issuperset(map(type, results)) and show_something(answers.results):
             # Their contents come first.
@@ -274,11 +278,14 @@ class TrajectoryLog:
             and row is not None
             and asked.prefix is row.prefix
             and asked.length == row.length  # else the calls came later
-            and writer.complete(last, self._latest, GivenAnswers(asked.calls, *told))
         ):
-            return self._latest > writer.admitted
+            given = GivenAnswers(asked.calls, results, seconds, stateful, snapshots)
+            if writer.complete(last, self._latest, given):
+                return self._latest > writer.admitted
         place = place_of_calls(asked)
-        entry = AnswersEntry(self.key, self._start, segment, turn, place, *told)
+        entry = AnswersEntry(
+            self.key, self._start, segment, turn, place, results, seconds, stateful, snapshots
+        )
         self._latest = number = writer.put(entry)
         return number > writer.admitted
 
@@ -294,8 +301,10 @@ class TrajectoryLog:
         """It has its outcome. One that holds what cannot be written fails by that."""
         if trajectory.outcome is Outcome.CANCELLED and trajectory.reason in UNFINISHED:
             return
-        if any(segment.transcript.media for segment in trajectory.segments):
-            self._journal.put_media(contents_of([trajectory]))
+        for segment in trajectory.segments:
+            if segment.transcript.media:
+                self._journal.put_media(contents_of([trajectory]))
+                break
         if self.has_answers:
             self._say_departure()
         self._turn = None
@@ -337,6 +346,8 @@ class TrajectoryLog:
     @property
     def is_written(self) -> bool:
         """Whether its end is; where it is not, who listens to the journal is called when it may."""
+        if self._writer.written >= self._ticket:
+            return True
         self._journal.ask()
         return self._journal.has_written(self._ticket)
 
