@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from array import array
 from collections.abc import AsyncIterator
 
@@ -77,6 +78,16 @@ class BrokenCore(CountingCore):
     async def start(self) -> None:
         """Fail as a missing model would."""
         raise FileNotFoundError("no weights here")
+
+
+class BrokenWorkerCore(CountingCore):
+    """Does not start, and only a process of its own knows why."""
+
+    async def start(self) -> None:
+        """Fail as an engine whose scheduler has ended."""
+        code = "raise ValueError('no kernel for this GPU')"
+        await anyio.run_process([sys.executable, "-c", code], stderr=None, check=False)
+        raise RuntimeError("the worker died")
 
 
 class EndlessStartCore(CountingCore):

@@ -84,6 +84,16 @@ async def test_open_core_does_not_start_error_carries_its_words() -> None:
     assert children() == []
 
 
+async def test_open_worker_of_a_core_fails_error_carries_its_exception_too() -> None:
+    with pytest.raises(EngineError) as raised:
+        async with open_pool(pool_of("BrokenWorkerCore")):
+            pytest.fail("opened")
+    assert str(raised.value) == (
+        "engine-0: RuntimeError: the worker died; before that was said:\n"
+        "    ValueError: no kernel for this GPU"
+    )
+
+
 async def test_open_interpreter_does_not_exist_is_named() -> None:
     pool = EnginePool(
         placement=LocalProcess(python="/nowhere/python"),

@@ -221,6 +221,10 @@ async def test_core_that_does_not_start_says_why(cluster: Any) -> None:
     with pytest.raises(EngineError, match=r"^engine-0: FileNotFoundError: no weights here$"):
         async with open_engines(config(core="BrokenCore")):
             pytest.fail("opened")
+    said = r"^engine-0: .*: the worker died; before that was said:\n    ValueError: no kernel for"
+    with pytest.raises(EngineError, match=said):
+        async with open_engines(config(core="BrokenWorkerCore")):
+            pytest.fail("opened")
 
 
 async def test_interpreter_that_does_not_exist_is_named(cluster: Any) -> None:

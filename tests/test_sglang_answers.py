@@ -195,6 +195,19 @@ def test_arguments_that_an_old_version_lacks_are_left_out_unless_they_matter() -
         engine_arguments(asked_for, "m", KNOWN)
 
 
+def test_arguments_with_the_memory_saver_leave_prefills_without_graphs() -> None:
+    saver = {"enable_memory_saver": True}
+    name = "disable_prefill_cuda_graph"
+
+    def arguments(**options: Any) -> dict[str, Any]:
+        return engine_arguments(SGLangOptions(model="m", **options), "m", Everything())
+
+    assert arguments(server_args=saver)[name] is True
+    assert arguments(server_args={**saver, name: False})[name] is False
+    assert name not in arguments()
+    assert name not in arguments(server_args=saver, device="cpu")
+
+
 @pytest.mark.parametrize("key", ["stop", "min_new_tokens"])
 def test_config_ends_that_need_text_name_stop_token_ids(key: str) -> None:
     expected = (

@@ -7,7 +7,6 @@ import os
 import secrets
 import signal
 import sys
-from collections import deque
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from anyio.streams.text import TextReceiveStream
 
 from rollout.engine.guardian import name_of
+from rollout.engine.placement.last_output import LastOutput
 from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
 from rollout.engine.process.child import ChildReady, ChildSpec
 from rollout.engine.wire.tls import encrypted
@@ -34,8 +34,8 @@ logger = logging.getLogger("rollout.engine")
 STOP_S = 1.0
 #: The same where it has not answered yet, and there is nothing to close.
 STARTING_STOP_S = 0.5
-#: Lines of a child's standard error kept for the error text.
-KEPT_LINES = 20
+#: Until what it wrote before its error is read.
+_READ_S = 1.0
 #: Longest answer of a starting child, in bytes.
 MAX_ANSWER = 65536
 
@@ -71,7 +71,7 @@ class LocalProcess:
         except OSError as error:
             raise EngineError(f"{name}: cannot run {command[0]!r}: {error}") from error
         died = anyio.Event()
-        last_output: deque[str] = deque(maxlen=KEPT_LINES)
+        last_output = LastOutput()
         patience_s = STARTING_STOP_S
         try:
             async with open_task_group() as tasks:
@@ -94,7 +94,7 @@ class LocalProcess:
         spec: CoreSpec,
         secret: bytes,
         start_timeout_s: float,
-        last_output: deque[str],
+        last_output: LastOutput,
     ) -> int:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -118,26 +118,24 @@ class LocalProcess:
         except TimeoutError:
             reason = f"not ready after engine.start_timeout_s = {start_timeout_s:g} s"
         except (anyio.IncompleteRead, anyio.BrokenResourceError, anyio.ClosedResourceError):
-            code = await process.wait()
-            said = "".join(f"\n    {line}" for line in last_output)
-            reason = f"the engine's process ended with exit code {code} while starting" + (
-                f"; it said last:{said}" if said else ""
-            )
+            reason = last_output.of_exit(await process.wait())
         else:
             if not ready.error:
                 return ready.port
-            reason = ready.error
+            with anyio.move_on_after(_READ_S):
+                await process.wait()
+            reason = last_output.of_error(ready.error)
         raise EngineError(f"{name}: {reason}")
 
 
-async def _forward_errors(name: str, process: Process, last_output: deque[str]) -> None:
+async def _forward_errors(name: str, process: Process, last_output: LastOutput) -> None:
     """Log what the child writes to standard error, and keep its end for error texts."""
     assert process.stderr is not None
     rest = ""
     async for text in TextReceiveStream(process.stderr, errors="replace"):
         *lines, rest = (rest + text).split("\n")
         for line in lines:
-            last_output.append(line)
+            last_output.add(line)
             logger.info("%s: %s", name, line)
 
 

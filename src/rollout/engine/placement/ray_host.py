@@ -13,12 +13,12 @@ import socket
 import subprocess
 import sys
 import threading
-from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from rollout.engine.placement.last_output import LastOutput
 from rollout.engine.placement.local_process import child_command
 from rollout.engine.process.child import ChildReady, ChildSpec
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 #: From telling the engine to leave to killing it.
 STOP_S = 1.0
-#: Lines of standard error kept for error texts.
-KEPT_LINES = 20
+#: Until what it wrote before its error is read.
+_READ_S = 1.0
 
 
 class EngineHost:
@@ -36,7 +36,7 @@ class EngineHost:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._last_output: deque[str] = deque(maxlen=KEPT_LINES)
+        self._last_output = LastOutput()
 
     def start(self, spec: bytes, python: str | None, environment: dict[str, str]) -> bytes:
         """Start the engine and wait for its answer.
@@ -63,19 +63,20 @@ class EngineHost:
             return msgspec.json.encode(ChildReady(error=f"cannot run {command[0]!r}: {error}"))
         assert process.stdin is not None
         assert process.stdout is not None
-        threading.Thread(target=self._keep_last_output, args=(process,), daemon=True).start()
+        reader = threading.Thread(target=self._keep_last_output, args=(process,), daemon=True)
+        reader.start()
         with suppress(BrokenPipeError):
             process.stdin.write(spec + b"\n")
             process.stdin.flush()
         answer = process.stdout.readline()
-        if answer.endswith(b"\n"):
-            return answer
-        code = process.wait()
-        said = "".join(f"\n    {line}" for line in self._last_output)
-        reason = f"the engine's process ended with exit code {code} while starting" + (
-            f"; it said last:{said}" if said else ""
-        )
-        return msgspec.json.encode(ChildReady(error=reason))
+        if not answer.endswith(b"\n"):
+            reason = self._last_output.of_exit(process.wait())
+            return msgspec.json.encode(ChildReady(error=reason))
+        ready = msgspec.json.decode(answer, type=ChildReady)
+        if ready.error:
+            reader.join(_READ_S)
+            ready.error = self._last_output.of_error(ready.error)
+        return msgspec.json.encode(ready)
 
     def free_port(self) -> int:
         """One of this machine's, for the engine to listen on."""
@@ -88,7 +89,7 @@ class EngineHost:
         assert process.stderr is not None
         for line in process.stderr:
             text = line.decode(errors="replace").rstrip("\n")
-            self._last_output.append(text)
+            self._last_output.add(text)
             print(text, file=sys.stderr, flush=True)  # into Ray's log of this actor
 
     def pid(self) -> int:

@@ -31,6 +31,7 @@ OPTIONAL = frozenset(
         "disable_priority_preemption",
         "sleep_on_idle",
         "disable_cuda_graph",
+        "disable_prefill_cuda_graph",
         "enable_precise_embedding_interpolation",
     }
 )
@@ -134,6 +135,10 @@ def engine_arguments(
         )
     if options.is_cpu:
         arguments.update(CPU_ARGUMENTS)
+    elif options.has_memory_saver:
+        # Those that it captures of prefills, as it does unless told otherwise, cannot be released:
+        # it does not start. Those of decoding can.
+        arguments["disable_prefill_cuda_graph"] = True
     arguments.update(options.server_args)
     return _supported(arguments, options.server_args, known)
 

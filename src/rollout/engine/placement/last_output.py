@@ -1,0 +1,48 @@
+"""What an engine's process wrote last, for the error that says why it did not start."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+
+#: Lines that are kept; of these as many are shown of a process that said nothing else.
+_KEPT, _SHOWN = 200, 20
+#: Exceptions that are shown of processes behind the engine's, and characters of each.
+_CAUSES, _WIDTH = 3, 300
+#: The last line of a traceback, perhaps after the time of a log.
+_EXCEPTION = re.compile(r"(?:\[[^\]]*\] *)?((?:\w+\.)*\w*(?:Error|Exception|Exit): .*)")
+
+
+class LastOutput:
+    """The last lines of standard error."""
+
+    def __init__(self) -> None:
+        self._lines: deque[str] = deque(maxlen=_KEPT)
+        self.add = self._lines.append
+
+    def of_exit(self, code: int) -> str:
+        """Why a process ended that was to start an engine."""
+        shown = [*self._lines][-_SHOWN:]
+        said = f"; it said last:{_listed(shown)}" if shown else ""
+        return f"the engine's process ended with exit code {code} while starting{said}"
+
+    def of_error(self, error: str) -> str:
+        """An engine's own error, and exceptions before it: a process of the engine's may know more.
+
+        Args:
+            error: What the engine said.
+        """
+        found: dict[str, None] = {}
+        for line in self._lines:
+            match = _EXCEPTION.match(line)
+            if match is not None:
+                text = match[1]
+                _, _, message = text.partition(": ")
+                if message not in error and error not in text:
+                    found[text[:_WIDTH]] = None
+        causes = [*found][-_CAUSES:]
+        return f"{error}; before that was said:{_listed(causes)}" if causes else error
+
+
+def _listed(lines: list[str]) -> str:
+    return "".join(f"\n    {line}" for line in lines)
