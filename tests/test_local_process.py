@@ -17,6 +17,7 @@ from rollout.engine.core import SamplingParams
 from rollout.engine.driver.generation import Generation
 from rollout.engine.driver.pool import EnginePool, open_pool
 from rollout.engine.driver.recovery import RecoveryPolicy
+from rollout.engine.placement.last_output import LastOutput
 from rollout.engine.placement.local_process import LocalProcess
 from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.routing import Router
@@ -92,6 +93,26 @@ async def test_open_worker_of_a_core_fails_error_carries_its_exception_too() -> 
         "engine-0: RuntimeError: the worker died; before that was said:\n"
         "    ValueError: no kernel for this GPU"
     )
+
+
+@pytest.mark.parametrize(
+    ("line", "is_told"),
+    [
+        ("torch.cuda.OutOfMemoryError: CUDA out of memory", True),
+        ("[2026-11-26 14:23:56] ValueError: no kernel", True),
+        ("AssertionError", True),
+        ("IndexError: 0", True),
+        ("RuntimeError: Rank 0 died", False),
+        ("rollout.errors.EngineError: it did not start: RuntimeError: Rank 0 died", False),
+        ("INFO: no Error: here", False),
+    ],
+)
+def test_last_output_tells_exceptions_that_the_error_does_not(line: str, *, is_told: bool) -> None:
+    output = LastOutput()
+    output.add("Traceback (most recent call last):")
+    output.add(line)
+    error = "it did not start: RuntimeError: Rank 0 died\nmore"
+    assert (line.rpartition("] ")[2] in output.of_error(error).removeprefix(error)) is is_told
 
 
 async def test_open_interpreter_does_not_exist_is_named() -> None:

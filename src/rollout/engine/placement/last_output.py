@@ -9,8 +9,10 @@ from collections import deque
 _KEPT, _SHOWN = 200, 20
 #: Exceptions that are shown of processes behind the engine's, and characters of each.
 _CAUSES, _WIDTH = 3, 300
-#: The last line of a traceback, perhaps after the time of a log.
-_EXCEPTION = re.compile(r"(?:\[[^\]]*\] *)?((?:\w+\.)*\w*(?:Error|Exception|Exit): .*)")
+#: The last line of a traceback, perhaps after the time of a log: a type, and mostly a message.
+_EXCEPTION = re.compile(
+    r"(?:\[[^\]]*\] *)?((?:\w+\.)*(\w*(?:Error|Exception|Exit|Expired|Interrupt)(?:: .*)?))"
+)
 
 
 class LastOutput:
@@ -33,13 +35,11 @@ class LastOutput:
             error: What the engine said.
         """
         found: dict[str, None] = {}
-        for line in self._lines:
-            match = _EXCEPTION.match(line)
-            if match is not None:
-                text = match[1]
-                _, _, message = text.partition(": ")
-                if message not in error and error not in text:
-                    found[text[:_WIDTH]] = None
+        known = error.split("\n")[0]
+        for line in [*self._lines]:  # another thread may add more meanwhile
+            match = _EXCEPTION.fullmatch(line)
+            if match is not None and match[2] not in error and not match[1].endswith(known):
+                found[match[1][:_WIDTH]] = None
         causes = [*found][-_CAUSES:]
         return f"{error}; before that was said:{_listed(causes)}" if causes else error
 

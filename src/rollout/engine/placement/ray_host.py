@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 #: From telling the engine to leave to killing it.
 STOP_S = 1.0
-#: Until what it wrote before its error is read.
+#: Until what it wrote before that is read.
 _READ_S = 1.0
 
 
@@ -70,7 +70,9 @@ class EngineHost:
             process.stdin.flush()
         answer = process.stdout.readline()
         if not answer.endswith(b"\n"):
-            reason = self._last_output.of_exit(process.wait())
+            code = process.wait()
+            reader.join(_READ_S)
+            reason = self._last_output.of_exit(code)
             return msgspec.json.encode(ChildReady(error=reason))
         ready = msgspec.json.decode(answer, type=ChildReady)
         if ready.error:
