@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -11,7 +12,8 @@ from hypothesis import given
 
 from rollout.engine.driver.generation import Generation
 from rollout.scheduling.journal.entries import GivenAnswers, Key, TurnEntry
-from rollout.scheduling.journal.told_rows import Rows, ToldRow
+from rollout.scheduling.journal.told_rows import Rows
+from rollout.scheduling.journal.trajectory_log import TrajectoryLog
 from rollout.token_prefix import TokenPrefix
 
 KEY = Key(0, "uid", 0)
@@ -31,27 +33,25 @@ def generation_of(ids: list[int]) -> Generation:
 
 
 class Telling:
-    """Tells turns of rows that grow side by side, as a trajectory's log does."""
+    """Tells turns of rows that grow side by side, through a trajectory's log."""
 
     def __init__(self) -> None:
-        self.rows: list[ToldRow] = []
         self.read = Rows()
+        self.admitted = 1 << 30
+        self._entries: list[TurnEntry] = []
+        journal: Any = SimpleNamespace(writer=self)
+        self._log = TrajectoryLog(journal, KEY, None)
+        self.row_of = self._log._row_of
 
-    def row_of(self, prefix: TokenPrefix) -> ToldRow:
-        found = [row for row in self.rows if row.prefix is prefix]
-        if not found:
-            found = [ToldRow(prefix, len(self.rows))]
-            self.rows += found
-        return found[0]
+    def put(self, entry: TurnEntry) -> int:
+        """As the journal's writer."""
+        self._entries.append(entry)
+        return len(self._entries)
 
     def tell(self, prefix: TokenPrefix, generation: Generation) -> TurnEntry:
-        row = self.row_of(prefix)
-        ids, log_probs = generation.packed()
-        kept, context = row.tell(ids)
-        place = prefix.length, 0, 7
-        number = row.number
-        values: list[Any] = [KEY, 0, "s", 0, place, number, kept, context, ids, log_probs]
-        entry = TurnEntry(*values, [[0, len(ids) // 4]], "stop", 0, 0, 0.0)
+        assert not self._log.note_turn(prefix, 7, "s", 0, generation, 0.0)
+        entry = self._entries[-1]
+        assert entry.place == (prefix.length, 0, 7)
         entry.answers = GivenAnswers(b"calls", [], 0.0, (), {})
         self.read.add(entry)
         return entry
