@@ -48,27 +48,27 @@ def cost(n: int, rounds: int, place: Path) -> dict[str, Any]:
     found: dict[str, list[dict[str, Any]]] = {"off": [], "on": []}
     ratios: list[float] = []
     pairs = max(1, rounds // ROUNDS)
+    bench = Bench(directory=str(WORKLOAD), sizes=Sizes(rounds=-(-rounds // pairs)), has_verl=False)
     for number in range(pairs):
         os.environ["PYTHONHASHSEED"] = str(number)  # else they differ in more than the journal
-        sizes = Sizes(rounds=-(-rounds // pairs))
-        bench = Bench(directory=str(WORKLOAD), sizes=sizes, has_verl=False)
         try:
             journal = str(place / f"journal-{number}")
             sides = {"off": bench.ours(n), "on": bench.ours(n, journal=journal)}
             acts = {name: partial(side.ask, scope="generate") for name, side in sides.items()}
-            both = alternate(acts, sizes.rounds)
-            bench.check_tokens("cost", [each for side in both.values() for each in side])
+            both = alternate(acts, bench.sizes.rounds)
         finally:
             bench.close()
+            del os.environ["PYTHONHASHSEED"]
         ratios += ratios_between(both["on"], both["off"], "cpu_ms")
         for name, figures in both.items():
             found[name] += figures
+    bench.check_tokens("cost", [each for side in found.values() for each in side])
     return {
         "cpu_ratio": round(statistics.median(ratios), 4),
         "half_interval": round(ratio_and_half(ratios)[1], 4),
         "cpu_us_off": round(1e3 * median(found["off"], "cpu_ms"), 1),
         "cpu_us_on": round(1e3 * median(found["on"], "cpu_ms"), 1),
-        "equal_tokens": len({each["digest"] for side in found.values() for each in side}) == 1,
+        **bench.figures,
     }
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections import deque
 
+#: How long what was written before an answer is waited for.
+READ_S = 1.0
 #: Lines that are kept; of these as many are shown of a process that said nothing else.
 _KEPT, _SHOWN = 200, 20
-#: Exceptions that are shown of processes behind the engine's, and characters of each.
+#: Exceptions that are shown beside an engine's own error, and characters of each.
 _CAUSES, _WIDTH = 3, 300
 #: The last line of a traceback, perhaps after the time of a log: a type, and mostly a message.
 _EXCEPTION = re.compile(

@@ -16,7 +16,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from anyio.streams.text import TextReceiveStream
 
 from rollout.engine.guardian import name_of
-from rollout.engine.placement.last_output import LastOutput
+from rollout.engine.placement.last_output import READ_S, LastOutput
 from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
 from rollout.engine.process.child import ChildReady, ChildSpec
 from rollout.engine.wire.tls import encrypted
@@ -34,8 +34,6 @@ logger = logging.getLogger("rollout.engine")
 STOP_S = 1.0
 #: The same where it has not answered yet, and there is nothing to close.
 STARTING_STOP_S = 0.5
-#: Until what it wrote before its error is read.
-_READ_S = 1.0
 #: Longest answer of a starting child, in bytes.
 MAX_ANSWER = 65536
 
@@ -122,7 +120,7 @@ class LocalProcess:
         else:
             if not ready.error:
                 return ready.port
-            with anyio.move_on_after(_READ_S):
+            with anyio.move_on_after(READ_S):
                 await process.wait()
             reason = last_output.of_error(ready.error)
         raise EngineError(f"{name}: {reason}")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from rollout.engine.placement.last_output import LastOutput
+from rollout.engine.placement.last_output import READ_S, LastOutput
 from rollout.engine.placement.local_process import child_command
 from rollout.engine.process.child import ChildReady, ChildSpec
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 #: From telling the engine to leave to killing it.
 STOP_S = 1.0
-#: Until what it wrote before that is read.
-_READ_S = 1.0
 
 
 class EngineHost:
@@ -71,12 +69,12 @@ class EngineHost:
         answer = process.stdout.readline()
         if not answer.endswith(b"\n"):
             code = process.wait()
-            reader.join(_READ_S)
+            reader.join(READ_S)
             reason = self._last_output.of_exit(code)
             return msgspec.json.encode(ChildReady(error=reason))
         ready = msgspec.json.decode(answer, type=ChildReady)
         if ready.error:
-            reader.join(_READ_S)
+            reader.join(READ_S)
             ready.error = self._last_output.of_error(ready.error)
         return msgspec.json.encode(ready)
 

@@ -29,11 +29,11 @@ logger = logging.getLogger("rollout.journal")
 
 #: How long records are gathered where nobody waits for them.
 GATHER_S = 0.1
-#: After which part of that a busy loop has them written, and how long it waits for that; see
-#: `JournalWriter._hand_over`.
-_EARLY, _HAND_OVER_S = 0.75, 0.001
 #: The same where a caller waits for a trajectory, and where a program waits for an answer.
 _HURRY_S, SOON_S = 0.03, 0.002
+#: After which part of such a time a busy loop has them written, and how long it waits for that; see
+#: `JournalWriter._hand_over`.
+_EARLY, _HAND_OVER_S = 0.75, 0.001
 #: Between two attempts to write where the last one failed.
 RETRY_S = 1.0
 #: Records that wait to be written before trajectories wait for them.

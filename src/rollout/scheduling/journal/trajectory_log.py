@@ -150,7 +150,7 @@ class TrajectoryLog:
             self._start += 1
             return
         self._begun = True
-        if recorded.turns or recorded.answers:
+        if recorded.is_begun:
             self._journal.counts.continued += 1
             self._recall(recorded)
 
