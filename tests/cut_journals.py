@@ -28,5 +28,5 @@ def cut_before_end(path: Path) -> None:
                     ]
                     frame = FrameBuffer()
                     frame.fill(before)
-                    path.write_bytes(data[: each.start] + frame.bytes)
+                    path.write_bytes(data[: each.start] + frame.head + frame.payload)
                     return

@@ -238,7 +238,7 @@ def test_resume_cuts_a_torn_tail_at_every_byte_with_a_message(
 def test_resume_of_what_is_no_journal_of_this_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     path.write_bytes(b"rollout journal 9\n")
-    with pytest.raises(ConfigError, match="a journal of format 9; this version reads format 4"):
+    with pytest.raises(ConfigError, match="a journal of format 9; this version reads format 5"):
         run(config_of(path), prompts("quick"), resume=True)
     path.write_bytes(b"something else")
     with pytest.raises(ConfigError, match="is no journal"):

@@ -74,7 +74,7 @@ def old(path: Path) -> Path:
             fields = msgspec.msgpack.decode(record)
             records.append(fields[:PROMPT_FIELDS] if fields[0] == PROMPT_TAG else fields)
         made.fill(records)
-        written.append(bytes(made.bytes))
+        written.append(made.head + made.payload)
     copy.write_bytes(b"".join(written))
     return copy
 

@@ -266,7 +266,7 @@ def test_tokens_of_a_beginning_that_another_one_replaced_do_not_count() -> None:
 
     def turn(start: int, version: int) -> None:
         entry = TurnEntry(
-            *(key, start, "0/p0/0", 0, (0, 0, 0), 0, -1, [], b"", b""),
+            *(key, start, "0/p0/0", 0, 0, 0, -1, [], b"", b""),
             [[version, 1]],
             "stop",
             0,

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import zlib
 from array import array
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis.strategies as st
+import trio
 from hypothesis import given
 
 from rollout.engine.driver.generation import Generation
-from rollout.scheduling.journal.entries import GivenAnswers, Key, TurnEntry
+from rollout.scheduling.journal.entries import AnswersEntry, GivenAnswers, Key, TurnEntry, decode
+from rollout.scheduling.journal.frames import Frame, FrameBuffer, frames, records_of
+from rollout.scheduling.journal.journal_writer import JournalWriter
 from rollout.scheduling.journal.told_rows import Rows
 from rollout.scheduling.journal.trajectory_log import TrajectoryLog
 from rollout.token_prefix import TokenPrefix
+from rollout.tools import ToolResult
+from rollout.types import ToolCall
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    import pytest
 
 KEY = Key(0, "uid", 0)
 TEXT = st.lists(st.integers(0, 1 << 20), max_size=4)
@@ -51,7 +64,7 @@ class Telling:
     def tell(self, prefix: TokenPrefix, generation: Generation) -> TurnEntry:
         assert not self._log.note_turn(prefix, 7, "s", 0, generation, 0.0)
         entry = self._entries[-1]
-        assert entry.place == (prefix.length, 0, 7)
+        assert entry.seed == 7
         entry.answers = GivenAnswers(b"calls", [], 0.0, (), {})
         self.read.add(entry)
         return entry
@@ -87,3 +100,103 @@ def test_rows_told_by_turns_are_those_that_there_were(turns: list[Any], is_lost:
             pieces, found = telling.read.row(row.number, kept)
             assert b"".join([*pieces, *prefix.pieces[told:]]) == prefix.packed()
             assert row.is_cut or found == own
+
+
+class Noting:
+    """A trajectory that is noted in a file; its thread writes when it is told to."""
+
+    def __init__(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        options: dict[str, Any] = {"syncs": False, "gather_s": 3600.0, "allowance": 1000}
+        self.writer = JournalWriter(path, descriptor, 0, **options)
+        journal: Any = SimpleNamespace(writer=self.writer)
+        self._log = TrajectoryLog(journal, KEY, None)
+        self._prefix = TokenPrefix()
+        self._prefix.extend(packed([1, 2]))
+
+    def turn(self) -> None:
+        generation = generation_of([3, 4])
+        assert not self._log.note_turn(self._prefix, 7, "s", 0, generation, 0.5)
+        self._prefix.extend(generation.packed()[0])
+
+    def answers(self) -> None:
+        asked = self._log.asked(self._prefix, [ToolCall(name="add", arguments={"a": 1})])
+        assert asked is not None
+        assert not self._log.note_answers(asked, "s", 1, [ToolResult("6")], 0.25, None)
+
+    def have_written(self) -> None:
+        self.writer._signals.put(0.0)
+
+
+def noted(path: Path, note: Callable[[Noting], None]) -> list[Any]:
+    """The records of a file in which this is noted."""
+
+    async def write() -> None:
+        noting = Noting(path)
+        note(noting)
+        await noting.writer.close(20.0)
+
+    trio.run(write)
+    found = [each for each in frames(memoryview(path.read_bytes())) if isinstance(each, Frame)]
+    return [decode(record) for frame in found for _, record in records_of(frame)]
+
+
+def test_answers_right_after_a_turn_are_part_of_its_record(tmp_path: Path) -> None:
+    def note(noting: Noting) -> None:
+        noting.turn()
+        noting.answers()
+
+    (turn,) = noted(tmp_path / "journal", note)
+    assert isinstance(turn, TurnEntry)
+    assert turn.answers is not None
+    assert (turn.answers.results, turn.answers.seconds) == (["6"], 0.25)
+
+
+def test_answers_to_a_turn_that_the_thread_encodes_meanwhile_have_a_record_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_encoding, may_encode, fill = threading.Event(), threading.Event(), FrameBuffer.fill
+
+    def slow_fill(frame: FrameBuffer, records: Any, **options: Any) -> None:
+        is_encoding.set()
+        may_encode.wait()
+        fill(frame, records, **options)
+
+    monkeypatch.setattr(FrameBuffer, "fill", slow_fill)
+
+    def note(noting: Noting) -> None:
+        noting.turn()
+        noting.have_written()
+        is_encoding.wait()
+        noting.answers()
+        may_encode.set()
+
+    turn, answers = noted(tmp_path / "journal", note)
+    assert turn.answers is None
+    assert isinstance(answers, AnswersEntry)
+    assert (answers.results, answers.place[0]) == (["6"], 4)
+
+
+def test_thread_encodes_no_record_while_answers_become_part_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_encoding, fill = threading.Event(), FrameBuffer.fill
+
+    def told_fill(frame: FrameBuffer, records: Any, **options: Any) -> None:
+        is_encoding.set()
+        fill(frame, records, **options)
+
+    monkeypatch.setattr(FrameBuffer, "fill", told_fill)
+
+    def note(noting: Noting) -> None:
+        noting.turn()
+        noting.writer.is_amending = True  # as in the middle of `note_answers`
+        noting.have_written()
+        while not noting.writer.sealed:
+            pass
+        assert not is_encoding.wait(0.05)
+        noting.writer.is_amending = False
+        is_encoding.wait()
+
+    (turn,) = noted(tmp_path / "journal", note)
+    assert isinstance(turn, TurnEntry)

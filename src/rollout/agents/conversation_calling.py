@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from rollout.agents.conversation_listening import ListeningConversation
 from rollout.agents.turn import answer
 from rollout.limits import fail_at_deadline
-from rollout.tools.answers import Answers
 from rollout.tools.call_events import CallEvents
 from rollout.tools.results import show_something
 
@@ -90,10 +89,9 @@ class CallingConversation(ListeningConversation):
         if show_something(results):
             results = await self._seen(calls, results)
         if log is not None and asked is not None:
-            answers = Answers(results, tools.seconds - before)
-            if tools.kit.has_states:
-                answers.stateful, answers.snapshots = await tools.states_after(calls)
-            if log.note_answers(asked, self._session_id, self.assistant_turns, answers):
+            states = await tools.states_after(calls) if tools.kit.has_states else None
+            session, turns, took_s = self._session_id, self.assistant_turns, tools.seconds - before
+            if log.note_answers(asked, session, turns, results, took_s, states):
                 await log.room()
         return results
 

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rollout.engine.driver.generation import Generation
-    from rollout.tools.answers import Answers
+    from rollout.tools import ToolResult
+    from rollout.tools.answers import Answers, States
     from rollout.types import InvalidToolCall, ToolCall
 
 #: What was asked for: where in a conversation, and what.
@@ -69,5 +70,13 @@ class TurnLog(Protocol):
     async def recall_answers(self, asked: AskedCalls, segment: str) -> Answers | None:
         """What was answered then; None where nothing is known."""
 
-    def note_answers(self, asked: AskedCalls, segment: str, turn: int, answers: Answers) -> bool:
+    def note_answers(
+        self,
+        asked: AskedCalls,
+        segment: str,
+        turn: int,
+        results: Sequence[ToolResult],
+        seconds: float,
+        states: States | None,
+    ) -> bool:
         """Calls have been answered; whether the trajectory is to wait for `room`."""

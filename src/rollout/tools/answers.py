@@ -12,6 +12,9 @@ from rollout.tools.results import ToolResult
 
 _NO_SNAPSHOTS: Mapping[str, Any] = MappingProxyType({})
 
+#: Of tools that were called: those with a state that nobody holds, and the states of others.
+States = tuple[Sequence[str], Mapping[str, Any]]
+
 
 class Answers(msgspec.Struct, gc=False):
     """Results, and what there is of the tools' states after them.

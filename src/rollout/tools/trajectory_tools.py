@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from rollout.limits import Deadline
-    from rollout.tools.answers import Answers
+    from rollout.tools.answers import Answers, States
     from rollout.tools.results import ToolResult
 
 
@@ -67,9 +67,7 @@ class TrajectoryTools(RunningCalls):
         if name in self._counts:
             self._counts = with_error(self._counts, name)
 
-    async def states_after(
-        self, calls: Sequence[ToolCall | InvalidToolCall]
-    ) -> tuple[list[str], dict[str, Any]]:
+    async def states_after(self, calls: Sequence[ToolCall | InvalidToolCall]) -> States:
         """Of the tools called: those with a state that nobody can hold, and the states of others.
 
         While other calls are under way no state is one that a trajectory could continue from.

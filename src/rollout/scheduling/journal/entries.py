@@ -32,6 +32,8 @@ class Key(msgspec.Struct, frozen=True, array_like=True, gc=False):
 #: conversation before it, CRC-32 of their ids, and CRC-32 of how the turn is sampled (its seed
 #: included) or of the calls of tools.
 Place = tuple[int, int, int]
+#: Of records in the file.
+_NOWHERE: Place = (0, 0, 0)
 
 
 #: The step of what no call gave to its caller, and none will; and of a group that was left, and
@@ -97,7 +99,7 @@ class GivenAnswers(msgspec.Struct, array_like=True, gc=False):
     seconds: float
     stateful: Sequence[str]
     snapshots: dict[str, Any]
-    place: Place = (0, 0, 0)
+    place: Place = _NOWHERE
 
 
 class TurnEntry(msgspec.Struct, array_like=True, tag=2, gc=False):
@@ -107,7 +109,7 @@ class TurnEntry(msgspec.Struct, array_like=True, tag=2, gc=False):
         start: How often its trajectory had begun from its start before.
         segment: The session of its segment.
         turn: Its number in the conversation, from 0.
-        place: In the file without its CRC-32; see `Rows.add`.
+        seed: It was sampled with.
         row: The number of its row, whose turns before it follow each other in the file.
         kept: How many ids of the turn before stayed; -1: all.
         context: Ids of the row since that turn, in the pieces in which they came.
@@ -117,13 +119,14 @@ class TurnEntry(msgspec.Struct, array_like=True, tag=2, gc=False):
         top, experts: Most likely ids and their log-probs with their number; routed experts with
             their shape and the first token that they are of. None where nobody asked.
         answers: To its calls; None where there are none, or a record of their own has them.
+        place: What was asked, once it is read; see `Rows.add`.
     """
 
     key: Key
     start: int
     segment: str
     turn: int
-    place: Place
+    seed: int
     row: int
     kept: int
     context: list[bytes]
@@ -137,6 +140,7 @@ class TurnEntry(msgspec.Struct, array_like=True, tag=2, gc=False):
     top: tuple[int, bytes, bytes] | None = None
     experts: tuple[int, int, int, bytes] | None = None
     answers: GivenAnswers | None = None
+    place: Place = _NOWHERE
 
 
 class AnswersEntry(msgspec.Struct, array_like=True, tag=3):

@@ -1,4 +1,4 @@
-"""Frames of a journal: ``mark | u32 length | u32 CRC-32 | payload``, little-endian.
+"""Frames of a journal: ``mark | u32 length | u64 XXH3 | payload``, little-endian.
 
 The payload is a msgpack array of records: those that are encoded together share a frame, because
 each costs the driver as much as several records.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 import struct
-import zlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
+from xxhash import xxh3_64_intdigest
 
 from rollout.errors import JournalError
 from rollout.scheduling.journal.plain_data import encoder
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 #: What a journal begins with; the number is the version of its format.
-MAGIC = b"rollout journal 4\n"
+MAGIC = b"rollout journal 5\n"
 MAGIC_OF_ANY = b"rollout journal "
 #: What each frame begins with: in other bytes it stands in one place in billions.
 MARK = b"\xfarj\xf4"
-_HEAD = struct.Struct("<4sII")
+_HEAD = struct.Struct("<4sIQ")
 _MARK = re.compile(re.escape(MARK))
 _encode_into, _encode = encoder.encode_into, encoder.encode
 _raw_records = msgspec.msgpack.Decoder(list[msgspec.Raw])
@@ -66,15 +66,15 @@ class FrameBuffer:
     three times the encoding.
 
     Attributes:
-        bytes: It as it stands in the file.
+        head, payload: Its bytes, as they follow each other in the file.
         count: Of its records.
         is_whole: Whether they are not divided.
     """
 
-    __slots__ = ("bytes", "count", "is_whole")
+    __slots__ = ("count", "head", "is_whole", "payload")
 
     def __init__(self) -> None:
-        self.bytes = bytearray()
+        self.head, self.payload = b"", bytearray()
         self.count, self.is_whole = 0, False
 
     def fill(self, records: Sequence[Any], *, is_whole: bool = False) -> None:
@@ -87,15 +87,17 @@ class FrameBuffer:
         Raises:
             TypeError, ValueError, OverflowError: One cannot be encoded.
         """
-        begin = _HEAD.size
-        _encode_into(records, self.bytes, begin)
-        payload = memoryview(self.bytes)[begin:]
-        _HEAD.pack_into(self.bytes, 0, MARK, len(payload), zlib.crc32(payload))
+        payload = self.payload
+        _encode_into(records, payload)  # with an offset, it would give up its memory first
+        self.head = _HEAD.pack(MARK, len(payload), xxh3_64_intdigest(payload))
         self.count, self.is_whole = len(records), is_whole
+
+    def __len__(self) -> int:
+        return len(self.head) + len(self.payload)
 
     def divided(self) -> list[FrameBuffer]:
         """Its records, each in a frame of its own, or itself where they are kept together."""
-        records = _raw_records.decode(memoryview(self.bytes)[_HEAD.size :])
+        records = _raw_records.decode(self.payload)
         if self.is_whole or len(records) < 2:
             return [self]
         made = [FrameBuffer() for _ in records]
@@ -176,4 +178,4 @@ def _payload(data: memoryview, start: int) -> memoryview | None:
     if mark != MARK or not 0 < length <= MAX_PAYLOAD or begin + length > len(data):
         return None
     payload = data[begin : begin + length]
-    return payload if zlib.crc32(payload) == checksum else None
+    return payload if xxh3_64_intdigest(payload) == checksum else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -80,27 +79,38 @@ def plain_states(states: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _RESULT_FIELDS = ("text", "data", "reward", "metrics", "is_error", "end_trajectory", "extra")
-#: Of a result of which text is all, these are empty, and the other two are None.
-_more_of = attrgetter("metrics", "extra", "is_error", "end_trajectory", "images", "videos")
 _TO_PLAIN = {"metrics": plain_items, "extra": plain_items}
 
 
-def fields_of(results: Sequence[ToolResult]) -> list[str | list[Any]]:
-    """Results as a record holds them: of most their text is all.
+def fields_of(results: Sequence[ToolResult]) -> tuple[list[str | list[Any]], bool]:
+    """Results as a record holds them, and whether text is all of each, as a rule.
 
     Raises:
         JournalError: One holds what is no plain data.
     """
     fields: list[str | list[Any]] = []
+    are_texts = True
     for each in results:
-        if each.data is None and each.reward is None and not any(_more_of(each)):
+        if (
+            each.data is None
+            and each.reward is None
+            and not (
+                each.metrics
+                or each.extra
+                or each.is_error
+                or each.end_trajectory
+                or each.images
+                or each.videos
+            )
+        ):
             text = each.text
             if type(text) is not str or not text.isascii():
                 text = str(plain(exact_text(text), f"answers[{len(fields)}].text"))
             fields.append(text)
         else:
             fields.append(_fields(each, len(fields)))
-    return fields
+            are_texts = False
+    return fields, are_texts
 
 
 def _fields(result: ToolResult, at: int) -> list[Any]:

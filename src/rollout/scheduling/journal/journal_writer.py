@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rollout.errors import RolloutError
-    from rollout.scheduling.journal.entries import Entry, GivenAnswers, TurnEntry
+    from rollout.scheduling.journal.entries import Entry
 
 logger = logging.getLogger("rollout.journal")
 
 #: How long records are gathered where nobody waits for them.
-GATHER_S = 0.1
+GATHER_S = 0.2
 #: The same where a caller waits for a trajectory, and where a program waits for an answer.
 _HURRY_S, SOON_S = 0.03, 0.002
 #: After which part of such a time a busy loop has them written, and how long it waits for that; see
 #: `JournalWriter._hand_over`.
-_EARLY, _HAND_OVER_S = 0.75, 0.001
+_EARLY, _HAND_OVER_S = 0.75, 0.002
 #: Between two attempts to write where the last one failed.
 RETRY_S = 1.0
 #: Records that wait to be written before trajectories wait for them.
 MAX_WAITING = 1 << 16
 #: Records after which they are encoded, into a frame.
-_BATCH = 32
+_BATCH = 64
 #: Frames that the system writes at once.
 _AT_ONCE = 1 << 9
 #: Frames whose memory is kept, unless it is of more bytes: that of a film is too much.
@@ -70,6 +70,8 @@ class JournalWriter:
         admitted: The number up to which records are put without waiting.
         size: Bytes in the file.
         failure: Why the last attempt to write failed; None where it did not.
+        sealed: As many records as change no more; others may where `is_amending` is set meanwhile.
+        is_amending: Whether one is being changed, on the loop.
         listeners: Called on the loop when more is written, or cannot be; see `ask`.
     """
 
@@ -87,6 +89,7 @@ class JournalWriter:
         self.put_count = self.written = 0
         self.admitted = allowance
         self.size = size
+        self.sealed, self.is_amending = 0, False
         self.failure: RolloutError | None = None
         self._path, self._descriptor, self._syncs = path, descriptor, syncs
         #: Records that are to be encoded: one by one that costs twice as much. Under the lock, for
@@ -139,20 +142,6 @@ class JournalWriter:
         self._encode_now()
         return number
 
-    def complete(self, turn: TurnEntry, number: int, answers: GivenAnswers) -> bool:
-        """Whether answers have become part of a turn's record, which is not so once it is encoded.
-
-        Args:
-            turn: The record.
-            number: As from `put`.
-            answers: Of its tools.
-        """
-        with self._lock:
-            if number <= self._encoded:
-                return False
-            turn.answers = answers
-        return True
-
     def _attend(self) -> None:
         """See whether a batch is whole, and whether the thread is to do something."""
         if len(self._put) >= _BATCH:
@@ -189,6 +178,9 @@ class JournalWriter:
         """
         count = len(self._put)  # the loop may add more meanwhile
         if count:
+            self.sealed = self._encoded + count
+            while self.is_amending:  # in the thread: for the few steps that the loop takes
+                pass
             frame = self._spare.pop() if self._spare else FrameBuffer()
             frame.fill(self._put[:count], is_whole=is_whole)
             self._full.append(frame)
@@ -316,9 +308,7 @@ class JournalWriter:
             self._write_full()
             self.failure = None
         except Exception as error:  # whatever it is, nobody else would learn of it
-            self.failure = unwritable(
-                self._path, error, sum(len(each.bytes) for each in [*self._full])
-            )
+            self.failure = unwritable(self._path, error, sum(map(len, [*self._full])))
             if failure is None:
                 logger.warning("%s; it is tried again", self.failure)
         if self._has_waiters and (self.written > before or self.failure is not failure):
@@ -338,7 +328,7 @@ class JournalWriter:
         while self._full:
             frames = [*islice(self._full, most)]
             try:
-                self._append([each.bytes for each in frames])
+                self._append([part for each in frames for part in (each.head, each.payload)])
             except OSError:
                 if most > 1:
                     most = 1
@@ -352,17 +342,17 @@ class JournalWriter:
             for each in frames:
                 self._full.popleft()
                 self.written += each.count
-                if len(each.bytes) < _MOST_KEPT:
+                if len(each) < _MOST_KEPT:
                     self._spare.append(each)
             self.admitted = self.written + self.allowance
 
-    def _append(self, frames: Sequence[bytes | bytearray]) -> None:
-        """All of some frames, or nothing of them."""
-        size = sum(map(len, frames))
+    def _append(self, parts: Sequence[bytes | bytearray]) -> None:
+        """All of some parts, or nothing of them."""
+        size = sum(map(len, parts))
         try:
-            done = os.writev(self._descriptor, frames)
+            done = os.writev(self._descriptor, parts)
             while done < size:  # as a rule there is no room, and this says so
-                done += os.write(self._descriptor, b"".join(frames)[done:])
+                done += os.write(self._descriptor, b"".join(parts)[done:])
             if self._syncs:
                 os.fdatasync(self._descriptor)
         except OSError:

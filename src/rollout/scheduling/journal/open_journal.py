@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import attrs
@@ -181,23 +181,22 @@ class OpenJournal:
                 "%s: it is not in the journal, and a resumed trajectory calls the tool again", error
             )
 
-    def schemas_for(self, prompt: Prompt | None) -> Sequence[Mapping[str, Any]]:
-        """Of the tools that a prompt offers."""
-        return self._reader(prompt).schemas
-
     def reader_for(
         self, prompt: Prompt | None
     ) -> Callable[[Sequence[Mapping[str, Any]] | None], TurnReader]:
         """Makes what the messages of a prompt's trajectories are read with."""
-        own = self._reader(prompt)
+        own = self.reader_of(prompt)
         return lambda schemas: own if schemas is None else own._replace(schemas=schemas)
 
-    def _reader(self, prompt: Prompt | None) -> TurnReader:
+    def reader_of(self, prompt: Prompt | None) -> TurnReader:
+        """Reads turns in which the tools that a prompt offers may be called."""
         names = None if prompt is None or prompt.tools is None else tuple(prompt.tools)
         reader = self._readers.get(names)
         if reader is None:
-            services, schemas = self._services, []
-            with suppress(ToolError):  # a prompt that was rejected for its tools
-                schemas = services.tools.schemas(names)
-            reader = self._readers[names] = TurnReader(services.template, services.parser, schemas)
+            services = self._services
+            try:
+                reader = services.reader_of(services.tools.names if names is None else names)
+            except ToolError:  # a prompt that was rejected for its tools
+                reader = TurnReader(services.template, services.parser, [])
+            self._readers[names] = reader
         return reader

@@ -96,7 +96,7 @@ class Rows:
         for piece in turn.context:
             row.extend(piece)
         row.before = row.length, row.digest
-        turn.place = (*row.before, turn.place[2])
+        turn.place = (*row.before, turn.seed)
         row.extend(turn.ids)
         row.log_probs.append(turn.log_probs)
         if turn.answers is not None:

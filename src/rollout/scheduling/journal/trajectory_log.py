@@ -37,14 +37,15 @@ from rollout.tools.results import show_something
 from rollout.types import Outcome, said
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from rollout.agents.turn_log import AskedCalls, Place
     from rollout.chat.trajectory import Trajectory
     from rollout.engine.driver.generation import Generation
     from rollout.scheduling.journal.open_journal import OpenJournal
     from rollout.token_prefix import TokenPrefix
-    from rollout.tools.answers import Answers
+    from rollout.tools import ToolResult
+    from rollout.tools.answers import Answers, States
     from rollout.types import Prompt
 
 logger = logging.getLogger("rollout.journal")
@@ -54,9 +55,8 @@ logger = logging.getLogger("rollout.journal")
 UNFINISHED = frozenset(("closed", "interrupted", "surplus"))
 
 
-#: What most answers are as a record holds them.
-_TEXT = frozenset((str,))
 _NOTHING = Recorded()
+_NONE: tuple[tuple[str, ...], dict[str, Any]] = (), {}
 
 
 class TrajectoryLog:
@@ -213,7 +213,7 @@ class TrajectoryLog:
             self._start,
             segment,
             turn,
-            (prefix.length, 0, seed),
+            seed,
             row.number,
             kept,
             pieces[told:],
@@ -255,23 +255,30 @@ class TrajectoryLog:
         self._count()
         return answers_of(known, self._journal.media.whole)
 
-    def note_answers(self, asked: AskedCalls, segment: str, turn: int, answers: Answers) -> bool:
+    def note_answers(
+        self,
+        asked: AskedCalls,
+        segment: str,
+        turn: int,
+        results: Sequence[ToolResult],
+        seconds: float,
+        states: States | None,
+    ) -> bool:
         """Calls have been answered; whether to wait for `room`.
 
         What holds no plain data is not written, and asked again. As a rule the record of the turn
         is not on its way to the file yet, and these become part of it.
         """
         try:
-            results = fields_of(answers.results)
-            snapshots = plain_states(answers.snapshots) if answers.snapshots else {}
+            fields, are_texts = fields_of(results)
+            stateful, snapshots = _NONE if states is None else (states[0], plain_states(states[1]))
         except JournalError as error:
             self._journal.say_unwritable(error)
             return False
-        seconds, stateful = answers.seconds, answers.stateful
         writer, row, last, self._turn = self._writer, self._row, self._turn, None
-        if not _TEXT.issuperset(map(type, results)) and show_something(answers.results):
+        if not are_texts and show_something(results):
             # Their contents come first.
-            for result in answers.results:
+            for result in results:
                 self._journal.put_media({m.digest: m.content for m in chain(*shown(result))})
         elif (
             last is not None
@@ -279,12 +286,18 @@ class TrajectoryLog:
             and asked.prefix is row.prefix
             and asked.length == row.length  # else the calls came later
         ):
-            given = GivenAnswers(asked.calls, results, seconds, stateful, snapshots)
-            if writer.complete(last, self._latest, given):
-                return self._latest > writer.admitted
+            given = GivenAnswers(asked.calls, fields, seconds, stateful, snapshots)
+            # As with a lock, which costs more: who sees second that the other is at it steps back.
+            writer.is_amending = True
+            try:
+                if self._latest > writer.sealed:
+                    last.answers = given
+                    return self._latest > writer.admitted
+            finally:
+                writer.is_amending = False
         place = place_of_calls(asked)
         entry = AnswersEntry(
-            self.key, self._start, segment, turn, place, results, seconds, stateful, snapshots
+            self.key, self._start, segment, turn, place, fields, seconds, stateful, snapshots
         )
         self._latest = number = writer.put(entry)
         return number > writer.admitted
@@ -311,7 +324,8 @@ class TrajectoryLog:
         self._ticket = self._journal.put(EndEntry(self.key, self._packed(trajectory)))
 
     def _packed(self, trajectory: Trajectory) -> bytes:
-        schemas, unwritable = self._journal.schemas_for(trajectory.prompt), self._journal.unwritable
+        journal = self._journal
+        schemas, unwritable = journal.reader_of(trajectory.prompt).schemas, journal.unwritable
         told, self._rows, self._row = self._rows, {}, None
         try:
             packed, fault = packed_trajectory(trajectory, schemas, unwritable, told)
