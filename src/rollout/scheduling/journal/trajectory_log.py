@@ -287,7 +287,8 @@ class TrajectoryLog:
             and asked.length == row.length  # else the calls came later
         ):
             given = GivenAnswers(asked.calls, fields, seconds, stateful, snapshots)
-            # As with a lock, which costs more: who sees second that the other is at it steps back.
+            # A lock would cost a microsecond. The thread seals first and then looks whether this
+            # amends, and this the other way round: the second of them sees the first.
             writer.is_amending = True
             try:
                 if self._latest > writer.sealed:
