@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,14 @@ def test_frame_that_is_filled_again_has_nothing_of_before() -> None:
     assert [each.count for each in used.divided()] == [1, 1]
     used.fill([[2, "e"], [2, "f"]], is_whole=True)
     assert used.divided() == [used]
+
+
+def test_frame_that_is_filled_again_keeps_its_memory() -> None:
+    frame = FrameBuffer()
+    frame.fill([[2, "a" * 50_000]])
+    held = sys.getsizeof(frame.payload)
+    frame.fill([[2, "b"]])
+    assert sys.getsizeof(frame.payload) == held > len(frame)
 
 
 def test_frame_after_bytes_that_look_like_many_is_found() -> None:

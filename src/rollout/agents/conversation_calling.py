@@ -89,8 +89,9 @@ class CallingConversation(ListeningConversation):
         if show_something(results):
             results = await self._seen(calls, results)
         if log is not None and asked is not None:
+            took_s = tools.seconds - before
             states = await tools.states_after(calls) if tools.kit.has_states else None
-            session, turns, took_s = self._session_id, self.assistant_turns, tools.seconds - before
+            session, turns = self._session_id, self.assistant_turns
             if log.note_answers(asked, session, turns, results, took_s, states):
                 await log.room()
         return results

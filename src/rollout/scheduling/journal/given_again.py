@@ -83,7 +83,7 @@ _TO_PLAIN = {"metrics": plain_items, "extra": plain_items}
 
 
 def fields_of(results: Sequence[ToolResult]) -> tuple[list[str | list[Any]], bool]:
-    """Results as a record holds them, and whether text is all of each, as a rule.
+    """Results as a record holds them, and whether text is all that there is of each, as a rule.
 
     Raises:
         JournalError: One holds what is no plain data.
