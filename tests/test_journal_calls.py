@@ -25,8 +25,9 @@ from rollout import (
 )
 from rollout.agents import AgentContext, register_agent
 from rollout.config import AgentConfig, JournalConfig, SchedulingConfig
+from rollout.scheduling.journal import journal
 from rollout.scheduling.journal.entries import DeliveredEntry
-from rollout.scheduling.journal.journal_writer import GATHER_S
+from rollout.scheduling.journal.journal_writer import GATHER_S, JournalWriter
 from rollout.testing import Scenario, run_virtual, tool_call
 from rollout.types import ToolCall
 from test_journal import entries_of
@@ -283,6 +284,21 @@ def test_collect_has_written_what_it_gave_when_it_returns(tmp_path: Path, backen
         again = config(died, "single_turn", scenario.timing(base_s=0.002), max_in_flight=8)
         async with rollout.open_rollout(again, resume=True) as runtime:
             assert uids(await runtime.collect(loader(), 2, policy=policy, step=0)) == taken
+
+    anyio.run(act, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["trio", "asyncio"])
+def test_call_whose_last_trajectory_has_ended_does_not_gather_more_before_it_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    monkeypatch.setattr(journal, "GATHER_S", 3600.0)
+    monkeypatch.setitem(JournalWriter.until_written.__kwdefaults__, "within_s", 1800.0)
+
+    async def act() -> None:
+        async with rollout.open_rollout(config(tmp_path / "j", "single_turn")) as runtime:
+            with anyio.fail_after(60):
+                await runtime.generate([Prompt(messages=[{"role": "user", "content": "a"}])])
 
     anyio.run(act, backend=backend)
 

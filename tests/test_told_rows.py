@@ -53,7 +53,7 @@ class Telling:
         self.admitted = 1 << 30
         self._entries: list[TurnEntry] = []
         journal: Any = SimpleNamespace(writer=self)
-        self._log = TrajectoryLog(journal, KEY, None)
+        self._log = TrajectoryLog(KEY, journal, journal.writer)
         self.row_of = self._log._row_of
 
     def put(self, entry: TurnEntry) -> int:
@@ -110,7 +110,7 @@ class Noting:
         options: dict[str, Any] = {"syncs": False, "gather_s": 3600.0, "allowance": 1000}
         self.writer = JournalWriter(path, descriptor, 0, **options)
         journal: Any = SimpleNamespace(writer=self.writer)
-        self._log = TrajectoryLog(journal, KEY, None)
+        self._log = TrajectoryLog(KEY, journal, journal.writer)
         self._prefix = TokenPrefix()
         self._prefix.extend(packed([1, 2]))
 

@@ -73,7 +73,7 @@ class CallingConversation(ListeningConversation):
         """What the tools answer, or have answered when the trajectory came here before."""
         state, log, offered = self._state, self._state.log, self._offered
         asked = None if log is None else log.asked(self._log.row.transcript.prefix, calls)
-        if log is not None and asked is not None and log.has_answers:
+        if asked is not None and log is not None and log.has_answers:
             known = await log.recall_answers(asked, self._session_id)
             if known is not None:
                 return state.tools.recall(calls, known, self._turn_deadline, offered)
@@ -88,7 +88,7 @@ class CallingConversation(ListeningConversation):
         state.services.tally.tool_calls += len(calls)
         if show_something(results):
             results = await self._seen(calls, results)
-        if log is not None and asked is not None:
+        if asked is not None and log is not None:
             took_s = tools.seconds - before
             states = await tools.states_after(calls) if tools.kit.has_states else None
             session, turns = self._session_id, self.assistant_turns

@@ -275,7 +275,9 @@ class BatchRun:
             self._keep(member.row, trajectory)
 
     async def _keep_all(self) -> None:
-        """Keep what is left, as far as it can be written."""
+        """Keep what is left, as far as it can be written: nothing more of this call is to come."""
+        if self._unkept and self._journal is not None:
+            self._journal.hurry()
         while self._unkept:
             member, trajectory = self._unkept[0]
             if member.log is None or await self._is_written(member.log):

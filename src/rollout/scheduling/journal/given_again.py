@@ -6,6 +6,7 @@ import zlib
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec.structs import astuple
 
 from rollout.agents.turn_log import AskedCalls
 from rollout.chat.media_records import without_content
@@ -78,6 +79,8 @@ def plain_states(states: Mapping[str, Any]) -> dict[str, Any]:
     return {name: plain(each, f"the snapshot of tool {name!r}") for name, each in states.items()}
 
 
+#: What a result has besides its text, where that is all.
+_BARE = astuple(ToolResult())[1:]
 _RESULT_FIELDS = ("text", "data", "reward", "metrics", "is_error", "end_trajectory", "extra")
 _TO_PLAIN = {"metrics": plain_items, "extra": plain_items}
 
@@ -91,19 +94,8 @@ def fields_of(results: Sequence[ToolResult]) -> tuple[list[str | list[Any]], boo
     fields: list[str | list[Any]] = []
     are_texts = True
     for each in results:
-        if (
-            each.data is None
-            and each.reward is None
-            and not (
-                each.metrics
-                or each.extra
-                or each.is_error
-                or each.end_trajectory
-                or each.images
-                or each.videos
-            )
-        ):
-            text = each.text
+        text = each.text
+        if each.data is None and astuple(each)[1:] == _BARE:
             if type(text) is not str or not text.isascii():
                 text = str(plain(exact_text(text), f"answers[{len(fields)}].text"))
             fields.append(text)

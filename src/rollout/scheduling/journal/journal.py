@@ -33,7 +33,7 @@ from rollout.scheduling.journal.journal_writer import GATHER_S, MAX_WAITING, Jou
 from rollout.scheduling.journal.open_journal import CHECK_S, OpenJournal
 from rollout.scheduling.journal.packed_trajectory import packed_prompt
 from rollout.scheduling.journal.run_identity import check_same, header_of, say_other_tools
-from rollout.scheduling.journal.trajectory_log import TrajectoryLog
+from rollout.scheduling.journal.trajectory_log import NOTHING, TrajectoryLog
 from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
@@ -136,9 +136,10 @@ class Journal(OpenJournal):
         step, validate = identity.step, identity.validate
         before, known = self._calls_before(step, validate), self._contents.prompts
         for member in members:
-            uid, group = member.identity.uid, member.identity.group
+            identity = member.identity
+            uid = identity.uid
             if uid not in entries:
-                where = f"prompts[{group}]"
+                where = f"prompts[{identity.group}]"
                 fields = self._fields(member.named_prompt, where, faults)
                 call = before[uid] if known_call is None else known_call
                 entries[uid] = entry = PromptEntry(step, uid, validate, call, fields)
@@ -151,11 +152,13 @@ class Journal(OpenJournal):
         if known_call is None:
             for uid, entry in entries.items():
                 before[uid] = entry.call + 1
-        recorded = self._contents.trajectories
+        recorded, writer = self._contents.trajectories, self.writer
         for member in members:
-            uid = member.identity.uid
-            key = Key(step, uid, member.identity.member, validate, entries[uid].call)
-            member.log = TrajectoryLog(self, key, recorded.pop(key, None) if recorded else None)
+            identity = member.identity
+            uid = identity.uid
+            key = Key(step, uid, identity.member, validate, entries[uid].call)
+            found = recorded.pop(key, NOTHING) if recorded else NOTHING
+            member.log = TrajectoryLog(key, self, writer, found, found.start)
         return [each for each in entries.values() if not known or _prompt_key(each) not in known]
 
     def _pass_over_others(self, entry: PromptEntry, *, is_pulled: bool) -> None:

@@ -215,6 +215,12 @@ class JournalWriter:
         """Have the listeners called when more is written than is now."""
         self._has_waiters = True  # the thread looks for it after it has written
 
+    def hurry(self, within_s: float = SOON_S) -> None:
+        """Gather for no longer than this before what was put is written."""
+        if within_s < self._within_s:
+            self._within_s = within_s
+            self._signals.put(within_s)
+
     async def until_written(
         self, number: int, look_s: float, *, within_s: float = _HURRY_S
     ) -> None:
@@ -229,9 +235,7 @@ class JournalWriter:
         if self.written >= number:  # the thread looks for waiters after it has written
             return
         if self.failure is None and self._thread is not None:
-            if within_s < self._within_s:
-                self._within_s = within_s
-                self._signals.put(within_s)
+            self.hurry(within_s)
             await changed.wait()
             return
         with anyio.move_on_after(look_s):

@@ -75,6 +75,7 @@ class OpenJournal:
         unwritable: What becomes of values that are no plain data.
         put: Has a record written; gives its number.
         together: What is put in its block is written as a whole, or not at all.
+        hurry: Has what was put written soon.
         ask: Has what `telling` names called when more is written.
         read: A record of before.
         media: Gives images and videos of before their contents.
@@ -98,6 +99,7 @@ class OpenJournal:
         self._said = False
         self._clock = loop_clock()
         self.put, self.ask, self.together = writer.put, writer.ask, writer.together
+        self.hurry = writer.hurry
 
     def put_all(self, entries: Iterable[Entry]) -> None:
         """Have these written."""

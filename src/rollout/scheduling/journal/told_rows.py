@@ -30,7 +30,6 @@ class ToldRow(msgspec.Struct, eq=False):
         turns: That told of it.
         told: Up to which piece it was told then, if all of the last turn stays.
         last: The ids of the last of these turns.
-        length: Of its ids, right after them.
         is_cut: Whether not all tokens of one of these turns stayed.
     """
 
@@ -39,7 +38,6 @@ class ToldRow(msgspec.Struct, eq=False):
     turns: int = 0
     told: int = 0
     last: bytes = b""
-    length: int = 0
     is_cut: bool = False
 
     def untold(self) -> tuple[int, int]:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.lowlevel
+import msgspec
 
+from rollout.agents.turn_log import Place
 from rollout.chat.media_records import contents_of
 from rollout.errors import JournalError
 from rollout.scheduling.journal.entries import (
@@ -30,6 +32,8 @@ from rollout.scheduling.journal.given_again import (
     shown,
 )
 from rollout.scheduling.journal.journal_reading import Recorded, steps_of
+from rollout.scheduling.journal.journal_writer import JournalWriter
+from rollout.scheduling.journal.open_journal import OpenJournal
 from rollout.scheduling.journal.packed_trajectory import packed_trajectory, trajectory_of
 from rollout.scheduling.journal.told_rows import ALL, ToldRow
 from rollout.scheduling.journal.unwritten import drop_messages, fail_unwritten
@@ -39,10 +43,9 @@ from rollout.types import Outcome, said
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rollout.agents.turn_log import AskedCalls, Place
+    from rollout.agents.turn_log import AskedCalls
     from rollout.chat.trajectory import Trajectory
     from rollout.engine.driver.generation import Generation
-    from rollout.scheduling.journal.open_journal import OpenJournal
     from rollout.token_prefix import TokenPrefix
     from rollout.tools import ToolResult
     from rollout.tools.answers import Answers, States
@@ -54,12 +57,12 @@ logger = logging.getLogger("rollout.journal")
 #: ended `rollout run`, or a call had enough groups. A resumption continues them.
 UNFINISHED = frozenset(("closed", "interrupted", "surplus"))
 
-
-_NOTHING = Recorded()
+#: What there is of most trajectories.
+NOTHING = Recorded()
 _NONE: tuple[tuple[str, ...], dict[str, Any]] = (), {}
 
 
-class TrajectoryLog:
+class TrajectoryLog(msgspec.Struct, eq=False):
     """Answers by what was asked: the same question after the same tokens gets the same answer.
 
     A resumed trajectory runs again from the start of its agent; while it asks what it asked before
@@ -71,47 +74,31 @@ class TrajectoryLog:
         key: Which trajectory it is.
         recalled: Answers that were given again.
         has_answers: Whether there were any to give.
-        is_finished: Whether the journal has it whole from before.
     """
 
-    __slots__ = (
-        "_answers",
-        "_begun",
-        "_journal",
-        "_latest",
-        "_next_row",
-        "_recorded",
-        "_row",
-        "_rows",
-        "_start",
-        "_ticket",
-        "_turn",
-        "_turns",
-        "_writer",
-        "has_answers",
-        "is_finished",
-        "key",
-        "recalled",
-    )
+    key: Key
+    _journal: OpenJournal
+    _writer: JournalWriter
+    _recorded: Recorded = NOTHING
+    _start: int = 0
+    recalled: int = 0
+    has_answers: bool = False
+    _begun: bool = False
+    _ticket: int = 0
+    _latest: int = 0
+    #: What was noted last, where answers may still become part of it.
+    _turn: TurnEntry | None = None
+    #: What its turns tell of its rows, by the identity of their ids; the one of the last turn.
+    _rows: dict[int, ToldRow] = {}
+    _row: ToldRow | None = None
+    _next_row: int = 0
+    _turns: dict[Place, deque[TurnEntry]] | None = None
+    _answers: dict[Place, deque[AnswersEntry]] | None = None
 
-    def __init__(self, journal: OpenJournal, key: Key, recorded: Recorded | None) -> None:
-        self.key = key
-        self.recalled = 0
-        self.has_answers = False
-        self._journal, self._writer = journal, journal.writer
-        self._recorded = recorded = recorded or _NOTHING
-        self.is_finished = recorded.end is not None
-        self._start = recorded.start
-        self._ticket = self._latest = 0
-        self._begun = False
-        #: What was noted last, where answers may still become part of it.
-        self._turn: TurnEntry | None = None
-        #: What its turns tell of its rows, by the identity of their ids; the one of the last turn.
-        self._rows: dict[int, ToldRow] = {}
-        self._row: ToldRow | None = None
-        self._next_row = 0
-        self._turns: dict[Place, deque[TurnEntry]] | None = None
-        self._answers: dict[Place, deque[AnswersEntry]] | None = None
+    @property
+    def is_finished(self) -> bool:
+        """Whether the journal has it whole from before."""
+        return self._recorded.end is not None
 
     @property
     def is_taken(self) -> bool:
@@ -206,7 +193,7 @@ class TrajectoryLog:
         if told and (told > len(pieces) or pieces[told - 1] is not row.last):
             told, kept = row.untold()
         row.told, row.last = len(pieces) + (1 if ids else 0), ids
-        row.length, row.turns = prefix.length + len(ids) // 4, row.turns + 1
+        row.turns += 1
         writer = self._writer
         self._turn = entry = TurnEntry(
             self.key,
@@ -275,17 +262,12 @@ class TrajectoryLog:
         except JournalError as error:
             self._journal.say_unwritable(error)
             return False
-        writer, row, last, self._turn = self._writer, self._row, self._turn, None
+        writer, pieces, last, self._turn = self._writer, asked.prefix.pieces, self._turn, None
         if not are_texts and show_something(results):
             # Their contents come first.
             for result in results:
                 self._journal.put_media({m.digest: m.content for m in chain(*shown(result))})
-        elif (
-            last is not None
-            and row is not None
-            and asked.prefix is row.prefix
-            and asked.length == row.length  # else the calls came later
-        ):
+        elif last is not None and pieces and pieces[-1] is last.ids:  # else the calls came later
             given = GivenAnswers(asked.calls, fields, seconds, stateful, snapshots)
             # A lock would cost a microsecond. The thread seals first and then looks whether this
             # amends, and this the other way round: the second of them sees the first.
@@ -293,7 +275,7 @@ class TrajectoryLog:
             try:
                 if self._latest > writer.sealed:
                     last.answers = given
-                    return self._latest > writer.admitted
+                    return False
             finally:
                 writer.is_amending = False
         place = place_of_calls(asked)
