@@ -181,22 +181,25 @@ async def test_stream_groups_left_carries_what_runs() -> None:
         assert "p1" not in uids
 
 
-async def test_carried_agent_in_a_tool_finishes_the_call_and_waits_at_the_next_request() -> None:
-    @function_tool
-    async def nap() -> str:
-        """Sleep."""
-        await anyio.sleep(50.0)
-        return "rested"
+@function_tool
+async def nap() -> str:
+    """Sleep."""
+    await anyio.sleep(50.0)
+    return "rested"
 
-    scenario = (
-        Scenario(seed=1)
-        .reply("slow", tool_call("nap"))
-        .then("Done.")
-        .reply("", filler=200)
-        .timing(base_s=0.01, slope_s=0.0, prefill_tokens_per_s=1e9)
-    )
+
+NAPPING = (
+    Scenario(seed=1)
+    .reply("slow", tool_call("nap"))
+    .then("Done.")
+    .reply("", filler=200)
+    .timing(base_s=0.01, slope_s=0.0, prefill_tokens_per_s=1e9)
+)
+
+
+async def test_carried_agent_in_a_tool_finishes_the_call_and_waits_at_the_next_request() -> None:
     source = Counted({0: "slow"})
-    opened = config(scenario, agent=AgentConfig(name="tool_agent"))
+    opened = config(NAPPING, agent=AgentConfig(name="tool_agent"))
     async with rollout.open_rollout(opened, [nap]) as runtime:
         first = await runtime.collect(source, 1, step=0)
         assert [t.uid for t in first.trajectories] == ["p1"] * 2
@@ -207,6 +210,72 @@ async def test_carried_agent_in_a_tool_finishes_the_call_and_waits_at_the_next_r
         assert trajectory.outcome is Outcome.COMPLETED
         assert trajectory.answer == "Done."
         assert trajectory.metrics["tool_s"] == pytest.approx(50.0)
+
+
+@pytest.mark.parametrize("sleeps_s", [5.0, 30.0, 500.0])
+@pytest.mark.parametrize(
+    ("group_s", "later_s", "outcome", "limit"),
+    [
+        (40.0, None, "completed", None),
+        (60.0, 60.0, "completed", None),
+        (None, 10.0, "deadline", "scheduling.groups.group_s"),
+    ],
+)
+async def test_carried_agent_in_a_tool_is_under_the_deadlines_of_the_later_call(
+    group_s: float | None,
+    later_s: float | None,
+    outcome: str,
+    limit: str | None,
+    sleeps_s: float,
+) -> None:
+    source = Counted({0: "slow"})
+    opened = config(NAPPING, agent=AgentConfig(name="tool_agent"))
+    async with rollout.open_rollout(opened, [nap]) as runtime:
+        policy = GroupPolicy(surplus="carry", oversample=2.0, group_s=group_s)
+        await runtime.collect(source, 1, step=0, policy=policy)
+        await anyio.sleep(sleeps_s)
+        assert runtime.statistics().carried == 2
+        policy = GroupPolicy(oversample=1.0, group_s=later_s)
+        batch = await runtime.collect(source, 1, step=1, policy=policy)
+    found = {(t.uid, str(t.outcome), t.limit_source) for t in batch.trajectories}
+    if sleeps_s > 50.0:  # there is only the last turn to come
+        outcome, limit = "completed", None
+    assert found == {("p0", outcome, limit)}
+
+
+@pytest.mark.parametrize("limit", ["turn_s", "trajectory_s"])
+async def test_carried_agent_in_a_tool_has_its_turn_and_its_time_afresh(limit: str) -> None:
+    """It sleeps from 30 to 80; the later call begins at 40."""
+    scenario = (
+        Scenario(seed=1)
+        .reply("slow", tool_call("nap"), filler=3000)
+        .then("Done.")
+        .reply("", filler=3500)
+        .timing(base_s=0.01, slope_s=0.0, prefill_tokens_per_s=1e9)
+    )
+    opened = config(
+        scenario, 1, agent=AgentConfig(name="tool_agent"), limits=LimitsConfig(**{limit: 75.0})
+    )
+    async with rollout.open_rollout(opened, [nap]) as runtime:
+        await runtime.collect([user("slow", uid="p0"), user("go", uid="p1")], 1, step=0)
+        await anyio.sleep(5.0)
+        assert runtime.statistics().carried == 1
+        assert anyio.current_time() == pytest.approx(40.0, abs=0.5)
+        batch = await runtime.collect([], 1, step=1)
+        assert anyio.current_time() > 75.0
+    assert [str(t.outcome) for t in batch.trajectories] == ["completed"]
+
+
+@pytest.mark.parametrize("limit", ["turn_s", "trajectory_s"])
+async def test_agent_of_a_group_in_a_tool_ends_by_its_limits(limit: str) -> None:
+    # Of equal limits the narrower one is named.
+    limits = LimitsConfig(tool_s=None, **{"turn_s": None, limit: 40.0})
+    opened = config(NAPPING, 1, agent=AgentConfig(name="tool_agent"), limits=limits)
+    async with rollout.open_rollout(opened, [nap]) as runtime:
+        batch = await runtime.collect([user("slow", uid="p0")], 1)
+        assert anyio.current_time() == pytest.approx(40.0, abs=1.0)
+    (trajectory,) = batch.trajectories
+    assert (str(trajectory.outcome), trajectory.limit_source) == ("deadline", f"limits.{limit}")
 
 
 async def test_carried_trajectory_of_a_dead_engine_continues_elsewhere() -> None:

@@ -8,16 +8,16 @@ stand still; they are made afresh when it continues.
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 import anyio
 
-from rollout.limits import Deadline
+from rollout.limits import Deadline, PausableDeadline
+from rollout.supervised import Duty
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from rollout.limits import PausableDeadline
+    from collections.abc import Callable, Iterator
 
 #: What governs a trajectory whose time does not count.
 NEVER = Deadline(math.inf, "limits.batch_s", math.inf)
@@ -75,7 +75,10 @@ class Hold:
         self._deadline: PausableDeadline | None = None
         self._has_open_tools: Callable[[], bool] = bool
         self._opened = self._changed = anyio.Event()
-        self._closed_at = 0.0
+        self._closed_at = self._opened_at = 0.0
+        #: Of turns that began before it was opened last; and what answers turns just now.
+        self._turn = NEVER
+        self._answering: dict[PausableDeadline, Duty] = {}
 
     def govern(self, deadline: PausableDeadline, has_open_tools: Callable[[], bool]) -> None:
         """This is the trajectory's deadline from now on; and this says whether its tools are open.
@@ -113,14 +116,50 @@ class Hold:
     def open(self, deadline: Deadline) -> None:
         """Let it continue; `deadline` is the trajectory's."""
         self.is_closed = False
-        self.seconds += anyio.current_time() - self._closed_at
+        self._opened_at = now = anyio.current_time()
+        self.seconds += now - self._closed_at
         if self._deadline is not None:
             self._deadline.renew(deadline, NEVER)
-        turn = Deadline.after(self._limits.turn_s, "limits.turn_s", deadline)
-        own = Deadline.after(self._limits.generation_s, "limits.generation_s", turn)
+        self._turn = turn = Deadline.after(self._limits.turn_s, "limits.turn_s", now=now)
+        outer = turn.within(deadline)
+        own = Deadline.after(self._limits.generation_s, "limits.generation_s", outer, now=now)
         for generation in self.generations:
             generation.renew_deadline(own, NEVER, turn)
+        self._renew_turns(turn)
         self._opened.set()
+
+    def turn_deadline(self, deadline: Deadline) -> Deadline:
+        """That of a turn as it is now; where it was held since the turn began, afresh."""
+        if self.is_closed:
+            return NEVER
+        began = deadline.at - deadline.seconds
+        return self._turn if began < self._opened_at else deadline
+
+    @contextmanager
+    def answering(self, what: str, deadline: Deadline) -> Iterator[None]:
+        """The block answers a turn, also while it is held: that time does not count.
+
+        Args:
+            what: What is in the block, for messages.
+            deadline: The turn's.
+
+        Raises:
+            LimitExceeded: The turn's deadline passed.
+        """
+        now = self.turn_deadline(deadline)
+        own, duty = PausableDeadline(now, NEVER), Duty(what, now.fires_at)
+        self._answering[own] = duty
+        try:
+            with duty, own:
+                yield
+        finally:
+            del self._answering[own]
+
+    def _renew_turns(self, deadline: Deadline) -> None:
+        for own, duty in self._answering.items():
+            own.renew(deadline, NEVER)
+            if duty.drive is not None:
+                duty.drive.owner.put_off(duty, deadline.fires_at)
 
     @property
     def tokens(self) -> int:
@@ -144,4 +183,5 @@ class Hold:
         if self._deadline is not None:
             self._deadline.renew(until, until)
         for generation in self.generations:
-            generation.renew_deadline(until, until, until)
+            generation.renew_deadline(until, until, NEVER)
+        self._renew_turns(NEVER)

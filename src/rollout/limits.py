@@ -64,6 +64,10 @@ class Deadline(msgspec.Struct, frozen=True, gc=False):
         """Clock time at which its scopes fire."""
         return self.at + self.late_s if self.late_s else self.at  # no number for each who waits
 
+    def within(self, outer: Deadline) -> Deadline:
+        """This one, or the `outer` one where it is not later."""
+        return self if self.at < outer.at else outer
+
     def later(self, seconds: float, outermost: Deadline) -> Deadline:
         """The same limit `seconds` later, or `outermost` where that is not later."""
         at = self.at + seconds

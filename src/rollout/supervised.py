@@ -31,7 +31,6 @@ T = TypeVar("T")
 #: waits for what cannot be interrupted, such as a thread under trio: then it is left where it is.
 LEAVE_S = 1.0
 
-
 #: What drives the code that runs here; on trio only where that is not what its task runs, since a
 #: context of its own with a value in it costs each task that waits.
 driving: ContextVar[Drive[Supervised[Any]] | None] = ContextVar("rollout_drive", default=None)
@@ -237,11 +236,14 @@ class Supervised(Ends, Expiring, Generic[T]):
     def take_on(self, duty: Duty) -> None:
         """See that it ends in time, from now on."""
         duty.since = self._supervision.clock()
-        if isinstance(self._duties, list):
-            self._duties.append(duty)
-        else:
-            self._duties = [duty]
+        self._duties = [*self._duties, duty]
         self._supervision.look_at(duty.at)
+
+    def put_off(self, duty: Duty, at: float) -> None:
+        """It is cancelled at another time, unless all of this has been."""
+        if self._at is None or self._at > self._supervision.clock():
+            duty.at = at
+            self._supervision.look_at(at)
 
     def discharge(self, duty: Duty) -> None:
         """It has ended."""

@@ -24,8 +24,6 @@ from rollout.chat.messages import template_messages
 from rollout.chat.trajectory import BRANCH, MAIN, SUBAGENT
 from rollout.chat.transcript import Transcript
 from rollout.errors import AgentError
-from rollout.limits import Deadline, PausableDeadline, fail_at_deadline
-from rollout.supervised import Duty
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -42,6 +40,7 @@ if TYPE_CHECKING:
     from rollout.engine.driver.generation import Generation
     from rollout.holds import Hold
     from rollout.interactions import Interaction, InteractionTurn
+    from rollout.limits import Deadline, PausableDeadline
     from rollout.observe.event_stream import EventStream
     from rollout.tools import ToolResult, TrajectoryTools
     from rollout.types import InvalidToolCall, Message, Outcome, Prompt, ToolCall
@@ -302,12 +301,10 @@ class AgentContext:
         if self._interaction is None:
             raise AgentError("ask_user: no interaction takes part in this trajectory")
         await self.settle()
-        deadline, events = self._main.turn_deadline, self.services.events
-        began = self._state.clock()
+        events, began = self.services.events, self._state.clock()
         with (
             SettlingLimits(self._state, settles_lengths=True),
-            Duty("respond of the interaction", deadline.fires_at),
-            fail_at_deadline(deadline),
+            self._main.answering("respond of the interaction"),
         ):
             turn = await self._interaction.respond(list(template_messages(self.messages)))
         self._state.idle_since = now = self._state.clock()

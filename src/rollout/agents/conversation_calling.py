@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rollout.agents.conversation_listening import ListeningConversation
 from rollout.agents.turn import answer
+from rollout.holds import NEVER
 from rollout.limits import fail_at_deadline
+from rollout.supervised import Duty
 from rollout.tools.call_events import CallEvents
 from rollout.tools.results import show_something
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from rollout.agents.conversation_log import ConversationLog
     from rollout.agents.identity import Identity
     from rollout.agents.trajectory_state import TrajectoryState
     from rollout.agents.wording import Wording
+    from rollout.limits import Deadline
     from rollout.tools import ToolResult
     from rollout.types import InvalidToolCall, ToolCall
 
@@ -69,6 +73,30 @@ class CallingConversation(ListeningConversation):
             raise
         return results
 
+    @property
+    def turn_deadline(self) -> Deadline:
+        """By when the last turn must have been answered."""
+        hold = self._state.hold
+        return self._turn_deadline if hold is None else hold.turn_deadline(self._turn_deadline)
+
+    @contextmanager
+    def answering(self, what: str) -> Iterator[None]:
+        """The block is foreign code that answers the last turn, within the turn's deadline.
+
+        Args:
+            what: The code, for messages.
+
+        Raises:
+            LimitExceeded: The deadline passed.
+        """
+        hold, deadline = self._state.hold, self._turn_deadline
+        if hold is None:
+            with Duty(what, deadline.fires_at), fail_at_deadline(deadline):
+                yield
+        else:
+            with hold.answering(what, deadline):
+                yield
+
     async def _answers_to(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[ToolResult]:
         """What the tools answer, or have answered when the trajectory came here before."""
         state, log, offered = self._state, self._state.log, self._offered
@@ -82,9 +110,12 @@ class CallingConversation(ListeningConversation):
         if events.is_on:
             who = self._identity
             told = CallEvents(events, who.number, self.assistant_turns - 1, who.path)
-        results = await tools.run(
-            calls, turn_deadline=self._turn_deadline, offered=offered, told=told
-        )
+        if state.hold is None:
+            deadline = self._turn_deadline
+            results = await tools.run(calls, turn_deadline=deadline, offered=offered, told=told)
+        else:  # which moves the deadline while they run
+            with self.answering("the tools of a turn"):
+                results = await tools.run(calls, turn_deadline=NEVER, offered=offered, told=told)
         state.services.tally.tool_calls += len(calls)
         if show_something(results):
             results = await self._seen(calls, results)
@@ -102,7 +133,7 @@ class CallingConversation(ListeningConversation):
         """What tools answered with its images and videos read, within the turn's time."""
         own: list[ToolResult] = []
         count = len(self.transcript.media)
-        with fail_at_deadline(self._turn_deadline):
+        with fail_at_deadline(self.turn_deadline):
             for call, result in zip(calls, results, strict=True):
                 name = getattr(call, "name", "tool")
                 own.append(await self._state.services.media.seen(name, result, count))

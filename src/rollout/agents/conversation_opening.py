@@ -8,6 +8,7 @@ from rollout.agents.conversation_calling import CallingConversation
 from rollout.agents.openings import begun, opened_log
 from rollout.agents.places import check_ids, check_purpose
 from rollout.chat.trajectory import BRANCH, SUBAGENT
+from rollout.holds import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,7 +43,7 @@ class OpeningConversation(CallingConversation):
         super().__init__(state, log, identity, wording)
         self.sampling = sampling
         self._group_id = group_id
-        self._turn_deadline = state.deadline.now
+        self._turn_deadline = state.deadline.now if state.hold is None else NEVER
         self._asked_for = 0
 
     async def branch(

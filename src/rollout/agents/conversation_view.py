@@ -92,11 +92,6 @@ class ConversationView:
         """The ids of a turn that the next generation continues; None where it begins one."""
         return self._log.open_turn
 
-    @property
-    def turn_deadline(self) -> Deadline:
-        """By when the last turn must have been answered."""
-        return self._turn_deadline
-
     def all(self) -> Iterator[Self]:
         """It and those opened from it, each before its own, in the order of their opening."""
         yield self

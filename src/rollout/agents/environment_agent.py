@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 from rollout.agents.agent_loop import AgentLoop
 from rollout.agents.tool_agent import has_reached_turn_limit
 from rollout.errors import AgentError, LimitExceeded
-from rollout.limits import Deadline, fail_at_deadline
+from rollout.limits import Deadline
 from rollout.reward_values import finite_number
-from rollout.supervised import Duty
 from rollout.tools.attempt import CallError, attempt
 from rollout.types import Message
 from rollout.worker_threads import is_async
@@ -100,9 +99,7 @@ class EnvironmentAgent(AgentLoop):
             await context.main.answer(said or [Message(role="user", content="")])
 
     async def _step(self, environment: Any, context: AgentContext, turn: AssistantTurn) -> Any:
-        deadline = context.main.turn_deadline
-        what = f"step of {type(environment).__name__}"
-        with Duty(what, deadline.fires_at), fail_at_deadline(deadline):
+        with context.main.answering(f"step of {type(environment).__name__}"):
             return await _call(context, environment, "step", self.action_of(turn))
 
 

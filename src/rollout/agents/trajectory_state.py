@@ -249,9 +249,13 @@ class TrajectoryState:
 
     def deadline_of_generation(self, now: float) -> PausableDeadline:
         """Of a generation that begins now; its `outer` is the turn's."""
-        limits = self.services.config.limits
-        turn = Deadline.after(limits.turn_s, "limits.turn_s", self.deadline.now, now=now)
-        generation = Deadline.after(limits.generation_s, "limits.generation_s", turn, now=now)
+        limits, own = self.services.config.limits, self.deadline.now
+        if self.hold is None:
+            turn = outer = Deadline.after(limits.turn_s, "limits.turn_s", own, now=now)
+        else:  # what answers it may outlast the trajectory's deadline, which is made afresh then
+            turn = Deadline.after(limits.turn_s, "limits.turn_s", now=now)
+            outer = turn.within(own)
+        generation = Deadline.after(limits.generation_s, "limits.generation_s", outer, now=now)
         return PausableDeadline(generation, self.outermost, self.deadline, outer=turn)
 
     def budget(
