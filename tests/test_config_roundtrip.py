@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -14,6 +15,7 @@ from rollout.config import (
     AgentConfig,
     ChannelConfig,
     CustomEngine,
+    GroupPolicy,
     HttpEngine,
     InProcessPlacement,
     LengthsConfig,
@@ -33,6 +35,7 @@ from rollout.config import (
     dump_config,
 )
 from rollout.config.placements import ALLOWED_PLACEMENTS
+from rollout.config.section_type import given_fields
 
 counts = st.integers(1, 2**40)
 texts = st.text(min_size=1, max_size=8).filter(str.strip)
@@ -194,6 +197,15 @@ def test_config_dumped_as_json_and_read_again_is_equal(config: RolloutConfig) ->
     text = json.dumps(dumped, allow_nan=False)
     assert json.loads(text) == dumped  # lists, not tuples; string keys
     assert dump_config(config_from_dict(json.loads(text))) == dumped
+    copied = copy.deepcopy(config)
+    assert copied == config
+    assert given_fields(copied.sampling) == given_fields(config.sampling)
+
+
+def test_copied_policy_leaves_to_the_configuration_what_it_does_not_say() -> None:
+    base = GroupPolicy(surplus="carry", oversample=2.0)
+    policy = copy.deepcopy(GroupPolicy(refill_failed=True))
+    assert policy.over(base) == GroupPolicy(surplus="carry", oversample=2.0, refill_failed=True)
 
 
 def test_config_dump_holds_plain_data_and_kinds() -> None:

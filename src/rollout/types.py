@@ -63,6 +63,9 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """What one group of trajectories starts from.
 
+    The members of a group share it, and those of another attempt: agents must not change what it
+    holds, and keep what is their own in ``context.extra``.
+
     Attributes:
         messages: The conversation so far, as `Message` objects or OpenAI-style dicts.
         uid: Names the prompt in seeds, outcomes and `cancel`; unique within a call. None takes

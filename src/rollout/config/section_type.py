@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
@@ -55,6 +56,10 @@ class Section(metaclass=SectionType):
 
     #: Path of the section in the configuration; empty for the whole.
     section: ClassVar[str] = ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy was built with the same fields; the others are defaults there too."""
+        return partial(type(self), **{name: getattr(self, name) for name in given_fields(self)}), ()
 
     @classmethod
     def derived_defaults(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -122,7 +127,7 @@ def faults_of(section: Section) -> tuple[Fault, ...]:
 def given_fields(section: Section) -> frozenset[str]:
     """The fields that a section was built with; the others took their defaults."""
     every = frozenset(annotations_of(type(section)))
-    given: frozenset[str] = getattr(section, "_given", every)  # of a copy, what it shows is given
+    given: frozenset[str] = getattr(section, "_given", every)
     return given & every
 
 

@@ -30,7 +30,7 @@ class BadEndings:
     """Failed and rejected trajectories of one call, by cause.
 
     Attributes:
-        failures: How many failed, by what was raised.
+        failures: How many failed, by what was raised, of those that are held against the budget.
     """
 
     def __init__(self) -> None:
@@ -42,14 +42,18 @@ class BadEndings:
         #: Of each cause the first trajectory in the order of the prompts, and what it says.
         self._first: dict[_Cause, tuple[int, int, str]] = {}
 
-    def add(self, trajectory: Trajectory) -> None:
-        """Count one that has ended, if it failed or was rejected."""
+    def add(self, trajectory: Trajectory, *, is_surplus: bool = False) -> None:
+        """Count one that has ended, if it failed or was rejected.
+
+        Args:
+            is_surplus: Whether nobody wants it any more: it is logged, and costs no budget.
+        """
         outcome = trajectory.outcome
         if outcome not in self._counts:
             return
         key: _Cause = (outcome, trajectory.reason, "")  # rejections: one line for each reason
         if outcome is Outcome.FAILED:
-            self.failures[_words(trajectory)] += 1
+            self.failures[_words(trajectory)] += not is_surplus
             key = (outcome, trajectory.reason, _words(trajectory))
         self._counts[outcome][key] += 1
         place = (trajectory.group, trajectory.member)

@@ -131,6 +131,12 @@ class GroupBook:
         return is_idle and self._bound is not None and not self.wants_group
 
     @property
+    def has_all(self) -> bool:
+        """Whether it has accepted as many as it wants."""
+        groups = self.wanted.groups
+        return groups is not None and self.counts["accepted"] >= groups
+
+    @property
     def is_complete(self) -> bool:
         """Whether it has as many as it wants, or will never have more."""
         groups = self.wanted.groups

@@ -341,8 +341,7 @@ class GroupDesk:
             return
         member.is_finished = True
         self.live.pop(member, None)
-        group.forget(member)
-        group.ended.append(Ended(0, member, trajectory))
+        group.ended_alone(Ended(0, member, trajectory))
         self.log.ended(member, trajectory)
         self._tally.outcomes[trajectory.outcome] += 1
         if self.events.is_on:

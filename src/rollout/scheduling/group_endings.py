@@ -9,17 +9,17 @@ from rollout.scheduling.trajectory_events import tell_ended, tell_group_ended
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from rollout.chat.trajectory import Trajectory
     from rollout.config import SchedulingConfig
-    from rollout.errors import LimitExceeded
     from rollout.limits import Deadline
     from rollout.observe.event_stream import EventStream
     from rollout.observe.tally import Tally
     from rollout.scheduling.ended_groups import Ended
     from rollout.scheduling.journal.group_log import GroupLog
     from rollout.scheduling.prompts import Member
+    from rollout.scheduling.selection import Selection
 
 
 class GroupEndings:
@@ -30,21 +30,31 @@ class GroupEndings:
         config: What becomes of trajectories that the deadline ended, and how many may fail.
         tally: Counts outcomes.
         events: Says of each.
+        fail: Has the call end with an error.
     """
 
     def __init__(
-        self, deadline: Deadline, config: SchedulingConfig, tally: Tally, events: EventStream
+        self,
+        deadline: Deadline,
+        config: SchedulingConfig,
+        tally: Tally,
+        events: EventStream,
+        fail: Callable[[BaseException], None],
     ) -> None:
         self._deadline, self._config = deadline, config
         self._tally, self._events = tally, events
+        self._fail = fail
         self._bad = BadEndings()
         self._count = 0
 
-    def add(self, member: Member, trajectory: Trajectory, log: GroupLog | None) -> None:
+    def add(
+        self, member: Member, trajectory: Trajectory, log: GroupLog | None, *, is_surplus: bool
+    ) -> None:
         """A member has ended.
 
         Args:
-            log: Writes it, where it is wanted; one that holds what cannot be written fails there.
+            log: Writes it, where it counts; one that holds what cannot be written fails there.
+            is_surplus: Whether its group was decided about before.
         """
         if self._config.on_deadline == "drop" and trajectory.limit_source == self._deadline.source:
             trajectory.trainable = False
@@ -52,37 +62,41 @@ class GroupEndings:
             log.ended(member, trajectory)
         self._tally.outcomes[trajectory.outcome] += 1
         self._count += 1
-        self._bad.add(trajectory)
+        self._bad.add(trajectory, is_surplus=is_surplus)
         if self._events.is_on:
             tell_ended(self._events, member, trajectory)
+        if log is not None:
+            self._check(trajectory)
 
-    def excess(self, trajectory: Trajectory) -> LimitExceeded | None:
-        """What the call ends with now that this one has; None: no more have failed than may."""
+    def take_over(self, group: Sequence[Ended], selection: Selection) -> None:
+        """Members had ended while no call had their group: they were counted and told then."""
+        for _, _, trajectory in group:
+            selection.ended(trajectory)
+            self._count += 1
+            self._bad.add(trajectory)
+            self._check(trajectory)
+
+    def _check(self, trajectory: Trajectory) -> None:
+        """Have the call end where more have failed than may, now that this one has ended."""
         if trajectory.outcome is Outcome.FAILED and self._bad.are_too_many(
             self._count, self._config
         ):
-            return self._bad.error(self._count, self._config)
-        return None
+            self._fail(self._bad.error(self._count, self._config))
 
-    def changed(self, were: Sequence[Outcome], now: Sequence[Ended]) -> LimitExceeded | None:
+    def changed(self, were: Sequence[Outcome], now: Sequence[Ended]) -> None:
         """The reward of their group, or what it holds, gave members that had ended others.
 
         Args:
             were: Their outcomes before.
             now: These members.
-
-        Returns:
-            As `excess`, of all of them.
         """
-        error = None
         for was, (_, _, trajectory) in zip(were, now, strict=True):
             if was is trajectory.outcome:
                 continue
             self._tally.outcomes[was] -= 1
             self._tally.outcomes[trajectory.outcome] += 1
             self._bad.add(trajectory)
-            error = error or self.excess(trajectory)
-        return error
+            self._check(trajectory)
 
     def judged(self, group: Sequence[Ended], verdict: str) -> None:
         """A group is whole, and this is what becomes of it."""

@@ -138,9 +138,7 @@ class GroupJudging:
             if scope.cancelled_caught:
                 return False
         self._desk.log.rewarded(group.ended)  # first: it fails those that it cannot write
-        error = self._endings.changed(outcomes, group.ended)
-        if error is not None:
-            self._fail(error)
+        self._endings.changed(outcomes, group.ended)
         return True
 
     async def _until_written(self, wanted: Sequence[Ended]) -> None:

@@ -77,7 +77,7 @@ class GroupRun:
         self.handover = GroupHandover(desk, book, source, step, deadline)
         self._group_s, self._deadline = group_s, deadline
         self._config, self._tally = config, tally
-        self._endings = GroupEndings(deadline, config, tally, desk.events)
+        self._endings = GroupEndings(deadline, config, tally, desk.events, self.fail)
         self._judging = GroupJudging(
             desk,
             book,
@@ -115,7 +115,8 @@ class GroupRun:
             if self.failure is not None:
                 raise self.failure
             if self.book.is_complete:
-                self.handover.tell_end(is_recorded=not self._is_cancelled)
+                if not self._is_leaving.is_set():  # else its caller has left, and is told nothing
+                    self.handover.tell_end(is_recorded=not self._is_cancelled)
                 return None
             with anyio.move_on_after(HINT_S) as scope:
                 await self._changed.wait()
@@ -188,7 +189,9 @@ class GroupRun:
             self._pause.cancel()
 
     def fail(self, error: BaseException) -> None:
-        """The call ends with this."""
+        """The call ends with this, unless it has all that it wants: what else runs is surplus."""
+        if self.book.has_all and not self._is_closed:
+            return
         self.failure = self.failure or error
         self.book.stop()
         self.change()
@@ -292,7 +295,7 @@ class GroupRun:
         if kept is None:
             return False
         group = self._young_enough(kept.for_call(self.book.wanted.members))
-        group.taken_on_by(self)
+        self._endings.take_over(group.taken_on_by(self), self.selection)
         self._desk.prepare(group, self)
         if self.book.adopt(group):
             self._judging.judge_soon(group)
@@ -385,15 +388,13 @@ class GroupRun:
         member.concluding_since = anyio.current_time()
         self._running.pop(member, None)
         self._desk.live.pop(member, None)
-        is_counted = self.book.ended(group, ended)
-        is_wanted = is_counted and not group.is_settled
-        self._endings.add(member, trajectory, self._desk.log if is_wanted else None)
+        is_surplus, is_counted = group.is_settled, self.book.ended(group, ended)
+        log = self._desk.log if is_counted and not is_surplus else None  # else it does not count
+        self._endings.add(member, trajectory, log, is_surplus=is_surplus)
         self.selection.ended(trajectory)
         if not is_counted:
             self.selection.refilled += 1
             self.book.restart(self._desk.member_like(member))
-        elif (excess := self._endings.excess(trajectory)) is not None:
-            self.fail(excess)
         if not group.is_settled and self.book.is_whole(group):
             await self._judging.judge(group, may_wait=may_wait)
         self.change()

@@ -80,8 +80,9 @@ class PulledGroup:
     before: PulledBefore | None = None
     key: Key | None = None
     delivery: int = 0
-    #: Members that had ended before its call took it on.
+    #: Members that had ended before its call took it on; those that ended while none had it.
     _known: int = 0
+    _alone: list[Ended] = attrs.field(factory=list)
 
     @property
     def uid(self) -> str:
@@ -124,10 +125,22 @@ class PulledGroup:
             self._deadline = Deadline.after(seconds, GROUP_S)
             self._paused_s, self._paused_before = paused_s, paused_s()
 
-    def taken_on_by(self, call: Any) -> None:
-        """This call has it; it has no deadline until that gives it one."""
+    def ended_alone(self, ended: Ended) -> None:
+        """A member has ended while no call had it."""
+        self.forget(ended.member)
+        self.ended.append(ended)
+        self._alone.append(ended)
+
+    def taken_on_by(self, call: Any) -> list[Ended]:
+        """This call has it; it has no deadline until that gives it one.
+
+        Returns:
+            Members that ended while no call had it.
+        """
         self.call, self._deadline = call, None
         self.delivery, self._known = 0, len(self.ended)
+        alone, self._alone = self._alone, []
+        return alone
 
     @property
     def deadline(self) -> Deadline | None:

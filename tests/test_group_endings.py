@@ -1,0 +1,137 @@
+"""What ends in a call of groups when that has what it wants, and between two calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import pytest
+
+import rollout
+from rollout import Group, GroupPolicy
+from rollout.agents import AgentContext, AgentLoop
+from rollout.errors import LimitExceeded, SourceEnded
+from test_group_choices import config, source, uids
+from test_groups import Counted, user
+
+pytestmark = pytest.mark.anyio
+
+
+@rollout.register_agent("ends_badly")
+class EndsBadly(AgentLoop):
+    """Prompts below p20 raise when they are cancelled; the others generate after a second."""
+
+    async def run(self, context: AgentContext) -> None:
+        if int(str(context.prompt.uid)[1:]) < 20:
+            try:
+                await anyio.sleep(1000.0)
+            finally:
+                raise RuntimeError("the sandbox is torn")
+        await anyio.sleep(1.0)
+        await context.generate()
+
+
+@rollout.register_agent("fails_later")
+class FailsLater(AgentLoop):
+    """Generates; prompts below p40 fail 50 seconds later."""
+
+    async def run(self, context: AgentContext) -> None:
+        await context.generate()
+        if int(str(context.prompt.uid)[1:]) < 40:
+            await anyio.sleep(50.0)
+            raise RuntimeError("the judge is gone")
+
+
+async def test_collect_surplus_that_fails_when_it_is_cancelled_does_not_end_the_call(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with rollout.open_rollout(config(agent="ends_badly")) as runtime:
+        batch = await runtime.collect(source(), 10, policy=GroupPolicy(oversample=3.0))
+        assert runtime.statistics().outcomes == {"completed": 10, "failed": 20}
+    assert uids(batch) == [f"p{at}" for at in range(20, 30)]
+    assert "the sandbox is torn" in caplog.text
+
+
+@rollout.register_agent("others_are_torn")
+class OthersAreTorn(AgentLoop):
+    async def run(self, context: AgentContext) -> None:
+        if context.identity.member:
+            try:
+                await anyio.sleep(1000.0)
+            finally:
+                raise RuntimeError("the sandbox is torn")
+        await context.generate()
+
+
+async def test_collect_surplus_members_that_fail_cost_no_budget_of_failures() -> None:
+    opened = config(members=4, agent="others_are_torn", scheduling={"max_in_flight": 8})
+    async with rollout.open_rollout(opened) as runtime:
+        batch = await runtime.collect(source(), 40, policy=GroupPolicy(members=1))
+        assert runtime.statistics().outcomes["failed"] > 16
+    assert {str(t.outcome) for t in batch.trajectories} == {"completed"}
+
+
+@pytest.mark.parametrize("what", ["refuses", "raises"])
+async def test_collect_that_has_its_groups_is_not_ended_by_what_accept_says_of_others(
+    what: str,
+) -> None:
+    def accept(group: Group) -> bool:
+        if group.uid == "p1" and what == "raises":
+            raise LookupError("the judge is gone")
+        return group.uid == "p0"
+
+    policy = GroupPolicy(oversample=2.0, max_refused=0, accept=accept)
+    async with rollout.open_rollout(config()) as runtime:
+        prompts = [user("go", uid="p0"), user("go", uid="p1")]
+        assert uids(await runtime.collect(prompts, 1, policy=policy)) == ["p0"]
+
+
+async def test_members_that_fail_while_they_are_carried_count_for_the_call_that_takes_them_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    prompts = Counted({})
+    async with rollout.open_rollout(config(agent="fails_later")) as runtime:
+        policy = GroupPolicy(oversample=21.0, surplus="carry")
+        await runtime.collect(prompts, 2, policy=policy)
+        caplog.clear()
+        await anyio.sleep(100.0)
+        with pytest.raises(LimitExceeded, match=r"17 of 17 .*\n.*the judge is gone"):
+            await runtime.collect(prompts, 40)
+    assert "the judge is gone" in caplog.text
+
+
+async def test_members_that_end_while_they_are_carried_are_in_metrics_of_the_next_call() -> None:
+    @rollout.register_agent("rests")
+    class Rests(AgentLoop):
+        async def run(self, context: AgentContext) -> None:
+            await context.generate()
+            if context.prompt.uid == "p0":
+                await anyio.sleep(50.0)
+
+    prompts = Counted({})
+    opened = config(members=2, agent="rests")
+    async with rollout.open_rollout(opened, reward=lambda _: 1.0) as runtime:
+        policy = GroupPolicy(oversample=2.0, surplus="carry")
+        await runtime.collect(prompts, 1, policy=policy)
+        await anyio.sleep(100.0)
+        assert runtime.statistics().carried == 0
+        batch = await runtime.collect(prompts, 1)
+    assert uids(batch) == ["p0", "p0"]
+    metrics: dict[str, Any] = batch.metrics
+    lengths = [t.transcript.generated_length for t in batch.trajectories]
+    assert metrics["selection/length/finished"] == sum(lengths) / 2
+    assert metrics["selection/reward/finished"] == 1.0
+    assert metrics["selection/length_bias"] == 1.0
+
+
+async def test_stream_that_is_asked_once_it_is_left_does_not_tell_its_source_the_end() -> None:
+    prompts = [user("go", uid=f"p{at}") for at in range(3)]
+    async with rollout.open_rollout(config()) as runtime:
+        async with runtime.stream_groups(prompts) as groups:
+            found = [(await anext(groups)).uid]
+        assert await groups.receive() is None
+        for _ in range(2):
+            found += uids(await runtime.collect(prompts, 1))
+        assert sorted(found) == ["p0", "p1", "p2"]
+        with pytest.raises(SourceEnded):
+            await runtime.collect(prompts, 1)
