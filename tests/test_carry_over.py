@@ -269,13 +269,33 @@ async def test_carried_agent_in_a_tool_has_its_turn_and_its_time_afresh(limit: s
 @pytest.mark.parametrize("limit", ["turn_s", "trajectory_s"])
 async def test_agent_of_a_group_in_a_tool_ends_by_its_limits(limit: str) -> None:
     # Of equal limits the narrower one is named.
-    limits = LimitsConfig(tool_s=None, **{"turn_s": None, limit: 40.0})
+    given: dict[str, Any] = {"tool_s": None, "turn_s": None, limit: 40.0}
+    limits = LimitsConfig(**given)
     opened = config(NAPPING, 1, agent=AgentConfig(name="tool_agent"), limits=limits)
     async with rollout.open_rollout(opened, [nap]) as runtime:
         batch = await runtime.collect([user("slow", uid="p0")], 1)
         assert anyio.current_time() == pytest.approx(40.0, abs=1.0)
     (trajectory,) = batch.trajectories
     assert (str(trajectory.outcome), trajectory.limit_source) == ("deadline", f"limits.{limit}")
+
+
+async def test_tool_of_a_group_that_catches_cancellation_at_the_turns_limit_is_given_up() -> None:
+    @function_tool
+    async def nap() -> str:
+        """Sleep."""
+        while True:
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep_forever()
+
+    limits = LimitsConfig(tool_s=None, turn_s=40.0, trajectory_s=None, cleanup_s=5.0)
+    opened = config(NAPPING, 1, agent=AgentConfig(name="tool_agent"), limits=limits)
+    async with rollout.open_rollout(opened, [nap]) as runtime:
+        batch = await runtime.collect([user("slow", uid="p0")], 1)
+        assert anyio.current_time() < 60.0
+    (trajectory,) = batch.trajectories
+    assert trajectory.outcome is Outcome.FAILED
+    assert trajectory.cause is not None
+    assert "tools 'nap' did not end within limits.cleanup_s" in trajectory.cause.message
 
 
 async def test_carried_trajectory_of_a_dead_engine_continues_elsewhere() -> None:

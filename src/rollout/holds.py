@@ -133,7 +133,8 @@ class Hold:
         if self.is_closed:
             return NEVER
         began = deadline.at - deadline.seconds
-        return self._turn if began < self._opened_at else deadline
+        is_before = deadline is NEVER or began < self._opened_at
+        return self._turn if is_before else deadline
 
     @contextmanager
     def answering(self, what: str, deadline: Deadline) -> Iterator[None]:

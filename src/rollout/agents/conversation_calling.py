@@ -12,6 +12,7 @@ from rollout.limits import fail_at_deadline
 from rollout.supervised import Duty
 from rollout.tools.call_events import CallEvents
 from rollout.tools.results import show_something
+from rollout.types import ToolCall
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from rollout.agents.wording import Wording
     from rollout.limits import Deadline
     from rollout.tools import ToolResult
-    from rollout.types import InvalidToolCall, ToolCall
+    from rollout.types import InvalidToolCall
 
 
 class CallingConversation(ListeningConversation):
@@ -114,7 +115,8 @@ class CallingConversation(ListeningConversation):
             deadline = self._turn_deadline
             results = await tools.run(calls, turn_deadline=deadline, offered=offered, told=told)
         else:  # which moves the deadline while they run
-            with self.answering("the tools of a turn"):
+            names = sorted({repr(call.name) for call in calls if isinstance(call, ToolCall)})
+            with self.answering(f"tools {', '.join(names)}"):
                 results = await tools.run(calls, turn_deadline=NEVER, offered=offered, told=told)
         state.services.tally.tool_calls += len(calls)
         if show_something(results):
