@@ -114,7 +114,7 @@ class Drive(Interruptible, Generator[Any, Any, Any], Generic[Owner]):
             self._closed()
         for coroutine in chain:
             if coroutine.cr_frame is not None:  # it swallowed this too and waits again
-                _keep_for_ever(coroutine)
+                keep_for_ever(coroutine)
         self.disown_children()
         raise unresponsive
 
@@ -179,7 +179,7 @@ class MainDrive(Drive[Owner]):
         self.owner.closed()
 
 
-def _keep_for_ever(coroutine: Any) -> None:
+def keep_for_ever(coroutine: Any) -> None:
     """Never let it be collected as garbage.
 
     It would be closed again then, at the exit of the process where no loop runs; code that catches

@@ -31,8 +31,8 @@ class RuntimeStatistics:
         replicas: The engines.
         zombies: Cancelled requests whose end no engine has confirmed, over all of them.
         recoveries: What was done about requests whose replica was lost.
-        unresponsive: Agents, tools, users and rewards that did not end within `limits.cleanup_s` of
-            their cancellation and were given up; the log names each.
+        unresponsive: Agents, tools, users, rewards and async sources that did not end within
+            `limits.cleanup_s` of their cancellation and were given up; the log names each.
         abandoned_threads: Threads left behind at a deadline and still running, by the name of
             their tool, or ``rollout.chat`` where they work on a long text.
         max_running: Trajectories that may run at once now; 0 while admission is paused.

@@ -239,7 +239,8 @@ class GroupDesk:
         """Ask a source for one prompt, if it is not being asked."""
         if not source.is_pulling:
             source.is_pulling = True
-            self._start(partial(self._pull, source))
+            pull, cleanup_s = partial(self._pull, source), self._config.limits.cleanup_s
+            source.ask(pull, self._start, cleanup_s, self._tally)
 
     async def _pull(self, source: PromptSource) -> None:
         await source.pull()

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
 from rollout.bridge import has_virtual_clock
+from rollout.drives import keep_for_ever
 from rollout.errors import PromptError, RolloutError
+from rollout.scheduling.source_task import SourceTask
 from rollout.scopes import passing_of
+from rollout.supervised import is_given_up
+from rollout.supervision import open_supervision
 from rollout.types import Prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
+    from rollout.observe.tally import Tally
     from rollout.scheduling.pulled_group import PulledGroup
     from rollout.worker_threads import WorkerThreads
 
@@ -26,6 +41,8 @@ _OF_LISTS: tuple[type, ...] = (type(iter([])), type(iter(())))
 THREAD_NAME = "the source of prompts"
 
 Source = Iterable[Prompt] | AsyncIterable[Prompt]
+
+logger = logging.getLogger("rollout.scheduling")
 
 
 def check_source(source: Any) -> None:
@@ -81,13 +98,59 @@ class PromptSource:
         self._made = made
         self._iterator: Iterator[Any] | AsyncIterator[Any] | None = None
         self._count = 0
+        self._task: SourceTask | None = None
+
+    def ask(
+        self,
+        pull: Callable[[], Coroutine[Any, Any, object]],
+        start: Callable[..., object],
+        cleanup_s: float,
+        tally: Tally,
+    ) -> None:
+        """Have it pulled soon: where it is async, in the task that did so before.
+
+        Args:
+            pull: Calls `pull`, and what comes after it.
+            start: Starts a task of the runtime's.
+            cleanup_s: How long a source has to end once it is closed.
+            tally: Counts those that do not.
+        """
+        if self._task is not None:
+            self._task.ask()
+        elif isinstance(self.given, AsyncIterable):
+            start(partial(self._serve, pull, cleanup_s, tally))
+        else:
+            start(pull)
+
+    async def _serve(self, pull: Callable[[], Any], cleanup_s: float, tally: Tally) -> None:
+        async with open_supervision(cleanup_s) as supervision:
+            task = self._task = SourceTask(supervision, THREAD_NAME)
+            try:
+                await task.run(partial(task.serve, pull, self._close))
+            finally:
+                if task.unresponsive is not None:
+                    tally.unresponsive += 1
+                    logger.warning("%s", task.unresponsive)
+                    keep_for_ever(self._iterator)
+                self._task = self._iterator = None
+
+    async def _close(self) -> None:
+        """Close a generator, which may have something open; other iterators are their owners'."""
+        if not isinstance(self._iterator, AsyncGenerator):
+            return
+        try:
+            await self._iterator.aclose()
+        except BaseException as error:
+            if is_given_up() or passing_of(error) is not None:
+                raise
+            logger.warning("%s could not be closed", THREAD_NAME, exc_info=error)
 
     async def pull(self) -> None:
         """Ask it for one prompt, in a task that nothing but the runtime's end cancels."""
         try:
             given = await self._next()
             if given is _END:
-                self.is_over = True
+                self._end()
             else:
                 self._count += 1
                 group = self._made(given, self)
@@ -106,8 +169,16 @@ class PromptSource:
     def _look_for_end(self) -> None:
         """Of a sequence it is known beforehand."""
         if isinstance(self.given, Sequence) and self._count >= len(self.given):
-            self.is_over = self.is_used_up = True
+            self.is_used_up = True
+            self._end()
+
+    def _end(self) -> None:
+        """It is not asked again."""
+        self.is_over = True
+        if self._task is None:
             self._iterator = None
+        else:  # it closes that
+            self._task.cancel()
 
     @property
     def keeps_its_own(self) -> bool:
@@ -131,7 +202,8 @@ class PromptSource:
 
     def abandon(self) -> None:
         """Nobody will ask it again: let go of what the caller gave."""
-        self.given, self._iterator, self.is_over = (), None, True
+        self.given = ()
+        self._end()
 
     @property
     def can_be_asked(self) -> bool:
