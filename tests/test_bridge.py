@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from concurrent.futures import Future
 
 import anyio
@@ -63,6 +64,21 @@ async def test_run_cancelled_thread_is_abandoned_counted_and_forgotten_when_it_e
         while threads.abandoned:
             await anyio.lowlevel.checkpoint()
     assert await threads.run("stuck", release.wait) is True
+    threads.close()
+
+
+async def test_idle_thread_keeps_nothing_of_its_last_call() -> None:
+    class Given:
+        """What a function is called with."""
+
+    threads = WorkerThreads(max_threads=1, max_abandoned=1)
+    given = Given()
+    left = weakref.ref(given)
+    await threads.run("look", repr, given)
+    del given
+    with anyio.fail_after(5):
+        while left() is not None:
+            await anyio.lowlevel.checkpoint()
     threads.close()
 
 

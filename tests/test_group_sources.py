@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio  # noqa: TID251  (its own cancellation)
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import anyio
@@ -141,6 +141,89 @@ async def test_what_an_iterator_of_one_call_has_left_comes_first_in_the_next() -
         assert runtime.statistics().carried == 1
         second = await runtime.collect(iter(prompts(3, "c")), 2, policy=GroupPolicy())
         assert uids(second) == ["a0", "c0"]
+
+
+class Fresh:
+    """A loader of one step; each of its iterators refers to it in another way."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def __iter__(self) -> Iterator[Prompt]:
+        yield from self.rows()
+
+    def rows(self) -> Iterator[Prompt]:
+        return map(self.row, range(6))
+
+    def row(self, at: int) -> Prompt:
+        return user(f"{self._step}.{at}", "go" if at else "slow")
+
+
+class FreshByExpression(Fresh):
+    def __iter__(self) -> Iterator[Prompt]:
+        return (self.row(at) for at in range(6))
+
+
+class FreshByMethod(Fresh):
+    def __iter__(self) -> Iterator[Prompt]:
+        return self.rows()
+
+
+class FreshByObject(Fresh):
+    class Rows:
+        def __init__(self, loader: Fresh) -> None:
+            self._loader, self._at = loader, 0
+
+        def __iter__(self) -> FreshByObject.Rows:
+            return self
+
+        def __next__(self) -> Prompt:
+            self._at += 1
+            return self._loader.row(self._at - 1)
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return self.Rows(self)
+
+
+class FreshAsync(Fresh):
+    def __iter__(self) -> Any:
+        raise NotImplementedError
+
+    async def __aiter__(self) -> AsyncIterator[Prompt]:
+        for prompt in self.rows():
+            yield prompt
+
+
+@pytest.mark.parametrize(
+    "kind", [Fresh, FreshByExpression, FreshByMethod, FreshByObject, FreshAsync]
+)
+async def test_what_a_loader_of_one_call_has_left_comes_first_in_the_next(
+    kind: type[Fresh],
+) -> None:
+    policy, taken = GroupPolicy(surplus="carry", oversample=1.5), []
+    async with rollout.open_rollout(config()) as runtime:
+        for step in range(3):
+            taken.append(uids(await runtime.collect(kind(step), 2, policy=policy, step=step)))
+            assert runtime.statistics().carried == 1
+    assert taken == [["0.1", "0.2"], ["0.0", "1.1"], ["1.0", "2.1"]]
+
+
+async def test_loader_that_is_held_by_a_function_alone_keeps_what_it_has_left() -> None:
+    """Its iterator has the same variable as that function."""
+
+    def kept() -> Callable[[], Any]:
+        class Own:
+            def __iter__(self) -> Iterator[Prompt]:
+                return (user(f"{type(loader).__name__}{at}") for at in range(9))
+
+        loader = Own()
+        return lambda: runtime.collect(loader, 2, policy=GroupPolicy(oversample=1.0))
+
+    async with rollout.open_rollout(config()) as runtime:
+        take = kept()
+        assert uids(await take()) == ["Own0", "Own1"]
+        assert uids(await runtime.collect(iter(prompts(2)), 2)) == ["p0", "p1"]
+        assert uids(await take()) == ["Own2", "Own3"]
 
 
 async def test_source_that_is_still_held_keeps_what_it_has_left() -> None:

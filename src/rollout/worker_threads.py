@@ -57,6 +57,7 @@ class _Worker:
             if job is None:
                 return
             job()
+            del job  # else what it was called with stays until the next one
 
 
 class WorkerThreads:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
+from collections import Counter
 from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
@@ -14,6 +16,7 @@ from collections.abc import (
     Sequence,
 )
 from functools import partial
+from types import CellType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -35,8 +38,8 @@ if TYPE_CHECKING:
     from rollout.worker_threads import WorkerThreads
 
 _END: Any = object()
-#: Iterators that refer to what they iterate over, once.
-_OF_LISTS: tuple[type, ...] = (type(iter([])), type(iter(())))
+#: What iterators consist of, beside their data and short tuples of variables.
+_PARTS = (AsyncIterator, Iterator, CellType, FunctionType, MethodType)
 #: Names it to those who look at threads that were left behind.
 THREAD_NAME = "the source of prompts"
 
@@ -191,13 +194,12 @@ class PromptSource:
     def is_unreachable(self) -> bool:
         """Whether nobody can give it again: all that refers to it is ours.
 
-        Such is a list or a generator that a caller made for one call. Of other objects it is not
-        known how often their iterators refer to them, which may be those of lists that they hold.
+        Such is a list, a generator or a loader that a caller made for one call. Not known is what
+        tasks and threads refer to that it has started.
         """
         if self.users or self.is_pulling:
             return False
-        is_list = type(self.given) in (list, tuple) and type(self._iterator) in _OF_LISTS
-        own = 1 + (self._iterator is self.given or is_list)
+        own = 1 + (self._iterator is self.given) + _references(self._iterator, self.given)
         return sys.getrefcount(self.given) - 1 <= own  # one is the argument's
 
     def abandon(self) -> None:
@@ -228,6 +230,25 @@ class PromptSource:
         if isinstance(self.given, Sequence) or has_virtual_clock():
             return function(*args)
         return await self._threads.run_beside(THREAD_NAME, function, *args, patience_s=0.0)
+
+
+def _references(iterator: object, given: object) -> int:
+    """How many references to a source would go with its iterator, and with what that alone has."""
+    gone, rest = Counter[int](), [iterator]
+    while rest:
+        referents = gc.get_referents(rest.pop())
+        here = Counter(map(id, referents))
+        gone.update(here)
+        for each in {id(each): each for each in referents}.values():
+            # Three more are ours: the mapping's, the variable's and the argument's.
+            is_alone = sys.getrefcount(each) - here[id(each)] - 3 == gone[id(each)]
+            if is_alone and each is not given and _is_part(each):
+                rest.append(each)
+    return gone[id(given)]
+
+
+def _is_part(each: object) -> bool:
+    return issubclass(type(each), _PARTS) or (type(each) is tuple and len(each) < 100)
 
 
 def _told(error: BaseException) -> BaseException:
