@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio  # noqa: TID251  (its own cancellation)
 import gc
+import re
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -15,7 +16,7 @@ import rollout
 from rollout import Group, GroupPolicy, Outcome, Prompt
 from rollout.agents import AgentContext, AgentLoop
 from rollout.config import AgentConfig, SchedulingConfig
-from rollout.errors import RolloutError, SourceEnded
+from rollout.errors import PromptError, RolloutError, SourceEnded
 from rollout.testing import Scenario
 
 pytestmark = pytest.mark.anyio
@@ -70,6 +71,60 @@ async def test_stream_groups_of_a_list_gives_all_of_it_in_every_epoch() -> None:
         for _ in range(3):
             async with runtime.stream_groups(data) as groups:
                 assert sorted([group.uid async for group in groups]) == ["p0", "p1", "p2"]
+
+
+class Numbered:
+    """Has its prompts by number, as map-style datasets do, and is no `Sequence`."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __getitem__(self, at: int) -> Prompt:
+        if at >= self._count:
+            raise IndexError(at)
+        return user(f"n{at}")
+
+
+class Dataset(Numbered):
+    """Only its length says where it ends."""
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, at: int) -> Prompt:
+        return user(f"n{at}")
+
+
+@pytest.mark.parametrize("kind", [Numbered, Dataset])
+async def test_stream_groups_of_what_has_items_by_number_gives_all_of_it_in_every_epoch(
+    kind: type[Numbered],
+) -> None:
+    data = kind(3)
+    async with rollout.open_rollout(config()) as runtime:
+        for _ in range(2):
+            async with runtime.stream_groups(data) as groups:
+                assert sorted([group.uid async for group in groups]) == ["n0", "n1", "n2"]
+
+
+@pytest.mark.parametrize("kind", [Numbered, Dataset])
+async def test_collect_of_what_has_items_by_number_goes_on_and_begins_again(
+    kind: type[Numbered],
+) -> None:
+    data, policy = kind(3), GroupPolicy(oversample=1.0)
+    async with rollout.open_rollout(config()) as runtime:
+        assert uids(await runtime.collect(data, 2, policy=policy)) == ["n0", "n1"]
+        assert uids(await runtime.collect(prompts(1), 1, policy=policy)) == ["p0"]
+        with pytest.raises(SourceEnded) as caught:
+            await runtime.collect(data, 2, policy=policy)
+        assert uids(caught.value.partial) == ["n2"]
+        assert uids(await runtime.collect(data, 2, policy=policy)) == ["n0", "n1"]
+
+
+@pytest.mark.parametrize("source", [Numbered, re.match("a", "a"), {"a": 1}, "ab", b"ab"])
+async def test_source_that_nothing_can_iterate_over_is_refused(source: Any) -> None:
+    async with rollout.open_rollout(config()) as runtime:
+        with pytest.raises(PromptError, match="expected an iterable or async iterable of Prompt"):
+            await runtime.collect(source, 1)
 
 
 class Rows:

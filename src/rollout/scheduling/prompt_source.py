@@ -17,7 +17,7 @@ from collections.abc import (
 )
 from functools import partial
 from types import CellType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
 
@@ -43,7 +43,14 @@ _PARTS = (AsyncIterator, Iterator, CellType, FunctionType, MethodType)
 #: Names it to those who look at threads that were left behind.
 THREAD_NAME = "the source of prompts"
 
-Source = Iterable[Prompt] | AsyncIterable[Prompt]
+
+class Numbered(Protocol):
+    """Has its prompts by number, from 0 on, as map-style datasets do."""
+
+    def __getitem__(self, number: int, /) -> Prompt: ...
+
+
+Source = Iterable[Prompt] | AsyncIterable[Prompt] | Numbered
 
 logger = logging.getLogger("rollout.scheduling")
 
@@ -54,11 +61,20 @@ def check_source(source: Any) -> None:
     Raises:
         PromptError: It is none; nothing has been pulled.
     """
-    is_known = isinstance(source, AsyncIterable | AsyncIterator | Iterable)
-    if isinstance(source, Prompt | str | bytes | Mapping) or not is_known:
+    if isinstance(source, Prompt | str | bytes | Mapping) or not _can_be_iterated(source):
         raise PromptError(
             f"source: expected an iterable or async iterable of Prompt, got {type(source).__name__}"
         )
+
+
+def _can_be_iterated(source: Any) -> bool:
+    if isinstance(source, AsyncIterable | Iterable):
+        return True
+    try:
+        iter(source)  # asks for nothing, where it has its items by number
+    except TypeError:
+        return False
+    return True
 
 
 class PromptSource:
@@ -81,7 +97,7 @@ class PromptSource:
         is_replayed: It stands for one whose end an earlier process told the caller: what that had
             is all that there is.
         is_beyond: Whether it has given what the journal does not have.
-        is_used_up: Whether it is a sequence, and has given all of it.
+        is_used_up: Whether it has given all of it, and is a sequence, or has items by number.
     """
 
     def __init__(
@@ -170,8 +186,14 @@ class PromptSource:
                 tell()
 
     def _look_for_end(self) -> None:
-        """Of a sequence it is known beforehand."""
-        if isinstance(self.given, Sequence) and self._count >= len(self.given):
+        """Of a sequence it is known beforehand, and of what else has items by number and a length.
+
+        Such a dataset may give items beyond that too.
+        """
+        is_iterable = isinstance(self.given, Iterable | AsyncIterable)
+        has_length = hasattr(type(self.given), "__len__")
+        is_bounded = isinstance(self.given, Sequence) or (has_length and not is_iterable)
+        if is_bounded and self._count >= len(self.given):
             self.is_used_up = True
             self._end()
 
