@@ -73,6 +73,23 @@ async def test_stream_groups_of_a_list_gives_all_of_it_in_every_epoch() -> None:
                 assert sorted([group.uid async for group in groups]) == ["p0", "p1", "p2"]
 
 
+@pytest.mark.parametrize(("each", "counts"), [(list.copy, [3, 3]), (iter, [3, 3]), (None, [3, 0])])
+async def test_stream_groups_that_is_left_with_the_last_group_leaves_the_source_at_its_end(
+    each: Callable[[Any], Any] | None, counts: list[int]
+) -> None:
+    data, found = prompts(3), []
+    async with rollout.open_rollout(config()) as runtime:
+        for _ in counts:
+            given, taken = data if each is None else each(data), 0
+            async with runtime.stream_groups(given) as groups:
+                async for _ in groups:
+                    taken += 1
+                    if taken == len(data):
+                        break
+            found.append(taken)
+    assert found == counts
+
+
 class Numbered:
     """Has its prompts by number, as map-style datasets do, and is no `Sequence`."""
 
