@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio  # noqa: TID251  (what such rewards run on)
+import functools
 import os
 import re
 import sys
@@ -137,3 +138,33 @@ def pixels_seen(trajectory: Trajectory) -> float:
     media = [each.medium for each in trajectory.transcript.media]
     media += [part for part in shown if isinstance(part, Media)]
     return float(sum(decode(medium).size // 3 for medium in media))
+
+
+def tenfold(function: Any) -> Any:
+    """A decorator that keeps the name."""
+    return functools.wraps(function)(lambda trajectory: 10 * function(trajectory))
+
+
+score_tenfold = tenfold(score)
+
+
+def renamed(trajectory: Trajectory) -> float:
+    """What the name leads to from here on is another one."""
+    return 0.25
+
+
+first_renamed = renamed
+
+
+def renamed(trajectory: Trajectory) -> float:  # type: ignore[no-redef]
+    """The other one."""
+    return 0.5
+
+
+def vanished_one(trajectory: Trajectory) -> float:
+    """Nothing has its name any more."""
+    return 0.75
+
+
+vanished = vanished_one
+del vanished_one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -73,3 +74,14 @@ def flaky(kind: str) -> str:
 
 def plain(x: int) -> int:
     return x + 1
+
+
+def loud(function: Any) -> Any:
+    @functools.wraps(function)
+    def wrapped(x: int) -> str:
+        return f"{function(x)}!"
+
+    return wrapped
+
+
+plain_and_loud = loud(plain)

@@ -140,6 +140,20 @@ async def test_isolated_plain_function_is_found_without_its_decorator(opened: An
     assert await run(opened(tool), call("inc", x=1)) == [ToolResult("2")]
 
 
+async def test_isolated_function_whose_name_leads_elsewhere_is_refused_before_its_first_call(
+    threads: WorkerThreads,
+) -> None:
+    schema = {"type": "function", "function": {"name": "inc", "parameters": {}}}
+    tool = function_tool("inc", schema=schema, isolation="process")(isolated_tools.plain_and_loud)
+    executor = executor_of([isolated_tools.whoami, tool], threads)
+    with pytest.raises(ToolError) as caught:
+        await executor.prepare()
+    assert str(caught.value).startswith(
+        "function tool 'inc': isolation = 'process' needs a function that its process finds by its "
+        "name: isolated_tools.plain is another function, of "
+    )
+
+
 def nested_is_refused() -> None:
     @function_tool(isolation="process")
     def inner() -> None:

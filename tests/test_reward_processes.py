@@ -166,6 +166,8 @@ async def test_reward_process_calls_async_functions_and_those_of_verl() -> None:
 async def test_reward_process_finds_what_a_name_names() -> None:
     (one,) = (await rewarded([user()], "isolated_rewards:judge")).trajectories
     assert one.reward == float(len(one.answer))
+    (one,) = (await rewarded([user()], "isolated_rewards:score_tenfold")).trajectories
+    assert one.reward == 10.0
 
 
 async def test_group_reward_in_processes_fails_its_own_group_alone() -> None:
@@ -224,6 +226,23 @@ async def test_reward_process_cannot_be_handed_what_is_no_plain_data(
             isolated_rewards.judge,
             "reward: rewards.processes = 2 needs a function that its process can import: move "
             "Judge to the top level of a module, or name it as 'package.module:name'",
+        ),
+        (
+            isolated_rewards.score_tenfold,
+            "reward: rewards.processes = 2 needs a function that its process finds by its name: "
+            f"isolated_rewards.score is another function, of {isolated_rewards.__file__}, line 20; "
+            "set __qualname__ of the one that is meant to the name under which its module has it, "
+            "or name it as 'package.module:name'",
+        ),
+        (
+            isolated_rewards.first_renamed,
+            "reward: rewards.processes = 2 needs a function that its process finds by its name: "
+            "isolated_rewards.renamed is another function, of ",
+        ),
+        (
+            isolated_rewards.vanished,
+            "reward: rewards.processes = 2 needs a function that its process finds by its name: "
+            "there is no isolated_rewards.vanished_one; set",
         ),
         (
             "isolated_rewards:nothing",

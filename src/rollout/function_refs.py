@@ -35,11 +35,11 @@ class FunctionRef(msgspec.Struct, frozen=True):
     qualname: str
 
 
-def function_ref(function: Callable[..., Any]) -> FunctionRef:
-    """Where another process finds a function.
+def check_top_level(function: Callable[..., Any]) -> None:
+    """Let a function pass that may be at the top level of a module or of a file.
 
     Raises:
-        NotImportableError: It is not at the top level of a module or of a file.
+        NotImportableError: It cannot be.
     """
     if not inspect.isfunction(function) or "<" in function.__qualname__:
         name = getattr(function, "__qualname__", None) or type(function).__qualname__
@@ -47,18 +47,70 @@ def function_ref(function: Callable[..., Any]) -> FunctionRef:
             f"needs a function that its process can import: move {name} to the top level of a "
             "module"
         )
-    home = sys.modules.get(function.__module__)
-    # A decorator's wrapper has the globals of the decorator.
-    module = function.__globals__ if home is None else vars(home)
-    is_importable = function.__module__ != "__main__" and module.get("__spec__")
-    file = module.get("__file__")
+
+
+def function_ref(
+    function: Callable[..., Any], is_it: Callable[[Any], bool] | None = None
+) -> FunctionRef:
+    """Where another process finds a function.
+
+    Args:
+        function: The function; its module has been run.
+        is_it: Whether what its name leads to stands for it; None: only the function itself does.
+
+    Raises:
+        NotImportableError: It is not at the top level of a module or of a file, or its name leads
+            to something else there.
+    """
+    check_top_level(function)
+    home = _home(function, is_it or (lambda found: found is function))
+    name, spec, file = home.get("__name__"), home.get("__spec__"), home.get("__file__")
+    is_known = getattr(sys.modules.get(str(name)), "__dict__", None) is home
+    if name == "__main__" and spec is not None:  # ``python -m`` says what it is to others
+        name = spec.name
+    is_importable = is_known and spec is not None and name != "__main__"
     if not is_importable and not file:
         raise NotImportableError("needs a file to import the function from: write it into a module")
     return FunctionRef(
-        module=function.__module__ if is_importable else "",
+        module=str(name) if is_importable else "",
         file=os.path.abspath(str(file)) if file else "",
         qualname=function.__qualname__,
     )
+
+
+def _home(function: Any, is_it: Callable[[Any], bool]) -> dict[str, Any]:
+    """The names of its module, whose own one leads to it.
+
+    Decorators copy names, and names are given anew, so that they need not. The function's own
+    globals are those of a module that `sys.modules` does not know, or has another one for; those of
+    a decorator's wrapper are the decorator's.
+    """
+    homes: list[dict[str, Any]] = [function.__globals__]
+    if function.__module__ in sys.modules:
+        homes.insert(0, vars(sys.modules[function.__module__]))
+    for home in homes:
+        if is_it(_named(home, function.__qualname__)):
+            return home
+    raise NotImportableError(
+        f"needs a function that its process finds by its name: {_found(homes[0], function)}; set "
+        "__qualname__ of the one that is meant to the name under which its module has it"
+    )
+
+
+def _named(home: dict[str, Any], qualname: str) -> Any:
+    first, *others = qualname.split(".")
+    return functools.reduce(lambda found, part: getattr(found, part, None), others, home.get(first))
+
+
+def _found(home: dict[str, Any], function: Any) -> str:
+    """What the name of a function leads to in its place."""
+    name = f"{function.__module__}.{function.__qualname__}"
+    found = _named(home, function.__qualname__)
+    if found is None:
+        return f"there is no {name}"
+    code = getattr(found, "__code__", None)
+    place = "" if code is None else f", of {code.co_filename}, line {code.co_firstlineno}"
+    return f"{name} is another {type(found).__qualname__}{place}"
 
 
 @functools.cache

@@ -9,7 +9,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 from rollout.errors import ToolError
-from rollout.function_refs import FunctionRef, NotImportableError, function_ref
+from rollout.function_refs import (
+    FunctionRef,
+    NotImportableError,
+    check_top_level,
+    function_ref,
+)
 from rollout.tools.argument_checks import SchemaCheck
 from rollout.tools.docstrings import parse_docstring
 from rollout.tools.parameters import inspect_parameters
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 class FunctionTool(Tool, Generic[P, R]):
@@ -76,10 +82,11 @@ class FunctionTool(Tool, Generic[P, R]):
         self.parameters = inspect_parameters(function, self.name, is_documented=schema is None)
         takes_context = self.parameters.context_name is not None
         self.stateful = takes_context if stateful is None else bool(stateful)
-        self.function_ref: FunctionRef | None = None
-        if _checked_choice(self.name, "isolation", isolation, ("none", "process")) == "process":
+        isolated = _checked_choice(self.name, "isolation", isolation, ("none", "process"))
+        self._is_isolated = isolated == "process"
+        if self._is_isolated:
             self.never_waits = False
-            self.function_ref = _importable(function, self.name)
+            _importable(self.name, check_top_level, function)
             if self.parameters.context_name is not None:
                 raise ToolError(
                     f"function tool {self.name!r}: isolation = 'process' cannot hand over the "
@@ -102,6 +109,10 @@ class FunctionTool(Tool, Generic[P, R]):
         if self.parameters.context_name is not None:
             return []
         return sorted(METHOD_KWARGS.intersection(kwargs) - self._known)
+
+    async def prepare(self) -> None:
+        """See `Tool.prepare`: when it was decorated, its name led to nothing yet."""
+        _ = self.function_ref
 
     async def open(self, context: ToolContext) -> ToolSession:
         """A session that calls the function; the prompt's kwargs override the model's arguments."""
@@ -144,6 +155,20 @@ class FunctionTool(Tool, Generic[P, R]):
         if self.parameters.takes_others:
             return {n: v for n, v in kwargs.items() if n in self._known or n not in METHOD_KWARGS}
         return {name: value for name, value in kwargs.items() if name in self._known}
+
+    @functools.cached_property
+    def function_ref(self) -> FunctionRef | None:
+        """Where its process finds the function; None: it runs in none.
+
+        Raises:
+            ToolError: The function's name leads to something else.
+        """
+        if not self._is_isolated:
+            return None
+        return _importable(self.name, function_ref, self.function, self._is_it)
+
+    def _is_it(self, found: Any) -> bool:
+        return self.function is (found.function if isinstance(found, FunctionTool) else found)
 
     @functools.cached_property
     def _known(self) -> set[str]:
@@ -228,9 +253,9 @@ def _checked_choice(tool: str, option: str, value: Any, choices: tuple[str, ...]
     return str(value)
 
 
-def _importable(function: Any, tool: str) -> FunctionRef:
+def _importable(tool: str, look: Callable[..., T], *args: Any) -> T:
     try:
-        return function_ref(function)
+        return look(*args)
     except NotImportableError as error:
         raise ToolError(f"function tool {tool!r}: isolation = 'process' {error}") from None
 
