@@ -73,6 +73,11 @@ async def later(trajectory: Trajectory) -> dict[str, Any]:
     return {"score": 0.25, "pid": os.getpid()}
 
 
+def surroundings(trajectory: Trajectory) -> dict[str, Any]:
+    """Where its imports look, and what programs would see that it starts."""
+    return {"score": 1.0, "path": sys.path, "python_path": os.environ["PYTHONPATH"]}
+
+
 LOOPS: list[Any] = []
 
 

@@ -155,6 +155,16 @@ async def test_reward_process_sees_the_trajectory_as_it_is() -> None:
     assert sum(trajectory.segments[0].token_rewards) == 3.0
 
 
+async def test_reward_process_has_the_environment_and_the_paths_of_the_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path / "a:b")
+    (one,) = (await rewarded([user()], isolated_rewards.surroundings)).trajectories
+    assert one.extra["python_path"] == str(tmp_path)
+    assert one.extra["path"] == [path or str(Path.cwd()) for path in sys.path]
+
+
 async def test_reward_process_calls_async_functions_and_those_of_verl() -> None:
     (one,) = (await rewarded([user()], isolated_rewards.later)).trajectories
     assert (one.reward, one.extra["pid"] != os.getpid()) == (0.25, True)

@@ -21,6 +21,17 @@ if TYPE_CHECKING:
     from anyio.abc import Process
 
 
+#: Runs the module that is named where its imports find what ours do. The environment says nothing of
+#: that: programs that the user's code starts there have it too, which may be of another Python.
+_RUN = """
+import sys
+module, lifeline, *sys.path = sys.argv[1:]
+sys.argv[:] = [module, lifeline]
+import importlib
+importlib.import_module(module).main()
+"""
+
+
 class ChildDiedError(Exception):
     """A child process ended before it had answered.
 
@@ -94,7 +105,7 @@ class ChildProcesses:
     One that died, or was killed because its request was cancelled, is replaced when it is missed.
 
     Args:
-        module: What a process runs; it calls `child_serving.serve`.
+        module: Whose `main` a process runs, which calls `child_serving.serve`.
         max_processes: Those at work at once; further requests wait.
         cleanup_s: Seconds for the end of a process that was killed.
     """
@@ -129,14 +140,13 @@ class ChildProcesses:
 
 
 async def _start(module: str) -> _Child:
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    paths = [path or os.getcwd() for path in sys.path]
     theirs, ours = os.pipe()
     try:
         with anyio.CancelScope(shield=True):  # takes a moment, and would leave the process behind
             process = await anyio.open_process(
-                [sys.executable, "-m", module, str(theirs)],
+                [sys.executable, "-c", _RUN, module, str(theirs), *paths],
                 stderr=None,
-                env={**os.environ, "PYTHONPATH": paths},
                 start_new_session=True,
                 pass_fds=[theirs],
             )

@@ -50,7 +50,3 @@ def _called(request: Ask, subject: Any) -> Any:
     function = function_at(request.function)
     keywords = request.keywords
     return outcome_of(function(subject) if keywords is None else function(**keywords))
-
-
-if __name__ == "__main__":
-    main()

@@ -84,7 +84,3 @@ def _resolved(ref: FunctionRef, name: str) -> tuple[Callable[..., Any], Paramete
     if isinstance(found, FunctionTool):
         return found.function, found.parameters, found.policy
     return found, inspect_parameters(found, name, is_documented=False), ToolPolicy()
-
-
-if __name__ == "__main__":
-    main()
