@@ -7,6 +7,7 @@ import functools
 import os
 import re
 import sys
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -98,6 +99,16 @@ def compute_score(solution_str: str, ground_truth: str, extra_info: dict[str, An
 def unsendable(trajectory: Trajectory) -> Reward:
     """What only this process can hold."""
     return Reward(value=1.0, extra={"lock": object()})
+
+
+def exact(trajectory: Trajectory) -> Reward:
+    """What msgpack has no type for."""
+    return Reward(value=1.0, extra={"mean": [1, Decimal("0.5")]})
+
+
+def echo(trajectory: Trajectory) -> Reward:
+    """What arrived, and goes back."""
+    return Reward(value=1.0, extra={"echo": trajectory.extra["given"]})
 
 
 def short(trajectory: Trajectory) -> Reward:

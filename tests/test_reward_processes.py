@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import enum
 import importlib.util
 import os
 import sys
+from dataclasses import dataclass
+from datetime import date, datetime, timedelta, timezone
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import psutil
@@ -25,7 +30,10 @@ from rollout.config import (
     SchedulingConfig,
     SimulatedEngine,
 )
+from rollout.scheduling.reward_encoding import NotPlainError, encoded
+from rollout.scheduling.reward_messages import Reply
 from rollout.testing import Scenario, tool_call
+from rollout.types import Reward
 
 pytestmark = pytest.mark.anyio
 
@@ -208,6 +216,7 @@ async def test_reward_process_that_died_is_asked_again_where_retries_say_so(
             {},
             "rewards[0].extra['lock']: a value of type object",
         ),
+        (isolated_rewards.exact, {}, "rewards[0].extra['mean'][1]: a value of type Decimal"),
         (isolated_rewards.short, {}, "token_values of shape (1,); expected one for each of the"),
         (
             isolated_rewards.score,
@@ -222,6 +231,50 @@ async def test_reward_process_cannot_be_handed_what_is_no_plain_data(
     (one,) = (await rewarded([user(extra=extra)], reward)).trajectories
     assert one.cause is not None
     assert said in one.cause.message
+
+
+@dataclass(kw_only=True)
+class Held:
+    held: Any
+
+
+HOURS = timedelta(hours=2)
+KNOT: list[Any] = []
+KNOT.append(KNOT)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (Decimal("0.5"), "rewards[0].extra['given']: a value of type Decimal"),
+        (UUID(int=5), ": a value of type UUID"),
+        (date(2020, 1, 1), ": a value of type date"),
+        (datetime(2020, 1, 1), ": a value of type datetime"),
+        (HOURS, ": a value of type timedelta"),
+        (enum.Enum("Size", "SMALL").SMALL, ": a value of type Size"),  # type: ignore[attr-defined]
+        ([1, {"at": (2, {HOURS})}], "[1]['at'][1][0]: a value of type timedelta"),
+        ({Decimal(1): 1}, "[Decimal('1')]: a value of type Decimal"),
+        (Held(held=HOURS), ".held: a value of type timedelta"),
+        (np.array([Decimal(1)], dtype=object), "[0]: a value of type Decimal"),
+        ([2**70], "[0]: can't serialize ints"),
+        (KNOT, "what refers to itself, or is nested too deep,"),
+    ],
+)
+def test_reward_process_is_not_handed_another_value_than_was_given(value: Any, said: str) -> None:
+    with pytest.raises(NotPlainError) as caught:
+        encoded(Reply.of([Reward(value=1.0, extra={"given": value}, token_values={})]))
+    assert said in str(caught.value)
+
+
+async def test_reward_process_and_its_driver_hand_over_what_msgpack_can_hold() -> None:
+    given = {
+        "moment": datetime(2020, 1, 1, 12, tzinfo=timezone(HOURS)),
+        "outcome": Outcome.COMPLETED,
+        "keys": {1: 2, None: 3, (1, 2): 3.5},
+        "data": Held(held=[1, "\ud800"]),
+    }
+    (one,) = (await rewarded([user(extra={"given": given})], isolated_rewards.echo)).trajectories
+    assert one.extra["echo"] == {**given, "data": {"held": [1, "\ufffd"]}}
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from anyio.abc import Process
 
 
-#: Runs the module that is named where its imports find what ours do. The environment says nothing of
-#: that: programs that the user's code starts there have it too, which may be of another Python.
+#: Runs the module that is named, where its imports find what ours do. The environment is left as it
+#: is: programs that the user's code starts there have it too, which may be of another Python.
 _RUN = """
 import sys
 module, lifeline, *sys.path = sys.argv[1:]

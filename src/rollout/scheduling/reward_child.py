@@ -10,7 +10,8 @@ from rollout.chat.group import Group
 from rollout.child_serving import MAX_REPLY, outcome_of, serve
 from rollout.function_refs import function_at
 from rollout.reward_values import BadRewardError
-from rollout.scheduling.reward_messages import Ask, Load, NotPlainError, Reply, Request, encoded
+from rollout.scheduling.reward_encoding import NotPlainError, encoded
+from rollout.scheduling.reward_messages import Ask, Load, Reply, Request
 from rollout.scheduling.rewards import reward_of, rewards_of
 from rollout.types import Cause
 

@@ -23,11 +23,6 @@ from rollout.chat.transcript import Transcript
 from rollout.function_refs import FunctionRef
 from rollout.medium import PlacedMedia
 from rollout.types import Cause, Message, Outcome, Prompt, Reward
-from rollout.utf8 import encodable
-
-
-class NotPlainError(Exception):
-    """Something cannot cross; says what and where it is."""
 
 
 class Load(msgspec.Struct, tag=True):
@@ -159,25 +154,6 @@ class Reply(msgspec.Struct, omit_defaults=True):
         return [None if each is None else _restored_reward(each) for each in self.rewards]
 
 
-def encoded(message: Load | Ask | Reply) -> bytes:
-    """A message as msgpack; arrays and tensors are lists then, halves of characters U+FFFD.
-
-    Raises:
-        NotPlainError: Something in it is no plain data.
-    """
-    try:
-        return msgspec.msgpack.encode(message, enc_hook=_listed)
-    except UnicodeEncodeError:
-        plain = msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=_listed)
-        return msgspec.msgpack.encode(_encodable(plain))
-    except Exception as error:  # whatever a foreign object raises
-        where = "".join(_where(message)).lstrip(".")
-        raise NotPlainError(
-            f"{where}: {error} cannot be handed over with rewards.processes; expected plain data "
-            "(None, booleans, numbers, strings, bytes, lists, mappings, arrays)"
-        ) from None
-
-
 def _segment(segment: Segment, trajectory: Trajectory) -> _Segment:
     rewards = segment.token_rewards
     return _Segment(
@@ -253,49 +229,3 @@ def _restored_reward(reward: _Reward) -> Reward:
         token_values={at: array("f", packed) for at, packed in reward.token_values.items()},
         segment_values=reward.segment_values,
     )
-
-
-def _listed(value: Any) -> Any:
-    """Arrays and tensors as nested lists, their scalars as numbers, other mappings as dicts."""
-    tolist = getattr(value, "tolist", None)
-    if tolist is not None:
-        return tolist()
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, Sequence):
-        return list(value)
-    raise TypeError(f"a value of type {type(value).__qualname__}")
-
-
-def _where(value: Any) -> list[str]:
-    """The way to the first thing that cannot be encoded; empty where `value` can be."""
-    try:
-        msgspec.msgpack.encode(value, enc_hook=_listed)
-    except UnicodeEncodeError:
-        return []
-    except Exception:
-        inner: list[tuple[str, Any]] = []
-        if isinstance(value, msgspec.Struct):
-            inner = [(f".{name}", getattr(value, name)) for name in value.__struct_fields__]
-        elif isinstance(value, Mapping):
-            inner = [(f"[{key!r}]", item) for key, item in value.items()]
-        elif isinstance(value, list | tuple):
-            inner = [(f"[{at}]", item) for at, item in enumerate(value)]
-        for name, item in inner:
-            try:
-                msgspec.msgpack.encode(item, enc_hook=_listed)
-            except UnicodeEncodeError:
-                continue
-            except Exception:
-                return [name, *_where(item)]
-    return []
-
-
-def _encodable(value: Any) -> Any:
-    if isinstance(value, str):
-        return encodable(value)
-    if isinstance(value, dict):
-        return {_encodable(key): _encodable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_encodable(item) for item in value]
-    return value

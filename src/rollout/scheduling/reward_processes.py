@@ -10,7 +10,8 @@ import msgspec
 
 from rollout.child_processes import ChildDiedError, ChildProcesses, Worker
 from rollout.errors import ConfigError
-from rollout.scheduling.reward_messages import Ask, Load, Reply, encoded
+from rollout.scheduling.reward_encoding import encoded
+from rollout.scheduling.reward_messages import Ask, Load, Reply
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
