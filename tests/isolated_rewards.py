@@ -6,6 +6,7 @@ import asyncio  # noqa: TID251  (what such rewards run on)
 import functools
 import os
 import re
+import select
 import sys
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
@@ -109,6 +110,15 @@ def exact(trajectory: Trajectory) -> Reward:
 def echo(trajectory: Trajectory) -> Reward:
     """What arrived, and goes back."""
     return Reward(value=1.0, extra={"echo": trajectory.extra["given"]})
+
+
+def copied(trajectory: Trajectory) -> float:
+    """What its prompt says; where that says so, a copy of the process returns something else."""
+    if trajectory.extra.get("does") == "fork":
+        if not (copy := os.fork()):
+            return -1.0
+        select.select([os.pidfd_open(copy)], [], [], 0.5)  # a copy that lives on has answered
+    return float(trajectory.extra["value"])
 
 
 def short(trajectory: Trajectory) -> Reward:

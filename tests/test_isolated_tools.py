@@ -126,6 +126,15 @@ async def test_isolated_tool_does_not_outlive_a_driver_that_was_killed(tmp_path:
         assert await ended(int(pid))
 
 
+@pytest.mark.parametrize("anyio_backend", ["trio"])
+async def test_isolated_tool_whose_process_was_copied_by_it_has_its_own_answer(opened: Any) -> None:
+    tools = opened(isolated_tools.copied)
+    answers = [
+        (await run(tools, call("copied", value=at, fork=at == 1)))[0].text for at in range(4)
+    ]
+    assert answers == ["0", "1", "2", "3"]
+
+
 async def test_isolated_tool_past_its_limit_is_killed(opened: Any, tmp_path: Path) -> None:
     tools = opened(isolated_tools.hold_the_interpreter, tool_s=0.5)
     assert await run(tools, call("hold_the_interpreter", marker=str(tmp_path / "pids"))) == [

@@ -360,6 +360,12 @@ async def test_reward_in_a_decorator_of_another_file_is_found_in_its_own(
     assert one.reward == 0.5
 
 
+async def test_reward_whose_process_was_copied_by_it_has_the_one_reply_that_is_its_own() -> None:
+    given = [user(extra={"value": at, "does": "fork" if at == 1 else ""}) for at in range(4)]
+    batch = await rewarded(given, isolated_rewards.copied, processes=1)
+    assert [t.reward for t in batch.trajectories] == [0.0, 1.0, 2.0, 3.0]
+
+
 async def test_async_rewards_of_a_process_are_all_awaited_on_one_loop() -> None:
     does = ["", "leave", "", ""]
     given = [user(extra={"does": each}) for each in does]
