@@ -135,6 +135,16 @@ async def test_isolated_tool_whose_process_was_copied_by_it_has_its_own_answer(o
     assert answers == ["0", "1", "2", "3"]
 
 
+async def test_isolated_tool_whose_process_died_while_it_idled_is_called_in_another(
+    opened: Any,
+) -> None:
+    tools = opened(isolated_tools.whoami)
+    (first,) = await run(tools, call("whoami"))
+    psutil.Process(first.data["pid"]).kill()
+    (second,) = await run(tools, call("whoami"))
+    assert second.data["pid"] != first.data["pid"]
+
+
 async def test_isolated_tool_past_its_limit_is_killed(opened: Any, tmp_path: Path) -> None:
     tools = opened(isolated_tools.hold_the_interpreter, tool_s=0.5)
     assert await run(tools, call("hold_the_interpreter", marker=str(tmp_path / "pids"))) == [

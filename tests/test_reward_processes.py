@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import anyio
 import numpy as np
 import psutil
 import pytest
@@ -26,6 +27,7 @@ from rollout.config import (
     LengthsConfig,
     LimitsConfig,
     RewardsConfig,
+    RolloutConfig,
     SamplingConfig,
     SchedulingConfig,
     SimulatedEngine,
@@ -47,28 +49,29 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(autouse=True)
-def _no_process_is_left() -> Any:
-    yield
-    assert not [
+def children() -> list[psutil.Process]:
+    return [
         process
         for process in psutil.Process().children(recursive=True)
         if "rollout.scheduling.reward_child" in process.as_dict(["cmdline"], ad_value=[])["cmdline"]
     ]
 
 
-async def rewarded(
-    prompts: list[Prompt],
-    reward: Any = None,
+@pytest.fixture(autouse=True)
+def _no_process_is_left() -> Any:
+    yield
+    assert not children()
+
+
+def configured(
     *,
     scenario: Scenario = SHORT,
     processes: int = 2,
     retries: int = 0,
-    reward_s: float = 60.0,
-    group_reward: Any = None,
+    reward_s: float | None = 60.0,
     samples: int = 1,
-) -> RolloutBatch:
-    config = scenario.config(
+) -> RolloutConfig:
+    return scenario.config(
         engine=SimulatedEngine(routed_experts=True),
         lengths=LENGTHS,
         sampling=SamplingConfig(top_log_probs=2),
@@ -76,6 +79,17 @@ async def rewarded(
         rewards=RewardsConfig(processes=processes, retries=retries, backoff_s=0.01),
         scheduling=SchedulingConfig(samples_per_prompt=samples),
     )
+
+
+async def rewarded(
+    prompts: list[Prompt],
+    reward: Any = None,
+    *,
+    scenario: Scenario = SHORT,
+    group_reward: Any = None,
+    **settings: Any,
+) -> RolloutBatch:
+    config = configured(scenario=scenario, **settings)
     tools = [add] if scenario is TOOLS else []
     async with rollout.open_rollout(config, tools, reward, group_reward=group_reward) as runtime:
         batch: RolloutBatch = await runtime.generate(prompts)
@@ -364,6 +378,20 @@ async def test_reward_whose_process_was_copied_by_it_has_the_one_reply_that_is_i
     given = [user(extra={"value": at, "does": "fork" if at == 1 else ""}) for at in range(4)]
     batch = await rewarded(given, isolated_rewards.copied, processes=1)
     assert [t.reward for t in batch.trajectories] == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("is_seen", [False, True])
+async def test_reward_process_that_died_while_it_idled_fails_no_reward(is_seen: bool) -> None:
+    config = configured(processes=1)
+    async with rollout.open_rollout(config, reward=isolated_rewards.score) as runtime:
+        await runtime.generate([user()])
+        (child,) = children()
+        child.kill()
+        with anyio.fail_after(30):
+            while is_seen and psutil.pid_exists(child.pid) and child.status() != "zombie":
+                await anyio.sleep(0.01)
+        batch = await runtime.generate([user(), user()])
+        assert [each.reward for each in batch.trajectories] == [1.0, 1.0]
 
 
 async def test_async_rewards_of_a_process_are_all_awaited_on_one_loop() -> None:

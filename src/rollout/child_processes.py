@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import anyio
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from rollout.child_serving import LENGTH
+from rollout.child_serving import BEGUN, LENGTH
 from rollout.limits import cleanup_scope
 from rollout.scopes import give_back
 
@@ -44,8 +44,16 @@ class ChildDiedError(Exception):
         self.exit_code = exit_code
 
 
+class DiedIdleError(Exception):
+    """A child process had ended before it began with a request; there is a new one to be asked."""
+
+
 class _Child:
-    """One process, and the frames to and from it; it ends when `lifeline` is closed."""
+    """One process, and the frames to and from it; it ends when `lifeline` is closed.
+
+    Attributes:
+        has_begun: Whether it has begun with the latest request.
+    """
 
     def __init__(self, process: Process, lifeline: int) -> None:
         assert process.stdin is not None
@@ -54,10 +62,14 @@ class _Child:
         self._lifeline = lifeline
         self._requests = process.stdin
         self._replies = BufferedByteReceiveStream(process.stdout)
+        self.has_begun = False
 
     async def ask(self, request: bytes) -> bytes:
         """The reply to a request; after a cancellation the process is of no more use."""
+        self.has_begun = False
         await self._requests.send(LENGTH.pack(len(request)) + request)
+        await self._replies.receive_exactly(len(BEGUN))
+        self.has_begun = True
         (length,) = LENGTH.unpack(await self._replies.receive_exactly(LENGTH.size))
         return await self._replies.receive_exactly(length)
 
@@ -73,25 +85,39 @@ class _Child:
 
 
 class Worker:
-    """A place among the processes, and the process that has it; see `ChildProcesses.worker`."""
+    """A place among the processes, and the process that has it; see `ChildProcesses.worker`.
 
-    def __init__(self, child: _Child, *, is_new: bool, cleanup_s: float) -> None:
-        self.is_new = is_new
-        self.child: _Child | None = child
+    Attributes:
+        is_new: Whether the process was started for it.
+    """
+
+    def __init__(self, module: str, child: _Child | None, *, cleanup_s: float) -> None:
+        self.is_new = child is None
+        self.child = child
+        self._module = module
         self._cleanup_s = cleanup_s
+
+    async def start(self) -> None:
+        """Have a process of its own."""
+        self.child, self.is_new = await _start(self._module), True
 
     async def ask(self, request: bytes) -> bytes:
         """Its reply; cancellation kills the process with the process's group.
 
         Raises:
             ChildDiedError: It ended before it had answered.
+            DiedIdleError: It was no new one, and ended before it had begun.
         """
         assert self.child is not None
         child, self.child = self.child, None
         try:
             reply = await child.ask(request)
         except (anyio.IncompleteRead, anyio.BrokenResourceError, anyio.ClosedResourceError):
-            raise ChildDiedError(await child.kill(self._cleanup_s)) from None
+            exit_code = await child.kill(self._cleanup_s)
+            if self.is_new or child.has_begun:
+                raise ChildDiedError(exit_code) from None
+            await self.start()
+            raise DiedIdleError from None
         except BaseException:
             await child.kill(self._cleanup_s)
             raise
@@ -123,9 +149,10 @@ class ChildProcesses:
         worker: Worker | None = None
         try:
             await self._places.acquire_on_behalf_of(borrower)
-            is_new = not self._idle
-            child = await _start(self._module) if is_new else self._idle.pop()
-            worker = Worker(child, is_new=is_new, cleanup_s=self._cleanup_s)
+            child = self._idle.pop() if self._idle else None
+            worker = Worker(self._module, child, cleanup_s=self._cleanup_s)
+            if child is None:
+                await worker.start()
             yield worker
         finally:
             if worker is not None and worker.child is not None:

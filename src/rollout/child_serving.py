@@ -1,11 +1,12 @@
 """The side of a child process that answers the requests of `ChildProcesses`, one after another.
 
 Requests come on standard input, replies go to standard output: u32 little-endian length, then the
-message. What the user's code prints goes to standard error. The process ends when its input closes,
-with all of its group. A second pipe, whose other end the driver holds and never writes to, tells of
-the driver's end while a request is answered: the kernel then ends the group by a signal, also where
-the code never releases the interpreter. Standard input could not tell: what the driver writes to it
-may set off the signal after it has been read.
+message; before a reply, one byte says that its request has been read and is begun. What the user's
+code prints goes to standard error. The process ends when its input closes, with all of its group.
+A second pipe, whose other end the driver holds and never writes to, tells of the driver's end while
+a request is answered: the kernel then ends the group by a signal, also where the code never
+releases the interpreter. Standard input could not tell: what the driver writes to it may set off
+the signal after it has been read.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 #: Before each message in either direction.
 LENGTH = struct.Struct("<I")
+#: Before a reply.
+BEGUN = b"\x01"
 #: Longest reply, in bytes.
 MAX_REPLY = 64 * 2**20
 #: What stays open as long as the process lives.
@@ -85,6 +88,8 @@ def _serve(answer: Callable[[bytes], bytes]) -> None:
             body = _read(source, *LENGTH.unpack(header))
             if body is None:
                 return
+            sink.write(BEGUN)
+            sink.flush()
             reply = answer(body)
             if os.getpid() != process:  # a copy that the code has made, and that came back from it
                 os._exit(0)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import signal
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import anyio
 import msgspec
 
-from rollout.child_processes import ChildDiedError, ChildProcesses, Worker
+from rollout.child_processes import ChildDiedError, ChildProcesses, DiedIdleError, Worker
 from rollout.errors import ConfigError
 from rollout.scheduling.reward_encoding import encoded
 from rollout.scheduling.reward_messages import Ask, Load, Reply
@@ -40,7 +41,8 @@ class RewardRaisedError(Exception):
 class RewardProcesses:
     """A pool of child processes, each calling one reward function at a time.
 
-    One that dies, or is killed because its call was cancelled, is replaced by the next call.
+    One that dies, or is killed because its call was cancelled, is replaced by the next call; one that
+    died while it had none fails none.
 
     Args:
         functions: Those that are called; a process imports them before its first call.
@@ -98,10 +100,13 @@ class RewardProcesses:
         """
         async with self._processes.worker() as worker:
             begin()
-            if worker.is_new:
-                await _reply_of(worker, self._load)
-                begin()
             body = await self._threads.run("reward", lambda: encoded(make()))
+            with suppress(DiedIdleError):
+                if not worker.is_new:
+                    return (await _reply_of(worker, body)).restored()
+            begin()
+            await _reply_of(worker, self._load)
+            begin()
             return (await _reply_of(worker, body)).restored()
 
     async def close(self) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollout.child_processes import ChildDiedError, ChildProcesses
+from rollout.child_processes import ChildDiedError, ChildProcesses, DiedIdleError
 from rollout.errors import ToolError
 from rollout.tools.policy import TransientError
 from rollout.tools.results import ToolResult
@@ -42,7 +42,10 @@ class ToolProcesses:
             raise ToolError(f"{name}: its arguments are not plain data: {error}") from error
         async with self._processes.worker() as worker:
             try:
-                reply = await worker.ask(request)
+                try:
+                    reply = await worker.ask(request)
+                except DiedIdleError:
+                    reply = await worker.ask(request)
             except ChildDiedError as error:
                 raise ToolError(f"the process of {name!r} {error}") from None
         return _result(msgspec.msgpack.decode(reply, type=Reply))
