@@ -394,6 +394,20 @@ async def test_reward_process_that_died_while_it_idled_fails_no_reward(is_seen: 
         assert [each.reward for each in batch.trajectories] == [1.0, 1.0]
 
 
+async def test_reward_process_that_what_it_has_started_outlives_is_missed_at_once() -> None:
+    config = configured(processes=1, reward_s=None)
+    async with rollout.open_rollout(config, reward=isolated_rewards.outlived) as runtime:
+        with anyio.fail_after(30):
+            (dead,) = (await runtime.generate([user(extra={"does": "exit"})])).trajectories
+            assert dead.cause is not None
+            assert "exit code 5" in dead.cause.message
+            await runtime.generate([user()])
+            min(children(), key=lambda child: child.create_time()).kill()
+            long = user(extra={"text": "x" * 2**20})  # more than a pipe holds
+            (one,) = (await runtime.generate([long])).trajectories
+            assert one.reward == 1.0
+
+
 async def test_async_rewards_of_a_process_are_all_awaited_on_one_loop() -> None:
     does = ["", "leave", "", ""]
     given = [user(extra={"does": each}) for each in does]

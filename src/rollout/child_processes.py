@@ -9,11 +9,12 @@ from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 import anyio
+import anyio.lowlevel
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from rollout.child_serving import BEGUN, LENGTH
 from rollout.limits import cleanup_scope
-from rollout.scopes import give_back
+from rollout.scopes import give_back, open_task_group
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -30,6 +31,10 @@ sys.argv[:] = [module, lifeline]
 import importlib
 importlib.import_module(module).main()
 """
+
+
+#: Rounds of the loop in which what a process had written before its end is read, a few pipes full.
+_LAST_PASSES = 100
 
 
 class ChildDiedError(Exception):
@@ -67,11 +72,20 @@ class _Child:
     async def ask(self, request: bytes) -> bytes:
         """The reply to a request; after a cancellation the process is of no more use."""
         self.has_begun = False
-        await self._requests.send(LENGTH.pack(len(request)) + request)
-        await self._replies.receive_exactly(len(BEGUN))
-        self.has_begun = True
-        (length,) = LENGTH.unpack(await self._replies.receive_exactly(LENGTH.size))
-        return await self._replies.receive_exactly(length)
+        async with open_task_group() as tasks:
+            tasks.start_soon(self._end)
+            await self._requests.send(LENGTH.pack(len(request)) + request)
+            await self._replies.receive_exactly(len(BEGUN))
+            self.has_begun = True
+            (length,) = LENGTH.unpack(await self._replies.receive_exactly(LENGTH.size))
+            return await self._replies.receive_exactly(length)
+
+    async def _end(self) -> None:
+        """Raise once the process has ended: what it has started may hold its pipes open."""
+        await self.process.wait()
+        for _ in range(_LAST_PASSES):
+            await anyio.lowlevel.checkpoint()
+        raise anyio.IncompleteRead
 
     async def kill(self, cleanup_s: float) -> int | None:
         """End the process and all others of its group; its exit code."""

@@ -41,8 +41,8 @@ class RewardRaisedError(Exception):
 class RewardProcesses:
     """A pool of child processes, each calling one reward function at a time.
 
-    One that dies, or is killed because its call was cancelled, is replaced by the next call; one that
-    died while it had none fails none.
+    One that dies, or is killed because its call was cancelled, is replaced by the next call; one
+    that died while it had none fails none.
 
     Args:
         functions: Those that are called; a process imports them before its first call.
