@@ -6,6 +6,7 @@ import enum
 import importlib.util
 import os
 import sys
+import threading
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta, timezone
 from decimal import Decimal
@@ -21,7 +22,7 @@ import pytest
 import isolated_rewards
 import rollout
 from race_situations import add
-from rollout import Outcome, Prompt
+from rollout import Outcome, Prompt, Trajectory, function_tool
 from rollout.batch import RolloutBatch
 from rollout.config import (
     LengthsConfig,
@@ -31,6 +32,7 @@ from rollout.config import (
     SamplingConfig,
     SchedulingConfig,
     SimulatedEngine,
+    ToolsConfig,
 )
 from rollout.scheduling.reward_encoding import NotPlainError, encoded
 from rollout.scheduling.reward_messages import Reply
@@ -41,6 +43,7 @@ pytestmark = pytest.mark.anyio
 
 SHORT = Scenario(seed=1).reply("go", "Done.")
 TOOLS = Scenario(seed=1).reply("go", tool_call("add", a=2, b=3)).then("Five.")
+HOLDING = Scenario(seed=1).reply("use", tool_call("hold")).then("Held.").reply("go", "Done.")
 LENGTHS = LengthsConfig(prompt=800, response=200)
 
 
@@ -63,6 +66,18 @@ def _no_process_is_left() -> Any:
     assert not children()
 
 
+@function_tool
+def hold() -> None:
+    """Have a thread for a while."""
+    threading.Event().wait(1.5)
+
+
+def waiting(trajectory: Trajectory) -> float:
+    """1, after a while."""
+    threading.Event().wait(0.4)
+    return 1.0
+
+
 def configured(
     *,
     scenario: Scenario = SHORT,
@@ -70,6 +85,7 @@ def configured(
     retries: int = 0,
     reward_s: float | None = 60.0,
     samples: int = 1,
+    max_threads: int = 32,
 ) -> RolloutConfig:
     return scenario.config(
         engine=SimulatedEngine(routed_experts=True),
@@ -78,6 +94,7 @@ def configured(
         limits=LimitsConfig(reward_s=reward_s),
         rewards=RewardsConfig(processes=processes, retries=retries, backoff_s=0.01),
         scheduling=SchedulingConfig(samples_per_prompt=samples),
+        tools=ToolsConfig(max_threads=max_threads),
     )
 
 
@@ -90,7 +107,7 @@ async def rewarded(
     **settings: Any,
 ) -> RolloutBatch:
     config = configured(scenario=scenario, **settings)
-    tools = [add] if scenario is TOOLS else []
+    tools = {id(TOOLS): [add], id(HOLDING): [hold]}.get(id(scenario), [])
     async with rollout.open_rollout(config, tools, reward, group_reward=group_reward) as runtime:
         batch: RolloutBatch = await runtime.generate(prompts)
     return batch
@@ -406,6 +423,19 @@ async def test_reward_process_that_what_it_has_started_outlives_is_missed_at_onc
             long = user(extra={"text": "x" * 2**20})  # more than a pipe holds
             (one,) = (await runtime.generate([long])).trajectories
             assert one.reward == 1.0
+
+
+async def test_reward_that_waits_for_a_thread_has_all_its_time_once_it_is_called() -> None:
+    batch = await rewarded([user()] * 4, waiting, processes=0, max_threads=1, reward_s=1.0)
+    assert [each.reward for each in batch.trajectories] == [1.0] * 4
+
+
+async def test_reward_process_is_asked_in_time_though_a_tool_has_the_only_thread() -> None:
+    prompts = [user("use"), user()]
+    batch = await rewarded(
+        prompts, isolated_rewards.score, scenario=HOLDING, max_threads=1, reward_s=1.0
+    )
+    assert [each.reward for each in batch.trajectories] == [1.0, 1.0]
 
 
 async def test_async_rewards_of_a_process_are_all_awaited_on_one_loop() -> None:

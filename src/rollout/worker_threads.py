@@ -101,8 +101,17 @@ class WorkerThreads:
         self._refuse_beyond_cap(name)
         return await self._asyncio.run(name, function, *args, cleanup_s=cleanup_s)
 
-    async def run(self, name: str, function: Callable[..., T], *args: object) -> T:
+    async def run(
+        self,
+        name: str,
+        function: Callable[..., T],
+        *args: object,
+        begin: Callable[[], None] | None = None,
+    ) -> T:
         """`function(*args)` in a daemon thread; cancellation abandons it at once.
+
+        Args:
+            begin: Called when the wait for a thread is over.
 
         Raises:
             ToolError: `max_abandoned` threads of this name are still running.
@@ -113,6 +122,8 @@ class WorkerThreads:
         try:
             await self._limiter.acquire_on_behalf_of(borrower)
             self._refuse_beyond_cap(name)  # those before it may have been abandoned meanwhile
+            if begin is not None:
+                begin()
             return await self._run_in_worker(name, function, args)
         finally:
             give_back(self._limiter, borrower)

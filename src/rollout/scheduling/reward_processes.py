@@ -90,8 +90,8 @@ class RewardProcesses:
 
         Args:
             make: Makes the call, once there is a process for it.
-            begin: Called when the call begins: not while it waits for a process, and not while a
-                new process imports the functions, which may take as long again.
+            begin: Called when the call begins: not while it waits for a process or a thread, and
+                not while a new process imports the functions, which may take as long again.
 
         Raises:
             RewardRaisedError: The function raised, or returned what is no reward.
@@ -99,10 +99,10 @@ class RewardProcesses:
             NotPlainError: The trajectory holds what cannot be handed over.
         """
         async with self._processes.worker() as worker:
-            begin()
             body = await self._threads.run("reward", lambda: encoded(make()))
             with suppress(DiedIdleError):
                 if not worker.is_new:
+                    begin()
                     return (await _reply_of(worker, body)).restored()
             begin()
             await _reply_of(worker, self._load)

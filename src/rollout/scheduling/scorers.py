@@ -69,11 +69,11 @@ class LocalScorer(Scorer[S, A]):
 
     async def score(self, subject: S, begin: Callable[[], None]) -> A:
         """See `Scorer`."""
-        begin()
         if self._is_async:
+            begin()
             value = await self._function(subject)
         else:
-            value = await self._threads.run(self._name, self._function, subject)
+            value = await self._threads.run(self._name, self._function, subject, begin=begin)
             if inspect.isawaitable(value):
                 value = await value
         return self._check(value, subject)

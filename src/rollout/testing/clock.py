@@ -63,9 +63,15 @@ def hold_while_threads_work() -> Iterator[None]:
     """Within the block, virtual time stands still whenever a sync tool or reward runs."""
     original = WorkerThreads.run
 
-    async def run(self: WorkerThreads, name: str, function: Callable[..., T], *args: object) -> T:
+    async def run(
+        self: WorkerThreads,
+        name: str,
+        function: Callable[..., T],
+        *args: object,
+        begin: Callable[[], None] | None = None,
+    ) -> T:
         with hold_clock():
-            return await original(self, name, function, *args)
+            return await original(self, name, function, *args, begin=begin)
 
     _replace(WorkerThreads, "run", run)
     try:
