@@ -438,6 +438,12 @@ async def test_reward_process_is_asked_in_time_though_a_tool_has_the_only_thread
     assert [each.reward for each in batch.trajectories] == [1.0, 1.0]
 
 
+async def test_reward_process_reads_a_long_trajectory_in_time() -> None:
+    prompt = user(extra={"pages": b"x" * 30_000_000})
+    (one,) = (await rewarded([prompt], isolated_rewards.score, reward_s=6.0)).trajectories
+    assert one.reward == 1.0
+
+
 async def test_async_rewards_of_a_process_are_all_awaited_on_one_loop() -> None:
     does = ["", "leave", "", ""]
     given = [user(extra={"does": each}) for each in does]

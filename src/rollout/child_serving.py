@@ -39,7 +39,7 @@ MAX_REPLY = 64 * 2**20
 _UNTIL_THE_END = ExitStack()
 
 
-def serve(answer: Callable[[bytes], bytes]) -> None:
+def serve(answer: Callable[[bytearray], bytes]) -> None:
     """Answer requests until standard input closes; then end the group of this process.
 
     Args:
@@ -76,7 +76,7 @@ async def _awaited(value: Awaitable[Any]) -> tuple[Any, BaseException | None]:
         return None, error
 
 
-def _serve(answer: Callable[[bytes], bytes]) -> None:
+def _serve(answer: Callable[[bytearray], bytes]) -> None:
     requests, replies = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
@@ -106,11 +106,13 @@ def _ends_with(lifeline: int) -> bool:
     return not select.select([lifeline], [], [], 0)[0]
 
 
-def _read(source: Any, count: int) -> bytes | None:
-    parts = b""
-    while len(parts) < count:
-        part = source.read(count - len(parts))
-        if not part:
+def _read(source: Any, count: int) -> bytearray | None:
+    """So many bytes; None where the input closes before."""
+    body = bytearray(count)
+    rest = memoryview(body)
+    while rest:
+        got = source.readinto(rest)
+        if not got:
             return None
-        parts += part
-    return parts
+        rest = rest[got:]
+    return body

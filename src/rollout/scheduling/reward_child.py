@@ -21,7 +21,7 @@ def main() -> None:
     serve(_answer)
 
 
-def _answer(body: bytes) -> bytes:
+def _answer(body: bytearray) -> bytes:
     try:
         reply = _reply(msgspec.msgpack.decode(body, type=Request))
         if len(reply) > MAX_REPLY:
