@@ -33,7 +33,7 @@ class StalenessBound:
     start: int
 
     def room(self, version: int) -> int:
-        """Groups that may have been started in all, those that were taken included.
+        """Groups that may have been taken, be ready, or be under way, in all.
 
         With one more, the last of them would be taken after more than `most` updates.
         """
