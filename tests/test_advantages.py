@@ -133,9 +133,31 @@ def test_advantages_of_tensors_of_other_shapes_are_refused() -> None:
         leave_one_out(torch.zeros(3), torch.zeros(2))
 
 
-def test_pass_at_k_threshold_is_rounded_as_the_rewards_are() -> None:
-    rewards, groups = torch.tensor([0.7, 0.7, 0.7, 0.1]), torch.zeros(4, dtype=torch.long)
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.tensor,
+        list,
+        np.array,
+        lambda values: np.array(values, dtype=np.float32),
+        lambda values: torch.tensor(values, dtype=torch.float64),
+        lambda values: torch.tensor(values, dtype=torch.bfloat16),
+    ],
+)
+def test_pass_at_k_threshold_is_rounded_as_the_rewards_are(make: Any) -> None:
+    rewards, groups = make([0.7, 0.7, 0.7, 0.1]), torch.zeros(4, dtype=torch.long)
     assert pass_at_k(rewards, groups, k=1, threshold=0.7) == pytest.approx(0.75)
+
+
+@pytest.mark.anyio
+async def test_pass_at_k_of_a_batch_without_its_trajectories_is_that_of_one_with_them() -> None:
+    config = TREE.config(scheduling=SchedulingConfig(samples_per_prompt=2))
+    async with Recorder().open_rollout(config, reward=lambda trajectory: 0.7) as runtime:
+        batch: RolloutBatch = await runtime.generate([user("go")])
+    bare = RolloutBatch(tensors=batch.tensors, samples=batch.samples, metrics={})
+    for each in (batch, bare):
+        assert pass_at_k(each, k=1, threshold=0.7) == 1.0
+        assert pass_at_k(each, k=1, threshold=0.701) == 0.0
 
 
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e9 + 0.1])
@@ -156,5 +178,20 @@ def test_advantages_keep_groups_apart_whatever_type_their_numbers_have() -> None
 def test_advantages_of_what_are_no_numbers_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"groups = .*expected \(B,\) numbers"):
         group_relative(torch.zeros(2), ["a", "b"])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="threshold = nan"):
-        pass_at_k(torch.zeros(2), torch.zeros(2), k=1, threshold=NAN)
+    thresholds: list[Any] = [NAN, "a", None, True, 10**400]
+    for threshold in thresholds:
+        with pytest.raises(ValueError, match=rf"threshold = {threshold!r:.80}: expected a number"):
+            pass_at_k(torch.zeros(2), torch.zeros(2), k=1, threshold=threshold)
+    epsilons: list[Any] = [NAN, "x", None, -1.0, math.inf]
+    for epsilon in epsilons:
+        with pytest.raises(ValueError, match=rf"epsilon = {epsilon!r}: expected a finite number ≥"):
+            group_relative(torch.zeros(2), torch.zeros(2), epsilon=epsilon)
+    assert group_relative(torch.ones(2), torch.zeros(2), epsilon=0).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("function", [group_relative, leave_one_out])
+def test_advantages_of_infinite_rewards_or_of_one_number_are_refused(function: Any) -> None:
+    with pytest.raises(ValueError, match=r"rewards\[1\] = -inf: expected finite numbers, and NaN"):
+        function(torch.tensor([1.0, -math.inf]), torch.zeros(2))
+    with pytest.raises(ValueError, match=r"one shape \(B,\), got rewards \(\), groups \(\)"):
+        function(torch.tensor(1.0), torch.tensor(0))

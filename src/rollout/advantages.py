@@ -8,7 +8,9 @@ trajectory: of a batch `Trajectory.reward`; of plain tensors that of its first r
 from __future__ import annotations
 
 import math
-from numbers import Integral
+import sys
+from contextlib import suppress
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -52,18 +54,20 @@ def group_relative(
         trainable: (B,) bool; None: every row is.
         trajectories: (B,) which trajectory of its group each row is of; None: each of its own.
         divide_by_std: Whether to divide by the standard deviation.
-        epsilon: Added to it.
+        epsilon: Added to it, finite and ≥ 0.
 
     Raises:
-        ValueError: The tensors are not of one length, `groups` is missing, or is there beside a
-            batch.
+        ValueError: The tensors are not of one length, a reward is infinite (a reward function that
+            returns that has failed), `groups` is missing, or is there beside a batch; or `epsilon`
+            is no such number.
     """
+    added = _number("epsilon", epsilon, "a finite number ≥ 0", least=0.0, most=sys.float_info.max)
 
     def advantages(values: torch.Tensor) -> torch.Tensor:
         centred = _centred(values)
-        if len(values) == 1 or not divide_by_std:
+        if not divide_by_std or not centred.any():
             return centred
-        return centred / (values.std() + epsilon)
+        return centred / (values.std() + added)
 
     return _rows_of(rewards, groups, trainable, trajectories).mapped(advantages)
 
@@ -118,18 +122,15 @@ def pass_at_k(
     Args:
         rewards, groups, trainable, trajectories: As for `group_relative`.
         k: How many attempts there are.
-        threshold: A trajectory passes with this reward or more.
+        threshold: A trajectory passes with this reward or more; rounded as the rewards are, which
+            are float32 in the tensors of a batch without its trajectories.
 
     Raises:
-        ValueError: As `group_relative`; or `k` is no count, or no group has so many trajectories
-            that count.
+        ValueError: As `group_relative`; or `k` is no count, `threshold` no number, or no group has
+            so many trajectories that count.
     """
-
-    if math.isnan(threshold):
-        raise ValueError(f"threshold = {threshold!r}: expected a number")
-    least = threshold
-    if isinstance(rewards, torch.Tensor) and rewards.is_floating_point():
-        least = torch.tensor(threshold, dtype=rewards.dtype).item()  # as they are rounded
+    rows = _rows_of(rewards, groups, trainable, trajectories)
+    least = rows.rounded(_number("threshold", threshold, "a number"))
 
     def estimate(values: torch.Tensor) -> float:
         n, c = len(values), int((values >= least).sum())
@@ -137,7 +138,7 @@ def pass_at_k(
             return 1.0
         return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
 
-    return _rows_of(rewards, groups, trainable, trajectories).averaged(estimate, k)
+    return rows.averaged(estimate, k)
 
 
 def mean_at_k(
@@ -180,12 +181,19 @@ class _Rows(NamedTuple):
         is_trainable: (B,) bool.
         trajectories: (B,) int64, distinct over all groups.
         groups: (B,), of any type of numbers.
+        given_as: The type that the rewards were given in.
     """
 
     rewards: torch.Tensor
     is_trainable: torch.Tensor
     trajectories: torch.Tensor
     groups: torch.Tensor
+    given_as: torch.dtype
+
+    def rounded(self, number: float) -> float:
+        """A number as the rewards were rounded that were as large."""
+        is_float = self.given_as.is_floating_point
+        return torch.tensor(number, dtype=self.given_as).item() if is_float else number
 
     def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """(B,) float32: `function` of the counted rewards of each group, on all their rows."""
@@ -232,10 +240,11 @@ def _rows_of(
         beside = {"groups": groups, "trainable": trainable, "trajectories": trajectories}
         if extra := [name for name, value in beside.items() if value is not None]:
             raise ValueError(f"{', '.join(extra)}: expected nothing beside a batch, which has them")
-        return _rows_of_batch(rewards)
+        return _finite(_rows_of_batch(rewards))
     if groups is None:
         raise ValueError("groups = None: expected (B,) groups beside rewards that are no batch")
-    values = _numbers("rewards", rewards).to(torch.float64)
+    given_as = _numbers("rewards", rewards)
+    values = given_as.to(torch.float64)
     own = _numbers("groups", groups).to(values.device)
     is_trainable = (
         torch.ones_like(values, dtype=torch.bool)
@@ -243,7 +252,7 @@ def _rows_of(
         else _numbers("trainable", trainable).to(values.device).bool()
     )
     each = (
-        torch.arange(len(own), device=values.device)
+        torch.arange(own.numel(), device=values.device)
         if trajectories is None
         else _numbers("trajectories", trajectories).to(values.device)
     )
@@ -253,7 +262,30 @@ def _rows_of(
         raise ValueError(f"expected tensors of one shape (B,), got {shapes}")
     ranks = [torch.unique(ids, return_inverse=True)[1] for ids in (own, each)]
     distinct = torch.unique(torch.stack(ranks, dim=-1), dim=0, return_inverse=True)[1]
-    return _Rows(values, is_trainable, distinct, own)
+    return _finite(_Rows(values, is_trainable, distinct, own, given_as.dtype))
+
+
+def _finite(rows: _Rows) -> _Rows:
+    infinite = rows.rewards.isinf().nonzero().flatten().tolist()
+    if infinite:
+        row = infinite[0]
+        raise ValueError(
+            f"rewards[{row}] = {rows.rewards[row].item()}: expected finite numbers, and NaN where "
+            "one is unknown"
+        )
+    return rows
+
+
+def _number(
+    name: str, given: Any, expected: str, *, least: float = -math.inf, most: float = math.inf
+) -> float:
+    number = math.nan
+    if isinstance(given, Real) and not isinstance(given, bool):
+        with suppress(OverflowError):
+            number = float(given)
+    if not least <= number <= most:
+        raise ValueError(f"{name} = {given!r:.80}: expected {expected}")
+    return number
 
 
 def _numbers(name: str, given: Any) -> torch.Tensor:
@@ -269,14 +301,16 @@ def _rows_of_batch(batch: RolloutBatch) -> _Rows:
     rows = [numbers.setdefault((row.group, row.member), len(numbers)) for row in samples]
     known = {(each.group, each.member): each.reward for each in batch.trajectories}
     device = tensors["rewards"].device
-    rewards = tensors["rewards"].to(torch.float64)
+    rewards, given_as = tensors["rewards"].to(torch.float64), tensors["rewards"].dtype
     if known:  # else the rows are all there is
         of_trajectories = [known[row.group, row.member] for row in samples]
         listed = [math.nan if each is None else each for each in of_trajectories]
         rewards = torch.tensor(listed, dtype=torch.float64, device=device)
+        given_as = rewards.dtype
     return _Rows(
         rewards,
         tensors["trainable"].bool(),
         torch.tensor(rows, dtype=torch.int64, device=device),
         tensors["groups"],
+        given_as,
     )
