@@ -324,7 +324,8 @@ async def test_reward_process_and_its_driver_hand_over_what_msgpack_can_hold() -
         (
             isolated_rewards.score_tenfold,
             "reward: rewards.processes = 2 needs a function that its process finds by its name: "
-            f"isolated_rewards.score is another function, of {isolated_rewards.__file__}, line 20; "
+            f"isolated_rewards.score is another function, of {isolated_rewards.__file__}, line "
+            f"{isolated_rewards.score.__code__.co_firstlineno}; "
             "set __qualname__ of the one that is meant to the name under which its module has it, "
             "or name it as 'package.module:name'",
         ),
