@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from anyio.abc import Process
 
-
 #: Runs the module that is named, where its imports find what ours do. The environment is left as it
 #: is: programs that the user's code starts there have it too, which may be of another Python.
 _RUN = """
@@ -31,8 +30,6 @@ sys.argv[:] = [module, lifeline]
 import importlib
 importlib.import_module(module).main()
 """
-
-
 #: Rounds of the loop in which what a process had written before its end is read, a few pipes full.
 _LAST_PASSES = 100
 
@@ -58,6 +55,7 @@ class _Child:
 
     Attributes:
         has_begun: Whether it has begun with the latest request.
+        has_answered: Whether it has answered one.
     """
 
     def __init__(self, process: Process, lifeline: int) -> None:
@@ -67,7 +65,7 @@ class _Child:
         self._lifeline = lifeline
         self._requests = process.stdin
         self._replies = BufferedByteReceiveStream(process.stdout)
-        self.has_begun = False
+        self.has_begun = self.has_answered = False
 
     async def ask(self, request: bytes) -> bytes:
         """The reply to a request; after a cancellation the process is of no more use."""
@@ -78,7 +76,9 @@ class _Child:
             await self._replies.receive_exactly(len(BEGUN))
             self.has_begun = True
             (length,) = LENGTH.unpack(await self._replies.receive_exactly(LENGTH.size))
-            return await self._replies.receive_exactly(length)
+            reply = await self._replies.receive_exactly(length)
+            self.has_answered = True
+            return reply
 
     async def _end(self) -> None:
         """Raise once the process has ended: what it has started may hold its pipes open."""
@@ -102,11 +102,11 @@ class Worker:
     """A place among the processes, and the process that has it; see `ChildProcesses.worker`.
 
     Attributes:
-        is_new: Whether the process was started for it.
+        is_new: Whether the process had answered nothing before.
     """
 
     def __init__(self, module: str, child: _Child | None, *, cleanup_s: float) -> None:
-        self.is_new = child is None
+        self.is_new = child is None or not child.has_answered
         self.child = child
         self._module = module
         self._cleanup_s = cleanup_s
