@@ -82,7 +82,10 @@ class CallingConversation(ListeningConversation):
 
     @contextmanager
     def answering(self, what: str) -> Iterator[None]:
-        """The block is foreign code that answers the last turn, within the turn's deadline.
+        """The block is code that answers the last turn, within the turn's deadline.
+
+        While the trajectory is carried to another call the block runs on, and its time does not
+        count.
 
         Args:
             what: The code, for messages.
