@@ -31,6 +31,7 @@ class OpenSessions:
     __slots__ = (
         "_cleanup_s",
         "_contexts",
+        "_ending",
         "_recalled",
         "_sessions",
         "_tool_s",
@@ -51,6 +52,8 @@ class OpenSessions:
         self._tool_s = tool_s
         self._cleanup_s = cleanup_s
         self._sessions: dict[str, ToolSession] = {}
+        #: Those that are to be closed, the last one first.
+        self._ending: list[tuple[str, ToolSession]] = []
         self.is_closed = False
         #: Of tools that were used before a trajectory was resumed and are not open since: the state
         #: that they had, where they have one.
@@ -109,12 +112,20 @@ class OpenSessions:
             raise OpenFailure(f"could not open {name!r}: {error}") from error
 
     def recall(self, names: Iterable[str], snapshots: Mapping[str, Any]) -> None:
-        """Tools that were called before a trajectory was resumed, and their states after that."""
+        """Tools that were called before a trajectory was resumed, and their states after that.
+
+        A session that is open has another state, where a call between them was made again. It is
+        not open any more, and closed by `close_replaced`: `restore` is for new sessions.
+        """
         recalled = self._recalled = {} if self._recalled is None else self._recalled
         for name in names:
             if name not in self._sessions and not isinstance(self._tools[name], FunctionTool):
                 recalled.setdefault(name, _NO_STATE)
-        recalled.update(snapshots)
+        for name, state in snapshots.items():
+            if name in self._tools:
+                recalled[name] = state
+                if name in self._sessions:
+                    self._ending.append((name, self._sessions.pop(name)))
 
     async def states(self, names: Iterable[str]) -> tuple[list[str], dict[str, Any]]:
         """Those of the tools that have a state which cannot be held, and the states of others."""
@@ -192,10 +203,15 @@ class OpenSessions:
         Where a close is given up with its task, another call closes the others.
         """
         self.is_closed = True
-        self._sessions = dict(self._overriding("close"))
+        self._ending += self._overriding("close")
+        self._sessions = {}
+        await self.close_replaced()
+
+    async def close_replaced(self) -> None:
+        """Close those that `recall` has replaced, as `close` does."""
         interruption: BaseException | None = None
-        while self._sessions:
-            name, session = self._sessions.popitem()
+        while self._ending:
+            name, session = self._ending.pop()
             deadline = Deadline.after(self._cleanup_s, "limits.cleanup_s")
             try:
                 await attempt(

@@ -45,7 +45,7 @@ class TrajectoryTools(RunningCalls):
         """Schemas of the tools offered to this trajectory."""
         return [tool.schema for tool in self._tools.values()]
 
-    def recall(
+    async def recall(
         self,
         calls: Sequence[ToolCall | InvalidToolCall],
         answers: Answers,
@@ -58,7 +58,10 @@ class TrajectoryTools(RunningCalls):
         self.seconds += answers.seconds
         for position, call in turn.pending:
             self._note(call, answers.results[position], answers.seconds / len(turn.pending))
-        self.sessions.recall([call.name for _, call in turn.pending], answers.snapshots)
+        sessions = self.sessions
+        sessions.recall([call.name for _, call in turn.pending], answers.snapshots)
+        if not self._turns_under_way:  # else one may be in use, and is closed at the end
+            await sessions.close_replaced()
         return self._count(calls, list(answers.results))
 
     def note_refused_media(self, name: str) -> None:

@@ -1,0 +1,96 @@
+"""Stateful tools of resumed trajectories go on from the state that they had."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from rollout import AgentLoop, Outcome, Tool, ToolResult, ToolSession
+from rollout.agents import AgentContext, register_agent
+from rollout.config import AgentConfig
+from rollout.scheduling.journal.entries import AnswersEntry
+from rollout.testing import Scenario
+from rollout.tools import ToolContext
+from rollout.types import ToolCall
+from test_journal import Ran, config_of, cut_before_last_answers, prompts, run
+
+SCENARIO = (
+    Scenario(seed=1).reply("slow", "hi", filler=200).reply("", "hi", filler=5).timing(base_s=0.01)
+)
+OPEN: list[ToolSession] = []
+
+
+class Digits(ToolSession):
+    """Its state is the digits that it was called with; the answer to a 2 is no plain data."""
+
+    def __init__(self, unplain: Sequence[int]) -> None:
+        self._digits, self._unplain = "", unplain
+
+    async def execute(self, call: ToolCall) -> ToolResult:
+        digit = call.arguments["a"]
+        self._digits += str(digit)
+        return ToolResult(self._digits, data=object() if digit in self._unplain else None)
+
+    async def snapshot(self) -> Any:
+        return self._digits
+
+    async def restore(self, state: Any) -> None:
+        assert self._digits == "", "it is called for a new session"
+        self._digits = state
+
+    async def close(self) -> None:
+        OPEN.remove(self)
+
+
+class DigitsTool(Tool):
+    name = "digits"
+    schema = {
+        "type": "function",
+        "function": {
+            "name": "digits",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+        },
+    }
+
+    def __init__(self, *unplain: int, session: type[Digits] = Digits) -> None:
+        self._unplain, self._session = unplain, session
+
+    async def open(self, context: ToolContext) -> ToolSession:
+        OPEN.append(self._session(self._unplain))
+        return OPEN[-1]
+
+
+@register_agent("journal_digits")
+class _InOrder(AgentLoop):
+    async def run(self, context: AgentContext) -> None:
+        for digit in (1, 2, 3, 4):
+            await context.generate()
+            await context.call_tools([ToolCall(name="digits", arguments={"a": digit})])
+
+
+def ran(path: Path, tool: Tool, agent: str, *, resume: bool = False) -> Ran:
+    config = config_of(path, SCENARIO, agent=AgentConfig(name=agent))
+    found = run(config, prompts("x"), tools=[tool], reward=None, resume=resume, samples=1)
+    assert OPEN == []
+    return found
+
+
+def answers(found: Ran) -> list[Any]:
+    [trajectory] = found.trajectories
+    assert trajectory.outcome is Outcome.COMPLETED
+    messages = [each for segment in trajectory.segments for each in segment.messages]
+    return [each.content for each in messages if each.role == "tool"]
+
+
+def test_tool_called_again_between_recorded_answers_has_the_state_after_the_last(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "journal"
+    whole = ran(path, DigitsTool(2), "journal_digits")
+    half = cut_before_last_answers(path, AnswersEntry)
+    resumed = ran(half, DigitsTool(2), "journal_digits", resume=True)
+    assert answers(resumed) == answers(whole) == ["1", "12", "123", "1234"]
