@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import pytest
 
 from rollout import AgentLoop, Outcome, Tool, ToolResult, ToolSession
 from rollout.agents import AgentContext, register_agent
@@ -46,15 +45,13 @@ class Digits(ToolSession):
         OPEN.remove(self)
 
 
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
+SCHEMA = {"type": "function", "function": {"name": "digits", "parameters": PARAMETERS}}
+
+
 class DigitsTool(Tool):
     name = "digits"
-    schema = {
-        "type": "function",
-        "function": {
-            "name": "digits",
-            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
-        },
-    }
+    schema = SCHEMA
 
     def __init__(self, *unplain: int, session: type[Digits] = Digits) -> None:
         self._unplain, self._session = unplain, session
@@ -94,3 +91,32 @@ def test_tool_called_again_between_recorded_answers_has_the_state_after_the_last
     half = cut_before_last_answers(path, AnswersEntry)
     resumed = ran(half, DigitsTool(2), "journal_digits", resume=True)
     assert answers(resumed) == answers(whole) == ["1", "12", "123", "1234"]
+
+
+@register_agent("journal_digits_beside")
+class _SideBySide(AgentLoop):
+    async def run(self, context: AgentContext) -> None:
+        await context.generate()
+        starts = [[{"role": "user", "content": text}] for text in ("slow", "quick")]
+        one, other = [await context.subagent(start) for start in starts]
+
+        async def work(conversation: Any, digit: int) -> None:
+            await conversation.generate()
+            await conversation.call_tools([ToolCall(name="digits", arguments={"a": digit})])
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(work, one, 2)
+            tasks.start_soon(work, other, 1)
+        await context.generate()
+        await context.call_tools([ToolCall(name="digits", arguments={"a": 3})])
+
+
+def test_state_of_a_tool_of_conversations_side_by_side_is_that_of_the_last_recorded_answer(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "journal"
+    whole = ran(path, DigitsTool(), "journal_digits_beside")
+    half = cut_before_last_answers(path, AnswersEntry)
+    resumed = ran(half, DigitsTool(), "journal_digits_beside", resume=True)
+    assert resumed.statistics.recalled == 6
+    assert sorted(answers(resumed)) == sorted(answers(whole)) == ["1", "12", "123"]

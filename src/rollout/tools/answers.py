@@ -24,9 +24,11 @@ class Answers(msgspec.Struct, gc=False):
         seconds: Time in calls.
         stateful: Tools among them that have a state which nobody holds.
         snapshots: The states of the others that have one, by tool.
+        number: Counts up in the order in which they were given.
     """
 
     results: Sequence[ToolResult]
     seconds: float
     stateful: Sequence[str] = ()
     snapshots: Mapping[str, Any] = _NO_SNAPSHOTS
+    number: int = 0

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("rollout")
 
 _NO_STATE = object()
+_NOT_TOLD = -1, _NO_STATE
 
 
 class OpenFailure(CallError):
@@ -55,9 +56,9 @@ class OpenSessions:
         #: Those that are to be closed, the last one first.
         self._ending: list[tuple[str, ToolSession]] = []
         self.is_closed = False
-        #: Of tools that were used before a trajectory was resumed and are not open since: the state
-        #: that they had, where they have one.
-        self._recalled: dict[str, Any] | None = None
+        #: Of tools that were used before a trajectory was resumed: the number of the last answer
+        #: that told their state, and that, until they are opened with it.
+        self._recalled: dict[str, tuple[int, Any]] | None = None
 
     def __getitem__(self, name: str) -> ToolSession:
         return self._sessions[name]
@@ -89,9 +90,10 @@ class OpenSessions:
             if not isinstance(session, ToolSession):
                 raise ToolError(f"open returned {type(session).__name__}; expected a ToolSession")
             if self._recalled and name in self._recalled:
-                state = self._recalled.pop(name)
+                number, state = self._recalled[name]
                 if state is not _NO_STATE:
                     await session.restore(state)
+                self._recalled[name] = number, _NO_STATE
             self._sessions[name] = session
 
         try:
@@ -111,19 +113,22 @@ class OpenSessions:
         except Exception as error:
             raise OpenFailure(f"could not open {name!r}: {error}") from error
 
-    def recall(self, names: Iterable[str], snapshots: Mapping[str, Any]) -> None:
+    def recall(self, names: Iterable[str], snapshots: Mapping[str, Any], number: int) -> None:
         """Tools that were called before a trajectory was resumed, and their states after that.
+
+        Of several answers the one with the highest number tells: conversations side by side may get
+        theirs in another order than the first time.
 
         A session that is open has another state, where a call between them was made again. It is
         not open any more, and closed by `close_replaced`: `restore` is for new sessions.
         """
         recalled = self._recalled = {} if self._recalled is None else self._recalled
         for name in names:
-            if name not in self._sessions and not isinstance(self._tools[name], FunctionTool):
-                recalled.setdefault(name, _NO_STATE)
+            if not isinstance(self._tools[name], FunctionTool):
+                recalled.setdefault(name, _NOT_TOLD)
         for name, state in snapshots.items():
-            if name in self._tools:
-                recalled[name] = state
+            if name in self._tools and number > recalled.get(name, _NOT_TOLD)[0]:
+                recalled[name] = number, state
                 if name in self._sessions:
                     self._ending.append((name, self._sessions.pop(name)))
 
@@ -150,7 +155,7 @@ class OpenSessions:
 
     async def _open_recalled(self) -> None:
         """What was used before has its say about the trajectory too."""
-        for name in list(self._recalled or ()):
+        for name in [name for name in self._recalled or () if name not in self._sessions]:
             deadline = Deadline.after(self._tool_s, "limits.tool_s")
             try:
                 await self.open(name, deadline)

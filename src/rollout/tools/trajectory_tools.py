@@ -59,7 +59,8 @@ class TrajectoryTools(RunningCalls):
         for position, call in turn.pending:
             self._note(call, answers.results[position], answers.seconds / len(turn.pending))
         sessions = self.sessions
-        sessions.recall([call.name for _, call in turn.pending], answers.snapshots)
+        names = [call.name for _, call in turn.pending]
+        sessions.recall(names, answers.snapshots, answers.number)
         if not self._turns_under_way:  # else one may be in use, and is closed at the end
             await sessions.close_replaced()
         return self._count(calls, list(answers.results))

@@ -153,6 +153,7 @@ class AnswersEntry(msgspec.Struct, array_like=True, tag=3):
         seconds: Time in calls.
         stateful: Tools among them whose state nobody holds.
         snapshots: The states of the others that have one, by tool.
+        number: Of the record among those of its trajectory, once it is read.
     """
 
     key: Key
@@ -164,6 +165,7 @@ class AnswersEntry(msgspec.Struct, array_like=True, tag=3):
     seconds: float
     stateful: Sequence[str] = ()
     snapshots: dict[str, Any] = {}
+    number: int = 0
 
 
 class EndEntry(msgspec.Struct, array_like=True, tag=4):

@@ -340,9 +340,13 @@ def steps_of(
     """Turns and answers of a trajectory in order, each in its place; and the rows they tell of."""
     steps: list[TurnEntry | AnswersEntry] = []
     rows = Rows()
-    for payload in sorted({*recorded.turns, *recorded.answers}):
+    for number, payload in enumerate(sorted({*recorded.turns, *recorded.answers})):
         entry = read(payload)
         if isinstance(entry, TurnEntry):
             rows.add(entry)
-        steps += [e for e in parts_of(entry) if isinstance(e, TurnEntry | AnswersEntry)]
+        for each in parts_of(entry):
+            if isinstance(each, AnswersEntry):
+                each.number = number
+            if isinstance(each, TurnEntry | AnswersEntry):
+                steps.append(each)
     return steps, rows
