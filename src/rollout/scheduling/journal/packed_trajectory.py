@@ -133,13 +133,18 @@ def packed_trajectory(
         trajectory.turn_scores and plain(trajectory.turn_scores, "turn_scores"),
         trajectory.tool_rewards and plain(trajectory.tool_rewards, "tool_rewards"),
         trajectory.num_turns,
-        metrics if are_numbers else plain_items(metrics, "metrics"),
+        metrics if are_numbers else written.numbers(metrics, "metrics"),
         written.items(trajectory.extra, "extra") if trajectory.extra else {},
         trajectory.history,
         segments,
         conversations,
     )
-    return _encode(record), written.fault
+    try:
+        packed = _encode(record)
+    except (OverflowError, UnicodeEncodeError):  # a metric, of which only the type was looked at
+        record.metrics = written.numbers(metrics, "metrics")
+        packed = _encode(record)
+    return packed, written.fault
 
 
 class _Written(msgspec.Struct):
@@ -156,6 +161,12 @@ class _Written(msgspec.Struct):
     def items(self, mapping: Mapping[Any, Any], where: str) -> dict[Any, Any]:
         """The items of a mapping."""
         written, fault = self.unwritable.items(mapping, where)
+        self.fault = self.fault or fault
+        return written
+
+    def numbers(self, mapping: Mapping[Any, Any], where: str) -> dict[Any, Any]:
+        """The same of one whose values are numbers."""
+        written, fault = self.unwritable.items(mapping, where, are_numbers=True)
         self.fault = self.fault or fault
         return written
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -11,7 +11,9 @@ import numpy as np
 from rollout.errors import JournalError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+
+T = TypeVar("T")
 
 logger = logging.getLogger("rollout.journal")
 
@@ -178,12 +180,16 @@ class Unwritable:
         self._as_text = as_text
         self._said: set[str] = set()
 
-    def items(self, items: Any, where: str) -> tuple[dict[Any, Any], JournalError | None]:
+    def items(
+        self, items: Any, where: str, *, are_numbers: bool = False
+    ) -> tuple[dict[Any, Any], JournalError | None]:
         """The items of a mapping as they are written, and why others are not.
 
         Args:
             items: Mapping of keys to values.
             where: Names it.
+            are_numbers: Whether values are numbers, and a float stands for one of them as text: who
+                sums them up could do nothing with a text.
         """
         try:
             return _items(items, 1), None
@@ -200,15 +206,21 @@ class Unwritable:
                 found = JournalError(f"{where}{what.within(key).path} {what}")
                 fault = fault or found
                 if self._as_text:
-                    written[str(key)] = self._text(value, found)
+                    self._say(type(value).__qualname__, found)
+                    written[_text(key, str)] = _text(value, float if are_numbers else repr)
         return written, None if self._as_text else fault
 
-    def _text(self, value: Any, error: JournalError) -> str:
-        kind = type(value).__qualname__
+    def _say(self, kind: str, error: JournalError) -> None:
         if kind not in self._said:
             self._said.add(kind)
             logger.warning("%s; it is written as text, and so are others of this type", error)
-        try:
-            return repr(value).encode("utf-8", "backslashreplace").decode()
-        except Exception as failure:  # a foreign __repr__
-            return f"<{kind} whose repr raises {type(failure).__qualname__}>"
+
+
+def _text(value: Any, kind: Callable[[Any], T]) -> T | str:
+    """A value as one that can be written, or at least what it is."""
+    try:
+        made = kind(value)
+        return made.encode("utf-8", "backslashreplace").decode() if isinstance(made, str) else made
+    except Exception as failure:  # a foreign __repr__
+        what = f"<{type(value).__qualname__} whose {kind.__name__} raises "
+        return f"{what}{type(failure).__qualname__}>"

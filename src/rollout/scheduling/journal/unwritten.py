@@ -9,6 +9,8 @@ from rollout.scheduling.journal.plain_data import plain
 from rollout.types import Cause, Outcome
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rollout.chat.trajectory import Trajectory
 
 #: Its reason.
@@ -22,9 +24,8 @@ def fail_unwritten(trajectory: Trajectory, fault: JournalError) -> None:
     trajectory.trainable, trajectory.reward = False, None
     for segment in trajectory.segments:
         segment.reward = segment.token_rewards = None
-    trajectory.extra = {
-        key: value for key, value in trajectory.extra.items() if _is_plain(key, value)
-    }
+    trajectory.extra = _plain_of(trajectory.extra)
+    trajectory.metrics = _plain_of(trajectory.metrics)
 
 
 def drop_messages(trajectory: Trajectory) -> None:
@@ -35,9 +36,13 @@ def drop_messages(trajectory: Trajectory) -> None:
     trajectory.turn_scores, trajectory.tool_rewards = [], []
 
 
+def _plain_of(items: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {key: value for key, value in items.items() if _is_plain(key, value)}
+
+
 def _is_plain(key: Any, value: Any) -> bool:
     try:
-        plain({key: value}, "extra")
+        plain({key: value}, "")
     except JournalError:
         return False
     return True
