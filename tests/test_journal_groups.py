@@ -339,3 +339,23 @@ def test_journal_of_before_with_two_beginnings_under_one_key_has_the_turns_of_th
     for end in (Payload(24, 8), Payload(32, 8)):  # the last one tells the end of the same again
         recorded.note_end(end)
         assert (recorded.turns, recorded.answers) == ([Payload(16, 8)], [])
+
+
+def test_order_of_groups_given_again_is_not_that_of_a_validation_of_the_same_names(
+    tmp_path: Path,
+) -> None:
+    def both(*, resume: bool) -> Any:
+        async def act() -> Any:
+            async with rollout.open_rollout(
+                config_of(tmp_path / "j"), [add], resume=resume
+            ) as runtime:
+                given = list(islice(loader(), 3))
+                batch = await runtime.collect(iter(given), 3, step=0)
+                await runtime.generate(given[::-1], step=0, validate=True)
+                return [each.uid for each in batch.trajectories]
+
+        return run_virtual(act)
+
+    first = both(resume=False)
+    assert first != first[::-1]
+    assert both(resume=True) == first

@@ -12,6 +12,8 @@ import msgspec
 
 from rollout.errors import JournalError
 from rollout.scheduling.journal.entries import (
+    BEGUN_AGAIN,
+    UNWANTED,
     AnswersEntry,
     DeliveredEntry,
     EndEntry,
@@ -148,9 +150,11 @@ class Contents:
             case EndEntry():
                 self._of(entry.key).note_end(payload)
             case DeliveredEntry():
+                is_given = entry.step not in (UNWANTED, BEGUN_AGAIN)
                 for at, each in enumerate(entry.keys):
                     self._of(each).delivered_in = each.step if entry.step is None else entry.step
-                    self.given_at[each.step, each.uid, each.call] = payload.start, at
+                    if is_given and not each.validate:  # else it is another one of the same name
+                        self.given_at[each.step, each.uid, each.call] = payload.start, at
             case VersionEntry():
                 self.version = entry.version
             case MediumEntry():
