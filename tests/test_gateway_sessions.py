@@ -208,6 +208,18 @@ async def test_session_samples_of_one_call_are_siblings() -> None:
     assert sorted(lengths) == [2, 2, 4]
 
 
+async def test_session_samples_have_places_and_seeds_in_the_order_of_their_numbers() -> None:
+    answers = []
+
+    async def trial(session: GatewaySession, context: AgentContext) -> None:
+        answers.append([each.ids for each in (await ask(session, user("question"), n=4)).answers])
+
+    for _ in range(4):
+        rows = [each.transcript for each in (await tried(trial, HELLO)).trajectory.segments]
+        assert [row.prefix.slice(row.spans[-1].start) for row in rows] == answers[-1]
+    assert answers == [answers[0]] * 4
+
+
 async def test_session_fork_trains_each_token_once() -> None:
     async def trial(session: GatewaySession, context: AgentContext) -> None:
         first = (await ask(session, user("question"))).answers[0]
@@ -682,9 +694,8 @@ async def test_session_client_seed_is_the_engines() -> None:
         assert one.answers[0].ids == two.answers[0].ids != two.answers[1].ids
 
     found = await tried(trial, HELLO)
-    first, *others = [each.seeds[0] for each in found.trajectory.segments]
-    assert first == 7
-    assert others.count(7) == 1  # of two samples that are opened at once
+    first, second, third = [each.seeds[0] for each in found.trajectory.segments]
+    assert first == second == 7 != third
 
 
 async def test_session_responses_continue_a_named_answer() -> None:

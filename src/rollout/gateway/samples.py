@@ -61,34 +61,31 @@ class Sample:
             return None
         return AnswerDraft(self._answer_id, said.text, said.reasoning)
 
-    async def run(
-        self,
-        places: Places,
-        seeding: Seeding,
-        count: Callable[[], object],
-        tell: Callable[[], object] | None = None,
-    ) -> Told:
-        """Generate what is missing of the turn.
+    async def take_place(self, places: Places, seeding: Seeding) -> None:
+        """Have a place for the turn, and its seed, unless it has them.
+
+        Args:
+            places, seeding: Of its trajectory.
+        """
+        if self.conversation is None:
+            self.conversation = await places.take(self.request)
+            self.start = len(self.conversation.transcript)
+            self._seed, self._answer_id = seeding.of(
+                self.conversation, self.request.call, self._number
+            )
+
+    async def run(self, tell: Callable[[], object] | None = None) -> None:
+        """Generate what is missing of the turn, which has its place.
 
         Cancelled, the tokens stay with the conversation, and the next run continues from them.
 
         Args:
-            places, seeding: Of its trajectory.
-            count: Called when there is a place for the turn, before it is generated.
             tell: Called when there is more of the draft.
         """
-        if self.told is None:
-            if self.conversation is None:
-                self.conversation = await places.take(self.request)
-                count()
-                self.start = len(self.conversation.transcript)
-                self._seed, self._answer_id = seeding.of(
-                    self.conversation, self.request.call, self._number
-                )
-            turn = self._whole(self.conversation) or await self._generate(self.conversation, tell)
-            await self.conversation.until_kept()  # what a program was told is told it again
-            self.told = self._tell(turn, self.conversation)
-        return self.told
+        assert self.conversation is not None
+        turn = self._whole(self.conversation) or await self._generate(self.conversation, tell)
+        await self.conversation.until_kept()  # what a program was told is told it again
+        self.told = self._tell(turn, self.conversation)
 
     def _whole(self, conversation: Conversation) -> AssistantTurn | None:
         """The turn, where it was whole before the wait for it was cancelled."""

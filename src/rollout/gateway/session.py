@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from contextlib import contextmanager
 from contextvars import copy_context
-from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
@@ -253,15 +252,16 @@ class GatewaySession:
         """Have every sample generated as far as it is missing."""
         missing = [sample for sample in exchange.samples if sample.told is None]
         tell = None if exchange.hear is None else exchange.tell
-        count = partial(_count, trajectory, work, exchange)
-        parts = (trajectory.places, trajectory.seeding, count, tell)
+        for sample in missing:  # in order: trio begins tasks in any
+            await sample.take_place(trajectory.places, trajectory.seeding)
+            _count(trajectory, work, exchange)
         try:
             if len(missing) == 1:
-                await missing[0].run(*parts)
+                await missing[0].run(tell)
             else:
                 async with anyio.create_task_group() as tasks:
                     for sample in missing:
-                        tasks.start_soon(sample.run, *parts)
+                        tasks.start_soon(sample.run, tell)
         except BaseExceptionGroup as group:
             raise leaf_of(group) from None
 
