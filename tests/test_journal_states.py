@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import pytest
 
 from rollout import AgentLoop, Outcome, Tool, ToolResult, ToolSession
 from rollout.agents import AgentContext, register_agent
 from rollout.config import AgentConfig
-from rollout.scheduling.journal.entries import AnswersEntry
+from rollout.scheduling.journal.entries import AnswersEntry, EndEntry
 from rollout.testing import Scenario
 from rollout.tools import ToolContext
 from rollout.types import ToolCall
-from test_journal import Ran, config_of, cut_before_last_answers, prompts, run
+from test_journal import Ran, config_of, content, cut_before_last_answers, prompts, run
 
 SCENARIO = (
     Scenario(seed=1).reply("slow", "hi", filler=200).reply("", "hi", filler=5).timing(base_s=0.01)
@@ -120,3 +121,28 @@ def test_state_of_a_tool_of_conversations_side_by_side_is_that_of_the_last_recor
     resumed = ran(half, DigitsTool(), "journal_digits_beside", resume=True)
     assert resumed.statistics.recalled == 6
     assert sorted(answers(resumed)) == sorted(answers(whole)) == ["1", "12", "123"]
+
+
+class Unrestorable(Digits):
+    async def restore(self, state: Any) -> None:
+        raise ValueError("too old")
+
+
+class Slow(Digits):
+    async def restore(self, state: Any) -> None:
+        await anyio.sleep_forever()
+
+
+@pytest.mark.parametrize("session", [Unrestorable, Slow])
+@pytest.mark.parametrize("before", [AnswersEntry, EndEntry])
+def test_tool_that_cannot_be_restored_begins_its_trajectory_from_the_start(
+    tmp_path: Path, session: type[Digits], before: type
+) -> None:
+    path = tmp_path / "journal"
+    whole = ran(path, DigitsTool(session=session), "journal_digits")
+    half = cut_before_last_answers(path, before)
+    resumed = ran(half, DigitsTool(session=session), "journal_digits", resume=True)
+    assert answers(resumed) == answers(whole) == ["1", "12", "123", "1234"]
+    assert (resumed.statistics.continued, resumed.statistics.restarted) == (0, 1)
+    again = ran(half, DigitsTool(session=session), "journal_digits", resume=True)
+    assert content(again.trajectories[0]) == content(resumed.trajectories[0])

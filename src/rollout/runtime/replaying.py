@@ -296,6 +296,9 @@ class _RecordedTool(Tool):
 
 
 class _SilentSession(ToolSession):
+    async def restore(self, state: Any) -> None:
+        """Nothing builds on it."""
+
     async def execute(self, call: ToolCall) -> str:
         raise ToolError(f"{call.name}: no tool runs in a replay")
 

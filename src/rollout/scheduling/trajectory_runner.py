@@ -78,8 +78,9 @@ class TrajectoryRunner:
     async def conclude(self, run: AgentRun) -> Trajectory | AgentRun:
         """The trajectory of an attempt that has ended; whatever happened to it is in its outcome.
 
-        Or another attempt, from the start, for a member whose engine failed a request. Of a lost
-        replica, whose requests resume elsewhere, it learns nothing.
+        Or another attempt, from the start, for a member whose engine failed a request, or one of
+        whose tools cannot continue. Of a lost replica, whose requests resume elsewhere, it learns
+        nothing.
         """
         if run.rejection is not None:
             return rejected(run.member, run.rejection)
@@ -87,6 +88,10 @@ class TrajectoryRunner:
         context, scheduling = run.context, self.services.config.scheduling
         ending, cause = _judged(run)
         if ending.reason == ENGINE and run.attempt <= scheduling.max_retries:
+            return run.again()
+        unrestored, log = context.tools.unrestored, run.member.log
+        if unrestored and log is not None and not run.was_cancelled:
+            log.lose_state(unrestored)
             return run.again()
         drift = None
         if ending.outcome in COMPARED:

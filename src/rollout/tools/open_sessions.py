@@ -27,7 +27,13 @@ class OpenFailure(CallError):
 
 
 class OpenSessions:
-    """Sessions by tool, opened and closed in the trajectory's own task."""
+    """Sessions by tool, opened and closed in the trajectory's own task.
+
+    Attributes:
+        is_closed: Whether they were closed.
+        unrestored: A tool that could not be given the state that it had, and why; "" where all were
+            that had to be.
+    """
 
     __slots__ = (
         "_cleanup_s",
@@ -38,6 +44,7 @@ class OpenSessions:
         "_tool_s",
         "_tools",
         "is_closed",
+        "unrestored",
     )
 
     def __init__(
@@ -55,7 +62,7 @@ class OpenSessions:
         self._sessions: dict[str, ToolSession] = {}
         #: Those that are to be closed, the last one first.
         self._ending: list[tuple[str, ToolSession]] = []
-        self.is_closed = False
+        self.is_closed, self.unrestored = False, ""
         #: Of tools that were used before a trajectory was resumed: the number of the last answer
         #: that told their state, and that, until they are opened with it.
         self._recalled: dict[str, tuple[int, Any]] | None = None
@@ -80,19 +87,31 @@ class OpenSessions:
 
         Raises:
             OpenFailure: It raised, took longer than ``limits.tool_s``, or returned no session.
+            ToolError: It cannot have the state that it had before the trajectory was resumed, which
+                no other state can stand for.
             LimitExceeded: `turn_deadline` passed.
         """
         tool, context = self._tools[name], self._contexts[name]
         deadline = Deadline.after(self._tool_s, "limits.tool_s", outer=turn_deadline)
+        restored: ToolSession | None = None
+
+        def failure(why: str) -> Exception:
+            if restored is None:
+                return OpenFailure(f"could not open {name!r}: {why}")
+            self.unrestored = f"restore of tool {name!r} failed: {why}"
+            return ToolError(self.unrestored)
 
         async def keep_session() -> None:
+            nonlocal restored
             session = await tool.open(context)
             if not isinstance(session, ToolSession):
                 raise ToolError(f"open returned {type(session).__name__}; expected a ToolSession")
             if self._recalled and name in self._recalled:
                 number, state = self._recalled[name]
                 if state is not _NO_STATE:
+                    restored = session
                     await session.restore(state)
+                    restored = None
                 self._recalled[name] = number, _NO_STATE
             self._sessions[name] = session
 
@@ -109,9 +128,12 @@ class OpenSessions:
         except LimitExceeded:
             if deadline is turn_deadline:
                 raise
-            raise OpenFailure(f"could not open {name!r}: {timed_out(deadline)}") from None
+            raise failure(timed_out(deadline)) from None
         except Exception as error:
-            raise OpenFailure(f"could not open {name!r}: {error}") from error
+            raise failure(str(error)) from error
+        finally:
+            if restored is not None:
+                self._ending.append((name, restored))
 
     def recall(self, names: Iterable[str], snapshots: Mapping[str, Any], number: int) -> None:
         """Tools that were called before a trajectory was resumed, and their states after that.
@@ -156,9 +178,9 @@ class OpenSessions:
     async def _open_recalled(self) -> None:
         """What was used before has its say about the trajectory too."""
         for name in [name for name in self._recalled or () if name not in self._sessions]:
-            deadline = Deadline.after(self._tool_s, "limits.tool_s")
+            never = Deadline.after(None, "limits.tool_s")  # `open` has a limit of its own
             try:
-                await self.open(name, deadline)
+                await self.open(name, never)
             except (OpenFailure, LimitExceeded) as error:
                 logger.warning("tool %r: has no reward of a resumed trajectory: %s", name, error)
 

@@ -36,6 +36,11 @@ class TrajectoryTools(RunningCalls):
         return sessions is not None and not sessions.is_closed and sessions.are_stateful
 
     @property
+    def unrestored(self) -> str:
+        """See `OpenSessions`."""
+        return "" if self._sessions is None else self._sessions.unrestored
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Names of the tools offered to this trajectory."""
         return tuple(self._tools)

@@ -130,7 +130,8 @@ class TrajectoryLog(msgspec.Struct, eq=False):
         recorded = self._recorded
         if self._begun or (recorded.stateful and recorded.is_begun):
             if not self._begun:
-                self._say_restart()
+                tools = ", ".join(sorted(recorded.stateful))
+                self._say_restart(f"the state of {tools} is lost, which has no snapshot()")
             self._begun, self._turns, self._answers = True, None, None
             self._rows, self._row, self._next_row = {}, None, 0
             self._turn, self.has_answers = None, False
@@ -154,13 +155,14 @@ class TrajectoryLog(msgspec.Struct, eq=False):
                 answers.setdefault(entry.place, deque()).append(entry)
         self._turns, self._answers, self.has_answers = turns, answers, True
 
-    def _say_restart(self) -> None:
+    def lose_state(self, why: str) -> None:
+        """It begins again from its start, since a tool cannot continue."""
+        self._journal.counts.continued -= 1
+        self._say_restart(why)
+
+    def _say_restart(self, why: str) -> None:
         self._journal.counts.restarted += 1
-        logger.info(
-            "%s starts from its beginning: the state of %s is lost, which has no snapshot()",
-            self.key,
-            ", ".join(sorted(self._recorded.stateful)),
-        )
+        logger.info("%s starts from its beginning: %s", self.key, why)
 
     async def recall_turn(
         self, prefix: TokenPrefix, seed: int, generation: Generation
