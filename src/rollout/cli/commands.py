@@ -15,7 +15,7 @@ from rollout.cli.check import builtin_programs, config_faults, look_at_tools
 from rollout.cli.consoles import lasting_consoles
 from rollout.cli.exit_codes import BAD_INPUT, ENGINE_LOST, NOT_SAVED, OK, SOME_FAILED
 from rollout.cli.foreground import INTERRUPTED, ForegroundJob, JobResult, run_job
-from rollout.cli.run_journal import JOURNAL, with_journal
+from rollout.cli.run_journal import JOURNAL, asked_otherwise, check_new, with_journal
 from rollout.cli.sizing import sizing_lines
 from rollout.cli.user_code import UserCode
 from rollout.cli.wrapping import print_line
@@ -99,8 +99,13 @@ def _run(arguments: argparse.Namespace, output: Console, errors: Console) -> int
     prompts = read_prompts(arguments.prompts)
     known = [*config.tools.builtin, *(tool.name for tool in tools)]
     check_names(prompts, config.agent, known, InteractionRegistry(interactions))
-    directory = _directory(arguments.out, arguments.overwrite, may_resume=arguments.resume)
-    config = with_journal(config, directory, Path(arguments.prompts))
+    samples, step, validate = arguments.samples, arguments.step, arguments.validate
+    asked = asked_otherwise(config, samples, step, validate=validate)
+    config = with_journal(config, Path(arguments.out), Path(arguments.prompts), asked)
+    journal = config.journal.file
+    directory = _directory(arguments.out, arguments.overwrite, journal, may_resume=arguments.resume)
+    if not arguments.resume:
+        check_new(config, directory)
     job = ForegroundJob(
         config=config,
         prompts=prompts,
@@ -109,9 +114,9 @@ def _run(arguments: argparse.Namespace, output: Console, errors: Console) -> int
         tools=tools,
         rewards=rewards,
         interactions=interactions,
-        samples=arguments.samples,
-        step=arguments.step,
-        validate=arguments.validate,
+        samples=samples,
+        step=step,
+        validate=validate,
     )
     result = anyio.run(run_job, job, errors, backend=arguments.backend)
     return _finished(result, job, output, errors)
@@ -243,15 +248,19 @@ def _cannot_run(what: str, faults: Sequence[str]) -> ConfigError:
     return ConfigError("\n  ".join((f"{what} cannot run here:", *faults)), tuple(faults))
 
 
-def _directory(path: str, may_overwrite: bool, *, may_resume: bool = False) -> Path:
+def _directory(
+    path: str, may_overwrite: bool, journal: Path | None = None, *, may_resume: bool = False
+) -> Path:
     """The directory for the results, made and known to be writable before any work starts."""
     directory = Path(path)
     try:
-        may_have_files = may_overwrite or (may_resume and (directory / JOURNAL).is_file())
+        has_journal = journal is not None and journal.is_file()
+        may_have_files = may_overwrite or (may_resume and has_journal)
         if directory.exists() and not may_have_files and any(directory.iterdir()):
             options = "--overwrite"
-            if (directory / JOURNAL).is_file():
-                options = "--overwrite, or --resume to continue the run that left its journal there"
+            if has_journal:
+                where = "there" if journal == directory / JOURNAL else str(journal)
+                options += f", or --resume to continue the run that left its journal {where}"
             raise ConfigError(
                 f"--out {path}: is not empty; expected an empty or new directory, or {options}"
             )
@@ -286,17 +295,19 @@ def _finished(result: JobResult, job: ForegroundJob, output: Console, errors: Co
     """Say what became of a job; its exit code."""
     from rollout.cli.summary import summary_lines
 
+    journal = job.config.journal.file
     if result.batch is not None:
-        kept = [JOURNAL] if result.written else []
+        is_beside = journal == job.directory / JOURNAL
+        kept = [JOURNAL] if result.written and is_beside else []
         files = None if result.fault is None else kept
         for line in summary_lines(result.batch, result.seconds, job.directory, files):
             print_line(output, line)
     if result.fault is not None:
-        return _tell(errors, _loss(result, job.directory / JOURNAL), NOT_SAVED)
+        return _tell(errors, _loss(result, journal), NOT_SAVED)
     return _exit_code(result, errors)
 
 
-def _loss(result: JobResult, path: Path) -> str:
+def _loss(result: JobResult, path: Path | None) -> str:
     """What could not be saved, and what there is in its place."""
     assert result.batch is not None
     ended = count(len(result.batch.trajectories), "trajectory")

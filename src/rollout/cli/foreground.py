@@ -160,7 +160,7 @@ async def _perform(job: ForegroundJob, run: _Run, console: Console) -> None:
             )
             tasks.start_soon(run.load)
             with run.starting:
-                forget_journal(job.config, resume=job.resume)
+                forget_journal(job.config, job.directory, resume=job.resume)
                 async with open_rollout(
                     job.observed_config,
                     job.tools,

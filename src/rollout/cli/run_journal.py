@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from rollout.errors import PromptError, RolloutError
+from rollout.errors import ConfigError, PromptError, RolloutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,12 +22,18 @@ JOURNAL = "trajectories.journal"
 
 
 def with_journal(
-    config: RolloutConfig, directory: Path, prompts: Path | None = None
+    config: RolloutConfig, directory: Path, prompts: Path | None = None, asked: str = ""
 ) -> RolloutConfig:
     """The configuration with a journal in the directory, unless it names one itself.
 
     Where the disk is full such a run continues, and what JSON could not hold is text: its results
     are saved as JSON in any case.
+
+    Args:
+        config: Of the run.
+        directory: Of its results.
+        prompts: Their file.
+        asked: As `asked_otherwise`; a resumption must agree.
 
     Raises:
         PromptError: The file of prompts cannot be read.
@@ -36,9 +42,23 @@ def with_journal(
     if journal.path is None:
         path = str(directory / JOURNAL)
         journal = attrs.evolve(journal, path=path, on_failure="continue", unwritable="text")
-    if journal.prompts is None and prompts is not None:
-        journal = attrs.evolve(journal, prompts=_named(prompts))
+    named = journal.prompts
+    if named is None and prompts is not None:
+        named = _named(prompts)
+    if named is not None:
+        journal = attrs.evolve(journal, prompts=named + asked)
     return attrs.evolve(config, journal=journal)
+
+
+def asked_otherwise(
+    config: RolloutConfig, samples: int | None, step: int | None, *, validate: bool
+) -> str:
+    """What the options of a command ask of a call that it would not do without them, in words."""
+    asked = [f", --step {step}"] if step else []
+    asked += [", --validate"] if validate else []
+    if samples not in (None, config.scheduling.samples_of(validate=validate)):
+        asked.append(f", --samples {samples}")
+    return "".join(asked)
 
 
 def _named(prompts: Path) -> str:
@@ -50,10 +70,24 @@ def _named(prompts: Path) -> str:
     return f"{prompts.name}, SHA-256 {digest}"
 
 
-def forget_journal(config: RolloutConfig, *, resume: bool) -> None:
+def check_new(config: RolloutConfig, directory: Path) -> None:
+    """Let a run pass that may begin a journal: an earlier one in its directory is overwritten.
+
+    Raises:
+        ConfigError: There is one elsewhere.
+    """
+    path = config.journal.file
+    if path is not None and path != directory / JOURNAL and path.exists() and path.stat().st_size:
+        raise ConfigError(
+            f"journal.path = {config.journal.path!r}: exists; expected a new file, or --resume to "
+            f"continue the run that left it"
+        )
+
+
+def forget_journal(config: RolloutConfig, directory: Path, *, resume: bool) -> None:
     """Remove the journal of an earlier run that is to be overwritten."""
     path = config.journal.file
-    if path is not None and not resume and path.name == JOURNAL:
+    if path is not None and not resume and path == directory / JOURNAL:
         with suppress(FileNotFoundError):
             path.unlink()
 

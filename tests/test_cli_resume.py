@@ -1,0 +1,68 @@
+"""`rollout run --resume`: where the journal is, and what a resumption must agree with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rollout import RolloutBatch
+from rollout.cli import main
+from rollout.cli.run_journal import JOURNAL
+
+CONFIG = """
+from rollout.testing import Scenario
+
+config = Scenario(seed=1).reply("", "at once", filler=5).config(seed=7)
+"""
+RUN = ["run", "config.py", "--prompts", "prompts.jsonl", "--out", "out"]
+ELSEWHERE = ["--set", "journal.path=other/run.journal"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("config.py").write_text(CONFIG)
+    Path("prompts.jsonl").write_text(json.dumps({"prompt": "go"}))
+    return tmp_path
+
+
+def test_run_with_a_journal_elsewhere_is_resumed_from_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*RUN, *ELSEWHERE]) == 0
+    [row] = RolloutBatch.load("out").trajectories
+    assert main([*RUN, *ELSEWHERE]) == 2
+    assert "or --resume to continue the run that left its journal other/run.journal" in (
+        capsys.readouterr().err
+    )
+    assert main([*RUN, *ELSEWHERE, "--resume"]) == 0
+    [again] = RolloutBatch.load("out").trajectories
+    assert again.metrics == row.metrics
+
+
+@pytest.mark.parametrize("path", ["other/run.journal", f"other/{JOURNAL}"])
+def test_run_on_a_journal_elsewhere_is_refused_and_leaves_it(
+    capsys: pytest.CaptureFixture[str], path: str
+) -> None:
+    options = ["--set", f"journal.path={path}"]
+    assert main([*RUN, *options]) == 0
+    before = Path(path).read_bytes()
+    for more in (["--overwrite"], ["--out", "another"]):
+        assert main([*RUN, *options, *more]) == 2
+        assert capsys.readouterr().err.endswith(
+            f"journal.path = {path!r}: exists; expected a new file, or --resume to continue the "
+            f"run that left it\n"
+        )
+    assert Path(path).read_bytes() == before
+
+
+@pytest.mark.parametrize("option", ["--step 3", "--validate", "--samples 2"])
+def test_resume_of_a_call_with_other_options_is_refused_with_the_difference(
+    capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    assert main([*RUN, *option.split()]) == 0
+    assert main([*RUN, "--resume"]) == 2
+    assert f", {option}' there, 'prompts.jsonl, SHA-256" in capsys.readouterr().err
+    assert main([*RUN, *option.split(), "--resume"]) == 0
