@@ -231,6 +231,15 @@ def _add_replay(commands: Commands) -> None:
         "--step", type=step_number, metavar="N", help="where it is in several steps"
     )
     parser.add_argument(
+        "--call",
+        type=step_number,
+        metavar="N",
+        help="where several calls of its step had its uid: so many before it did",
+    )
+    parser.add_argument(
+        "--validate", action="store_true", help="that of a validation, where there is another one"
+    )
+    parser.add_argument(
         "--tools",
         metavar="FILE.py",
         help="Python file that registers the agent, and defines simulated users; its tools do "

@@ -43,7 +43,9 @@ def replay_command(arguments: argparse.Namespace, output: Console) -> int:
         code = UserCode()
         code.agents(arguments.tools)
         interactions = list(code.interactions(arguments.tools))
-    record = find_record(path, uid, member, arguments.step)
+    record = find_record(
+        path, uid, member, arguments.step, arguments.call, validate=arguments.validate
+    )
     print_line(output, f"{'replay':<12}{uid}/{member} of step {record.key.step}, from {path}")
 
     def tell(step: ReplayStep) -> None:

@@ -96,8 +96,23 @@ class Replayed(NamedTuple):
     is_beyond: bool
 
 
-def find_record(path: Path, uid: str, member: int, step: int | None = None) -> Record:
+def find_record(
+    path: Path,
+    uid: str,
+    member: int,
+    step: int | None = None,
+    call: int | None = None,
+    *,
+    validate: bool = False,
+) -> Record:
     """A trajectory of a journal.
+
+    Args:
+        path: Of the journal.
+        uid, member: Of the trajectory.
+        step: Its step; None where it is in one alone.
+        call: How many calls of its step had its uid before; None where there was one alone.
+        validate: Whether it is one of a validation, where there are others of this name.
 
     Raises:
         JournalError: It cannot be read.
@@ -115,13 +130,23 @@ def find_record(path: Path, uid: str, member: int, step: int | None = None) -> R
             f"--trajectory {uid}/{member}: is not in {path}; it has {known or 'none'}"
             f"{', …' if len(contents.trajectories) > 8 else ''}"
         )
+    if len({key.validate for key in keys}) > 1:
+        keys = [key for key in keys if key.validate is validate]
     steps = sorted({key.step for key in keys})
     if len(steps) > 1:
         raise ConfigError(
             f"--trajectory {uid}/{member}: is in {path} in steps "
             f"{', '.join(map(str, steps))}; expected one of them with --step"
         )
-    return _record_of(path, contents, keys[-1])
+    calls = sorted(key.call for key in keys)
+    if call is not None:
+        keys = [key for key in keys if key.call == call]
+    if len(keys) != 1:
+        raise ConfigError(
+            f"--trajectory {uid}/{member}: is in {path} in calls {', '.join(map(str, calls))} of "
+            f"step {steps[0]}; expected one of them with --call"
+        )
+    return _record_of(path, contents, keys[0])
 
 
 def _record_of(path: Path, contents: Contents, key: Key) -> Record:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from msgspec.structs import astuple
@@ -16,6 +17,7 @@ from rollout.tools import ToolResult
 from rollout.tools.answers import Answers
 
 if TYPE_CHECKING:
+    from collections import deque
     from collections.abc import Callable, Mapping, Sequence
 
     from rollout.agents.turn_log import Place
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
     from rollout.token_prefix import TokenPrefix
     from rollout.types import InvalidToolCall, ToolCall
 
+K = TypeVar("K")
 _encode = encoder.encode
+_UNENCODABLE = (TypeError, ValueError, OverflowError, RecursionError)
 
 
 def recall_into(generation: Generation, known: TurnEntry) -> float:
@@ -57,12 +61,29 @@ def place_of_turn(prefix: TokenPrefix, seed: int) -> Place:
     return length, prefix.sum_of(length), seed
 
 
+def next_known(known: dict[K, deque[Any]] | None, place: K, segment: str | None = None) -> Any:
+    """The next answer there, of this segment where it has one; each is given once."""
+    found = known.get(place) if known else None
+    if not found or known is None:
+        return None
+    entry = next((each for each in found if each.segment == segment), found[0])
+    found.remove(entry)
+    if not found:
+        del known[place]
+    return entry
+
+
 def asked_of(prefix: TokenPrefix, calls: Sequence[ToolCall | InvalidToolCall]) -> AskedCalls | None:
     """What is asked by these calls here; None where it cannot be remembered."""
     try:
         return AskedCalls(prefix, prefix.length, _encode(calls))
-    except (TypeError, ValueError, OverflowError, RecursionError):
+    except _UNENCODABLE:
+        pass
+    try:  # JSON has numbers of any size, and texts that UTF-8 cannot hold
+        text = json.dumps(msgspec.to_builtins(calls))
+    except _UNENCODABLE:
         return None
+    return AskedCalls(prefix, prefix.length, text.encode())
 
 
 def place_of_calls(asked: AskedCalls) -> Place:

@@ -16,6 +16,7 @@ from rollout.scheduling.journal.entries import AnswersEntry, TurnEntry
 from rollout.scheduling.journal.given_again import (
     answers_of,
     asked_of,
+    next_known,
     place_of_calls,
     place_of_turn,
     recall_into,
@@ -130,14 +131,14 @@ class ReplayLog:
             raise self._departed(f"calls tools with what no record can hold: {said_calls(calls)}")
         return asked
 
-    async def recall_answers(self, asked: AskedCalls, _segment: str) -> Answers | None:
+    async def recall_answers(self, asked: AskedCalls, segment: str) -> Answers | None:
         """See `TurnLog`.
 
         Raises:
             Departed: The record has no such calls.
         """
         calls, place = self._calls, place_of_calls(asked)
-        entry = self._take(AnswersEntry, place)
+        entry = self._take(AnswersEntry, place, segment)
         if entry is None:
             raise self._departed(self._why_no_answers(place, asked.prefix, calls))
         self._say(f"calls after {_turn(entry, -1)}: {said_calls(calls)}")
@@ -188,14 +189,12 @@ class ReplayLog:
                 f"{len(recorded.segments)}"
             )
 
-    def _take(self, kind: type, place: Place) -> Any:
+    def _take(self, kind: type, place: Place, segment: str | None = None) -> Any:
         if self.departure or self.is_beyond:
             raise Departed(self.departure or "the record has ended")
-        found = self._by_place.get((kind, place))
-        if not found:
-            return None
-        entry = found.popleft()
-        self._left.remove(entry)
+        entry = next_known(self._by_place, (kind, place), segment)
+        if entry is not None:
+            self._left.remove(entry)
         return entry
 
     def _say(self, what: str) -> None:

@@ -25,6 +25,7 @@ from rollout.scheduling.journal.given_again import (
     answers_of,
     asked_of,
     fields_of,
+    next_known,
     place_of_calls,
     place_of_turn,
     plain_states,
@@ -169,7 +170,7 @@ class TrajectoryLog(msgspec.Struct, eq=False):
     ) -> float | None:
         """Fill a generation as it was; the seconds that it took, None where nothing is known."""
         await anyio.lowlevel.checkpoint()
-        known = _next(self._turns, place_of_turn(prefix, seed))
+        known = next_known(self._turns, place_of_turn(prefix, seed))
         if known is None:
             return None
         self._count()
@@ -238,7 +239,7 @@ class TrajectoryLog(msgspec.Struct, eq=False):
     async def recall_answers(self, asked: AskedCalls, segment: str) -> Answers | None:
         """What was answered then; None where nothing is known."""
         await anyio.lowlevel.checkpoint()
-        known = _next(self._answers, place_of_calls(asked), segment)
+        known = next_known(self._answers, place_of_calls(asked), segment)
         if known is None:
             return None
         self._count()
@@ -367,15 +368,3 @@ class TrajectoryLog(msgspec.Struct, eq=False):
     def _count(self) -> None:
         self.recalled += 1
         self._journal.counts.recalled += 1
-
-
-def _next(known: dict[Place, deque[Any]] | None, place: Place, segment: str | None = None) -> Any:
-    """The next answer there, of this segment where it has one; each is given once."""
-    found = known.get(place) if known else None
-    if not found or known is None:
-        return None
-    entry = next((each for each in found if each.segment == segment), found[0])
-    found.remove(entry)
-    if not found:
-        del known[place]
-    return entry
