@@ -8,17 +8,20 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import attrs
 import msgspec
 import numpy as np
 import pytest
 
 from rollout import (
+    ConfigError,
     JournalError,
     Message,
     Outcome,
     Prompt,
     PromptError,
     Reward,
+    Tool,
     Trajectory,
     function_tool,
 )
@@ -224,3 +227,37 @@ def test_packed_prompt_of_a_text_that_no_file_holds_names_the_field() -> None:
     prompt = Prompt(messages=[{"role": "user", "content": "\ud800"}])
     with pytest.raises(JournalError, match=r"messages\[0\]\['content'\] is a str that"):
         packed_prompt(prompt, "prompts[0]")
+
+
+@pytest.mark.parametrize(
+    ("value", "fault"),
+    [(2**70, "is an int of more than 64 bits"), ("\ud800", "is a str that UTF-8 cannot hold")],
+)
+def test_configuration_that_cannot_be_written_is_refused_by_its_key(
+    tmp_path: Path, value: Any, fault: str
+) -> None:
+    config = config_of(tmp_path / "journal")
+    model = attrs.evolve(config.model, chat_template_kwargs={"x": value})
+    with pytest.raises(ConfigError) as refused:
+        run(attrs.evolve(config, model=model), prompts("quick"))
+    [line] = refused.value.faults
+    assert line.startswith(f"model.chat_template_kwargs['x'] {fault}")
+    assert not (tmp_path / "journal").exists()
+
+
+def test_schema_that_cannot_be_written_is_refused_by_its_tool(tmp_path: Path) -> None:
+    class Odd(Tool):
+        name = "odd"
+
+        def __init__(self) -> None:
+            parameters = {"type": "object", "properties": {"a": {"default": 2**70}}}
+            function = {"name": "odd", "parameters": parameters}
+            self.schema = {"type": "function", "function": function}
+
+        async def open(self, context: Any) -> Any:
+            raise NotImplementedError
+
+    with pytest.raises(ConfigError) as refused:
+        run(config_of(tmp_path / "journal"), prompts("quick"), tools=[Odd()])
+    assert "the schema of tool 'odd'['function']" in str(refused.value)
+    assert not (tmp_path / "journal").exists()

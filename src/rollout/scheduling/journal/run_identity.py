@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rollout.config import dump_config
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, JournalError
 from rollout.scheduling.journal.entries import Header
-from rollout.scheduling.journal.plain_data import encoder
+from rollout.scheduling.journal.plain_data import encoder, plain
 from rollout.seeds import fresh_seed
+from rollout.types import said
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -77,13 +78,14 @@ def header_of(
 
 
 def check_same(path: str, contents: Contents, new: Header) -> None:
-    """Let a run pass that is the one a journal is of.
+    """Let a run pass that is the one a journal is of, or that can begin one.
 
     Raises:
-        ConfigError: It is not; names the differences.
+        ConfigError: It is not, and the differences are named; or it holds what no journal can.
     """
     old = contents.header
     if old is None:
+        _check_encodable(path, new)
         return
     for what, one, other in (
         ("model", old.model, new.model),
@@ -99,6 +101,32 @@ def check_same(path: str, contents: Contents, new: Header) -> None:
                 f"another journal:{lines}{more}",
                 tuple(found),
             )
+
+
+def _check_encodable(path: str, header: Header) -> None:
+    try:
+        encoder.encode(header)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        faults = list(_unplain(header)) or [said(error)]
+        lines = "".join(f"\n  {fault}" for fault in faults)
+        raise ConfigError(
+            f"journal.path = {path!r}: cannot hold this run:{lines}", tuple(faults)
+        ) from None
+
+
+def _unplain(header: Header) -> Iterator[str]:
+    """What of a run no journal can hold."""
+    values = [(f"the schema of tool {each['function']['name']!r}", each) for each in header.schemas]
+    for section, value in header.all_config.items():
+        if isinstance(value, dict):
+            values += [(f"{section}.{key}", each) for key, each in value.items()]
+        else:
+            values.append((section, value))
+    for where, value in values:
+        try:
+            plain(value, where)
+        except JournalError as error:
+            yield str(error)
 
 
 def say_other_tools(path: str, contents: Contents, new: Header) -> None:
