@@ -33,6 +33,15 @@ _raw_records = msgspec.msgpack.Decoder(list[msgspec.Raw])
 MAX_PAYLOAD = 1 << 30
 
 
+#: Of a frame that holds one prompt or trajectory, what is kept for all but that.
+_REST = 1 << 16
+
+
+def most_bytes() -> int:
+    """How long a packed prompt or trajectory may be."""
+    return MAX_PAYLOAD - _REST
+
+
 class Frame(NamedTuple):
     """Where a frame begins in the file, and what it holds."""
 
@@ -89,8 +98,14 @@ class FrameBuffer:
         """
         payload = self.payload
         _encode_into(records, payload)  # with an offset, it would give up its memory first
-        self.head = _HEAD.pack(MARK, len(payload), xxh3_64_intdigest(payload))
+        if not self.is_too_large:
+            self.head = _HEAD.pack(MARK, len(payload), xxh3_64_intdigest(payload))
         self.count, self.is_whole = len(records), is_whole
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether who reads it would take it for none."""
+        return len(self.payload) > MAX_PAYLOAD
 
     def __len__(self) -> int:
         return len(self.head) + len(self.payload)

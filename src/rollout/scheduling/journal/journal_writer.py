@@ -17,6 +17,7 @@ from rollout.bridge import event_type, has_virtual_clock, loop_poster
 from rollout.clocks import monotonic
 from rollout.disk_room import unwritable
 from rollout.scheduling.journal.frames import MAGIC, FrameBuffer
+from rollout.scheduling.journal.large_records import single_frames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -183,7 +184,10 @@ class JournalWriter:
                 pass
             frame = self._spare.pop() if self._spare else FrameBuffer()
             frame.fill(self._put[:count], is_whole=is_whole)
-            self._full.append(frame)
+            if frame.is_too_large:
+                self._full.extend(single_frames(self._put[:count]))
+            else:
+                self._full.append(frame)
             del self._put[:count]
             self._encoded += count
             if self._thread is not None:

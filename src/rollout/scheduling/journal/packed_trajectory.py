@@ -18,6 +18,7 @@ from rollout.chat.trajectory import Parent, Segment, Trajectory
 from rollout.chat.transcript import Transcript
 from rollout.errors import JournalError
 from rollout.medium import Media, PlacedMedia
+from rollout.scheduling.journal.frames import most_bytes
 from rollout.scheduling.journal.plain_data import (
     TOO_DEEP,
     Unwritable,
@@ -312,11 +313,13 @@ def packed_prompt(prompt: Prompt, where: str) -> bytes:
     """The fields of a prompt.
 
     Raises:
-        JournalError: One holds what is no plain data; names it.
+        JournalError: One holds what is no plain data, or too much; names it.
     """
     try:
         if _says_little(prompt):
-            return _encode(prompt)
+            packed = _encode(prompt)
+            if len(packed) <= most_bytes():
+                return packed
     except (TypeError, ValueError, OverflowError):
         pass  # what follows names the field
     fields = {name: getattr(prompt, name) for name in Prompt.__struct_fields__}
@@ -329,7 +332,15 @@ def packed_prompt(prompt: Prompt, where: str) -> bytes:
         if is_given:  # most are not
             to_plain = plain_items if isinstance(value, Mapping) else plain
             fields[name] = to_plain(value, f"{where}.{name}")
-    return _encode(fields)
+    packed = _encode(fields)
+    if len(packed) > most_bytes():
+        sizes = {name: len(_encode(value)) for name, value in fields.items()}
+        name = max(sizes, key=lambda name: sizes[name])
+        raise JournalError(
+            f"{where}.{name} is of {sizes[name]:,} bytes; expected a prompt of at most "
+            f"{most_bytes():,} bytes"
+        )
+    return packed
 
 
 def _says_little(prompt: Prompt) -> bool:

@@ -21,6 +21,7 @@ from rollout.scheduling.journal.entries import (
     Key,
     TurnEntry,
 )
+from rollout.scheduling.journal.frames import most_bytes
 from rollout.scheduling.journal.given_again import (
     answers_of,
     asked_of,
@@ -37,7 +38,7 @@ from rollout.scheduling.journal.journal_writer import JournalWriter
 from rollout.scheduling.journal.open_journal import OpenJournal
 from rollout.scheduling.journal.packed_trajectory import packed_trajectory, trajectory_of
 from rollout.scheduling.journal.told_rows import ALL, ToldRow
-from rollout.scheduling.journal.unwritten import drop_messages, fail_unwritten
+from rollout.scheduling.journal.unwritten import drop_large, drop_messages, fail_unwritten
 from rollout.tools.results import show_something
 from rollout.types import Outcome, said
 
@@ -316,7 +317,9 @@ class TrajectoryLog(msgspec.Struct, eq=False):
         try:
             packed, fault = packed_trajectory(trajectory, schemas, unwritable, told)
             if fault is None:
-                return packed
+                if len(packed) <= most_bytes():
+                    return packed
+                fault = drop_large(trajectory, len(packed))
         except (JournalError, TypeError, ValueError, OverflowError, RecursionError) as error:
             fault = error if isinstance(error, JournalError) else JournalError(said(error))
             drop_messages(trajectory)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import JournalError
-from rollout.scheduling.journal.plain_data import plain
+from rollout.scheduling.journal.frames import most_bytes
+from rollout.scheduling.journal.plain_data import encoder, plain
 from rollout.types import Cause, Outcome
 
 if TYPE_CHECKING:
@@ -34,6 +35,27 @@ def drop_messages(trajectory: Trajectory) -> None:
     for segment in trajectory.segments:
         segment.messages = []
     trajectory.turn_scores, trajectory.tool_rewards = [], []
+
+
+def drop_large(trajectory: Trajectory, size: int) -> JournalError:
+    """Drop what makes most of a trajectory that is packed in so many bytes; says what that was."""
+    sizes = {key: _size({key: value}) for key, value in trajectory.extra.items()}
+    if 2 * sum(sizes.values()) < size:
+        drop_messages(trajectory)
+        what = "messages"
+    else:
+        what = f"extra[{max(sizes, key=lambda key: sizes[key])!r}]"
+        trajectory.extra = {}
+    return JournalError(
+        f"{what}: the trajectory is packed in {size:,} bytes; expected at most {most_bytes():,}"
+    )
+
+
+def _size(item: Any) -> int:
+    try:
+        return len(encoder.encode(plain(item, "")))
+    except JournalError:  # its text may be as long
+        return len(repr(item))
 
 
 def _plain_of(items: Mapping[Any, Any]) -> dict[Any, Any]:
