@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,8 @@ from rollout.scheduling.journal.entries import AnswersEntry, decode
 from rollout.scheduling.journal.frames import Frame, frames, records_of
 from rollout.scheduling.journal.journal_reading import read_journal
 from rollout.testing import Scenario, tool_call
+from test_journal import config_of as journal_of
+from test_journal import prompts, run
 
 ROOT = Path(__file__).parents[1]
 SAID: list[list[Any]] = []
@@ -162,3 +165,34 @@ def test_drivers_killed_at_random_moments_lose_and_repeat_nothing() -> None:
     assert figures["kills"] == 50
     assert figures["finished"] > 50
     assert (figures["lost"], figures["repeated"], figures["bit_equal"]) == (0, 0, True)
+
+
+FORKING = """
+import os, sys
+from pathlib import Path
+import anyio
+import rollout
+from test_journal import config_of, prompts
+
+async def act():
+    async with rollout.open_rollout(config_of(Path(sys.argv[1]))) as runtime:
+        await runtime.generate(prompts("quick"), step=0)
+        if not os.fork():
+            sys.stdin.read()
+            os._exit(0)
+        os.kill(os.getpid(), 9)
+
+anyio.run(act)
+"""
+
+
+def test_journal_of_a_killed_driver_is_resumed_while_a_child_that_it_forked_lives(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "journal"
+    command = [sys.executable, "-W", "ignore", "-c", FORKING, str(path)]
+    driver = subprocess.Popen(command, cwd=Path(__file__).parent, stdin=subprocess.PIPE)
+    with driver:  # which closes its input at the end, and so ends the child
+        assert driver.wait(60) == -signal.SIGKILL
+        [found] = run(journal_of(path), prompts("quick"), reward=None, resume=True).trajectories
+        assert found.outcome is Outcome.COMPLETED

@@ -17,6 +17,7 @@ from rollout.bridge import event_type, has_virtual_clock, loop_poster
 from rollout.clocks import monotonic
 from rollout.disk_room import unwritable
 from rollout.scheduling.journal.frames import MAGIC, FrameBuffer
+from rollout.scheduling.journal.held_files import hold, let_go
 from rollout.scheduling.journal.large_records import single_frames
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ class JournalWriter:
         self.sealed, self.is_amending = 0, False
         self.failure: RolloutError | None = None
         self._path, self._descriptor, self._syncs = path, descriptor, syncs
+        hold(descriptor)
         #: Records that are to be encoded: one by one that costs twice as much. Under the lock, for
         #: the thread does so as well, they are taken from here into what is to be written.
         self._put: list[Entry] = []
@@ -268,6 +270,7 @@ class JournalWriter:
                 "%s; %d records are lost: a resumption works again on them", self._path, left
             )
         if self._thread is None or self._done.is_set():
+            let_go(self._descriptor)
             os.close(self._descriptor)
 
     def _run(self) -> None:
