@@ -359,3 +359,26 @@ def test_order_of_groups_given_again_is_not_that_of_a_validation_of_the_same_nam
     first = both(resume=False)
     assert first != first[::-1]
     assert both(resume=True) == first
+
+
+def test_prompts_whose_keys_come_in_another_order_are_the_same(tmp_path: Path) -> None:
+    def source(*, is_reversed: bool) -> Iterator[Prompt]:
+        for each in loader():
+            given: Any = dict(each.messages[0])
+            message = dict(reversed(given.items())) if is_reversed else given
+            yield Prompt(messages=[message], uid=each.uid)
+
+    def both(*, resume: bool) -> Any:
+        async def act() -> Any:
+            config = config_of(tmp_path / "j")
+            async with rollout.open_rollout(config, [add], resume=resume) as runtime:
+                given = source(is_reversed=resume)
+                steps = range(2 if resume else 1)
+                batches = [await runtime.collect(given, 2, step=step) for step in steps]
+                whole = await runtime.generate(list(islice(source(is_reversed=resume), 2)), step=9)
+                return [{each.uid for each in batch.trajectories} for batch in (*batches, whole)]
+
+        return run_virtual(act)
+
+    assert both(resume=False) == [{"p0", "p1"}, {"p0", "p1"}]
+    assert both(resume=True) == [{"p0", "p1"}, {"p2", "p3"}, {"p0", "p1"}]

@@ -8,6 +8,7 @@ import attrs
 
 from rollout.config.checks import Text
 from rollout.config.section_type import Section
+from rollout.errors import ConfigError
 
 
 @attrs.frozen(kw_only=True)
@@ -34,5 +35,12 @@ class JournalConfig(Section):
 
     @property
     def file(self) -> Path | None:
-        """The file that `path` names."""
-        return None if self.path is None else Path(self.path).expanduser()
+        """The file that `path` names.
+
+        Raises:
+            ConfigError: It is that of a user whom nobody knows.
+        """
+        try:
+            return None if self.path is None else Path(self.path).expanduser()
+        except RuntimeError as error:
+            raise ConfigError(f"journal.path = {self.path!r}: {error}") from None

@@ -16,7 +16,7 @@ from rollout.scheduling.journal.entries import (
     SourceEndedEntry,
 )
 from rollout.scheduling.journal.packed_trajectory import packed_prompt, prompt_of
-from rollout.scheduling.journal.pulled_before import PulledBefore, name_at
+from rollout.scheduling.journal.pulled_before import PulledBefore, content_of, name_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -274,6 +274,5 @@ def _logs(ended: Sequence[Any]) -> list[TrajectoryLog]:
 
 
 def _pull_of(fields: bytes, uid: str) -> _Pull:
-    raw = msgspec.msgpack.decode(fields, type=dict[str, msgspec.Raw])
-    rest = b"".join(bytes(value) for name, value in sorted(raw.items()) if name != "uid")
-    return uid, rest
+    content = sorted(content_of(fields).items())
+    return uid, b"".join(value for name, value in content if name != "uid")

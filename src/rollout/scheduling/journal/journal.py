@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio.to_thread
-import msgspec
 
 from rollout.bridge import has_virtual_clock
 from rollout.errors import ConfigError, JournalError, PromptError
@@ -32,6 +31,7 @@ from rollout.scheduling.journal.journal_reading import (
 from rollout.scheduling.journal.journal_writer import GATHER_S, MAX_WAITING, JournalWriter
 from rollout.scheduling.journal.open_journal import CHECK_S, OpenJournal
 from rollout.scheduling.journal.packed_trajectory import packed_prompt
+from rollout.scheduling.journal.pulled_before import content_of
 from rollout.scheduling.journal.run_identity import check_same, header_of, say_other_tools
 from rollout.scheduling.journal.trajectory_log import NOTHING, TrajectoryLog
 from rollout.scopes import open_task_group
@@ -190,9 +190,9 @@ class Journal(OpenJournal):
         assert isinstance(before, PromptEntry)
         if before.fields == entry.fields:
             return []
-        old, new = (_packed_fields(each.fields) for each in (before, entry))
-        names = [name for name in new if old.get(name) != new[name]] or ["order of its keys"]
-        return [
+        old, new = content_of(before.fields), content_of(entry.fields)
+        names = [name for name in new if old.get(name) != new[name]]
+        return names and [
             f"{where} (uid {entry.uid!r}): is not the prompt of the journal {self._config.path}; "
             f"differs in {', '.join(names)}"
         ]
@@ -236,12 +236,6 @@ def _prompt_key(entry: PromptEntry) -> PromptKey:
     return entry.step, entry.uid, entry.validate, entry.call
 
 
-def _packed_fields(fields: bytes) -> dict[str, bytes]:
-    """The fields of a prompt, each packed by itself."""
-    raw = msgspec.msgpack.decode(fields, type=dict[str, msgspec.Raw])
-    return {name: bytes(value) for name, value in raw.items()}
-
-
 async def read_before(config: RolloutConfig, *, resume: bool) -> Contents | None:
     """What the journal of a configuration holds; None where it has none. Before any work.
 
@@ -283,10 +277,18 @@ def _read(path: Path, *, resume: bool) -> Contents:
 def path_fault(path: Path) -> str | None:
     """What is wrong with the path of a journal, as far as can be seen without writing there."""
     named = f"journal.path = {str(path)!r}"
+    try:
+        return _path_fault(path, named)
+    except OSError as error:
+        return f"{named}: {error.strerror}"
+
+
+def _path_fault(path: Path, named: str) -> str | None:
     if "\0" in str(path):
         return f"{named}: expected a path, which holds no NUL"
-    if path.is_dir():
-        return f"{named}: is a directory; expected a file, or a new one"
+    if path.exists() and not path.is_file():  # reading a pipe would wait for ever
+        what = "a directory" if path.is_dir() else "no file"
+        return f"{named}: is {what}; expected a file, or a new one"
     there = next(each for each in path.absolute().parents if each.exists() or each.is_symlink())
     if not there.is_dir():
         return f"{named}: cannot be written: {there} is no directory"

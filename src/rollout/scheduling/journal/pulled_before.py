@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
 
 from rollout.scheduling.journal.entries import Key
 
 if TYPE_CHECKING:
     from rollout.scheduling.journal.entries import PromptEntry
     from rollout.types import Prompt
+
+
+_encode = msgspec.msgpack.encode
 
 
 class PulledBefore(NamedTuple):
@@ -40,3 +45,16 @@ class PulledBefore(NamedTuple):
 def name_at(prompt: Prompt, place: int) -> str:
     """As what a journal knows a prompt that its source gave after so many others."""
     return prompt.uid or f"prompt-{place}"
+
+
+def content_of(fields: bytes) -> dict[str, bytes]:
+    """The fields of a packed prompt, each in the same bytes whatever the order of keys in it."""
+    unpacked = msgspec.msgpack.decode(fields, type=dict[str, Any])
+    return {name: _in_order(value) for name, value in unpacked.items()}
+
+
+def _in_order(value: Any) -> bytes:
+    try:
+        return _encode(value, order="deterministic")
+    except TypeError:  # keys of several types have no order
+        return _encode(value)
