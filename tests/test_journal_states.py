@@ -42,6 +42,9 @@ class Digits(ToolSession):
         assert self._digits == "", "it is called for a new session"
         self._digits = state
 
+    async def calc_reward(self) -> float:
+        return float(self._digits)
+
     async def close(self) -> None:
         OPEN.remove(self)
 
@@ -84,14 +87,16 @@ def answers(found: Ran) -> list[Any]:
     return [each.content for each in messages if each.role == "tool"]
 
 
+@pytest.mark.parametrize("before", [AnswersEntry, EndEntry])
 def test_tool_called_again_between_recorded_answers_has_the_state_after_the_last(
-    tmp_path: Path,
+    tmp_path: Path, before: type
 ) -> None:
     path = tmp_path / "journal"
     whole = ran(path, DigitsTool(2), "journal_digits")
-    half = cut_before_last_answers(path, AnswersEntry)
+    half = cut_before_last_answers(path, before)
     resumed = ran(half, DigitsTool(2), "journal_digits", resume=True)
     assert answers(resumed) == answers(whole) == ["1", "12", "123", "1234"]
+    assert resumed.trajectories[0].tool_rewards == [1234.0]
 
 
 @register_agent("journal_digits_beside")

@@ -108,7 +108,7 @@ class CallingConversation(ListeningConversation):
         if asked is not None and log is not None and log.has_answers:
             known = await log.recall_answers(asked, self._session_id)
             if known is not None:
-                return await state.tools.recall(calls, known, self._turn_deadline, offered)
+                return state.tools.recall(calls, known, self._turn_deadline, offered)
         tools, events, told = state.tools, state.services.events, None
         before = tools.seconds
         if events.is_on:

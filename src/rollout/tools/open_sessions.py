@@ -71,7 +71,12 @@ class OpenSessions:
         return self._sessions[name]
 
     def __contains__(self, name: str) -> bool:
-        return name in self._sessions
+        return name in self._sessions and not (self._recalled and self._is_replaced(name))
+
+    def _is_replaced(self, name: str) -> bool:
+        """Whether it is to be opened with another state than it has."""
+        recalled = self._recalled or {}
+        return recalled.get(name, _NOT_TOLD)[1] is not _NO_STATE
 
     @property
     def are_stateful(self) -> bool:
@@ -82,8 +87,14 @@ class OpenSessions:
         """Whether `open` of this tool waits for nothing."""
         return isinstance(self._tools[name], FunctionTool)
 
-    async def open(self, name: str, turn_deadline: Deadline) -> None:
-        """Open a tool that is not open.
+    async def open(self, name: str, turn_deadline: Deadline, *, is_alone: bool = True) -> None:
+        """Open a tool that is not open, or has another state than the one that was recalled.
+
+        Args:
+            name: Of the tool.
+            turn_deadline: That of the calls that need it.
+            is_alone: Whether no other calls are under way: a session that is replaced is closed
+                then, else at the end.
 
         Raises:
             OpenFailure: It raised, took longer than ``limits.tool_s``, or returned no session.
@@ -91,6 +102,10 @@ class OpenSessions:
                 no other state can stand for.
             LimitExceeded: `turn_deadline` passed.
         """
+        if name in self._sessions:
+            self._ending.append((name, self._sessions.pop(name)))
+            if is_alone:
+                await self._close_ending()
         tool, context = self._tools[name], self._contexts[name]
         deadline = Deadline.after(self._tool_s, "limits.tool_s", outer=turn_deadline)
         restored: ToolSession | None = None
@@ -141,8 +156,8 @@ class OpenSessions:
         Of several answers the one with the highest number tells: conversations side by side may get
         theirs in another order than the first time.
 
-        A session that is open has another state, where a call between them was made again. It is
-        not open any more, and closed by `close_replaced`: `restore` is for new sessions.
+        A session that is open has another state, where a call between them was made again, and
+        counts as not open: `restore` is for new ones.
         """
         recalled = self._recalled = {} if self._recalled is None else self._recalled
         for name in names:
@@ -151,8 +166,6 @@ class OpenSessions:
         for name, state in snapshots.items():
             if name in self._tools and number > recalled.get(name, _NOT_TOLD)[0]:
                 recalled[name] = number, state
-                if name in self._sessions:
-                    self._ending.append((name, self._sessions.pop(name)))
 
     async def states(self, names: Iterable[str]) -> tuple[list[str], dict[str, Any]]:
         """Those of the tools that have a state which cannot be held, and the states of others."""
@@ -177,7 +190,7 @@ class OpenSessions:
 
     async def _open_recalled(self) -> None:
         """What was used before has its say about the trajectory too."""
-        for name in [name for name in self._recalled or () if name not in self._sessions]:
+        for name in [name for name in self._recalled or () if name not in self]:
             never = Deadline.after(None, "limits.tool_s")  # `open` has a limit of its own
             try:
                 await self.open(name, never)
@@ -232,10 +245,9 @@ class OpenSessions:
         self.is_closed = True
         self._ending += self._overriding("close")
         self._sessions = {}
-        await self.close_replaced()
+        await self._close_ending()
 
-    async def close_replaced(self) -> None:
-        """Close those that `recall` has replaced, as `close` does."""
+    async def _close_ending(self) -> None:
         interruption: BaseException | None = None
         while self._ending:
             name, session = self._ending.pop()

@@ -261,7 +261,8 @@ class RunningCalls:
             failure = breaker.refusal(self._clock())
             if failure is None:
                 try:
-                    await self.sessions.open(name, turn.deadline)
+                    is_alone = self._turns_under_way == 1
+                    await self.sessions.open(name, turn.deadline, is_alone=is_alone)
                 except OpenFailure as error:
                     failure = str(error)
                     breaker.fail(failure, error.root, self._breaker_identity(), self._clock())

@@ -50,7 +50,7 @@ class TrajectoryTools(RunningCalls):
         """Schemas of the tools offered to this trajectory."""
         return [tool.schema for tool in self._tools.values()]
 
-    async def recall(
+    def recall(
         self,
         calls: Sequence[ToolCall | InvalidToolCall],
         answers: Answers,
@@ -63,11 +63,8 @@ class TrajectoryTools(RunningCalls):
         self.seconds += answers.seconds
         for position, call in turn.pending:
             self._note(call, answers.results[position], answers.seconds / len(turn.pending))
-        sessions = self.sessions
         names = [call.name for _, call in turn.pending]
-        sessions.recall(names, answers.snapshots, answers.number)
-        if not self._turns_under_way:  # else one may be in use, and is closed at the end
-            await sessions.close_replaced()
+        self.sessions.recall(names, answers.snapshots, answers.number)
         return self._count(calls, list(answers.results))
 
     def note_refused_media(self, name: str) -> None:
