@@ -225,6 +225,32 @@ async def test_stream_that_its_caller_has_is_not_closed_with_the_runtime() -> No
         assert (await receive.receive()).uid == "p2"
 
 
+@pytest.mark.parametrize("backend", ["trio", "asyncio"])
+def test_source_with_an_open_task_group_is_closed_without_a_word(
+    caplog: pytest.LogCaptureFixture, backend: str
+) -> None:
+    has_ended = []
+
+    async def prefetching() -> AsyncIterator[Prompt]:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(anyio.sleep_forever)
+            try:
+                for prompt in prompts(9):
+                    yield prompt
+            finally:
+                has_ended.append(True)
+                tasks.cancel_scope.cancel()
+
+    async def act() -> None:
+        source = prefetching()
+        async with rollout.open_rollout(config()) as runtime:
+            await runtime.collect(source, 2, policy=ALL)
+
+    anyio.run(act, backend=backend)
+    assert has_ended == [True]
+    assert "could not be closed" not in caplog.text
+
+
 async def test_source_that_cannot_be_closed_is_told_of_and_ends_nothing_else(caplog: Any) -> None:
     class Panic(BaseException):
         """As of a loader in another language."""

@@ -279,6 +279,26 @@ async def test_agent_of_a_group_in_a_tool_ends_by_its_limits(limit: str) -> None
     assert (str(trajectory.outcome), trajectory.limit_source) == ("deadline", f"limits.{limit}")
 
 
+async def test_step_that_has_used_up_its_turn_is_given_up_though_it_is_carried() -> None:
+    @rollout.register_agent("stubborn")
+    class Stubborn(AgentLoop):
+        async def run(self, context: Any) -> None:
+            await context.generate()
+            if context.prompt.uid == "p0":
+                with context.main.answering("the step"):
+                    while True:
+                        with anyio.CancelScope(shield=True):
+                            await anyio.sleep_forever()
+
+    limits = LimitsConfig(turn_s=50.0, cleanup_s=5.0)
+    opened = config(SLOW, 1, agent=AgentConfig(name="stubborn"), limits=limits)
+    async with rollout.open_rollout(opened) as runtime:
+        with anyio.move_on_after(51.0):  # after its turn's end, and before it is given up
+            await runtime.collect([user("go", uid="p0")], 1)
+        await anyio.sleep(20.0)
+        assert runtime.statistics().outcomes == {"failed": 1}
+
+
 async def test_tool_of_a_group_that_catches_cancellation_at_the_turns_limit_is_given_up() -> None:
     @function_tool
     async def nap() -> str:

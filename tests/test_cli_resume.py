@@ -42,6 +42,16 @@ def test_run_with_a_journal_elsewhere_is_resumed_from_it(
     assert again.metrics == row.metrics
 
 
+@pytest.mark.parametrize("out", ["out", "link"])
+def test_run_overwrites_its_own_journal_however_its_path_is_spelt(folder: Path, out: str) -> None:
+    (folder / "out").mkdir()
+    (folder / "link").symlink_to("out")
+    options = ["--out", out, "--set", f"journal.path={folder / 'out' / JOURNAL}"]
+    assert main([*RUN, *options]) == 0
+    assert main([*RUN, *options, "--overwrite"]) == 0
+    assert len(RolloutBatch.load("out").trajectories) == 1
+
+
 @pytest.mark.parametrize("path", ["other/run.journal", f"other/{JOURNAL}"])
 def test_run_on_a_journal_elsewhere_is_refused_and_leaves_it(
     capsys: pytest.CaptureFixture[str], path: str

@@ -6,6 +6,8 @@ from typing import Any
 
 import anyio
 import pytest
+import trio
+from trio.testing import MockClock
 
 import rollout
 from rollout import Group, GroupPolicy
@@ -84,6 +86,27 @@ async def test_collect_that_has_its_groups_is_not_ended_by_what_accept_says_of_o
     async with rollout.open_rollout(config()) as runtime:
         prompts = [user("go", uid="p0"), user("go", uid="p1")]
         assert uids(await runtime.collect(prompts, 1, policy=policy)) == ["p0"]
+
+
+@rollout.register_agent("interrupts")
+class Interrupts(AgentLoop):
+    async def run(self, context: AgentContext) -> None:
+        try:
+            await context.generate()
+        except BaseException:
+            if context.prompt.uid == "p0":
+                raise KeyboardInterrupt from None
+            raise
+
+
+def test_interrupt_of_a_surplus_member_passes_to_the_caller() -> None:
+    async def act() -> None:
+        async with rollout.open_rollout(config(agent="interrupts")) as runtime:
+            prompts = [user("slow", uid="p0"), user("go", uid="p1")]
+            await runtime.collect(prompts, 1, policy=GroupPolicy(oversample=2.0))
+
+    with pytest.raises(KeyboardInterrupt):
+        trio.run(act, clock=MockClock(autojump_threshold=0))
 
 
 async def test_members_that_fail_while_they_are_carried_count_for_the_call_that_takes_them_on(

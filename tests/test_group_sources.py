@@ -298,6 +298,60 @@ async def test_loader_that_is_held_by_a_function_alone_keeps_what_it_has_left() 
         assert uids(await take()) == ["Own2", "Own3"]
 
 
+async def test_loader_that_is_held_by_its_iterator_alone_keeps_what_it_has_left() -> None:
+    class Cached:
+        """Has one iterator, which refers to it."""
+
+        def __init__(self) -> None:
+            self.count = 0
+
+        def __iter__(self) -> Iterator[Prompt]:
+            return held[0]
+
+    class Own(Iterator[Prompt]):
+        def __init__(self, loader: Cached) -> None:
+            self.loader = loader
+
+        def __next__(self) -> Prompt:
+            self.loader.count += 1
+            return user(f"own{self.loader.count}")
+
+    held, policy = [Own(Cached())], GroupPolicy(oversample=2.0)
+    async with rollout.open_rollout(config()) as runtime:
+        for _ in range(3):
+            given = await runtime.collect(held[0].loader, 2, policy=policy)
+            assert {uid[:3] for uid in uids(given)} == {"own"}
+            assert uids(await runtime.collect(prompts(1, "q"), 1)) == ["q0"]
+
+
+class Mapped:
+    """Has its items by number."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __getitem__(self, at: int) -> Prompt:
+        return user(f"p{at}")
+
+    def __len__(self) -> int:
+        if self.count < 0:
+            raise NotImplementedError
+        return self.count
+
+
+async def test_dataset_without_items_gives_none() -> None:
+    async with rollout.open_rollout(config()) as runtime:
+        with pytest.raises(SourceEnded):
+            await runtime.collect(Mapped(0), 1)
+
+
+async def test_dataset_that_cannot_say_its_length_has_none() -> None:
+    data, policy = Mapped(-1), GroupPolicy(oversample=1.0)
+    async with rollout.open_rollout(config()) as runtime:
+        found = [uids(await runtime.collect(data, 1, policy=policy)) for _ in range(3)]
+    assert found == [["p0"], ["p1"], ["p2"]]
+
+
 async def test_source_that_is_still_held_keeps_what_it_has_left() -> None:
     async with rollout.open_rollout(config()) as runtime:
         held = iter(prompts(4, "h"))

@@ -23,7 +23,7 @@ from PIL import Image
 import rollout
 from cut_journals import cut_before_end
 from media_material import encoded, frames, picture, video_file, write_model
-from rollout import MediaError, Outcome, Prompt, function_tool, load_trajectories
+from rollout import GroupPolicy, MediaError, Outcome, Prompt, function_tool, load_trajectories
 from rollout.chat import ChatTemplate, load_chat_template
 from rollout.chat.media_parts import MediaSource
 from rollout.chat.media_reading import read_media
@@ -33,10 +33,12 @@ from rollout.config import (
     InProcessPlacement,
     JournalConfig,
     LengthsConfig,
+    LimitsConfig,
     MediaConfig,
     ModelConfig,
     RewardsConfig,
     RolloutConfig,
+    SchedulingConfig,
 )
 from rollout.media import Media, decode
 from rollout.tools import PythonTool, ToolResult
@@ -445,6 +447,38 @@ async def test_path_in_a_text_is_never_opened(folder: Path, tmp_path: Path) -> N
     batch = await play(config_of(folder, roots=(str(tmp_path),)), *said)
     assert all(not trajectory.transcript.media for trajectory in batch.trajectories)
     assert all(t.outcome is Outcome.COMPLETED for t in batch.trajectories)
+
+
+async def test_image_of_a_tool_is_fetched_while_its_trajectory_is_carried(folder: Path) -> None:
+    """That takes longer than a turn may, and no call has the trajectory for so long."""
+
+    @function_tool
+    def show() -> ToolResult:
+        """Show it."""
+        return ToolResult(text="here", images=["https://host/a.png"])
+
+    is_fetching, is_late = anyio.Event(), anyio.Event()
+
+    async def fetch(_url: str) -> bytes:
+        is_fetching.set()
+        await is_late.wait()
+        return encoded(picture())
+
+    opened = attrs.evolve(
+        config_of(folder, [CALL, "ok"], fetch_s=10.0),
+        agent=AgentConfig(name="tool_agent", tool_format="hermes"),
+        limits=LimitsConfig(turn_s=2.0, tool_s=2.0, generation_s=2.0),
+        scheduling=SchedulingConfig(samples_per_prompt=1),
+    )
+    prompts = [Prompt(messages=[{"role": "user", "content": "go"}], uid="p0")]
+    policy = GroupPolicy(surplus="carry")
+    async with rollout.open_rollout(opened, [show], media_fetcher=fetch) as runtime:
+        async with runtime.stream_groups(prompts, policy=policy):
+            await is_fetching.wait()
+        await anyio.sleep(2.1)
+        is_late.set()
+        batch = await runtime.collect(prompts, 1)
+    assert [t.outcome for t in batch.trajectories] == [Outcome.COMPLETED]
 
 
 async def test_url_is_fetched_by_the_given_function_alone(folder: Path) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import date, datetime, timedelta, timezone
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from uuid import UUID
 
 import anyio
@@ -267,6 +267,12 @@ async def test_reward_process_cannot_be_handed_what_is_no_plain_data(
 @dataclass(kw_only=True)
 class Held:
     held: Any
+    limit: ClassVar[Decimal] = Decimal(1)
+
+
+def test_reward_process_is_handed_the_fields_of_a_dataclass_alone() -> None:
+    given = {"given": Held(held=2)}
+    encoded(Reply.of([Reward(value=1.0, extra=given, token_values={})]))
 
 
 HOURS = timedelta(hours=2)

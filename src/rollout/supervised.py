@@ -240,8 +240,9 @@ class Supervised(Ends, Expiring, Generic[T]):
         self._supervision.look_at(duty.at)
 
     def put_off(self, duty: Duty, at: float) -> None:
-        """It is cancelled at another time, unless all of this has been."""
-        if self._at is None or self._at > self._supervision.clock():
+        """It is cancelled at another time, unless it has been, or all of this."""
+        now = self._supervision.clock()
+        if duty.at > now and (self._at is None or self._at > now):
             duty.at = at
             self._supervision.look_at(at)
 

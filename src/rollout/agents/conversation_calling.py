@@ -138,7 +138,7 @@ class CallingConversation(ListeningConversation):
         """What tools answered with its images and videos read, within the turn's time."""
         own: list[ToolResult] = []
         count = len(self.transcript.media)
-        with fail_at_deadline(self.turn_deadline):
+        with self.answering("the images and videos of tools"):
             for call, result in zip(calls, results, strict=True):
                 name = getattr(call, "name", "tool")
                 own.append(await self._state.services.media.seen(name, result, count))

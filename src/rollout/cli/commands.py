@@ -15,7 +15,7 @@ from rollout.cli.check import builtin_programs, config_faults, look_at_tools
 from rollout.cli.consoles import lasting_consoles
 from rollout.cli.exit_codes import BAD_INPUT, ENGINE_LOST, NOT_SAVED, OK, SOME_FAILED
 from rollout.cli.foreground import INTERRUPTED, ForegroundJob, JobResult, run_job
-from rollout.cli.run_journal import JOURNAL, asked_otherwise, check_new, with_journal
+from rollout.cli.run_journal import JOURNAL, asked_otherwise, check_new, is_own, with_journal
 from rollout.cli.sizing import sizing_lines
 from rollout.cli.user_code import UserCode
 from rollout.cli.wrapping import print_line
@@ -259,7 +259,7 @@ def _directory(
         if directory.exists() and not may_have_files and any(directory.iterdir()):
             options = "--overwrite"
             if has_journal:
-                where = "there" if journal == directory / JOURNAL else str(journal)
+                where = "there" if is_own(journal, directory) else str(journal)
                 options += f", or --resume to continue the run that left its journal {where}"
             raise ConfigError(
                 f"--out {path}: is not empty; expected an empty or new directory, or {options}"
@@ -297,8 +297,7 @@ def _finished(result: JobResult, job: ForegroundJob, output: Console, errors: Co
 
     journal = job.config.journal.file
     if result.batch is not None:
-        is_beside = journal == job.directory / JOURNAL
-        kept = [JOURNAL] if result.written and is_beside else []
+        kept = [JOURNAL] if result.written and is_own(journal, job.directory) else []
         files = None if result.fault is None else kept
         for line in summary_lines(result.batch, result.seconds, job.directory, files):
             print_line(output, line)

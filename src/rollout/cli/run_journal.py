@@ -70,6 +70,11 @@ def _named(prompts: Path) -> str:
     return f"{prompts.name}, SHA-256 {digest}"
 
 
+def is_own(path: Path | None, directory: Path) -> bool:
+    """Whether this is the journal that a run keeps in its directory, however it is spelt."""
+    return path is not None and path.resolve() == (directory / JOURNAL).resolve()
+
+
 def check_new(config: RolloutConfig, directory: Path) -> None:
     """Let a run pass that may begin a journal: an earlier one in its directory is overwritten.
 
@@ -77,7 +82,9 @@ def check_new(config: RolloutConfig, directory: Path) -> None:
         ConfigError: There is one elsewhere.
     """
     path = config.journal.file
-    if path is not None and path != directory / JOURNAL and path.exists() and path.stat().st_size:
+    if is_own(path, directory) or path is None:
+        return
+    if path.exists() and path.stat().st_size:
         raise ConfigError(
             f"journal.path = {config.journal.path!r}: exists; expected a new file, or --resume to "
             f"continue the run that left it"
@@ -87,7 +94,7 @@ def check_new(config: RolloutConfig, directory: Path) -> None:
 def forget_journal(config: RolloutConfig, directory: Path, *, resume: bool) -> None:
     """Remove the journal of an earlier run that is to be overwritten."""
     path = config.journal.file
-    if path is not None and not resume and path == directory / JOURNAL:
+    if path is not None and not resume and is_own(path, directory):
         with suppress(FileNotFoundError):
             path.unlink()
 

@@ -190,7 +190,7 @@ class GroupRun:
 
     def fail(self, error: BaseException) -> None:
         """The call ends with this, unless it has all that it wants: what else runs is surplus."""
-        if self.book.has_all and not self._is_closed:
+        if self.book.has_all and not self._is_closed and isinstance(error, Exception):
             return
         self.failure = self.failure or error
         self.book.stop()

@@ -162,6 +162,9 @@ class PromptSource:
         except BaseException as error:
             if is_given_up() or passing_of(error) is not None:
                 raise
+            # Of a task group that it has open, what closes it comes back in a group.
+            if isinstance(error, BaseExceptionGroup) and error.split(GeneratorExit)[1] is None:
+                return
             logger.warning("%s could not be closed", THREAD_NAME, exc_info=error)
 
     async def pull(self) -> None:
@@ -186,16 +189,24 @@ class PromptSource:
                 tell()
 
     def _look_for_end(self) -> None:
-        """Of a sequence it is known beforehand, and of what else has items by number and a length.
+        """Where it is known beforehand."""
+        length = self._length()
+        if length is not None and self._count >= length:
+            self.is_used_up = True
+            self._end()
+
+    def _length(self) -> int | None:
+        """How many prompts it has: a sequence, or what has items by number and a length.
 
         Such a dataset may give items beyond that too.
         """
-        is_iterable = isinstance(self.given, Iterable | AsyncIterable)
-        has_length = hasattr(type(self.given), "__len__")
-        is_bounded = isinstance(self.given, Sequence) or (has_length and not is_iterable)
-        if is_bounded and self._count >= len(self.given):
-            self.is_used_up = True
-            self._end()
+        is_sequence = isinstance(self.given, Sequence)
+        if isinstance(self.given, Iterable | AsyncIterable) and not is_sequence:
+            return None
+        try:
+            return len(self.given)
+        except Exception:  # a dataset that has none, or cannot say
+            return None
 
     def _end(self) -> None:
         """It is not asked again."""
@@ -221,7 +232,9 @@ class PromptSource:
         """
         if self.users or self.is_pulling:
             return False
-        own = 1 + (self._iterator is self.given) + _references(self._iterator, self.given)
+        own = 1 + (self._iterator is self.given)
+        if sys.getrefcount(self._iterator) == 2:  # else others may come from it to its source
+            own += _references(self._iterator, self.given)
         return sys.getrefcount(self.given) - 1 <= own  # one is the argument's
 
     def abandon(self) -> None:
@@ -241,6 +254,8 @@ class PromptSource:
 
     async def _next(self) -> Any:
         if self._iterator is None:
+            if self._length() == 0:
+                return _END
             is_async = isinstance(self.given, AsyncIterable)
             self._iterator = aiter(self.given) if is_async else await self._ask(iter, self.given)
         if isinstance(self._iterator, AsyncIterator):

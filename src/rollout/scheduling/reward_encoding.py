@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import fields, is_dataclass
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
@@ -108,7 +109,7 @@ def _fields(kind: type) -> list[str]:
     of_attrs = [each.name for each in getattr(kind, "__attrs_attrs__", ())]
     return [
         *getattr(kind, "__struct_fields__", ()),
-        *getattr(kind, "__dataclass_fields__", ()),
+        *(each.name for each in (fields(kind) if is_dataclass(kind) else ())),
         *of_attrs,
     ]
 
