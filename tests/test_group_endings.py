@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import anyio
@@ -121,6 +122,36 @@ async def test_members_that_fail_while_they_are_carried_count_for_the_call_that_
         with pytest.raises(LimitExceeded, match=r"17 of 17 .*\n.*the judge is gone"):
             await runtime.collect(prompts, 40)
     assert "the judge is gone" in caplog.text
+
+
+@pytest.mark.parametrize("fails", [1, 2])
+async def test_members_that_fail_while_they_are_carried_are_restarted(fails: int) -> None:
+    attempts: Counter[tuple[str, int]] = Counter()
+
+    @rollout.register_agent("fails_once")
+    class FailsOnce(AgentLoop):
+        async def run(self, context: AgentContext) -> None:
+            uid, member = str(context.prompt.uid), context.identity.member
+            attempts[uid, member] += 1
+            await context.generate()
+            if uid == "p0" and member < fails and attempts[uid, member] == 1:
+                await anyio.sleep(50.0)
+                raise RuntimeError("the sandbox is gone")
+
+    prompts = Counted({0: "some"})
+    async with rollout.open_rollout(config(members=2, agent="fails_once")) as runtime:
+        policy = GroupPolicy(oversample=2.0, surplus="carry")
+        assert uids(await runtime.collect(prompts, 1, policy=policy)) == ["p1", "p1"]
+        with anyio.move_on_after(10.0):  # up to where they wait for their end
+            await runtime.collect(prompts, 1, policy=GroupPolicy(surplus="carry"))
+        await anyio.sleep(100.0)
+        batch = await runtime.collect(prompts, 1, policy=GroupPolicy(refill_failed=True))
+        assert runtime.statistics().outcomes == {"completed": 4, "failed": fails}
+    assert [(t.uid, t.member, str(t.outcome)) for t in batch.trajectories] == [
+        ("p0", 0, "completed"),
+        ("p0", 1, "completed"),
+    ]
+    assert batch.metrics["groups/refilled"] == fails
 
 
 async def test_members_that_end_while_they_are_carried_are_in_metrics_of_the_next_call() -> None:

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 
     from rollout.scheduling.ended_groups import Ended
 
+#: Said once in a call.
+TOO_OLD = (
+    "stream_groups: groups that were carried from an earlier call have tokens that are older than "
+    "max_staleness allows; their prompts begin again (groups/restarted counts them)"
+)
+
 logger = logging.getLogger("rollout.scheduling")
 
 #: Groups that wait for a slow consumer of a stream before no further prompt is pulled.
@@ -200,6 +206,8 @@ class GroupBook:
         if self._bound is None or self._can_be_taken(group, self._bound):
             return group
         self.counts["restarted"] += 1
+        if self.counts["restarted"] == 1:
+            logger.warning(TOO_OLD)
         return group.fresh()
 
     def _can_be_taken(self, group: PulledGroup, bound: StalenessBound) -> bool:

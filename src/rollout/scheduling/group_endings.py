@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from rollout.scheduling.ended_groups import Ended
     from rollout.scheduling.journal.group_log import GroupLog
     from rollout.scheduling.prompts import Member
-    from rollout.scheduling.selection import Selection
 
 
 class GroupEndings:
@@ -68,12 +67,15 @@ class GroupEndings:
         if log is not None:
             self._check(trajectory)
 
-    def take_over(self, group: Sequence[Ended], selection: Selection) -> None:
-        """Members had ended while no call had their group: they were counted and told then."""
-        for _, _, trajectory in group:
-            selection.ended(trajectory)
-            self._count += 1
-            self._bad.add(trajectory)
+    def take_over(self, trajectory: Trajectory, *, is_counted: bool) -> None:
+        """One had ended while no call had its group: it was counted and told then.
+
+        Args:
+            is_counted: Whether it is not started again.
+        """
+        self._count += 1
+        self._bad.add(trajectory)
+        if is_counted:
             self._check(trajectory)
 
     def _check(self, trajectory: Trajectory) -> None:

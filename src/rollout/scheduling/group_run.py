@@ -33,12 +33,6 @@ if TYPE_CHECKING:
     from rollout.scheduling.prompts import Member
     from rollout.scheduling.selection import Accept
 
-#: Said once in a call.
-TOO_OLD = (
-    "stream_groups: groups that were carried from an earlier call have tokens that are older than "
-    "max_staleness allows; their prompts begin again (groups/restarted counts them)"
-)
-
 logger = logging.getLogger("rollout.scheduling")
 
 
@@ -294,21 +288,24 @@ class GroupRun:
         kept = self._desk.first_kept(self)
         if kept is None:
             return False
-        group = self._young_enough(kept.for_call(self.book.wanted.members))
-        self._endings.take_over(group.taken_on_by(self), self.selection)
+        group = self.book.fitting(kept := kept.for_call(self.book.wanted.members))
+        if group is not kept:  # its prompt is started over
+            self._desk.drop_carried(kept)
+        for ended in group.taken_on_by(self):
+            self._ended_alone(group, ended)
         self._desk.prepare(group, self)
         if self.book.adopt(group):
             self._judging.judge_soon(group)
         return True
 
-    def _young_enough(self, kept: PulledGroup) -> PulledGroup:
-        """What was kept, or its prompt started over where its tokens are too old here."""
-        group = self.book.fitting(kept)
-        if group is not kept:
-            if self.book.counts["restarted"] == 1:
-                logger.warning(TOO_OLD)
-            self._desk.drop_carried(kept)
-        return group
+    def _ended_alone(self, group: PulledGroup, ended: Ended) -> None:
+        """A member had ended while no call had its group."""
+        self.selection.ended(ended.trajectory)
+        is_counted = self.book.ended(group, ended)
+        group.known += is_counted
+        if not is_counted:
+            self._restart(ended.member)
+        self._endings.take_over(ended.trajectory, is_counted=is_counted)
 
     def _look_at_source(self) -> None:
         """What it says of its end."""
@@ -367,8 +364,6 @@ class GroupRun:
         self._tally.admitted += 1
         await self._ended(Ended(0, member, unstarted(member, over)), may_wait=False)
 
-    # What becomes of them.
-
     async def end(self, run: AgentRun, trajectory: Trajectory) -> None:
         """A member of this call has ended."""
         await self._ended(Ended(0, run.member, trajectory))
@@ -379,6 +374,11 @@ class GroupRun:
         member.group.refills[member.identity.member] = self.book.wanted.refills
         self._tally.admitted += 1
         await self._ended(Ended(0, member, trajectory), may_wait=False)
+
+    def _restart(self, member: Member) -> None:
+        assert isinstance(member, GroupMember)
+        self.selection.refilled += 1
+        self.book.restart(self._desk.member_like(member))
 
     async def _ended(self, ended: Ended, *, may_wait: bool = True) -> None:
         member, trajectory = ended.member, ended.trajectory
@@ -393,8 +393,7 @@ class GroupRun:
         self._endings.add(member, trajectory, log, is_surplus=is_surplus)
         self.selection.ended(trajectory)
         if not is_counted:
-            self.selection.refilled += 1
-            self.book.restart(self._desk.member_like(member))
+            self._restart(member)
         if not group.is_settled and self.book.is_whole(group):
             await self._judging.judge(group, may_wait=may_wait)
         self.change()

@@ -57,6 +57,7 @@ class PulledGroup:
         before: What the journal has of it from an earlier process.
         key: Of one of its members in the journal; None while it is not there.
         delivery: Number of the journal's record that this call gives it to its caller; 0: none.
+        known: Of its members that have ended, as many as had before its call took it on.
     """
 
     number: int
@@ -80,8 +81,8 @@ class PulledGroup:
     before: PulledBefore | None = None
     key: Key | None = None
     delivery: int = 0
-    #: Members that had ended before its call took it on; those that ended while none had it.
-    _known: int = 0
+    known: int = 0
+    #: Members that ended while no call had it.
     _alone: list[Ended] = attrs.field(factory=list)
 
     @property
@@ -135,11 +136,12 @@ class PulledGroup:
         """This call has it; it has no deadline until that gives it one.
 
         Returns:
-            Members that ended while no call had it.
+            Members that ended while no call had it; they are not in `ended` any more.
         """
         self.call, self._deadline = call, None
-        self.delivery, self._known = 0, len(self.ended)
         alone, self._alone = self._alone, []
+        self.ended = [each for each in self.ended if not any(each is other for other in alone)]
+        self.delivery, self.known = 0, len(self.ended)
         return alone
 
     @property
@@ -166,7 +168,7 @@ class PulledGroup:
     @property
     def is_overdue(self) -> bool:
         """Whether its own deadline has ended a member, in the call that has it."""
-        ended = self.ended[self._known :]
+        ended = self.ended[self.known :]
         return any(each.trajectory.limit_source == GROUP_S for each in ended)
 
     def forget(self, member: Member) -> None:
