@@ -280,7 +280,7 @@ async def test_agent_of_a_group_in_a_tool_ends_by_its_limits(limit: str) -> None
 
 
 async def test_step_that_has_used_up_its_turn_is_given_up_though_it_is_carried() -> None:
-    @rollout.register_agent("stubborn")
+    @rollout.register_agent("stubborn_step")
     class Stubborn(AgentLoop):
         async def run(self, context: Any) -> None:
             await context.generate()
@@ -291,7 +291,7 @@ async def test_step_that_has_used_up_its_turn_is_given_up_though_it_is_carried()
                             await anyio.sleep_forever()
 
     limits = LimitsConfig(turn_s=50.0, cleanup_s=5.0)
-    opened = config(SLOW, 1, agent=AgentConfig(name="stubborn"), limits=limits)
+    opened = config(SLOW, 1, agent=AgentConfig(name="stubborn_step"), limits=limits)
     async with rollout.open_rollout(opened) as runtime:
         with anyio.move_on_after(51.0):  # after its turn's end, and before it is given up
             await runtime.collect([user("go", uid="p0")], 1)

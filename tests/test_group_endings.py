@@ -128,7 +128,7 @@ async def test_members_that_fail_while_they_are_carried_count_for_the_call_that_
 async def test_members_that_fail_while_they_are_carried_are_restarted(fails: int) -> None:
     attempts: Counter[tuple[str, int]] = Counter()
 
-    @rollout.register_agent("fails_once")
+    @rollout.register_agent("fails_once_carried")
     class FailsOnce(AgentLoop):
         async def run(self, context: AgentContext) -> None:
             uid, member = str(context.prompt.uid), context.identity.member
@@ -139,7 +139,7 @@ async def test_members_that_fail_while_they_are_carried_are_restarted(fails: int
                 raise RuntimeError("the sandbox is gone")
 
     prompts = Counted({0: "some"})
-    async with rollout.open_rollout(config(members=2, agent="fails_once")) as runtime:
+    async with rollout.open_rollout(config(members=2, agent="fails_once_carried")) as runtime:
         policy = GroupPolicy(oversample=2.0, surplus="carry")
         assert uids(await runtime.collect(prompts, 1, policy=policy)) == ["p1", "p1"]
         with anyio.move_on_after(10.0):  # up to where they wait for their end
