@@ -53,7 +53,7 @@ class GroupCall(Protocol):
     def change(self) -> None:
         """Something is not as it was."""
 
-    def fail(self, error: BaseException) -> None:
+    def end_with(self, error: BaseException) -> None:
         """It ends with this."""
 
 
@@ -198,7 +198,7 @@ class GroupDesk:
             await self.runs.run(self._serve)
         except (Exception, KeyboardInterrupt) as error:  # of an agent's: its call's caller gets it
             for call in tuple(self._calls):
-                call.fail(error)
+                call.end_with(error)
         finally:
             self._count_lost()
             self._ready = None

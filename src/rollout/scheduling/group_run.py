@@ -91,8 +91,6 @@ class GroupRun:
         self._is_leaving = anyio.Event()
         self._has_left = anyio.Event()
 
-    # What its caller does.
-
     async def next_group(self) -> Group | None:
         """The next accepted one; None where there will be none.
 
@@ -171,7 +169,7 @@ class GroupRun:
     def close(self) -> None:
         """End it because the runtime is being closed."""
         self._is_closed = True
-        self.fail(RolloutError(CLOSED_MEANWHILE))
+        self.end_with(RolloutError(CLOSED_MEANWHILE))
         self._desk.runs.cancel([m for m in self._members() if m.cancel_reason is None], CLOSED)
         self._is_leaving.set()
 
@@ -184,8 +182,11 @@ class GroupRun:
 
     def fail(self, error: BaseException) -> None:
         """The call ends with this, unless it has all that it wants: what else runs is surplus."""
-        if self.book.has_all and not self._is_closed and isinstance(error, Exception):
-            return
+        if not self.book.has_all:
+            self.end_with(error)
+
+    def end_with(self, error: BaseException) -> None:
+        """The call ends with this, whatever it has."""
         self.failure = self.failure or error
         self.book.stop()
         self.change()
@@ -220,7 +221,7 @@ class GroupRun:
         try:
             await self._desk.runs.admit(self)
         except Exception as error:  # a bug of ours, or what a source raised
-            self.fail(error)
+            self.end_with(error)
 
     async def _watch_deadline(self) -> None:
         await anyio.sleep_until(self._deadline.at)
@@ -310,7 +311,7 @@ class GroupRun:
     def _look_at_source(self) -> None:
         """What it says of its end."""
         source = self._source
-        if source.failure is not None:
+        if source.failure is not None and not self.book.has_all:  # else the next call is told
             error, source.failure = source.failure, None
             self.fail(error)
         elif source.is_over and self.book.wants_group and not source.is_pulling:

@@ -89,9 +89,9 @@ class TrajectoryRunner:
         ending, cause = _judged(run)
         if ending.reason == ENGINE and run.attempt <= scheduling.max_retries:
             return run.again()
-        unrestored, log = context.tools.unrestored, run.member.log
-        if unrestored and log is not None and not run.was_cancelled:
-            log.lose_state(unrestored)
+        log = run.member.log
+        if log is not None and context.tools.unrestored and not run.was_cancelled:
+            log.lose_state(context.tools.unrestored)
             return run.again()
         drift = None
         if ending.outcome in COMPARED:
