@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import rollout
-from rollout import GroupPolicy, Outcome, Trajectory
+from rollout import Group, GroupPolicy, Outcome, Trajectory
 from rollout.config import LimitsConfig
 from rollout.scheduling.selection import Selection, mean_length
 from rollout.testing import Scenario
@@ -86,6 +86,23 @@ def test_selection_cut_off_is_what_a_call_ended(
 def test_mean_length_goes_on_as_an_exponential_where_the_longest_was_cut_off() -> None:
     assert mean_length([(10, False), (20, True)]) == 10 + 10 / 2 + 20 / 2 / math.log(2)
     assert mean_length([(10, True), (20, True)]) == math.inf
+
+
+@pytest.mark.parametrize("has_both", [False, True])
+async def test_selection_rewards_of_groups_are_of_one_scale(has_both: bool) -> None:
+    async def of_each(trajectory: Trajectory) -> float:
+        return 100.0
+
+    async def of_group(group: Group) -> list[float]:
+        return [int(group.uid[1:]) + each.member for each in group.trajectories]
+
+    opened = config(samples=2)
+    reward = of_each if has_both else None
+    async with rollout.open_rollout(opened, reward=reward, group_reward=of_group) as runtime:
+        odd = GroupPolicy(accept=lambda group: group.uid in ("p1", "p3"))
+        found = (await runtime.collect(prompts(4), 2, policy=odd)).metrics
+    assert found["selection/reward/accepted"] == 2.5
+    assert found["selection/reward/finished"] == 2.0
 
 
 async def test_selection_batch_deadline_cuts_off() -> None:

@@ -72,6 +72,7 @@ class GroupDesk:
         runs: What members of groups run in, whichever call has them.
         live: Members that were admitted and have not ended.
         has_groups: See `MemberHome`.
+        rewards_groups: Whether groups have a reward.
         events, paused_s: Those of the engines.
     """
 
@@ -91,7 +92,7 @@ class GroupDesk:
         self.live: dict[GroupMember, None] = {}
         self.has_groups = config.scheduling.samples_per_prompt > 1
         self.events, self.paused_s, self._stop = engines.events, engines.paused_s, engines.stop
-        self._changed = anyio.Event()
+        self._changed, self.rewards_groups = anyio.Event(), rewarding.group is not None
         self._config, self._rewarding, self._threads = config, rewarding, threads
         self._tally, self._run_seed = tally, run_seed
         self._new_runs, self._start = new_runs, start
@@ -323,7 +324,7 @@ class GroupDesk:
 
     def wants_reward(self, group: PulledGroup, ended: Sequence[Ended]) -> bool:
         """Whether the reward of groups is still to be asked for, of these members."""
-        if self._rewarding.group is None or group.is_rewarded:
+        if group.is_rewarded or not self.rewards_groups:
             return False
         return not self.log.is_rewarded(ended)
 

@@ -12,8 +12,9 @@ from rollout.scheduling.selection import judge
 from rollout.scopes import passing_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
+    from rollout.chat.trajectory import Trajectory
     from rollout.limits import Deadline
     from rollout.scheduling.ended_groups import Ended
     from rollout.scheduling.group_book import GroupBook
@@ -38,6 +39,7 @@ class GroupJudging:
         deadline: Of the call; no reward is waited for past it.
         fail: Has the call end with an error.
         change: Has everybody look again.
+        rewarded: Told of trajectories whose group has its reward, or needs none.
     """
 
     def __init__(
@@ -50,10 +52,11 @@ class GroupJudging:
         deadline: Deadline,
         fail: Callable[[BaseException], None],
         change: Callable[[], None],
+        rewarded: Callable[[Iterable[Trajectory]], None],
     ) -> None:
         self._desk, self._book, self._endings = desk, book, endings
         self._accept, self._deadline = accept, deadline
-        self._fail, self._change = fail, change
+        self._fail, self._change, self._rewarded = fail, change, rewarded
         self._under_way = 0
         self._rewards: dict[PulledGroup, anyio.CancelScope] = {}
         self._is_over = False
@@ -139,6 +142,7 @@ class GroupJudging:
                 return False
         self._desk.log.rewarded(group.ended)  # first: it fails those that it cannot write
         self._endings.changed(outcomes, group.ended)
+        self._rewarded(each.trajectory for each in wanted)
         return True
 
     async def _until_written(self, wanted: Sequence[Ended]) -> None:

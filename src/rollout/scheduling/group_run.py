@@ -63,7 +63,7 @@ class GroupRun:
         tally: Tally,
     ) -> None:
         self.failure: BaseException | None = None
-        self.selection = Selection()
+        self.selection = Selection(by_group=desk.rewards_groups)
         self.book = book
         self.step, self.batch, self.began = step, 0, anyio.current_time()
         self.taken_names: set[str] = set()
@@ -80,13 +80,13 @@ class GroupRun:
             deadline=deadline,
             fail=self.fail,
             change=self.change,
+            rewarded=self.selection.rewarded,
         )
         self._running: dict[GroupMember, None] = {}
         self._at_door: GroupMember | None = None
         self._is_closed = self._met_deadline = self._is_cancelled = False
         self._has_hinted = False
         self._pause: anyio.CancelScope | None = None
-        self._admission = anyio.CancelScope()
         self._changed = anyio.Event()
         self._is_leaving = anyio.Event()
         self._has_left = anyio.Event()

@@ -79,9 +79,11 @@ class _Means:
         self.rewards = 0
         self.reward = 0.0
 
-    def add(self, length: int, reward: float | None = None) -> None:
+    def add(self, length: int) -> None:
         self.count += 1
         self.tokens += length
+
+    def add_reward(self, reward: float | None) -> None:
         if reward is not None and math.isfinite(reward):
             self.rewards += 1
             self.reward += reward
@@ -105,14 +107,19 @@ class Selection:
       groups that were taken; of all that ended by themselves; of those and of all that were cut
       off (cancelled, carried, or ended by a deadline of the call or the group), as far as they had
       come;
-    * ``selection/reward/{accepted,finished}``: mean known rewards;
+    * ``selection/reward/{accepted,finished}``: mean known rewards; where groups have a reward, of
+      those in groups that were given it;
     * ``selection/length_bias``: the mean length of those taken ÷ an estimate of the mean that all
       would have had, those that were cut off included; below 1 where short answers are preferred.
       Absent where all were cut off.
+
+    Args:
+        by_group: Whether rewards are known only once those of groups are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_group: bool = False) -> None:
         self.refilled = 0
+        self._by_group = by_group
         self._accepted, self._finished = _Means(), _Means()
         self._started = _Means()
         self._lengths: list[tuple[int, bool]] = []
@@ -127,7 +134,15 @@ class Selection:
             return
         self._started.add(length)
         self._lengths.append((length, False))
-        self._finished.add(length, trajectory.reward)
+        self._finished.add(length)
+        if not self._by_group:
+            self._finished.add_reward(trajectory.reward)
+
+    def rewarded(self, trajectories: Iterable[Trajectory]) -> None:
+        """These have the reward of their group, if there is any."""
+        for trajectory in trajectories if self._by_group else ():
+            if not is_cut_off(trajectory):
+                self._finished.add_reward(trajectory.reward)
 
     def cut_off(self, length: int) -> None:
         """One goes on in another call, or ends, at this length, and would have become longer."""
@@ -138,7 +153,8 @@ class Selection:
         """These are taken."""
         for trajectory in trajectories:
             if trajectory.outcome not in (Outcome.FAILED, Outcome.REJECTED):
-                self._accepted.add(trajectory.generated_length, trajectory.reward)
+                self._accepted.add(trajectory.generated_length)
+                self._accepted.add_reward(trajectory.reward)
 
     def metrics(self) -> dict[str, float]:
         """Of the trajectories; see the class."""
