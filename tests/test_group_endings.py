@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 import pytest
@@ -11,7 +11,7 @@ import trio
 from trio.testing import MockClock
 
 import rollout
-from rollout import Group, GroupPolicy
+from rollout import Group, GroupPolicy, Outcome
 from rollout.agents import AgentContext, AgentLoop
 from rollout.errors import LimitExceeded, SourceEnded
 from test_group_choices import config, source, uids
@@ -72,6 +72,32 @@ async def test_collect_surplus_members_that_fail_cost_no_budget_of_failures() ->
         batch = await runtime.collect(source(), 40, policy=GroupPolicy(members=1))
         assert runtime.statistics().outcomes["failed"] > 16
     assert {str(t.outcome) for t in batch.trajectories} == {"completed"}
+
+
+@rollout.register_agent("fails_first_and_some_always")
+class FailsFirst(AgentLoop):
+    """Raises in the first attempt at each prompt, and of p30 and above in all of them."""
+
+    begun: ClassVar[set[str]] = set()
+
+    async def run(self, context: AgentContext) -> None:
+        await context.generate()
+        uid = str(context.prompt.uid)
+        if int(uid[1:]) >= 30 or uid not in self.begun:
+            self.begun.add(uid)
+            raise RuntimeError("the sandbox is gone")
+
+
+async def test_collect_members_that_are_restarted_cost_no_budget_of_failures() -> None:
+    FailsFirst.begun.clear()
+    policy = GroupPolicy(refill_failed=True)
+    async with rollout.open_rollout(config(agent="fails_first_and_some_always")) as runtime:
+        batch = await runtime.collect(prompts := source(), 31, policy=policy)
+        assert runtime.statistics().outcomes == {"completed": 30, "failed": 33}
+        assert [t.uid for t in batch.trajectories if t.outcome is Outcome.FAILED] == ["p30"]
+        assert batch.metrics["groups/refilled"] == 32
+        with pytest.raises(LimitExceeded, match=r"17 of 17 .*\n.*17 × RuntimeError: the sandbox"):
+            await runtime.collect(prompts, 40, policy=policy)
 
 
 @pytest.mark.parametrize("what", ["refuses", "raises"])

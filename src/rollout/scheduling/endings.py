@@ -42,18 +42,19 @@ class BadEndings:
         #: Of each cause the first trajectory in the order of the prompts, and what it says.
         self._first: dict[_Cause, tuple[int, int, str]] = {}
 
-    def add(self, trajectory: Trajectory, *, is_surplus: bool = False) -> None:
+    def add(self, trajectory: Trajectory, *, is_free: bool = False) -> None:
         """Count one that has ended, if it failed or was rejected.
 
         Args:
-            is_surplus: Whether nobody wants it any more: it is logged, and costs no budget.
+            is_free: Whether it is logged, and costs no budget: nobody wants it any more, or it is
+                started again.
         """
         outcome = trajectory.outcome
         if outcome not in self._counts:
             return
         key: _Cause = (outcome, trajectory.reason, "")  # rejections: one line for each reason
         if outcome is Outcome.FAILED:
-            self.failures[_words(trajectory)] += not is_surplus
+            self.failures[_words(trajectory)] += not is_free
             key = (outcome, trajectory.reason, _words(trajectory))
         self._counts[outcome][key] += 1
         place = (trajectory.group, trajectory.member)

@@ -47,21 +47,28 @@ class GroupEndings:
         self._count = 0
 
     def add(
-        self, member: Member, trajectory: Trajectory, log: GroupLog | None, *, is_surplus: bool
+        self,
+        member: Member,
+        trajectory: Trajectory,
+        log: GroupLog | None,
+        *,
+        is_surplus: bool,
+        is_again: bool,
     ) -> None:
         """A member has ended.
 
         Args:
             log: Writes it, where it counts; one that holds what cannot be written fails there.
             is_surplus: Whether its group was decided about before.
+            is_again: Whether it is started again: only its last end counts.
         """
         if self._config.on_deadline == "drop" and trajectory.limit_source == self._deadline.source:
             trajectory.trainable = False
         if log is not None:
             log.ended(member, trajectory)
         self._tally.outcomes[trajectory.outcome] += 1
-        self._count += 1
-        self._bad.add(trajectory, is_surplus=is_surplus)
+        self._count += not is_again
+        self._bad.add(trajectory, is_free=is_surplus or is_again)
         if self._events.is_on:
             tell_ended(self._events, member, trajectory)
         if log is not None:
@@ -73,8 +80,8 @@ class GroupEndings:
         Args:
             is_counted: Whether it is not started again.
         """
-        self._count += 1
-        self._bad.add(trajectory)
+        self._count += is_counted
+        self._bad.add(trajectory, is_free=not is_counted)
         if is_counted:
             self._check(trajectory)
 

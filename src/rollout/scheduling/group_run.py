@@ -391,7 +391,7 @@ class GroupRun:
         self._desk.live.pop(member, None)
         is_surplus, is_counted = group.is_settled, self.book.ended(group, ended)
         log = self._desk.log if is_counted and not is_surplus else None  # else it does not count
-        self._endings.add(member, trajectory, log, is_surplus=is_surplus)
+        self._endings.add(member, trajectory, log, is_surplus=is_surplus, is_again=not is_counted)
         self.selection.ended(trajectory)
         if not is_counted:
             self._restart(member)
