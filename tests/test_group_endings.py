@@ -215,3 +215,18 @@ async def test_stream_that_is_asked_once_it_is_left_does_not_tell_its_source_the
         assert sorted(found) == ["p0", "p1", "p2"]
         with pytest.raises(SourceEnded):
             await runtime.collect(prompts, 1)
+
+
+@pytest.mark.parametrize("surplus", ["cancel", "carry"])
+async def test_stream_that_is_left_tells_a_task_that_waits_for_a_group(surplus: str) -> None:
+    async def take(groups: Any) -> None:
+        assert [group async for group in groups] == []
+        ended.set()
+
+    ended, policy = anyio.Event(), GroupPolicy(surplus=surplus)
+    async with rollout.open_rollout(config()) as runtime, anyio.create_task_group() as tasks:
+        async with runtime.stream_groups([user("slow", uid="p0")], policy=policy) as groups:
+            tasks.start_soon(take, groups)
+            await anyio.sleep(1.0)
+        with anyio.fail_after(1.0):
+            await ended.wait()

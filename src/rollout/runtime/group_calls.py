@@ -187,3 +187,4 @@ class GroupCalls:
         finally:
             await run.leave()
             self._desk.left(run)
+            run.change()  # a task that still waits for a group learns that there is none
