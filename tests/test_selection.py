@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -81,6 +82,18 @@ def test_selection_cut_off_is_what_a_call_ended(
     selection.ended(trajectory)
     assert ("selection/length/finished" in selection.metrics()) is not is_cut
     assert "selection/length/started" in selection.metrics()
+
+
+def test_selection_of_a_long_stream_takes_no_more_memory_than_there_are_lengths() -> None:
+    selection = Selection()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for at in range(50_000):
+            selection.cut_off(at % 7)
+        assert tracemalloc.get_traced_memory()[0] - before < 10_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_mean_length_goes_on_as_an_exponential_where_the_longest_was_cut_off() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -122,7 +123,8 @@ class Selection:
         self._by_group = by_group
         self._accepted, self._finished = _Means(), _Means()
         self._started = _Means()
-        self._lengths: list[tuple[int, bool]] = []
+        #: How many ended, or were cut off, at each length: a stream may have millions.
+        self._lengths: Counter[tuple[int, bool]] = Counter()
 
     def ended(self, trajectory: Trajectory) -> None:
         """One has ended, by itself or because it was not wanted any more."""
@@ -133,7 +135,7 @@ class Selection:
             self.cut_off(length)
             return
         self._started.add(length)
-        self._lengths.append((length, False))
+        self._lengths[length, False] += 1
         self._finished.add(length)
         if not self._by_group:
             self._finished.add_reward(trajectory.reward)
@@ -147,7 +149,7 @@ class Selection:
     def cut_off(self, length: int) -> None:
         """One goes on in another call, or ends, at this length, and would have become longer."""
         self._started.add(length)
-        self._lengths.append((length, True))
+        self._lengths[length, True] += 1
 
     def accepted(self, trajectories: Iterable[Trajectory]) -> None:
         """These are taken."""
@@ -176,19 +178,20 @@ def mean_length(lengths: Iterable[tuple[int, bool]]) -> float:
     that length (Brown, Hollander and Korwar 1974).
 
     Args:
-        lengths: Each with whether it was cut off there.
+        lengths: Each with whether it was cut off there; or how many there are of each.
 
     Returns:
         Infinity where all were cut off; 0 where there is none.
     """
-    ordered = sorted(lengths)
-    mean, share, before = 0.0, 1.0, 0
-    for at, (length, is_cut) in enumerate(ordered):
+    counts = Counter(lengths)
+    mean, share, before, left, is_cut = 0.0, 1.0, 0, counts.total(), False
+    for (length, is_cut), count in sorted(counts.items()):
         mean += share * (length - before)
         before = length
         if not is_cut:
-            share *= 1 - 1 / (len(ordered) - at)
-    if not ordered or not ordered[-1][1]:
+            share *= 1 - count / left
+        left -= count
+    if not is_cut:
         return mean
     return math.inf if share == 1.0 else mean + share * before / -math.log(share)
 
