@@ -47,6 +47,15 @@ async def test_selection_counts_what_a_call_leaves_as_cut_off(surplus: str) -> N
         assert found["groups/carried"] == COUNT // 2
 
 
+@pytest.mark.parametrize("surplus", ["cancel", "carry"])
+async def test_groups_that_finished_and_were_not_taken_are_counted(surplus: str) -> None:
+    policy = GroupPolicy(oversample=3.0, surplus=surplus)
+    async with rollout.open_rollout(config()) as runtime:
+        found = (await runtime.collect(prompts(3), 1, policy=policy)).metrics
+    assert found["groups/accepted"] == 1
+    assert (found["groups/carried"], found["groups/cancelled"]) == (2, 0)
+
+
 @pytest.mark.parametrize("action", ["keep", "drop"])
 async def test_selection_counts_members_that_their_groups_deadline_ended_as_cut_off(
     action: str,

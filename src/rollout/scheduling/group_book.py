@@ -365,6 +365,7 @@ class GroupBook:
         self._is_left = True
         carries = self.wanted.surplus == "carry" and not is_over
         leaving = Leaving(kept=list(self._ready))
+        self.counts["carried"] += len(self._ready)
         for group in self._open:
             if carries or group.is_unjudged or not group.is_begun:
                 self.counts["carried"] += group.is_begun

@@ -101,7 +101,8 @@ class _Means:
 class Selection:
     """What a call took of what it had run, in numbers.
 
-    * ``groups/{accepted,refused,cancelled,carried,dropped}``: groups, at the end of the call;
+    * ``groups/{accepted,refused,cancelled,carried,dropped}``: groups, at the end of the call; what
+      had finished and was not taken is carried;
     * ``groups/refilled``: members that failed and were restarted;
     * ``groups/restarted``: carried groups that were too old for `max_staleness` and began again;
     * ``selection/length/{accepted,finished,started}``: mean sampled tokens of trajectories: of
