@@ -220,6 +220,26 @@ async def test_group_deadline_of_an_earlier_call_decides_nothing_in_a_later_one(
         assert uids(await runtime.collect(given, 1, policy=drop)) == ["p1", "p1"]
 
 
+@pytest.mark.parametrize(("becomes", "taken"), [("drop", ["p1"]), ("refill", ["p1", "p2"])])
+async def test_group_deadline_decides_where_trajectories_have_as_long(
+    becomes: Any, taken: list[str]
+) -> None:
+    given = [
+        Prompt(messages=[{"role": "user", "content": said}], uid=f"p{at}")
+        for at, said in enumerate(("slow", "go", "go"))
+    ]
+    limits = LimitsConfig(trajectory_s=5.0, turn_s=5.0, generation_s=5.0, tool_s=5.0)
+    policy = GroupPolicy(group_s=5.0, on_group_deadline=becomes)
+    async with rollout.open_rollout(config(limits=limits)) as runtime:
+        assert uids(await runtime.collect(given, 2, policy=policy)) == taken
+
+
+async def test_number_of_groups_that_is_too_large_is_refused_by_name() -> None:
+    async with rollout.open_rollout(config()) as runtime:
+        with pytest.raises(PromptError, match=r"groups = 10+: expected an integer ≥ 1 and at most"):
+            await runtime.collect(source(), 10**400)
+
+
 @pytest.mark.parametrize(("groups", "times", "started"), [(100, 1.1, 110), (3, 1.5, 4)])
 async def test_collect_starts_no_more_groups_than_oversample_says(
     groups: int, times: float, started: int

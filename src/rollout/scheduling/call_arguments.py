@@ -12,7 +12,7 @@ from rollout.errors import PromptError
 from rollout.tensor_layout import layout_faults
 from rollout.utf8 import is_name
 
-#: The largest step: what trainers and engines keep numbers in.
+#: The largest step, and number of groups: what trainers and engines keep numbers in.
 MAX_STEP = 2**63 - 1
 
 
@@ -47,8 +47,8 @@ def check_group_call(policy: Any, groups: Any, max_staleness: Any, groups_per_st
         faults.append(f"policy = {policy!r:.80}: expected a GroupPolicy, or None")
     steps = 1 if groups_per_step is None else groups_per_step
     for name, value in (("groups", groups), ("groups_per_step", steps)):
-        if not (_is_natural(value) and int(value)):
-            faults.append(f"{name} = {value!r:.80}: expected an integer ≥ 1")
+        if not (_is_natural(value) and 0 < int(value) <= MAX_STEP):
+            faults.append(f"{name} = {value!r:.80}: expected an integer ≥ 1 and at most {MAX_STEP}")
     if max_staleness is not None and not _is_natural(max_staleness):
         faults.append(f"max_staleness = {max_staleness!r:.80}: expected an integer ≥ 0, or None")
     if (max_staleness is None) != (groups_per_step is None):

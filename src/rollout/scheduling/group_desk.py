@@ -318,9 +318,9 @@ class GroupDesk:
         )
 
     def trajectory_deadline(self, group: PulledGroup) -> Deadline:
-        """Of a member that starts, or continues, now."""
+        """Of a member that starts, or continues, now; of two equal ones the outer."""
         own = Deadline.after(self._config.limits.trajectory_s, "limits.trajectory_s")
-        return min(filter(None, (own, group.deadline)), key=attrgetter("at"))
+        return min(filter(None, (group.deadline, own)), key=attrgetter("at"))
 
     def wants_reward(self, group: PulledGroup, ended: Sequence[Ended]) -> bool:
         """Whether the reward of groups is still to be asked for, of these members."""
