@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 import torch
 
@@ -238,6 +239,16 @@ async def test_number_of_groups_that_is_too_large_is_refused_by_name() -> None:
     async with rollout.open_rollout(config()) as runtime:
         with pytest.raises(PromptError, match=r"groups = 10+: expected an integer ≥ 1 and at most"):
             await runtime.collect(source(), 10**400)
+
+
+async def test_stream_of_groups_takes_small_integers_of_numpy() -> None:
+    async with (
+        rollout.open_rollout(config()) as runtime,
+        runtime.stream_groups(
+            source(), max_staleness=np.int8(3), groups_per_step=np.int8(64)
+        ) as groups,
+    ):
+        assert (await anext(groups)).min_version == 0
 
 
 @pytest.mark.parametrize(("groups", "times", "started"), [(100, 1.1, 110), (3, 1.5, 4)])

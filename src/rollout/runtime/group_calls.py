@@ -133,7 +133,8 @@ class GroupCalls:
         bound = None
         if max_staleness is not None and groups_per_step is not None:
             start = self._version()
-            bound = StalenessBound(most=max_staleness, per_step=groups_per_step, start=start)
+            most, per_step = int(max_staleness), int(groups_per_step)  # NumPy's could overflow
+            bound = StalenessBound(most=most, per_step=per_step, start=start)
         deadline = NEVER
         if groups is not None:
             deadline = Deadline.after(self._config.limits.batch_s, "limits.batch_s")
