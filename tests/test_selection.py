@@ -56,6 +56,28 @@ async def test_groups_that_finished_and_were_not_taken_are_counted(surplus: str)
     assert (found["groups/carried"], found["groups/cancelled"]) == (2, 0)
 
 
+@pytest.mark.parametrize("surplus", ["cancel", "carry"])
+async def test_selection_of_an_open_stream_counts_what_runs_as_cut_off(surplus: str) -> None:
+    whole, taken = await generated(), []
+    async with rollout.open_rollout(config(LONG_TAIL, samples=4)) as runtime:
+        async with runtime.stream_groups(
+            prompts(COUNT),
+            policy=GroupPolicy(surplus=surplus),
+            step=0,
+            max_staleness=0,
+            groups_per_step=COUNT,
+        ) as groups:
+            while len(taken) < COUNT // 3:
+                taken.append(await anext(groups))
+            found = groups.metrics()
+        left = groups.metrics()
+    lengths = [t.generated_length for group in taken for t in group.trajectories]
+    bias = sum(lengths) / len(lengths) / mean(whole)
+    assert found["selection/length_bias"] == pytest.approx(bias, abs=0.15)
+    for name in ("length/started", "length_bias"):
+        assert found[f"selection/{name}"] == pytest.approx(left[f"selection/{name}"], rel=0.05)
+
+
 @pytest.mark.parametrize("action", ["keep", "drop"])
 async def test_selection_counts_members_that_their_groups_deadline_ended_as_cut_off(
     action: str,

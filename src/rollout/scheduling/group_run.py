@@ -9,7 +9,6 @@ import anyio
 
 from rollout.errors import RolloutError, SourceEnded
 from rollout.holds import NEVER
-from rollout.scheduling.agent_run import AgentRun
 from rollout.scheduling.ended_groups import Ended
 from rollout.scheduling.finished import unstarted
 from rollout.scheduling.group_endings import GroupEndings
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from rollout.config import SchedulingConfig
     from rollout.limits import Deadline
     from rollout.observe.tally import Tally
+    from rollout.scheduling.agent_run import AgentRun
     from rollout.scheduling.group_book import GroupBook
     from rollout.scheduling.group_desk import GroupDesk
     from rollout.scheduling.prompt_source import PromptSource
@@ -147,7 +147,8 @@ class GroupRun:
 
     def metrics(self) -> dict[str, float]:
         """See `Selection`."""
-        return {**self.book.metrics(), **self.selection.metrics()}
+        running = [member.tokens for member in self._running]
+        return {**self.book.metrics(), **self.selection.metrics(running)}
 
     async def leave(self) -> None:
         """End the call, and wait until nothing of it runs but what is carried; shielded."""
@@ -248,7 +249,7 @@ class GroupRun:
         await self._desk.hold(leaving.carried)
         for member in leaving.carried:
             self._running.pop(member, None)
-            self._count_carried(member)
+            self.selection.cut_off(member.tokens)
         while any(member in self._desk.live for member in self._running):
             await self._changed.wait()
         for group in leaving.kept:
@@ -256,11 +257,6 @@ class GroupRun:
         del self._source.users[self.change]
         self._desk.keep(leaving.kept)
         self._endings.log()
-
-    def _count_carried(self, member: GroupMember) -> None:
-        """It is cut off as far as this call is concerned, as those are that are cancelled."""
-        if isinstance(member.scope, AgentRun) and member.hold is not None:  # its agent runs
-            self.selection.cut_off(member.scope.tokens + member.hold.tokens)
 
     # Where members come from: see `MemberSource`.
 

@@ -11,6 +11,7 @@ import attrs
 from rollout.chat.group import Group
 from rollout.holds import NEVER
 from rollout.limits import Deadline
+from rollout.scheduling.agent_run import AgentRun
 from rollout.scheduling.ended_groups import Ended
 from rollout.scheduling.journal.entries import Key
 from rollout.scheduling.journal.pulled_before import PulledBefore
@@ -30,6 +31,13 @@ class GroupMember(Member):
     """
 
     group: PulledGroup = attrs.field(kw_only=True)
+
+    @property
+    def tokens(self) -> int | None:
+        """Sampled so far, while its agent runs; else None."""
+        if isinstance(self.scope, AgentRun) and self.hold is not None:
+            return self.scope.tokens + self.hold.tokens
+        return None
 
 
 @attrs.define(eq=False)

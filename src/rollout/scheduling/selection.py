@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from rollout.chat.group import Group
@@ -108,7 +109,7 @@ class Selection:
     * ``selection/length/{accepted,finished,started}``: mean sampled tokens of trajectories: of
       groups that were taken; of all that ended by themselves; of those and of all that were cut
       off (cancelled, carried, or ended by a deadline of the call or the group), as far as they had
-      come;
+      come; while the call is open, what runs is like what was cut off;
     * ``selection/reward/{accepted,finished}``: mean known rewards; where groups have a reward, of
       those in groups that were given it;
     * ``selection/length_bias``: the mean length of those taken ÷ an estimate of the mean that all
@@ -147,8 +148,13 @@ class Selection:
             if not is_cut_off(trajectory):
                 self._finished.add_reward(trajectory.reward)
 
-    def cut_off(self, length: int) -> None:
-        """One goes on in another call, or ends, at this length, and would have become longer."""
+    def cut_off(self, length: int | None) -> None:
+        """One goes on in another call, or ends, at this length, and would have become longer.
+
+        None: its agent had ended.
+        """
+        if length is None:
+            return
         self._started.add(length)
         self._lengths[length, True] += 1
 
@@ -159,8 +165,19 @@ class Selection:
                 self._accepted.add(trajectory.generated_length)
                 self._accepted.add_reward(trajectory.reward)
 
-    def metrics(self) -> dict[str, float]:
-        """Of the trajectories; see the class."""
+    def metrics(self, running: Iterable[int | None] = ()) -> dict[str, float]:
+        """Of the trajectories; see the class.
+
+        Args:
+            running: Lengths so far of those that run, as of `cut_off`.
+        """
+        now = copy(self)
+        now._started, now._lengths = copy(self._started), copy(self._lengths)
+        for length in running:
+            now.cut_off(length)
+        return now._metrics()
+
+    def _metrics(self) -> dict[str, float]:
         found = {"groups/refilled": float(self.refilled)}
         for name in ("accepted", "finished", "started"):
             found |= getattr(self, f"_{name}").metrics(name)
