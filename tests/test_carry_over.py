@@ -527,3 +527,35 @@ async def test_cancel_between_calls_of_all_ends_every_carried_trajectory() -> No
         batch = await runtime.collect(source, 2, step=1, policy=GroupPolicy(oversample=1.0))
     ended = [(t.uid, str(t.outcome)) for t in batch.trajectories]
     assert ended == [("p0", "cancelled")] * 2 + [("p2", "completed")] * 2
+
+
+@pytest.mark.parametrize("surplus", ["cancel", "carry"])
+async def test_collect_left_ends_the_carried_members_that_got_no_place_as_surplus_says(
+    surplus: str,
+) -> None:
+    @rollout.register_agent("slow_to_leave")
+    class SlowToLeave(AgentLoop):
+        async def run(self, context: Any) -> None:
+            try:
+                await context.generate()
+            finally:
+                if context.prompt.uid == "p0":
+                    with anyio.CancelScope(shield=True):
+                        await anyio.sleep(3.0)
+
+    scheduling = SchedulingConfig(samples_per_prompt=2, groups=CARRY, max_in_flight=4)
+    opened = config(agent=AgentConfig(name="slow_to_leave"), scheduling=scheduling)
+    source = Counted({0: "slow"})
+    async with rollout.open_rollout(opened) as runtime, anyio.create_task_group() as tasks:
+        await runtime.collect(source, 1, step=0)
+        busy = [user("slow", uid="a"), user("slow", uid="b")]
+        tasks.start_soon(lambda: runtime.generate(busy, step=1))
+        await anyio.sleep(1.0)
+        with anyio.move_on_after(2.0):
+            policy = GroupPolicy(oversample=1.0, surplus=surplus)
+            await runtime.collect(source, 1, step=2, policy=policy)
+        statistics = runtime.statistics()
+        left = (statistics.carried, statistics.outcomes.get("cancelled", 0))
+        assert left == ((0, 2) if surplus == "cancel" else (2, 0))
+        assert statistics.admitted == statistics.finished + statistics.carried + 4
+        runtime.cancel()

@@ -250,7 +250,7 @@ class GroupRun:
         for member in leaving.carried:
             self._running.pop(member, None)
             self.selection.cut_off(member.tokens)
-        while any(member in self._desk.live for member in self._running):
+        while any(member.group.call is self for member in self._desk.live):
             await self._changed.wait()
         for group in leaving.kept:
             group.call = None
