@@ -559,3 +559,28 @@ async def test_collect_left_ends_the_carried_members_that_got_no_place_as_surplu
         assert left == ((0, 2) if surplus == "cancel" else (2, 0))
         assert statistics.admitted == statistics.finished + statistics.carried + 4
         runtime.cancel()
+
+
+@pytest.mark.parametrize("how", ["cancel", "carry_s"])
+async def test_time_between_calls_is_not_in_the_figures_of_what_ends_there(how: str) -> None:
+    scenario = (
+        Scenario(seed=1)
+        .reply("slow", tool_call("shelf"), turn=1)
+        .reply("slow", filler=3000)
+        .reply("", filler=200)
+        .timing(base_s=0.01, slope_s=0.0, prefill_tokens_per_s=1e9)
+    )
+    opened = config(
+        scenario, agent=AgentConfig(name="tool_agent"), limits=LimitsConfig(carry_s=900.0)
+    )
+    source = Counted({0: "slow"})
+    async with rollout.open_rollout(opened, [Shelf()]) as runtime:
+        await runtime.collect(source, 1, step=0)
+        await anyio.sleep(500.0)
+        if how == "cancel":
+            runtime.cancel("p0")
+        await anyio.sleep(500.0)
+        batch = await runtime.collect(source, 1, step=1, policy=GroupPolicy(oversample=1.0))
+        found = [t.metrics["total_s"] for t in batch.trajectories if t.uid == "p0"]
+    assert len(found) == 2
+    assert max(found) < 5.0

@@ -64,13 +64,12 @@ class Hold:
     Attributes:
         is_closed: Whether it is held.
         generations: Those under way.
-        seconds: How long it was held, in all.
     """
 
     def __init__(self, limits: Limits) -> None:
         self.is_closed = False
         self.generations: dict[Held, None] = {}
-        self.seconds = 0.0
+        self._seconds = 0.0
         self._limits = limits
         self._deadline: PausableDeadline | None = None
         self._has_open_tools: Callable[[], bool] = bool
@@ -117,7 +116,7 @@ class Hold:
         """Let it continue; `deadline` is the trajectory's."""
         self.is_closed = False
         self._opened_at = now = anyio.current_time()
-        self.seconds += now - self._closed_at
+        self._seconds += now - self._closed_at
         if self._deadline is not None:
             self._deadline.renew(deadline, NEVER)
         self._turn = turn = Deadline.after(self._limits.turn_s, "limits.turn_s", now=now)
@@ -127,6 +126,10 @@ class Hold:
             generation.renew_deadline(own, NEVER, turn)
         self._renew_turns(turn)
         self._opened.set()
+
+    def seconds(self, until: float) -> float:
+        """How long it was held, in all, up to that clock time."""
+        return self._seconds + (max(0.0, until - self._closed_at) if self.is_closed else 0.0)
 
     def turn_deadline(self, deadline: Deadline) -> Deadline:
         """That of a turn as it is now; where it was held since the turn began, afresh."""

@@ -106,8 +106,7 @@ class TrajectoryRunner:
             exclude(trajectory)
         if trajectory.trainable:
             await self._reward(run, trajectory)
-        held_s = 0.0 if run.member.hold is None else run.member.hold.seconds
-        trajectory.metrics["total_s"] = run.supervision.clock() - run.started - held_s
+        trajectory.metrics["total_s"] = run.supervision.clock() - run.started - _held_s(run.member)
         for segment in trajectory.segments:
             if isinstance(segment.messages, KeptMessages):
                 segment.messages.settle()
@@ -183,6 +182,12 @@ class TrajectoryRunner:
         if log is not None:
             log.begin()
         return loop, context
+
+
+def _held_s(member: Member) -> float:
+    """How long an agent that has ended was carried."""
+    ended = member.concluding_since
+    return 0.0 if member.hold is None or ended is None else member.hold.seconds(ended)
 
 
 def _take_reward(trajectory: Trajectory, given: Any) -> None:
