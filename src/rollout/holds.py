@@ -64,6 +64,7 @@ class Hold:
     Attributes:
         is_closed: Whether it is held.
         generations: Those under way.
+        closed_at: When it was held last, on the loop's clock.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -74,7 +75,7 @@ class Hold:
         self._deadline: PausableDeadline | None = None
         self._has_open_tools: Callable[[], bool] = bool
         self._opened = self._changed = anyio.Event()
-        self._closed_at = self._opened_at = 0.0
+        self.closed_at = self._opened_at = 0.0
         #: Of turns that began before it was opened last; and what answers turns just now.
         self._turn = NEVER
         self._answering: dict[PausableDeadline, Duty] = {}
@@ -106,7 +107,7 @@ class Hold:
 
     def close(self) -> None:
         """Hold it: it makes no request, and waits for none, from now on."""
-        self.is_closed, self._closed_at = True, anyio.current_time()
+        self.is_closed, self.closed_at = True, anyio.current_time()
         self._opened = anyio.Event()
         self._stop_clocks()
         for generation in tuple(self.generations):
@@ -116,7 +117,7 @@ class Hold:
         """Let it continue; `deadline` is the trajectory's."""
         self.is_closed = False
         self._opened_at = now = anyio.current_time()
-        self._seconds += now - self._closed_at
+        self._seconds += now - self.closed_at
         if self._deadline is not None:
             self._deadline.renew(deadline, NEVER)
         self._turn = turn = Deadline.after(self._limits.turn_s, "limits.turn_s", now=now)
@@ -129,7 +130,7 @@ class Hold:
 
     def seconds(self, until: float) -> float:
         """How long it was held, in all, up to that clock time."""
-        return self._seconds + (max(0.0, until - self._closed_at) if self.is_closed else 0.0)
+        return self._seconds + (max(0.0, until - self.closed_at) if self.is_closed else 0.0)
 
     def turn_deadline(self, deadline: Deadline) -> Deadline:
         """That of a turn as it is now; where it was held since the turn began, afresh."""
@@ -182,7 +183,7 @@ class Hold:
     def _stop_clocks(self) -> None:
         until = NEVER
         if self._has_open_tools():
-            now = self._closed_at
+            now = self.closed_at
             until = Deadline.after(self._limits.carry_s, CARRY_S, now=now)
         if self._deadline is not None:
             self._deadline.renew(until, until)

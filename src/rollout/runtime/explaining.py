@@ -56,7 +56,7 @@ class ExplainingRuntime:
             )
             for run, call in tuple(self._calls.items())
         ]
-        carried = [_waits_of(member, requests, now, now) for member in self._groups.carried]
+        carried = [_waits_of(member, requests, now, None) for member in self._groups.carried]
         replicas = tuple(map(_replica_line, engines.statistics()))
         return Explanation(tuple(calls), tuple(carried), replicas, self._lag.blocked_now_s)
 
@@ -77,10 +77,11 @@ def _waits_of(
     member: Member,
     requests: Mapping[str, list[Wait]],
     now: float,
-    began: float,
+    began: float | None,
     *,
     waits_for_group: bool = False,
 ) -> TrajectoryWaits:
+    """Of a member; `began`: of the call that has it, None where none does."""
     identity, scope, since = member.identity, member.scope, member.concluding_since
     started: float | None = None
     waits: list[Wait] = []
@@ -89,6 +90,8 @@ def _waits_of(
         asked = sorted(requests.get(identity.session_id, ()), key=lambda wait: wait.path)
         waits += [*asked, *_of_agent(scope, now)]
         waits = waits or [_own_code(scope, now)]
+        if began is not None and all(wait.kind == "held" for wait in waits):
+            started, waits = None, [Wait("place", now - began)]  # it continues once it has one
     elif isinstance(scope, RewardWork):
         name = " of its group" if scope.is_group else ""
         waits.append(Wait("reward", now - scope.since, name))
@@ -97,7 +100,7 @@ def _waits_of(
     elif since is not None:
         waits.append(Wait("end", now - since))
     else:
-        waits.append(Wait("place", now - began))
+        waits.append(Wait("place", 0.0 if began is None else now - began))
     return TrajectoryWaits(
         uid=identity.uid,
         group=identity.group,

@@ -75,8 +75,8 @@ class GroupCalls:
 
     @property
     def carried(self) -> list[GroupMember]:
-        """Members that wait for the next call."""
-        return [member for member in self._desk.live if member.is_held]
+        """Members that wait for the next call, which none has taken on."""
+        return [each for each in self._desk.live if each.is_held and each.group.call is None]
 
     def _version(self) -> int:
         return self._engines.weight_version

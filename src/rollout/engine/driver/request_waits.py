@@ -33,6 +33,6 @@ def _wait_of(attempt: Attempt, path: str, now: float) -> Wait:
         note = f"{tokens:,} tokens so far" if attempt.has_answer else NO_TOKEN
         since = now - attempt.asked_at
         return Wait("generation", since, attempt.generation.replica, note=note, path=path)
-    since = now - attempt.waits_since
-    is_held = attempt.hold is not None and attempt.hold.is_closed
-    return Wait("held" if is_held else "queue", since, path=path)
+    if attempt.hold is not None and attempt.hold.is_closed:
+        return Wait("held", now - attempt.hold.closed_at, path=path)
+    return Wait("queue", now - attempt.waits_since, path=path)
