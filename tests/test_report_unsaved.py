@@ -7,15 +7,16 @@ import re
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 import observed
 from report_runs import MadeUpRun
-from rollout import open_rollout
+from rollout import GroupPolicy, open_rollout
 from rollout.config import ObserveConfig, SchedulingConfig
 from rollout.errors import RolloutError
 from rollout.observe.report import write_report
-from rollout.testing import run_virtual
+from rollout.testing import Scenario, run_virtual
 
 
 def data_of(directory: Path) -> dict[str, Any]:
@@ -65,3 +66,27 @@ def test_report_of_events_alone_says_what_was_looked_at(tmp_path: Path) -> None:
     assert data["findings"] == []
     assert data["looked_for"].startswith("Nothing stands out: ")
     assert data["summary"][0] == ["trajectories", "40", "of 10 prompts"]
+
+
+def test_report_of_groups_says_how_many_were_asked_for_and_leaves_out_carried_time(
+    tmp_path: Path,
+) -> None:
+    scenario = Scenario(seed=1).reply("a ", filler=500).reply("", filler=20).timing(base_s=0.01)
+    config = scenario.config(
+        observe=ObserveConfig(path=str(tmp_path)),
+        scheduling=SchedulingConfig(samples_per_prompt=2),
+    )
+    carry = GroupPolicy(surplus="carry", oversample=2.0)
+
+    async def body() -> None:
+        async with open_rollout(config) as runtime:
+            await runtime.collect(observed.prompts("a go", "b go"), 1, policy=carry, step=4)
+            assert runtime.statistics().carried > 0
+            await anyio.sleep(1000.0)
+            await runtime.collect([], 1, step=5)
+
+    run_virtual(body)
+    data = data_of(tmp_path)
+
+    assert ["collect()", "step 5, 1 group"] in data["run"]
+    assert sum(seconds for _, seconds in data["spent"]) < 500.0

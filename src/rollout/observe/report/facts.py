@@ -12,6 +12,7 @@ from rollout.plurals import count
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from rollout.observe.events import BatchStarted
     from rollout.observe.report.finding import Run
 
 Fact = tuple[str, str]
@@ -69,8 +70,7 @@ def run_facts(run: Run) -> list[Fact]:
         facts += [("started", begun), ("rollout", started.version), *_of_config(config)]
         facts.append(("seed", str(started.run_seed)))
     for batch in run.times.batches[-3:]:
-        what = f"step {batch.step}" + (", validation" if batch.validate else "")
-        facts.append((f"{batch.call}()", f"{what}, {count(batch.trajectories, 'trajectory')}"))
+        facts.append((f"{batch.call}()", _asked(batch)))
     sources = Counter(name for row in run.rows for name in row.tools)
     if sources:
         facts.append(("tools used", ", ".join(sorted(sources))))
@@ -79,6 +79,16 @@ def run_facts(run: Run) -> list[Fact]:
         told = str(versions[0]) if len(versions) == 1 else f"{versions[0]} … {versions[-1]}"
         facts.append(("weight versions", told))
     return [(name, value) for name, value in facts if value]
+
+
+def _asked(batch: BatchStarted) -> str:
+    """What a call asks for, as far as that is known when it begins."""
+    asked = [f"step {batch.step}", "validation" if batch.validate else ""]
+    if batch.trajectories:
+        asked.append(count(batch.trajectories, "trajectory"))
+    elif batch.prompts:  # of `collect`, which may start more than it wants
+        asked.append(count(batch.prompts, "group"))
+    return ", ".join(filter(None, asked))
 
 
 def _of_config(config: Mapping[str, Any]) -> list[Fact]:

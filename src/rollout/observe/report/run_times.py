@@ -178,6 +178,8 @@ class RunTimes:
             case TurnEnded():
                 for request in event.requests:
                     self._turns[request] = event.turn + 1, event.path
+                if event.held_s:
+                    self._times(event.trajectory).carried[event.path] += event.held_s
             case ToolEnded():
                 name = event.tool or NOT_PARSED
                 self.tools.setdefault(name, []).append(event)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
 import attrs
@@ -53,6 +53,7 @@ class TrajectoryTimes:
         step, validate, batch: What it was asked for, and the call that it ended in, or began.
         began, ended: None where that is not known, or has not come yet.
         ending: Its outcome and its sampled tokens; None before.
+        carried: Seconds for which it waited to be carried to another call, by conversation.
     """
 
     name: str
@@ -63,6 +64,7 @@ class TrajectoryTimes:
     ended: float | None = None
     ending: tuple[str, int] | None = None
     intervals: list[Interval] = attrs.field(factory=list)
+    carried: Counter[str] = attrs.field(factory=Counter)
 
     @property
     def replicas(self) -> list[str]:
@@ -70,7 +72,10 @@ class TrajectoryTimes:
         return sorted({each.label for each in self.intervals if each.phase == DECODE})
 
     def spent(self, until: float) -> dict[str, float]:
-        """Seconds of each phase from its place on; what runs at once counts once."""
+        """Seconds of each phase from its place on; what runs at once counts once.
+
+        The time for which it was carried is none of it: all of its conversations wait then.
+        """
         if self.began is None:
             return {}
         parts: dict[str, list[tuple[float, float]]] = defaultdict(list)
@@ -80,7 +85,8 @@ class TrajectoryTimes:
         seconds = {phase: covered(found) for phase, found in parts.items()}
         whole = (until if self.ended is None else self.ended) - self.began
         known = covered(each for found in parts.values() for each in found)
-        return {**seconds, OTHER: max(0.0, whole - known)}
+        carried = max(self.carried.values(), default=0.0)
+        return {**seconds, OTHER: max(0.0, whole - known - carried)}
 
 
 def covered(pairs: Iterable[tuple[float, float]]) -> float:
