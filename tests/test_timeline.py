@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 import observed
 from observed import TOOL_S, prompts
-from rollout import RolloutBatch
+from rollout import GroupPolicy, RolloutBatch, open_rollout
 from rollout.cli import main
 from rollout.config import ObserveConfig
 from rollout.observe import read_events
@@ -23,6 +24,7 @@ from rollout.observe.events import (
     TrajectoryStarted,
 )
 from rollout.observe.timeline import write_timeline
+from rollout.testing import Scenario, run_virtual
 
 
 def read(path: Path) -> tuple[list[dict[str, Any]], dict[tuple[int, int], str]]:
@@ -167,3 +169,26 @@ def test_batch_timeline_is_of_its_own_call_though_other_runs_write_there_too(
             batch.timeline(tmp_path / "t.json")
             shown = {name for name in read(tmp_path / "t.json")[1].values() if "traj" in name}
             assert shown == {f"trajectories / {uid}/0", f"trajectories / {uid}/1"}
+
+
+def test_timeline_says_for_how_long_a_turn_was_carried_and_how_many_are(tmp_path: Path) -> None:
+    scenario = Scenario(seed=1).reply("slow", filler=500).reply("", filler=20).timing(base_s=0.01)
+    config = scenario.config(observe=ObserveConfig(path=str(tmp_path)))
+    carry = GroupPolicy(surplus="carry", oversample=2.0)
+
+    async def body() -> RolloutBatch:
+        async with open_rollout(config) as runtime:
+            await runtime.collect(prompts("a slow", "b go"), 1, policy=carry)
+            await anyio.sleep(100.0)
+            return await runtime.collect([], 1)
+
+    batch = run_virtual(body)
+    assert [each.uid for each in batch.trajectories] == ["a"]
+    batch.timeline(tmp_path / "batch.json")
+    slices, _ = read(tmp_path / "batch.json")
+    (turn,) = [each for each in slices if each["name"] == "turn 0"]
+    assert turn["args"]["carried_s"] == pytest.approx(100.0, abs=0.5)
+    write_timeline(read_events(tmp_path), tmp_path / "run.json")
+    slices, _ = read(tmp_path / "run.json")
+    counted = [each["args"] for each in slices if each["name"] == "trajectories" and "ts" in each]
+    assert {"running": 0, "carried": 1} in counted

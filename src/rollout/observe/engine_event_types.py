@@ -87,7 +87,7 @@ class RuntimeSampled(Event, frozen=True, kw_only=True):
     """Counts of the runtime, once in a second.
 
     Attributes:
-        admitted, running, finished: Trajectories; see `RuntimeStatistics`.
+        admitted, running, carried, finished: Trajectories; see `RuntimeStatistics`.
         waiting_requests: That wait for a place on a replica.
         generated_tokens, tool_calls: Since the start.
         lag_s: The longest delay of the loop since the last sample.
@@ -100,6 +100,7 @@ class RuntimeSampled(Event, frozen=True, kw_only=True):
     generated_tokens: int = 0
     tool_calls: int = 0
     lag_s: float = 0.0
+    carried: int = 0
 
 
 class LoopBlocked(Event, frozen=True, kw_only=True):

@@ -192,7 +192,7 @@ class _Figures:
 
     def _runtime_sampled(self, event: told.RuntimeSampled) -> None:
         self._lag.set(event.lag_s)
-        for what in ("admitted", "running", "finished", "waiting_requests"):
+        for what in ("admitted", "running", "carried", "finished", "waiting_requests"):
             self._runtime[what].set(getattr(event, what))
 
     def _loop_blocked(self, event: told.LoopBlocked) -> None:

@@ -150,7 +150,8 @@ class Timeline:
                 piece = (event.at - event.seconds, event.at)
                 self._add(lane, name, "loop", event, facts, times=piece)
             case told.RuntimeSampled():
-                self._count(DRIVER, "trajectories", event.at, {"running": event.running})
+                counts = {"running": event.running, "carried": event.carried}
+                self._count(DRIVER, "trajectories", event.at, counts)
                 self._count(DRIVER, "loop lag", event.at, {"seconds": event.lag_s})
                 waiting = {"waiting": event.waiting_requests}
                 self._count(DRIVER, "requests without a place", event.at, waiting)
@@ -190,6 +191,8 @@ class Timeline:
                     self._add(lane, name, "trajectory", event, facts)
             case told.TurnEnded():
                 facts = {"tokens": event.generated_tokens, "end": event.finish_reason}
+                if event.held_s:
+                    facts["carried_s"] = event.held_s
                 name = f"turn {event.turn}" + (f" #{event.path}" if event.path else "")
                 self._add(self._trajectory(event), name, "turn", event, facts)
             case told.RequestEnded():

@@ -217,6 +217,8 @@ def _turn(event: told.TurnEnded, run: RunFacts, texts: _Texts) -> Span:
         attributes["rollout.conversation"] = event.path
     if event.cut_by:
         attributes["rollout.cut_by"] = event.cut_by
+    if event.held_s:
+        attributes["rollout.carried_s"] = event.held_s
     return Span(
         name=run.chat,
         kind=CHAT,

@@ -141,5 +141,6 @@ class BatchWatch:
                     generated_tokens=tally.generated_tokens + engines.tokens_under_way,
                     tool_calls=tally.tool_calls,
                     lag_s=lag.blocked_s or 0.0,
+                    carried=tally.carried,
                 )
             )
