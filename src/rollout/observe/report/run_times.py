@@ -179,7 +179,8 @@ class RunTimes:
                 for request in event.requests:
                     self._turns[request] = event.turn + 1, event.path
                 if event.held_s:
-                    self._times(event.trajectory).carried[event.path] += event.held_s
+                    carried = self._times(event.trajectory).carried
+                    carried[event.path] = carried.get(event.path, 0.0) + event.held_s
             case ToolEnded():
                 name = event.tool or NOT_PARSED
                 self.tools.setdefault(name, []).append(event)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
 import attrs
@@ -64,7 +64,7 @@ class TrajectoryTimes:
     ended: float | None = None
     ending: tuple[str, int] | None = None
     intervals: list[Interval] = attrs.field(factory=list)
-    carried: Counter[str] = attrs.field(factory=Counter)
+    carried: dict[str, float] = attrs.field(factory=dict)
 
     @property
     def replicas(self) -> list[str]:
