@@ -11,13 +11,15 @@ import pytest
 
 import observed
 from observed import TOOL_S, prompts
-from rollout import GroupPolicy, RolloutBatch, open_rollout
+from rollout import AgentLoop, Group, GroupPolicy, RolloutBatch, open_rollout, register_agent
 from rollout.cli import main
-from rollout.config import ObserveConfig
+from rollout.config import AgentConfig, ObserveConfig, SchedulingConfig
 from rollout.observe import read_events
 from rollout.observe.events import (
+    GroupEnded,
     LoopBlocked,
     RequestEnded,
+    RewardEnded,
     RunStarted,
     ToolEnded,
     TrajectoryEnded,
@@ -192,3 +194,38 @@ def test_timeline_says_for_how_long_a_turn_was_carried_and_how_many_are(tmp_path
     slices, _ = read(tmp_path / "run.json")
     counted = [each["args"] for each in slices if each["name"] == "trajectories" and "ts" in each]
     assert {"running": 0, "carried": 1} in counted
+
+
+@register_agent("second_member_naps")
+class SecondMemberNaps(AgentLoop):
+    async def run(self, context: Any) -> None:
+        await anyio.sleep(10.0 if context.prompt.uid == "a" and context.identity.member else 0.0)
+        await context.generate()
+
+
+def test_group_that_an_earlier_call_began_is_told_in_the_call_that_has_it(tmp_path: Path) -> None:
+    config = Scenario(seed=1).config(
+        agent=AgentConfig(name="second_member_naps"),
+        observe=ObserveConfig(path=str(tmp_path)),
+        scheduling=SchedulingConfig(samples_per_prompt=2),
+    )
+    carry = GroupPolicy(surplus="carry", oversample=2.0)
+
+    async def rank(group: Group) -> list[float]:
+        return [1.0] * len(group.trajectories)
+
+    async def body() -> RolloutBatch:
+        async with open_rollout(config, group_reward=rank) as runtime:
+            await runtime.collect(prompts("a go", "b go"), 1, policy=carry)
+            await anyio.sleep(100.0)
+            return await runtime.collect([], 1)
+
+    batch = run_virtual(body)
+    assert [(each.uid, each.member) for each in batch.trajectories] == [("a", 0), ("a", 1)]
+    told = [each for each in read_events(tmp_path) if isinstance(each, GroupEnded | RewardEnded)]
+    assert [each.batch for each in told] == [0, 0, 1, 1]
+    batch.timeline(tmp_path / "batch.json")
+    slices, _ = read(tmp_path / "batch.json")
+    names = {each["name"] for each in slices if each["ph"] == "X"}
+    assert {"a/0 completed", "a/1 completed"} <= names
+    assert not {"b/0 completed", "b/1 completed"} & names

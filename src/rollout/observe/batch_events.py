@@ -41,6 +41,7 @@ def of_batch(
         for each in run
         if isinstance(each, told.BatchStarted | told.BatchEnded) and each.batch == number
     ]
+    mine |= _ended_before(run, mine, rows, max(times, default=0.0))
     for event in run:
         if isinstance(event, told.TrajectoryEvent):
             is_wanted = event.trajectory in mine
@@ -52,6 +53,20 @@ def of_batch(
             is_wanted = bool(times) and min(times) <= event.at <= max(times)
         if is_wanted:
             yield event
+
+
+def _ended_before(
+    run: Iterable[AnyEvent], mine: Collection[int], rows: Collection[Ended], until: float
+) -> set[int]:
+    """Trajectories of its rows that had ended in an earlier call, which left their group to it."""
+    ended = [each for each in run if isinstance(each, told.TrajectoryEnded) and each.at <= until]
+    own = {_facts_of(each) for each in ended if each.trajectory in mine}
+    left = {_facts_of(each): each.trajectory for each in ended if _facts_of(each) in rows}
+    return {trajectory for facts, trajectory in left.items() if facts not in own}
+
+
+def _facts_of(event: told.TrajectoryEnded) -> Ended:
+    return event.uid, event.member, event.outcome, event.num_turns
 
 
 def _shared(found: tuple[int, int, list[AnyEvent]]) -> int:
@@ -74,6 +89,5 @@ def _calls(run: Iterable[AnyEvent]) -> dict[int, set[Ended]]:
         if isinstance(each, told.BatchStarted):
             calls.setdefault(each.batch, set())
         elif isinstance(each, told.TrajectoryEnded):
-            ended = (each.uid, each.member, each.outcome, each.num_turns)
-            calls.setdefault(each.batch, set()).add(ended)
+            calls.setdefault(each.batch, set()).add(_facts_of(each))
     return calls
