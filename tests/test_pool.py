@@ -13,6 +13,7 @@ from trio.testing import MockClock
 
 import fake_core
 from fake_core import CountingCore
+from rollout.config import LimitsConfig
 from rollout.engine.core import Chunk, GenerationRequest, SamplingParams
 from rollout.engine.driver.generation import Generation
 from rollout.engine.driver.pool import EnginePool, open_pool
@@ -22,6 +23,7 @@ from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.process.client_session import ClientSession
 from rollout.engine.routing import Router
 from rollout.errors import EngineError, LimitExceeded
+from rollout.holds import NEVER, Hold
 from rollout.limits import Deadline, PausableDeadline
 
 pytestmark = pytest.mark.anyio
@@ -399,3 +401,30 @@ async def test_generate_deadline_passes_while_waiting_for_a_place(cores: list[An
             await ask_until(pool, Generation(), until(2.5))
         assert anyio.current_time() - start == pytest.approx(2.5)
         assert in_flight(pool) == [(0, 0)]
+
+
+async def test_request_that_waits_for_a_place_is_placed_where_its_hold_opens_again_at_once(
+    cores: list[Any],
+) -> None:
+    """What carries a trajectory, and what continues it, may run before its task does."""
+    hold = Hold(LimitsConfig())
+    async with open_pool(pool_of(token_s=1.0, max_requests=1)) as pool:
+        generation = Generation()
+
+        async def carried() -> None:
+            await pool.generate(
+                generation,
+                session_id="carried",
+                prompt_ids=array("i", [2]).tobytes(),
+                sampling=SamplingParams(max_new_tokens=3),
+                hold=hold,
+            )
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask, pool, 1, 5)
+            await anyio.sleep(0.5)
+            tasks.start_soon(carried)
+            await anyio.sleep(0.5)
+            hold.close()
+            hold.open(NEVER)
+    assert generation.count == 3

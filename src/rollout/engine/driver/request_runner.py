@@ -264,24 +264,26 @@ class RequestRunner:
             if attempt.hold is None:
                 with attempt.in_time():
                     has_turn = await self._wait_queue.wait(attempt.priority)
+            elif (turn := await self._wait_or_leave(attempt)) is None:
+                return None
             else:
-                has_turn = await self._wait_or_leave(attempt)
-                if attempt.hold.is_closed:
-                    return None
+                has_turn = turn
             if not has_turn:
                 raise attempt.failed(f"no engine is left: {self.last_failure}", reason=NO_ENGINE)
             dispatch = self._ask(attempt, avoid, self._now())
         self._wait_queue.wake_next()
         return dispatch
 
-    async def _wait_or_leave(self, attempt: Attempt) -> bool:
-        """Its turn, or that it is held."""
-        has_turn = False
+    async def _wait_or_leave(self, attempt: Attempt) -> bool | None:
+        """As the queue says; None where it was held, which may be over by now."""
+        has_turn: bool | None = None
         with attempt.in_time(), anyio.CancelScope() as attempt.queue_scope:
             has_turn = await self._wait_queue.wait(attempt.priority)
-        if has_turn and attempt.hold is not None and attempt.hold.is_closed:
-            self._wait_queue.wake_next()  # another one's turn
         attempt.queue_scope = None
+        if attempt.hold is not None and attempt.hold.is_closed:
+            if has_turn:
+                self._wait_queue.wake_next()  # another one's turn
+            return None
         return has_turn
 
     def _ask(self, attempt: Attempt, avoid: str | None, now: float) -> Dispatch | None:
