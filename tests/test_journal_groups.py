@@ -10,6 +10,7 @@ from typing import Any
 
 import anyio
 import attrs
+import msgspec
 import pytest
 
 import rollout
@@ -18,6 +19,7 @@ from rollout.config import AgentConfig, JournalConfig, SchedulingConfig
 from rollout.scheduling.journal.entries import EndEntry, TurnEntry
 from rollout.scheduling.journal.journal_reading import Payload, Recorded, read_journal
 from rollout.testing import Scenario, run_virtual, tool_call
+from rollout.types import Message
 from test_journal import add, content, cut, entries_of, record_ends
 
 SCENARIO = (
@@ -382,3 +384,26 @@ def test_prompts_whose_keys_come_in_another_order_are_the_same(tmp_path: Path) -
 
     assert both(resume=False) == [{"p0", "p1"}, {"p0", "p1"}]
     assert both(resume=True) == [{"p0", "p1"}, {"p2", "p3"}, {"p0", "p1"}]
+
+
+def test_messages_of_groups_that_are_resumed_are_what_their_source_gave(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+
+    def given() -> Iterator[Prompt]:
+        for each in loader():
+            content = each.messages[0]["content"]  # type: ignore[index]
+            yield msgspec.structs.replace(each, messages=[Message(role="user", content=content)])
+
+    async def reward(trajectory: Trajectory) -> float:
+        assert trajectory.prompt is not None
+        (message,) = trajectory.prompt.messages
+        assert isinstance(message, Message)
+        return float(len(message.content or ""))
+
+    whole = run(config_of(path), [0, 1], given(), reward=reward)
+    for size in record_ends(path)[::STRIDE]:
+        resumed = run(config_of(cut(path, size)), [0, 1], given(), resume=True, reward=reward)
+        rows = [row for batch in resumed.batches for row in batch]
+        assert {row["outcome"] for row in rows} == {"completed"}
+        assert all(type(row["prompt"].messages[0]) is Message for row in rows)
+    assert len(whole.batches) == 2

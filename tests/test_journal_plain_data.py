@@ -25,7 +25,8 @@ from rollout import (
     Trajectory,
     function_tool,
 )
-from rollout.scheduling.journal.packed_trajectory import packed_prompt
+from rollout.medium import Media
+from rollout.scheduling.journal.packed_trajectory import packed_prompt, prompt_of
 from rollout.scheduling.journal.plain_data import (
     EXPECTED,
     MAX_DEPTH,
@@ -34,7 +35,9 @@ from rollout.scheduling.journal.plain_data import (
     plain,
     plain_items,
 )
+from rollout.scheduling.journal.pulled_before import content_of
 from rollout.tools import ToolResult
+from rollout.types import ToolCall
 from test_journal import CALLED, config_of, prompts, run
 
 
@@ -221,6 +224,38 @@ def test_packed_prompt_is_its_fields_by_name(message: dict[str, Any], ground_tru
     prompt = Prompt(messages=[message, message], uid="a", ground_truth=ground_truth)
     fields = {name: getattr(prompt, name) for name in Prompt.__struct_fields__}
     assert packed_prompt(prompt, "prompts[0]") == msgspec.msgpack.encode(fields)
+
+
+def test_packed_prompt_has_its_messages_as_they_were_given() -> None:
+    """Each as a `Message` or a mapping, with values of all kinds; two that say the same are one."""
+    extra = {"tuple": (1, [2]), "bytes": b"\xff", "empty": ""}
+    call = ToolCall(name="add", arguments={"a": (1,)}, id="7", raw="…")
+    picture = Media(kind="image", content=b"png", mime="image/png", width=2, height=3)
+    messages = [
+        Message(role="system", content="", extra=extra, fields={"k": [None]}),
+        {"role": "user", "content": "hé", "extra": extra},
+        Message(role="assistant", tool_calls=(call,), name="it"),
+        Message(role="user", content="see", parts=("see", picture)),
+    ]
+    packed = packed_prompt(Prompt(messages=messages), "prompts[0]")
+    restored = prompt_of(packed)
+    assert restored == Prompt(messages=messages)
+    assert restored.messages[3].parts[1].content == b"png"  # type: ignore[union-attr]
+    same = [{"extra": extra, "content": "", "fields": {"k": [None]}, "role": "system"}]
+    as_mapping = packed_prompt(Prompt(messages=same), "prompts[0]")
+    as_message = packed_prompt(Prompt(messages=messages[:1]), "prompts[0]")
+    assert content_of(as_mapping) == content_of(as_message)
+
+
+def test_packed_prompt_of_messages_with_arrays_has_them_or_names_the_field() -> None:
+    array = np.arange(3)
+    message = Message(role="user", content="hi", extra={"array": array})
+    (restored,) = prompt_of(packed_prompt(Prompt(messages=[message]), "prompts[0]")).messages
+    assert isinstance(restored, Message)
+    assert restored.extra["array"].tobytes() == array.tobytes()
+    wrong = Message(role="user", content="hi", extra={"it": object()})
+    with pytest.raises(JournalError, match=r"prompts\[0\]\.messages\[0\]\['extra'\]\['it'\] is"):
+        packed_prompt(Prompt(messages=[wrong]), "prompts[0]")
 
 
 def test_packed_prompt_of_a_text_that_no_file_holds_names_the_field() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import convert
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from rollout.agents.kept_messages import KeptMessages, PackedMessages, TurnReader, pack_texts
 from rollout.chat.media_records import message_record, without_content
@@ -20,7 +20,6 @@ from rollout.errors import JournalError
 from rollout.medium import Media, PlacedMedia
 from rollout.scheduling.journal.frames import most_bytes
 from rollout.scheduling.journal.plain_data import (
-    TOO_DEEP,
     Unwritable,
     encoder,
     plain,
@@ -88,6 +87,8 @@ class _Trajectory(msgspec.Struct, array_like=True):
 _encode = encoder.encode
 _NUMBERS = frozenset((int, float, bool))
 _SINGLE, _TEXT = frozenset((type(None), str, int, float, bool, bytes)), frozenset((str,))
+#: Beside the codes of `plain_data`: a `Message` of a prompt, as the fields that it has.
+MESSAGE = 4
 _decoder = msgspec.msgpack.Decoder(_Trajectory, ext_hook=restored)
 
 
@@ -323,15 +324,15 @@ def packed_prompt(prompt: Prompt, where: str) -> bytes:
     except (TypeError, ValueError, OverflowError):
         pass  # what follows names the field
     fields = {name: getattr(prompt, name) for name in Prompt.__struct_fields__}
-    try:
-        fields["messages"] = [_plain_message(each) for each in prompt.messages]
-    except RecursionError:
-        raise JournalError(f"{where}.messages {TOO_DEEP}") from None
+    fields["messages"] = [_given_fields(each) for each in prompt.messages]
     for name, value in fields.items():
         is_given = value is not None and (type(value) is not dict or len(value) > 0)
         if is_given:  # most are not
             to_plain = plain_items if isinstance(value, Mapping) else plain
             fields[name] = to_plain(value, f"{where}.{name}")
+    for at, each in enumerate(prompt.messages):
+        if isinstance(each, Message):
+            fields["messages"][at] = msgspec.msgpack.Ext(MESSAGE, _encode(fields["messages"][at]))
     packed = _encode(fields)
     if len(packed) > most_bytes():
         sizes = {name: len(_encode(value)) for name, value in fields.items()}
@@ -358,13 +359,35 @@ def _says_little(prompt: Prompt) -> bool:
     return True
 
 
-def _plain_message(message: Any) -> Any:
-    """As a dict: what a template makes of it is the same."""
-    if isinstance(message, Message):
-        return msgspec.to_builtins(message)
-    return dict(message) if isinstance(message, Mapping) else message
+def _given_fields(message: Any) -> Any:
+    """Of a message as it was given, those that it has; a `Message` is one again when it is read."""
+    if not isinstance(message, Message):
+        return dict(message) if isinstance(message, Mapping) else message
+    fields = {
+        name: value
+        for name, value in asdict(message).items()
+        if value is not None and (isinstance(value, str) or len(value) > 0)
+    }
+    for name in fields.keys() & {"tool_calls", "parts"}:
+        fields[name] = [each if isinstance(each, str) else asdict(each) for each in fields[name]]
+    for holder in (fields, *fields.get("tool_calls", ())):
+        for name in holder.keys() & {"extra", "fields", "arguments"}:
+            holder[name] = dict(holder[name])
+    return fields
 
 
 def prompt_of(fields: bytes) -> Prompt:
-    """The prompt that was packed; its messages are mappings."""
-    return Prompt(**msgspec.msgpack.decode(fields, ext_hook=restored))
+    """The prompt that was packed; mappings among its messages are dicts."""
+    return Prompt(**msgspec.msgpack.decode(fields, ext_hook=_restored_in_prompt))
+
+
+def _restored_in_prompt(code: int, data: memoryview) -> Any:
+    if code != MESSAGE:
+        return restored(code, data)
+    fields = msgspec.msgpack.decode(data, ext_hook=restored)
+    fields["tool_calls"] = tuple(ToolCall(**each) for each in fields.get("tool_calls", ()))
+    parts = fields.get("parts", ())
+    fields["parts"] = tuple(
+        each if isinstance(each, str) else convert(each, Media) for each in parts
+    )
+    return Message(**fields)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from rollout.scheduling.journal.entries import Key
+from rollout.scheduling.journal.packed_trajectory import MESSAGE
 
 if TYPE_CHECKING:
     from rollout.scheduling.journal.entries import PromptEntry
@@ -49,8 +50,15 @@ def name_at(prompt: Prompt, place: int) -> str:
 
 def content_of(fields: bytes) -> dict[str, bytes]:
     """The fields of a packed prompt, each in the same bytes whatever the order of keys in it."""
-    unpacked = msgspec.msgpack.decode(fields, type=dict[str, Any])
+    unpacked = msgspec.msgpack.decode(fields, type=dict[str, Any], ext_hook=_unrestored)
     return {name: _in_order(value) for name, value in unpacked.items()}
+
+
+def _unrestored(code: int, data: memoryview) -> Any:
+    """A `Message` as its fields, which a mapping may have as well: they say the same."""
+    if code == MESSAGE:
+        return msgspec.msgpack.decode(data, ext_hook=_unrestored)
+    return msgspec.msgpack.Ext(code, bytes(data))
 
 
 def _in_order(value: Any) -> bytes:
