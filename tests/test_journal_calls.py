@@ -162,6 +162,20 @@ def test_collect_that_returned_one_group_less_does_so_again(tmp_path: Path) -> N
         assert again[2] == 0
 
 
+def test_group_cut_off_in_a_call_that_keeps_it_is_given_again_in_one_that_would_drop_it(
+    tmp_path: Path,
+) -> None:
+    keep = GroupPolicy(oversample=2.0, group_s=1.0, on_group_deadline="keep")
+    drop = GroupPolicy(group_s=1.0, on_group_deadline="drop")
+    given: dict[str, Any] = {"policies": [keep, drop], "groups": 1}
+    first = collected(tmp_path / "j", loader(0, 1), resume=False, **given)
+    assert [row[2:] for row in first[1]] == [(Outcome.DEADLINE, "group")] * 2
+    for _ in range(2):
+        again = collected(tmp_path / "j", loader(0, 1), resume=True, **given)
+        assert again[:2] == first[:2]
+        assert again[2] == 0
+
+
 def test_rows_of_a_batch_given_again_stand_in_their_order(tmp_path: Path) -> None:
     """One of them began again after the other one had begun, so it is spoken of later."""
     scenario = Scenario(seed=1).reply("slow", "word " * 60).reply("", "at once", filler=5)

@@ -113,7 +113,7 @@ class GroupJudging:
 
     async def _judge(self, group: PulledGroup, wanted: Sequence[Ended]) -> None:
         try:
-            if self._book.is_to_drop(group) and not _was_given(wanted):
+            if self._book.is_to_drop(group):
                 self._desk.log.unwanted(group)
                 self._book.drop(group)
                 self._endings.judged(wanted, "dropped")

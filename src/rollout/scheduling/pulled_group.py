@@ -177,7 +177,12 @@ class PulledGroup:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether its own deadline has ended a member, in the call that has it."""
+        """Whether its own deadline has ended a member, in the call that has it.
+
+        One that its caller had is what that took, whatever ended its members then.
+        """
+        if self.before is not None and self.before.step is not None:
+            return False
         ended = self.ended[self.known :]
         return any(each.trajectory.limit_source == GROUP_S for each in ended)
 
