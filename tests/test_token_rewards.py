@@ -49,7 +49,15 @@ def counted(trajectory: Trajectory) -> list[float]:
     return [float(at) for at in range(trajectory.transcript.response_length)]
 
 
-@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
+def in_bfloat16(values: list[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.bfloat16, requires_grad=True)
+
+
+def tensors(values: list[float]) -> list[torch.Tensor]:
+    return list(in_bfloat16(values))
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor, in_bfloat16, tensors])
 async def test_token_values_become_the_row_of_a_tensor(kind: Any, tmp_path: Path) -> None:
     def reward(trajectory: Trajectory) -> Reward | float:
         if trajectory.member:
@@ -140,6 +148,17 @@ async def test_turn_values_and_token_values_of_one_segment_fail_their_trajectory
         "the reward function returned token_values and turn_values of the segment 0; expected "
         "either of them"
     )
+
+
+async def test_segments_may_be_numbered_by_integers_of_numpy() -> None:
+    def reward(trajectory: Trajectory) -> Reward:
+        return Reward(value=1.0, turn_values={np.int64(0): [1, 2]}, segment_values={np.int32(0): 3})
+
+    (trajectory,) = (await rewarded(reward, samples=1)).trajectories
+    (segment,) = trajectory.segments
+    assert segment.reward == 3.0
+    assert segment.token_rewards is not None
+    assert sum(segment.token_rewards) == 3.0
 
 
 BAD = [

@@ -115,13 +115,13 @@ def _by_segment(what: str, given: Any, trajectory: Trajectory, who: str) -> dict
 
 def _index(at: Any, trajectory: Trajectory, what: str, who: str) -> int:
     count = len(trajectory.segments)
-    if not isinstance(at, int) or isinstance(at, bool) or not 0 <= at < count:
+    if not isinstance(at, int | np.integer) or isinstance(at, bool) or not 0 <= at < count:
         raise BadRewardError(
             f"{who} returned {what} of the segment {at!r:.80}; the trajectory has {count}, "
             "counted from 0",
             what,
         )
-    return at
+    return int(at)
 
 
 def _of_tokens(values: Any, transcript: Transcript, who: str) -> array[float]:
@@ -144,9 +144,8 @@ def _numbers(
     values: Any, count: int, called: tuple[str, str, str], who: str
 ) -> npt.NDArray[np.float32]:
     what, one, all_of_them = called
-    detached = values.detach().cpu() if hasattr(values, "detach") else values
     try:
-        numbers = np.asarray(detached, dtype=np.float64)
+        numbers = np.asarray(_listed(values), dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise BadRewardError(f"{who} returned {what} that are no numbers ({error})", what) from None
     if numbers.shape != (count,):
@@ -163,3 +162,12 @@ def _numbers(
             what,
         )
     return numbers.astype(np.float32)
+
+
+def _listed(values: Any) -> Any:
+    """Tensors, or their elements in a list, as numbers: NumPy knows not all that torch does."""
+    if hasattr(values, "detach"):
+        return values.tolist()
+    if isinstance(values, list | tuple):
+        return [each.tolist() if hasattr(each, "detach") else each for each in values]
+    return values
