@@ -279,6 +279,23 @@ def test_resume_of_another_run_is_refused_naming_the_difference(tmp_path: Path) 
     )
 
 
+def test_resume_with_another_chat_template_in_its_file_is_refused(tmp_path: Path) -> None:
+    path, template = tmp_path / "journal", tmp_path / "chat.jinja"
+    text = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    template.write_text(text)
+    model = attrs.evolve(ADDING.config().model, chat_template=str(template))
+    config = config_of(path, model=model)
+    (first,) = run(config, prompts("quick"), tools=()).trajectories
+    (again,) = run(config, prompts("quick"), tools=(), resume=True).trajectories
+    assert content(again) == content(first)
+    template.write_text(text.replace("\n", "\n\n", 1))
+    with pytest.raises(ConfigError, match=r"another model; .*\n  SHA-256 of model.chat_template ="):
+        run(config, prompts("quick"), tools=(), resume=True)
+
+
 def test_resume_with_other_tools_warns_of_each(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

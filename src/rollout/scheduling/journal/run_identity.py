@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -39,6 +42,8 @@ _MAY_CHANGE = (
 )
 #: Differences that an error names.
 _NAMED = 5
+#: Of what identifies the model: the contents of that file. Journals of before have none.
+_TEMPLATE = "SHA-256 of model.chat_template"
 
 
 def seed_of_run(config: RolloutConfig, before: Contents | None) -> int:
@@ -87,8 +92,9 @@ def check_same(path: str, contents: Contents, new: Header) -> None:
     if old is None:
         _check_encodable(path, new)
         return
+    model = {key: each for key, each in new.model.items() if key in old.model or key != _TEMPLATE}
     for what, one, other in (
-        ("model", old.model, new.model),
+        ("model", old.model, model),
         ("configuration", old.config, new.config),
         ("prompt file", {"prompts": old.prompts}, {"prompts": new.prompts}),
     ):
@@ -155,8 +161,12 @@ def _read_back(header: Header) -> list[dict[str, Any]]:
 
 
 def _model_of(dumped: Mapping[str, Any], fingerprint: str) -> dict[str, Any]:
-    model = dict(dumped["model"])
-    return {**{f"model.{key}": value for key, value in model.items()}, "fingerprint": fingerprint}
+    model = {f"model.{key}": value for key, value in dumped["model"].items()}
+    template = model["model.chat_template"]
+    if template is not None:
+        with suppress(OSError, ValueError):  # it is refused where it is loaded
+            model[_TEMPLATE] = hashlib.sha256(Path(template).read_bytes()).hexdigest()
+    return {**model, "fingerprint": fingerprint}
 
 
 def _lasting(dumped: Mapping[str, Any], path: str = "") -> dict[str, Any]:
