@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import anyio
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -17,6 +20,7 @@ from rollout import (
     AgentLoop,
     Group,
     GroupPolicy,
+    JournalError,
     Outcome,
     Prompt,
     RolloutConfig,
@@ -24,7 +28,7 @@ from rollout import (
     function_tool,
 )
 from rollout.agents import AgentContext, register_agent
-from rollout.config import AgentConfig, JournalConfig, SchedulingConfig
+from rollout.config import AgentConfig, JournalConfig, LimitsConfig, SchedulingConfig
 from rollout.scheduling.journal import journal
 from rollout.scheduling.journal.entries import DeliveredEntry
 from rollout.scheduling.journal.journal_writer import GATHER_S, JournalWriter
@@ -300,6 +304,42 @@ def test_collect_has_written_what_it_gave_when_it_returns(tmp_path: Path, backen
             assert uids(await runtime.collect(loader(), 2, policy=policy, step=0)) == taken
 
     anyio.run(act, backend=backend)
+
+
+def test_collect_that_cannot_write_what_it_gives_ends_with_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its groups had ended in the call before: nothing else of them is to be written."""
+    write, full = os.writev, [False]
+
+    def written(descriptor: int, parts: Any) -> int:
+        if full[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, parts)
+
+    monkeypatch.setattr(os, "writev", written)
+    scenario = Scenario(seed=1).reply("", "at once", filler=5).timing(base_s=0.01)
+    own = config(tmp_path / "j", "single_turn", scenario)
+    own = attrs.evolve(own, limits=LimitsConfig(batch_s=30.0))
+    policy = GroupPolicy(oversample=2.0, surplus="carry")
+
+    async def act(*, resume: bool) -> list[list[str]]:
+        source, given = loader(), []
+        async with rollout.open_rollout(own, resume=resume) as runtime:
+            for step in range(3):
+                if step == 1 and not resume:
+                    full[0] = True
+                    with pytest.raises(JournalError, match="No space left on device") as failed:
+                        await runtime.collect(source, 2, policy=policy, step=step)
+                    full[0], batch = False, failed.value.partial
+                else:
+                    batch = await runtime.collect(source, 2, policy=policy, step=step)
+                given.append(uids(batch))
+        return given
+
+    first = run_virtual(lambda: act(resume=False))
+    assert sorted(uid for each in first for uid in each) == [f"p{at}" for at in range(6)]
+    assert run_virtual(lambda: act(resume=True)) == first
 
 
 @pytest.mark.parametrize("backend", ["trio", "asyncio"])

@@ -81,6 +81,7 @@ class GroupingRuntime:
             SourceEnded: The source has no more prompts. The next call begins it again.
             LimitExceeded: More groups were refused than ``max_refused``, more members failed than
                 `scheduling.max_failures`, or `limits.batch_s` is over.
+            JournalError: What it gives cannot be written, and `limits.batch_s` is over.
             RolloutError: The runtime was closed meanwhile.
 
         What the source or `accept` raises leaves as itself. Errors after the start carry the
@@ -107,16 +108,17 @@ class GroupingRuntime:
                 raise
             if error is None and len(found) < groups:
                 run.handover.note_missing(groups - len(found))
-            await run.handover.give(found)
+            failure = await run.handover.give(found)
             if len(found) < groups:
                 run.handover.tell_end(is_recorded=isinstance(error, SourceEnded))
+            error = error or failure
             if error is None:
                 return batch
             attach(error, batch)
             try:
                 raise error
             finally:
-                del error  # its traceback holds this frame
+                del error, failure  # its traceback holds this frame
 
     @asynccontextmanager
     async def stream_groups(

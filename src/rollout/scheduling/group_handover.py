@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rollout.chat.group import Group
+    from rollout.errors import JournalError
     from rollout.limits import Deadline
     from rollout.scheduling.group_book import GroupBook
     from rollout.scheduling.group_desk import GroupDesk
@@ -29,8 +30,11 @@ class GroupHandover:
         self._step, self._deadline = step, deadline
         self._has_told_end = False
 
-    async def give(self, groups: Sequence[PulledGroup]) -> None:
-        """The caller gets these now, unless it is cancelled."""
+    async def give(self, groups: Sequence[PulledGroup]) -> JournalError | None:
+        """The caller gets these now, unless it is cancelled; why no journal has that, if none has.
+
+        They are the caller's all the same.
+        """
         members, log = self._book.wanted.members, self._desk.log
         new = [group for group in groups if not group.delivery]  # else a caller was cancelled
         ended = [each for group in new for each in group.wanted(members)]
@@ -39,7 +43,7 @@ class GroupHandover:
             group.delivery = number
         try:
             last = max((group.delivery for group in groups), default=0)
-            await log.kept(last, self._deadline.at)
+            return await log.kept(last, self._deadline.at)
         except BaseException:
             self.give_back(groups)
             raise

@@ -245,8 +245,8 @@ class GroupLog:
         keys = [log.key for log in _logs(ended) if not log.is_taken]
         return self._journal.delivered(keys, step) if self._journal is not None and keys else 0
 
-    async def kept(self, number: int, deadline: float) -> None:
-        """Until the journal has that record.
+    async def kept(self, number: int, deadline: float) -> JournalError | None:
+        """Wait until the journal has that record; why it cannot be written, if it cannot.
 
         Else who dies with what it gives may get others in its place when the call is made again.
 
@@ -254,8 +254,10 @@ class GroupLog:
             number: 0 where there is none.
             deadline: Up to when that is waited for where the disk refuses it.
         """
-        if self._journal is not None and number:
-            await self._journal.kept(number, deadline)
+        if self._journal is None or not number:
+            return None
+        await self._journal.kept(number, deadline)
+        return None if self._journal.has_written(number) else self._journal.failure
 
     def unwanted(self, group: PulledGroup) -> None:
         """Nobody will have it any more."""
