@@ -220,6 +220,31 @@ def test_stream_groups_resumed_yields_what_it_had_yielded_first(tmp_path: Path) 
     assert len(told) == 5
 
 
+def test_streamed_groups_have_the_numbers_again_that_they_had(tmp_path: Path) -> None:
+    """Those that were begun before them, and were not taken, begin again in the next step."""
+    path = tmp_path / "journal"
+
+    def streamed(resume: bool) -> list[tuple[str, int, int]]:
+        async def act() -> list[tuple[str, int, int]]:
+            found, source = [], loader()
+            async with rollout.open_rollout(config_of(path), [add], resume=resume) as runtime:
+                for step in range(3):
+                    async with runtime.stream_groups(source, policy=CANCEL, step=step) as groups:
+                        async for group in groups:
+                            found += [(t.uid, t.member, t.group) for t in group.trajectories]
+                            break
+            return found
+
+        return run_virtual(act)
+
+    first = streamed(resume=False)
+    numbers = {uid: number for uid, _, number in first}
+    assert numbers == {uid: int(uid[1:]) for uid in numbers}
+    assert len(numbers) == 3
+    for _ in range(2):
+        assert streamed(resume=True) == first
+
+
 def test_collect_of_refused_groups_is_not_asked_for_again(tmp_path: Path) -> None:
     path = tmp_path / "journal"
 

@@ -74,6 +74,7 @@ class PromptEntry(msgspec.Struct, array_like=True, tag=1):
             source of groups.
         source: Number of that source, from 1; 0 in journals of before.
         is_last: Whether the source is a sequence all of which was pulled by then.
+        number: Its place among all that were pulled; -1 in journals of before.
     """
 
     step: int
@@ -84,6 +85,7 @@ class PromptEntry(msgspec.Struct, array_like=True, tag=1):
     pulled: str | None = None
     source: int = 0
     is_last: bool = False
+    number: int = -1
 
 
 class GivenAnswers(msgspec.Struct, array_like=True, gc=False):

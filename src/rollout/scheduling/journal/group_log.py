@@ -69,7 +69,9 @@ class GroupLog:
         pulled = [each for each in zip(entries, steps, strict=True) if each[1] != BEGUN_AGAIN]
         # Where another call had still some of them, it asks the source again up to its end.
         over = {*self._ended.values()} - {e.source for e, step in pulled if step is None}
-        for number, (entry, step) in enumerate(pulled):
+        for place, (entry, step) in enumerate(pulled):
+            number = place if entry.number < 0 else entry.number
+            self.pulled = max(self.pulled, number + 1)
             if entry.is_last or entry.source in self._used_up:
                 self._used_up[entry.source] = max(entry.step, self._used_up.get(entry.source, 0))
             if entry.source not in over:
@@ -79,7 +81,6 @@ class GroupLog:
                 prompt = prompt_of(entry.fields)
                 version = self._version_of(entry) if step is None else None
                 self._left.append(PulledBefore(number, prompt, entry, step, version))
-        self.pulled = len(pulled)
         self._sources = max((entry.source for entry in entries), default=0)
 
     def _step_of(self, entry: PromptEntry) -> int | None:
@@ -198,7 +199,7 @@ class GroupLog:
         with self._journal.together():
             for entry in self._journal.enrol(group.waiting, call, is_pulled=True):
                 entry.pulled, entry.source = group.pulled, group.source.number or 0
-                entry.is_last = group.source.is_used_up
+                entry.is_last, entry.number = group.source.is_used_up, group.number
                 self._journal.put(entry)
             if group.key is not None:
                 self._journal.delivered([group.key], BEGUN_AGAIN)
