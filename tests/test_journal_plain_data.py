@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
+from datetime import date
 from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
@@ -13,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
+import rollout
 from rollout import (
     ConfigError,
     JournalError,
@@ -36,9 +38,14 @@ from rollout.scheduling.journal.plain_data import (
     plain_items,
 )
 from rollout.scheduling.journal.pulled_before import content_of
+from rollout.testing import run_virtual
 from rollout.tools import ToolResult
 from rollout.types import ToolCall
 from test_journal import CALLED, config_of, prompts, run
+
+
+def attached(prompt: Prompt, extra: dict[str, Any]) -> Prompt:
+    return msgspec.structs.replace(prompt, extra=extra)
 
 
 def nested(depth: int, innermost: Any = None) -> Any:
@@ -224,6 +231,34 @@ def test_packed_prompt_is_its_fields_by_name(message: dict[str, Any], ground_tru
     prompt = Prompt(messages=[message, message], uid="a", ground_truth=ground_truth)
     fields = {name: getattr(prompt, name) for name in Prompt.__struct_fields__}
     assert packed_prompt(prompt, "prompts[0]") == msgspec.msgpack.encode(fields)
+
+
+@pytest.mark.parametrize("pulled", [False, True])
+def test_extra_of_a_prompt_is_text_where_text_is_written(tmp_path: Path, pulled: bool) -> None:
+    config = config_of(tmp_path / "journal", journal={"unwritable": "text"})
+
+    async def act(resume: bool) -> Trajectory:
+        extra = {"day": date(2026, 1, 31), "it": object(), "n": 1}
+        given = [attached(prompts("quick")[0], extra)]
+        async with rollout.open_rollout(config, resume=resume) as runtime:
+            if pulled:
+                batch = await runtime.collect(given, 1, step=0)
+            else:
+                batch = await runtime.generate(given, step=0)
+            return batch.trajectories[0]
+
+    first = run_virtual(lambda: act(False))
+    assert first.prompt is not None
+    assert first.prompt.extra["day"] == date(2026, 1, 31)
+    again = run_virtual(lambda: act(True))
+    assert again.transcript.ids_bytes() == first.transcript.ids_bytes()
+    (loaded,) = rollout.load_trajectories(tmp_path / "journal")
+    assert loaded.prompt is not None
+    assert loaded.prompt.extra == {
+        "day": "datetime.date(2026, 1, 31)",
+        "it": "<object object>",
+        "n": 1,
+    }
 
 
 def test_packed_prompt_has_its_messages_as_they_were_given() -> None:

@@ -176,7 +176,7 @@ class Journal(OpenJournal):
 
     def _fields(self, prompt: Prompt, where: str, faults: list[str]) -> bytes:
         try:
-            return packed_prompt(prompt, where)
+            return packed_prompt(prompt, where, self.unwritable)
         except (JournalError, TypeError, ValueError) as error:
             faults.append(f"{error} (journal.path is set)")
             return b""

@@ -310,8 +310,8 @@ def _message(packed: list[Any]) -> Message:
     )
 
 
-def packed_prompt(prompt: Prompt, where: str) -> bytes:
-    """The fields of a prompt.
+def packed_prompt(prompt: Prompt, where: str, unwritable: Unwritable | None = None) -> bytes:
+    """The fields of a prompt; its `extra` as `unwritable` says, if that is given.
 
     Raises:
         JournalError: One holds what is no plain data, or too much; names it.
@@ -329,7 +329,14 @@ def packed_prompt(prompt: Prompt, where: str) -> bytes:
         is_given = value is not None and (type(value) is not dict or len(value) > 0)
         if is_given:  # most are not
             to_plain = plain_items if isinstance(value, Mapping) else plain
-            fields[name] = to_plain(value, f"{where}.{name}")
+            try:
+                fields[name] = to_plain(value, f"{where}.{name}")
+            except JournalError as error:
+                if name != "extra" or unwritable is None:
+                    raise
+                fields[name], fault = unwritable.items(value, f"{where}.{name}")
+                if fault is not None:
+                    raise error from None
     for at, each in enumerate(prompt.messages):
         if isinstance(each, Message):
             fields["messages"][at] = msgspec.msgpack.Ext(MESSAGE, _encode(fields["messages"][at]))

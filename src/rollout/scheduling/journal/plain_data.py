@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
@@ -26,6 +27,8 @@ _ARRAY, _SCALAR, _TUPLE = 1, 2, 3
 #: left then.
 MAX_DEPTH = 100
 TOO_DEEP = f"refers to itself, or is nested more than {MAX_DEPTH} deep"
+#: Where an object lies in memory, as it shows itself.
+_ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")
 #: Kinds of NumPy's types that are numbers.
 _NUMBERS = "biufc"
 _SIMPLE = frozenset((bool, float, bytes))
@@ -220,7 +223,10 @@ def _text(value: Any, kind: Callable[[Any], T]) -> T | str:
     """A value as one that can be written, or at least what it is."""
     try:
         made = kind(value)
-        return made.encode("utf-8", "backslashreplace").decode() if isinstance(made, str) else made
+        if not isinstance(made, str):
+            return made
+        # The same in each process.
+        return _ADDRESS.sub("", made.encode("utf-8", "backslashreplace").decode())
     except Exception as failure:  # a foreign __repr__
         what = f"<{type(value).__qualname__} whose {kind.__name__} raises "
         return f"{what}{type(failure).__qualname__}>"
