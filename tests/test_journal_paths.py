@@ -1,4 +1,4 @@
-"""Paths where no journal can be."""
+"""Paths of journals: where none can be, and when their names are on the disk."""
 
 from __future__ import annotations
 
@@ -33,3 +33,21 @@ def test_path_where_no_journal_can_be_is_refused(
     with pytest.raises(ConfigError) as refused:
         run(config_of(Path(name)), prompts("quick"), resume=resume)
     assert str(refused.value) == f"journal.path = {name!r}: {fault}"
+
+
+@pytest.mark.parametrize("fsync", ["never", "batch", "always"])
+def test_name_of_a_new_journal_is_on_the_disk_where_its_records_are_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: str
+) -> None:
+    """Else loss of power may lose the file, with all that was synced in it."""
+    sync, synced = os.fsync, set[int]()
+
+    def noted(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    config = config_of(tmp_path / "new" / "journal", journal={"fsync": fsync})
+    run(config, prompts("quick"))
+    folders = {each.stat().st_ino for each in (tmp_path, tmp_path / "new")}
+    assert synced & folders == (set() if fsync == "never" else folders)

@@ -6,7 +6,7 @@ import fcntl
 import os
 import threading
 from collections import OrderedDict
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -327,6 +327,8 @@ async def open_journal(
     descriptor = _opened(path, contents)
     fsync = config.journal.fsync
     waits = fsync == "always"
+    if fsync != "never" and contents.header is None:
+        _sync_names(path)
     writer = JournalWriter(
         path,
         descriptor,
@@ -348,6 +350,17 @@ async def open_journal(
             yield Journal(config.journal, contents, writer, read, services)
         finally:
             await writer.close(_CLOSE_S)
+
+
+def _sync_names(path: Path) -> None:
+    """Have the name of a new file on the disk, and those of its folders: some are as new."""
+    for folder in path.absolute().parents:
+        with suppress(OSError):  # not each system does that
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
 
 def _opened(path: Path, contents: Contents) -> int:
