@@ -200,10 +200,9 @@ def test_replay_stops_in_a_debugger_on_the_terminal_that_it_was_started_from(
     write(folder, "debugged")
     assert main(RUN) == 0
     write(folder, "debugged", hook="breakpoint()")
-    code = "from rollout.cli import main; raise SystemExit(main())"
     options = ["replay", "out", "--trajectory", "prompt-1/1", "--tools", "tools.py"]
     done = subprocess.run(
-        [sys.executable, "-c", code, *options],
+        [sys.executable, "-m", "rollout", *options],
         input="p context.identity.member\np calls\nc\nc\nc\n",
         capture_output=True,
         text=True,
