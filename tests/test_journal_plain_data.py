@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from datetime import date
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
@@ -259,6 +260,42 @@ def test_extra_of_a_prompt_is_text_where_text_is_written(tmp_path: Path, pulled:
         "it": "<object object>",
         "n": 1,
     }
+
+
+@pytest.mark.parametrize("unwritable", ["text", "refuse"])
+def test_ground_truth_that_is_no_plain_data_is_text_where_its_caller_gives_it_again(
+    tmp_path: Path, unwritable: str
+) -> None:
+    config = config_of(tmp_path / "journal", journal={"unwritable": unwritable})
+    fields = {"ground_truth": Decimal("1.5"), "tools_kwargs": {"add": {"day": date(2026, 1, 31)}}}
+    given = [msgspec.structs.replace(prompts("quick")[0], **fields)]
+    seen: list[Any] = []
+
+    async def act(pulled: bool, resume: bool) -> rollout.RolloutBatch:
+        async with rollout.open_rollout(
+            config, (), lambda t: seen.append(t.prompt.ground_truth) or 1.0, resume=resume
+        ) as runtime:
+            if pulled:
+                return await runtime.collect(given, 1, step=1)
+            return await runtime.generate(given, step=0)
+
+    with pytest.raises(PromptError, match=r"tools_kwargs\[.*is a datetime\.date"):
+        run_virtual(act, True, False)  # what is left of a source comes back from the journal
+    if unwritable == "refuse":
+        with pytest.raises(PromptError, match=r"tools_kwargs\[.*is a datetime\.date"):
+            run_virtual(act, False, True)
+        return
+    first = run_virtual(act, False, True).trajectories[0]
+    again = run_virtual(act, False, True).trajectories[0]
+    assert seen == [Decimal("1.5")]
+    assert again.transcript.ids_bytes() == first.transcript.ids_bytes()
+    (loaded,) = rollout.load_trajectories(tmp_path / "journal")
+    assert loaded.prompt is not None
+    assert loaded.prompt.ground_truth == "Decimal('1.5')"
+    assert loaded.prompt.tools_kwargs == {"add": "{'day': datetime.date(2026, 1, 31)}"}
+    given[0] = msgspec.structs.replace(given[0], ground_truth=Decimal("2.5"))
+    with pytest.raises(PromptError, match="differs in ground_truth"):
+        run_virtual(act, False, True)
 
 
 def test_packed_prompt_has_its_messages_as_they_were_given() -> None:

@@ -26,8 +26,9 @@ class JournalConfig(Section):
     #: While it cannot be written, on a full disk say: "wait" keeps finished trajectories back until
     #: it can, up to `limits.batch_s`; "continue" returns them, and writes what it has once it can.
     on_failure: Literal["wait", "continue"] = "wait"
-    #: What an `extra` is that holds no plain data: "refuse" refuses the prompt, or fails the
-    #: trajectory; "text" writes it as text, with a warning.
+    #: What an `extra` is that holds no plain data, and `ground_truth` or `tools_kwargs` of
+    #: prompts of `generate` and `stream`: "refuse" refuses the prompt, or fails the trajectory;
+    #: "text" writes it as text, with a warning.
     unwritable: Literal["refuse", "text"] = "refuse"
     #: Names the prompts; a resumption with another name is refused. ``rollout run`` gives its file
     #: and the checksum of that.

@@ -175,7 +175,7 @@ class GroupLog:
         uid = name_at(given, place)
         try:
             named, where = msgspec.structs.replace(given, uid=uid), f"source: prompt {place}"
-            fields = packed_prompt(named, where, self._journal.unwritable)
+            fields = packed_prompt(named, where, self._journal.unwritable, ("extra",))
         except (JournalError, TypeError, ValueError, OverflowError) as error:
             raise PromptError(f"{error} (journal.path is set)") from error
         expected = None if source.is_beyond else self._pulls.get(_pull_of(fields, uid))

@@ -50,6 +50,9 @@ _CLOSE_S = 10.0
 #: Steps whose uids are remembered, to tell calls with the same ones apart. Of others it is known
 #: how often they were most: what they are asked for again is numbered from there.
 _STEPS = 64
+#: Of a prompt that its caller gives again when the call is made again. One that was pulled comes
+#: back from the journal: rewards and tools would get the texts.
+WRITTEN_AS_TEXT = ("extra", "ground_truth", "tools_kwargs")
 
 
 class _Calls(dict[str, int]):
@@ -176,7 +179,7 @@ class Journal(OpenJournal):
 
     def _fields(self, prompt: Prompt, where: str, faults: list[str]) -> bytes:
         try:
-            return packed_prompt(prompt, where, self.unwritable)
+            return packed_prompt(prompt, where, self.unwritable, WRITTEN_AS_TEXT)
         except (JournalError, TypeError, ValueError) as error:
             faults.append(f"{error} (journal.path is set)")
             return b""

@@ -29,7 +29,7 @@ from rollout.scheduling.journal.plain_data import (
 from rollout.types import Cause, Message, Outcome, Prompt, ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from rollout.scheduling.journal.told_rows import Rows, ToldRow
 
@@ -310,8 +310,10 @@ def _message(packed: list[Any]) -> Message:
     )
 
 
-def packed_prompt(prompt: Prompt, where: str, unwritable: Unwritable | None = None) -> bytes:
-    """The fields of a prompt; its `extra` as `unwritable` says, if that is given.
+def packed_prompt(
+    prompt: Prompt, where: str, unwritable: Unwritable | None = None, texts: Collection[str] = ()
+) -> bytes:
+    """The fields of a prompt; those that `texts` names as `unwritable` says, if that is given.
 
     Raises:
         JournalError: One holds what is no plain data, or too much; names it.
@@ -332,11 +334,9 @@ def packed_prompt(prompt: Prompt, where: str, unwritable: Unwritable | None = No
             try:
                 fields[name] = to_plain(value, f"{where}.{name}")
             except JournalError as error:
-                if name != "extra" or unwritable is None:
+                if unwritable is None or name not in texts or not unwritable.is_text:
                     raise
-                fields[name], fault = unwritable.items(value, f"{where}.{name}")
-                if fault is not None:
-                    raise error from None
+                fields[name] = unwritable.text_of(value, f"{where}.{name}", error)
     for at, each in enumerate(prompt.messages):
         if isinstance(each, Message):
             fields["messages"][at] = msgspec.msgpack.Ext(MESSAGE, _encode(fields["messages"][at]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
@@ -12,7 +13,7 @@ import numpy as np
 from rollout.errors import JournalError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
 T = TypeVar("T")
 
@@ -175,12 +176,12 @@ def restored(code: int, data: memoryview) -> Any:
 class Unwritable:
     """What becomes of values that are no plain data.
 
-    Args:
-        as_text: They are written as text, with a warning; else they are refused.
+    Attributes:
+        is_text: They are written as text, with a warning; else they are refused.
     """
 
     def __init__(self, *, as_text: bool) -> None:
-        self._as_text = as_text
+        self.is_text = as_text
         self._said: set[str] = set()
 
     def items(
@@ -208,10 +209,21 @@ class Unwritable:
                 what = error if isinstance(error, _Unplain) else _Unplain(f"{TOO_DEEP}; {EXPECTED}")
                 found = JournalError(f"{where}{what.within(key).path} {what}")
                 fault = fault or found
-                if self._as_text:
+                if self.is_text:
                     self._say(type(value).__qualname__, found)
                     written[_text(key, str)] = _text(value, float if are_numbers else repr)
-        return written, None if self._as_text else fault
+        return written, None if self.is_text else fault
+
+    def text_of(self, value: Any, where: str, error: JournalError) -> Any:
+        """What is written of one that cannot be written itself; of a mapping, item by item.
+
+        Args:
+            error: Why.
+        """
+        if isinstance(value, Mapping):
+            return self.items(value, where)[0]
+        self._say(type(value).__qualname__, error)
+        return _text(value, repr)
 
     def _say(self, kind: str, error: JournalError) -> None:
         if kind not in self._said:
