@@ -963,3 +963,14 @@ def test_config_of_another_type_is_refused() -> None:
 
     with pytest.raises(rollout.ConfigError, match="config: expected a RolloutConfig, got dict"):
         anyio.run(main)
+
+
+@pytest.mark.parametrize("given", [None, 3, "python", len])
+@pytest.mark.parametrize("name", ["tools", "interactions"])
+def test_what_is_no_sequence_is_refused_by_name(name: str, given: Any) -> None:
+    async def main() -> None:
+        async with rollout.open_rollout(Scenario(seed=1).config(), **{name: given}):
+            pytest.fail("opened")
+
+    with pytest.raises(rollout.ConfigError, match=f"^{name} = .*: expected a sequence"):
+        anyio.run(main)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -142,6 +142,9 @@ async def _open(
 ) -> AsyncIterator[RolloutRuntime]:
     if not isinstance(config, RolloutConfig):
         raise ConfigError(f"config: expected a RolloutConfig, got {type(config).__name__}")
+    for name, given in (("tools", tools), ("interactions", interactions)):
+        if isinstance(given, str) or not isinstance(given, Iterable):
+            raise ConfigError(f"{name} = {given!r}: expected a sequence, () where there are none")
     functions = checked(rewards, config.rewards.processes)
     acceptance(config.scheduling.groups.accept)
     before = await read_before(config, resume=resume)
