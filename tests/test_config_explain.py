@@ -46,7 +46,7 @@ def test_config_explained_says_what_runs_where_and_how_long() -> None:
         "rewards     in threads, async ones on the event loop",
         "samples     1 for each prompt, 1 in validation",
         "in flight   at most 1,024 trajectories",
-        "journal     none: a run that dies is not resumed",
+        "journal     none: a run that dies is not resumed (`rollout run` writes one into --out)",
         "seed        none: every run samples afresh",
         "not set     seed, model.revision, model.chat_template, engine.context_length, "
         "placement.python, channel.tls_certificate, channel.tls_key, channel.tls_authority, "

@@ -64,7 +64,7 @@ def describe_config(config: RolloutConfig) -> list[str]:
 
 def _journal(journal: JournalConfig) -> str:
     if journal.path is None:
-        return "none: a run that dies is not resumed"
+        return "none: a run that dies is not resumed (`rollout run` writes one into --out)"
     return (
         f"{journal.path}, fsync {journal.fsync}; where it cannot be written: {journal.on_failure}"
     )
