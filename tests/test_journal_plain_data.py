@@ -29,7 +29,7 @@ from rollout import (
     function_tool,
 )
 from rollout.medium import Media
-from rollout.scheduling.journal.packed_trajectory import packed_prompt, prompt_of
+from rollout.scheduling.journal.packed_prompt import packed_prompt, prompt_of
 from rollout.scheduling.journal.plain_data import (
     EXPECTED,
     MAX_DEPTH,
@@ -41,7 +41,7 @@ from rollout.scheduling.journal.plain_data import (
 from rollout.scheduling.journal.pulled_before import content_of
 from rollout.testing import run_virtual
 from rollout.tools import ToolResult
-from rollout.types import ToolCall
+from rollout.types import InvalidToolCall, ToolCall
 from test_journal import CALLED, config_of, prompts, run
 
 
@@ -317,6 +317,46 @@ def test_packed_prompt_has_its_messages_as_they_were_given() -> None:
     as_mapping = packed_prompt(Prompt(messages=same), "prompts[0]")
     as_message = packed_prompt(Prompt(messages=messages[:1]), "prompts[0]")
     assert content_of(as_mapping) == content_of(as_message)
+
+
+class Noted(Message, frozen=True, kw_only=True):
+    """A message of a type of its own."""
+
+    note: str = ""
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Message(role="assistant", tool_calls=({"function": {"name": "add"}},)),  # type: ignore[arg-type]
+        Message(role="assistant", tool_calls=(ToolCall(name="add", arguments='{"a": 1}'),)),  # type: ignore[arg-type]
+        Message(role="user", content="", parts=({"type": "text", "text": "hi"},)),  # type: ignore[arg-type]
+        Message(role="user", content=[{"type": "text", "text": "hi"}]),  # type: ignore[arg-type]
+        Message(role="user", content=5, tool_calls=7),  # type: ignore[arg-type]
+        Message(role=None, content="hi"),  # type: ignore[arg-type]
+    ],
+)
+def test_packed_prompt_of_a_message_with_odd_fields_has_them(message: Message) -> None:
+    """What it is worth is said where it is read, and not by the journal."""
+    prompt = Prompt(messages=[message])
+    assert prompt_of(packed_prompt(prompt, "prompts[0]")) == prompt
+
+
+@pytest.mark.parametrize(
+    ("message", "fault"),
+    [
+        (Noted(role="user", content="hi"), r"\] is a test_journal_plain_data.Noted"),
+        (
+            Message(role="assistant", tool_calls=(InvalidToolCall(raw="{", reason="cut"),)),  # type: ignore[arg-type]
+            r"\]\['tool_calls'\]\[0\] is a rollout.types.InvalidToolCall",
+        ),
+    ],
+)
+def test_packed_prompt_of_a_message_that_could_not_be_read_names_the_field(
+    message: Message, fault: str
+) -> None:
+    with pytest.raises(JournalError, match=r"prompts\[0\]\.messages\[0" + fault):
+        packed_prompt(Prompt(messages=[message]), "prompts[0]")
 
 
 def test_packed_prompt_of_messages_with_arrays_has_them_or_names_the_field() -> None:

@@ -37,7 +37,7 @@ from rollout.scheduling.journal.journal_reading import (
     reader_of,
     steps_of,
 )
-from rollout.scheduling.journal.packed_trajectory import prompt_of
+from rollout.scheduling.journal.packed_prompt import prompt_of
 from rollout.scheduling.journal.replay_log import ReplayLog, ReplayStep, said_calls
 from rollout.scheduling.member_runs import MemberRuns
 from rollout.scheduling.prompts import Member

@@ -18,7 +18,8 @@ from rollout.scheduling.journal.journal_reading import (
     say_torn,
     steps_of,
 )
-from rollout.scheduling.journal.packed_trajectory import prompt_of, trajectory_of
+from rollout.scheduling.journal.packed_prompt import prompt_of
+from rollout.scheduling.journal.packed_trajectory import trajectory_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

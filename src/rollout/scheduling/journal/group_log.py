@@ -15,7 +15,7 @@ from rollout.scheduling.journal.entries import (
     ReturnedShortEntry,
     SourceEndedEntry,
 )
-from rollout.scheduling.journal.packed_trajectory import packed_prompt, prompt_of
+from rollout.scheduling.journal.packed_prompt import packed_prompt, prompt_of
 from rollout.scheduling.journal.pulled_before import PulledBefore, content_of, name_at
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from rollout.scheduling.journal.journal_reading import (
 )
 from rollout.scheduling.journal.journal_writer import GATHER_S, MAX_WAITING, JournalWriter
 from rollout.scheduling.journal.open_journal import CHECK_S, OpenJournal
-from rollout.scheduling.journal.packed_trajectory import packed_prompt
+from rollout.scheduling.journal.packed_prompt import packed_prompt
 from rollout.scheduling.journal.pulled_before import content_of
 from rollout.scheduling.journal.run_identity import check_same, header_of, say_other_tools
 from rollout.scheduling.journal.trajectory_log import NOTHING, TrajectoryLog

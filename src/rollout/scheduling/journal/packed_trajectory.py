@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import convert
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from rollout.agents.kept_messages import KeptMessages, PackedMessages, TurnReader, pack_texts
 from rollout.chat.media_records import message_record, without_content
@@ -18,18 +16,16 @@ from rollout.chat.trajectory import Parent, Segment, Trajectory
 from rollout.chat.transcript import Transcript
 from rollout.errors import JournalError
 from rollout.medium import Media, PlacedMedia
-from rollout.scheduling.journal.frames import most_bytes
 from rollout.scheduling.journal.plain_data import (
     Unwritable,
     encoder,
     plain,
-    plain_items,
     restored,
 )
 from rollout.types import Cause, Message, Outcome, Prompt, ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from rollout.scheduling.journal.told_rows import Rows, ToldRow
 
@@ -86,9 +82,6 @@ class _Trajectory(msgspec.Struct, array_like=True):
 
 _encode = encoder.encode
 _NUMBERS = frozenset((int, float, bool))
-_SINGLE, _TEXT = frozenset((type(None), str, int, float, bool, bytes)), frozenset((str,))
-#: Beside the codes of `plain_data`: a `Message` of a prompt, as the fields that it has.
-MESSAGE = 4
 _decoder = msgspec.msgpack.Decoder(_Trajectory, ext_hook=restored)
 
 
@@ -308,93 +301,3 @@ def _message(packed: list[Any]) -> Message:
         fields=fields,
         parts=tuple(part if isinstance(part, str) else convert(part, Media) for part in parts),
     )
-
-
-def packed_prompt(
-    prompt: Prompt, where: str, unwritable: Unwritable | None = None, texts: Collection[str] = ()
-) -> bytes:
-    """The fields of a prompt; those that `texts` names as `unwritable` says, if that is given.
-
-    Raises:
-        JournalError: One holds what is no plain data, or too much; names it.
-    """
-    try:
-        if _says_little(prompt):
-            packed = _encode(prompt)
-            if len(packed) <= most_bytes():
-                return packed
-    except (TypeError, ValueError, OverflowError):
-        pass  # what follows names the field
-    fields = {name: getattr(prompt, name) for name in Prompt.__struct_fields__}
-    fields["messages"] = [_given_fields(each) for each in prompt.messages]
-    for name, value in fields.items():
-        is_given = value is not None and (type(value) is not dict or len(value) > 0)
-        if is_given:  # most are not
-            to_plain = plain_items if isinstance(value, Mapping) else plain
-            try:
-                fields[name] = to_plain(value, f"{where}.{name}")
-            except JournalError as error:
-                if unwritable is None or name not in texts or not unwritable.is_text:
-                    raise
-                fields[name] = unwritable.text_of(value, f"{where}.{name}", error)
-    for at, each in enumerate(prompt.messages):
-        if isinstance(each, Message):
-            fields["messages"][at] = msgspec.msgpack.Ext(MESSAGE, _encode(fields["messages"][at]))
-    packed = _encode(fields)
-    if len(packed) > most_bytes():
-        sizes = {name: len(_encode(value)) for name, value in fields.items()}
-        name = max(sizes, key=lambda name: sizes[name])
-        raise JournalError(
-            f"{where}.{name} is of {sizes[name]:,} bytes; expected a prompt of at most "
-            f"{most_bytes():,} bytes"
-        )
-    return packed
-
-
-def _says_little(prompt: Prompt) -> bool:
-    """Whether a prompt is plain without another look: messages of texts, and single values."""
-    if type(prompt) is not Prompt or type(prompt.messages) is not list:
-        return False
-    if prompt.sampling or prompt.tools_kwargs or prompt.extra:
-        return False
-    values = prompt.uid, prompt.agent_name, prompt.tools, prompt.ground_truth, prompt.data_source
-    if not _SINGLE.issuperset(map(type, values)):
-        return False
-    for each in prompt.messages:
-        if type(each) is not dict or not _TEXT.issuperset(map(type, chain(each, each.values()))):
-            return False
-    return True
-
-
-def _given_fields(message: Any) -> Any:
-    """Of a message as it was given, those that it has; a `Message` is one again when it is read."""
-    if not isinstance(message, Message):
-        return dict(message) if isinstance(message, Mapping) else message
-    fields = {
-        name: value
-        for name, value in asdict(message).items()
-        if value is not None and (isinstance(value, str) or len(value) > 0)
-    }
-    for name in fields.keys() & {"tool_calls", "parts"}:
-        fields[name] = [each if isinstance(each, str) else asdict(each) for each in fields[name]]
-    for holder in (fields, *fields.get("tool_calls", ())):
-        for name in holder.keys() & {"extra", "fields", "arguments"}:
-            holder[name] = dict(holder[name])
-    return fields
-
-
-def prompt_of(fields: bytes) -> Prompt:
-    """The prompt that was packed; mappings among its messages are dicts."""
-    return Prompt(**msgspec.msgpack.decode(fields, ext_hook=_restored_in_prompt))
-
-
-def _restored_in_prompt(code: int, data: memoryview) -> Any:
-    if code != MESSAGE:
-        return restored(code, data)
-    fields = msgspec.msgpack.decode(data, ext_hook=restored)
-    fields["tool_calls"] = tuple(ToolCall(**each) for each in fields.get("tool_calls", ()))
-    parts = fields.get("parts", ())
-    fields["parts"] = tuple(
-        each if isinstance(each, str) else convert(each, Media) for each in parts
-    )
-    return Message(**fields)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from rollout.scheduling.journal.entries import Key
-from rollout.scheduling.journal.packed_trajectory import MESSAGE
+from rollout.scheduling.journal.packed_prompt import STRUCTS
 
 if TYPE_CHECKING:
     from rollout.scheduling.journal.entries import PromptEntry
@@ -55,8 +55,8 @@ def content_of(fields: bytes) -> dict[str, bytes]:
 
 
 def _unrestored(code: int, data: memoryview) -> Any:
-    """A `Message` as its fields, which a mapping may have as well: they say the same."""
-    if code == MESSAGE:
+    """A `Message`, or what is in it, as its fields: a mapping that has them says the same."""
+    if code in STRUCTS:
         return msgspec.msgpack.decode(data, ext_hook=_unrestored)
     return msgspec.msgpack.Ext(code, bytes(data))
 
