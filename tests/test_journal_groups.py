@@ -16,8 +16,9 @@ import pytest
 import rollout
 from rollout import AgentLoop, Group, GroupPolicy, Prompt, PromptError, RolloutConfig, Trajectory
 from rollout.config import AgentConfig, JournalConfig, SchedulingConfig
-from rollout.scheduling.journal.entries import EndEntry, TurnEntry
+from rollout.scheduling.journal.entries import EndEntry, PromptEntry, TurnEntry
 from rollout.scheduling.journal.journal_reading import Payload, Recorded, read_journal
+from rollout.scheduling.journal.journal_writer import JournalWriter
 from rollout.testing import Scenario, run_virtual, tool_call
 from rollout.types import Message
 from test_journal import add, content, cut, entries_of, record_ends
@@ -243,6 +244,36 @@ def test_streamed_groups_have_the_numbers_again_that_they_had(tmp_path: Path) ->
     assert len(numbers) == 3
     for _ in range(2):
         assert streamed(resume=True) == first
+
+
+def test_journal_without_numbers_of_groups_gives_the_same_at_each_resumption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is one of before; what begins again later takes the number along that it has since."""
+    scenario = Scenario(seed=1).reply("slow", "word " * 600).reply("", "ok", filler=5)
+    journal = JournalConfig(path=str(tmp_path / "journal"))
+    config = scenario.timing(base_s=0.01).config(journal=journal, seed=7)
+    put = JournalWriter.put
+
+    def put_as_before(writer: JournalWriter, entry: Any) -> int:
+        if isinstance(entry, PromptEntry):
+            entry.number = -1
+        return put(writer, entry)
+
+    source = [*islice(loader(2), 60)]
+
+    async def act(policy: GroupPolicy, steps: int, *, resume: bool) -> list[list[str]]:
+        async with rollout.open_rollout(config, resume=resume) as runtime:
+            calls = [await runtime.collect(source, 2, policy=policy, step=s) for s in range(steps)]
+        return [[each.uid for each in batch.trajectories] for batch in calls]
+
+    monkeypatch.setattr(JournalWriter, "put", put_as_before)
+    first = run_virtual(lambda: act(CANCEL, 2, resume=False))
+    monkeypatch.setattr(JournalWriter, "put", put)
+    wide = GroupPolicy(oversample=4.0, surplus="cancel")
+    whole = run_virtual(lambda: act(wide, 4, resume=True))
+    assert whole[:2] == first
+    assert run_virtual(lambda: act(wide, 4, resume=True)) == whole
 
 
 def test_collect_of_refused_groups_is_not_asked_for_again(tmp_path: Path) -> None:

@@ -74,7 +74,8 @@ class PromptEntry(msgspec.Struct, array_like=True, tag=1):
             source of groups.
         source: Number of that source, from 1; 0 in journals of before.
         is_last: Whether the source is a sequence all of which was pulled by then.
-        number: Its place among all that were pulled; -1 in journals of before.
+        number: Its place among all that were pulled; -1 in journals of before, where that among the
+            prompts of the journal stands for it.
     """
 
     step: int

@@ -66,11 +66,12 @@ class GroupLog:
     def _read(self, entries: Sequence[PromptEntry]) -> None:
         """Know what an earlier process pulled."""
         steps = [self._step_of(entry) for entry in entries]
-        pulled = [each for each in zip(entries, steps, strict=True) if each[1] != BEGUN_AGAIN]
+        numbers = [at if e.number < 0 else e.number for at, e in enumerate(entries)]
+        whole = zip(entries, steps, numbers, strict=True)
+        pulled = [each for each in whole if each[1] != BEGUN_AGAIN]
         # Where another call had still some of them, it asks the source again up to its end.
-        over = {*self._ended.values()} - {e.source for e, step in pulled if step is None}
-        for place, (entry, step) in enumerate(pulled):
-            number = place if entry.number < 0 else entry.number
+        over = {*self._ended.values()} - {e.source for e, step, _ in pulled if step is None}
+        for entry, step, number in pulled:
             self.pulled = max(self.pulled, number + 1)
             if entry.is_last or entry.source in self._used_up:
                 self._used_up[entry.source] = max(entry.step, self._used_up.get(entry.source, 0))
