@@ -137,6 +137,12 @@ def test_values_as_deep_as_may_be_come_back_and_deeper_ones_are_refused() -> Non
         assert str(refused.value) == f"here {TOO_DEEP}; {EXPECTED}"
 
 
+def test_text_of_a_set_is_the_same_in_each_process() -> None:
+    given = {"v": {"b", "a", "c"}, "w": frozenset(("z", "y"))}
+    written, _ = Unwritable(as_text=True).items(given, "x")
+    assert written == {"v": "{'a', 'b', 'c'}", "w": "{'y', 'z'}"}
+
+
 def test_extra_without_end_is_text_where_text_is_written() -> None:
     deep = nested(3000)
     written, fault = Unwritable(as_text=True).items({"fine": 1, "v": endless(), "w": deep}, "x")

@@ -149,6 +149,19 @@ async def test_selection_rewards_of_groups_are_of_one_scale(has_both: bool) -> N
     assert found["selection/reward/finished"] == 2.0
 
 
+async def test_selection_rewards_of_a_group_count_in_the_call_that_gave_them() -> None:
+    async def of_group(group: Group) -> list[float]:
+        return [float(group.uid[1:])] * len(group.trajectories)
+
+    async with rollout.open_rollout(config(samples=2), group_reward=of_group) as runtime:
+        source = prompts(4)
+        first = await runtime.collect(source, 1, policy=GroupPolicy(oversample=3.0))
+        found = (await runtime.collect(source, 3)).metrics
+    assert first.metrics["selection/reward/finished"] == 1.0  # of p0 to p2
+    assert found["groups/accepted"] == 3
+    assert found["selection/reward/finished"] == 3.0
+
+
 async def test_selection_batch_deadline_cuts_off() -> None:
     opened = LONG_TAIL.config(
         agent=config().agent,

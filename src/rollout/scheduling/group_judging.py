@@ -128,8 +128,11 @@ class GroupJudging:
 
     async def _reward(self, group: PulledGroup, wanted: Sequence[Ended]) -> bool:
         """Whether it has its reward, or needs none; else the call has ended before."""
-        outcomes = [each.trajectory.outcome for each in group.ended]
-        if self._desk.wants_reward(group, wanted):
+        outcomes, new = [each.trajectory.outcome for each in group.ended], wanted
+        if not self._desk.wants_reward(group, wanted):  # an earlier call may have counted some
+            ended = {each.member for each in group.ended[group.known :]}
+            new = [each for each in wanted if each.member in ended]
+        else:
             if self._is_over:
                 return False
             with anyio.CancelScope() as scope:
@@ -142,7 +145,7 @@ class GroupJudging:
                 return False
         self._desk.log.rewarded(group.ended)  # first: it fails those that it cannot write
         self._endings.changed(outcomes, group.ended)
-        self._rewarded(each.trajectory for each in wanted)
+        self._rewarded(each.trajectory for each in new)
         return True
 
     async def _until_written(self, wanted: Sequence[Ended]) -> None:

@@ -150,8 +150,8 @@ class PulledGroup:
         alone, self._alone = self._alone, []
         self.ended = [each for each in self.ended if not any(each is other for other in alone)]
         self.delivery, self.known = 0, len(self.ended)
-        for each in (*self.ended, *alone):  # what becomes of it does so in this call
-            each.member.batch = call.batch
+        for member in (*self.waiting, *(each.member for each in (*self.ended, *alone))):
+            member.batch = call.batch  # what becomes of it does so in this call
         return alone
 
     @property

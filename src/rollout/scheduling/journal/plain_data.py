@@ -237,6 +237,8 @@ def _text(value: Any, kind: Callable[[Any], T]) -> T | str:
         made = kind(value)
         if not isinstance(made, str):
             return made
+        if type(value) in (set, frozenset):
+            made = f"{{{', '.join(sorted(map(repr, value)))}}}"
         # The same in each process.
         return _ADDRESS.sub("", made.encode("utf-8", "backslashreplace").decode())
     except Exception as failure:  # a foreign __repr__
