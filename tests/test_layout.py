@@ -57,6 +57,7 @@ FLOORS = (
     "gateway",
     "integrations",
     "cli",
+    "__main__",
     "testing",
 )
 #: What an engine's process needs beside its core.

@@ -237,10 +237,10 @@ def _text(value: Any, kind: Callable[[Any], T]) -> T | str:
         made = kind(value)
         if not isinstance(made, str):
             return made
-        if type(value) in (set, frozenset):
-            made = f"{{{', '.join(sorted(map(repr, value)))}}}"
+        is_set = type(value) in (set, frozenset)
+        shown = f"{{{', '.join(sorted(map(repr, value)))}}}" if is_set else made
         # The same in each process.
-        return _ADDRESS.sub("", made.encode("utf-8", "backslashreplace").decode())
+        return _ADDRESS.sub("", shown.encode("utf-8", "backslashreplace").decode())
     except Exception as failure:  # a foreign __repr__
         what = f"<{type(value).__qualname__} whose {kind.__name__} raises "
         return f"{what}{type(failure).__qualname__}>"
