@@ -121,17 +121,20 @@ class Shelf(Tool):
         return Session()
 
 
+#: Slow ones have their tools open before they are slow.
+SHELVED = (
+    Scenario(seed=1)
+    .reply("slow", tool_call("shelf"), turn=1)
+    .reply("slow", filler=3000)
+    .reply("", filler=200)
+    .timing(base_s=0.01, slope_s=0.0, prefill_tokens_per_s=1e9)
+)
+
+
 async def test_carried_trajectory_with_open_tools_ends_after_carry_s() -> None:
-    scenario = (
-        Scenario(seed=1)
-        .reply("slow", tool_call("shelf"), turn=1)
-        .reply("slow", filler=3000)
-        .reply("", filler=200)
-        .timing(base_s=0.01, slope_s=0.0, prefill_tokens_per_s=1e9)
-    )
     source, shelf = Counted({0: "slow"}), Shelf()
     limits = LimitsConfig(carry_s=30.0)
-    opened = config(scenario, agent=AgentConfig(name="tool_agent"), limits=limits)
+    opened = config(SHELVED, agent=AgentConfig(name="tool_agent"), limits=limits)
     async with rollout.open_rollout(opened, [shelf]) as runtime:
         await runtime.collect(source, 1, step=0)
         assert (runtime.statistics().carried, shelf.open_sessions) == (2, 2)
@@ -563,15 +566,8 @@ async def test_collect_left_ends_the_carried_members_that_got_no_place_as_surplu
 
 @pytest.mark.parametrize("how", ["cancel", "carry_s"])
 async def test_time_between_calls_is_not_in_the_figures_of_what_ends_there(how: str) -> None:
-    scenario = (
-        Scenario(seed=1)
-        .reply("slow", tool_call("shelf"), turn=1)
-        .reply("slow", filler=3000)
-        .reply("", filler=200)
-        .timing(base_s=0.01, slope_s=0.0, prefill_tokens_per_s=1e9)
-    )
     opened = config(
-        scenario, agent=AgentConfig(name="tool_agent"), limits=LimitsConfig(carry_s=900.0)
+        SHELVED, agent=AgentConfig(name="tool_agent"), limits=LimitsConfig(carry_s=900.0)
     )
     source = Counted({0: "slow"})
     async with rollout.open_rollout(opened, [Shelf()]) as runtime:
