@@ -38,6 +38,9 @@ def test_run_with_a_journal_elsewhere_is_resumed_from_it(
         capsys.readouterr().err
     )
     assert main([*RUN, *ELSEWHERE, "--resume"]) == 0
+    said = capsys.readouterr().out  # what was generated before says nothing about this speed
+    assert "s since it was resumed; 1 trainable\n" in said
+    assert f" {row.transcript.generated_length} generated, 0 observed\n" in said
     [again] = RolloutBatch.load("out").trajectories
     assert again.metrics == row.metrics
 

@@ -161,6 +161,24 @@ async def test_collect_too_many_refused_is_an_error_with_what_there_is() -> None
         assert runtime.statistics().running == 0
 
 
+async def test_groups_that_end_when_too_many_are_refused_are_judged_in_the_next_call() -> None:
+    judged = []
+
+    def refuse(group: Group) -> bool:
+        judged.append(group.uid)
+        return False
+
+    async with rollout.open_rollout(config()) as runtime:
+        source = prompts(8)
+        policy = GroupPolicy(accept=refuse, max_refused=2)
+        with pytest.raises(LimitExceeded, match="max_refused = 2: 3 groups were refused and 0 acc"):
+            await runtime.collect(source, 8, policy=policy)
+        assert len(judged) == 3
+        batch = await runtime.collect(source, 5)
+        assert {*uids(batch)} == {f"p{index}" for index in range(8)} - {*judged}
+        assert runtime.statistics().outcomes == {"completed": 16}
+
+
 def test_has_signal_wants_different_rewards_of_trainable_members() -> None:
     def group(*rewards: float | None, trainable: bool = True) -> Group:
         trajectories = [

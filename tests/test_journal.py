@@ -35,7 +35,7 @@ from rollout.scheduling.journal.entries import AnswersEntry, EndEntry, TurnEntry
 from rollout.scheduling.journal.frames import MAGIC, Frame, TornTail, frames
 from rollout.scheduling.journal.journal_reading import entries_of as entries_in
 from rollout.scheduling.journal.journal_reading import read_journal
-from rollout.testing import Scenario, run_virtual, tool_call
+from rollout.testing import Scenario, run_virtual, simulated_tokenizer, tool_call
 from rollout.tools import ToolContext
 from rollout.types import ToolCall
 
@@ -292,8 +292,25 @@ def test_resume_with_another_chat_template_in_its_file_is_refused(tmp_path: Path
     (again,) = run(config, prompts("quick"), tools=(), resume=True).trajectories
     assert content(again) == content(first)
     template.write_text(text.replace("\n", "\n\n", 1))
-    with pytest.raises(ConfigError, match=r"another model; .*\n  SHA-256 of model.chat_template ="):
+    with pytest.raises(ConfigError, match=r"another model; .*\n  vocabulary and chat template ="):
         run(config, prompts("quick"), tools=(), resume=True)
+
+
+def test_resume_with_another_chat_template_in_the_model_directory_is_refused(
+    tmp_path: Path,
+) -> None:
+    def generate(*, resume: bool) -> dict[str, Any]:  # virtual time does not wait for its files
+        with rollout.open_rollout_blocking(config, reward=reward, resume=resume) as runtime:
+            return content(runtime.generate(prompts("quick")).trajectories[0])
+
+    path, folder = tmp_path / "journal", tmp_path / "model"
+    tokenizer = simulated_tokenizer()
+    tokenizer.save_pretrained(folder)
+    config = config_of(path, model=attrs.evolve(ADDING.config().model, path=str(folder)))
+    assert generate(resume=False) == generate(resume=True)
+    (folder / "chat_template.jinja").write_text(f"{tokenizer.chat_template}{{# other #}}")
+    with pytest.raises(ConfigError, match=r"another model; .*\n  vocabulary and chat template ="):
+        generate(resume=True)
 
 
 def test_resume_with_other_tools_warns_of_each(
@@ -645,5 +662,5 @@ def test_second_runtime_on_the_same_journal_is_refused(tmp_path: Path) -> None:
             async with rollout.open_rollout(config_of(path), [add], resume=True):
                 pass
 
-    with pytest.raises(ConfigError, match="cannot be opened: another process writes it"):
+    with pytest.raises(ConfigError, match="cannot be opened: another runtime writes it"):
         run_virtual(act)

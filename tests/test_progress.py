@@ -291,7 +291,7 @@ def test_summary_of_nothing_says_so() -> None:
     assert lines[:4] == [
         "rows      0 trajectories of 0 prompts in 0.0 s; 0 trainable",
         "outcomes  none",
-        "tokens    0 prompt, 0 generated (0 a second), 0 observed",
+        "tokens    0 prompt, 0 generated, 0 observed",
         "reward    unknown for every row",
     ]
 

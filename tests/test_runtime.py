@@ -542,6 +542,10 @@ async def test_reward_async_is_computed_while_others_generate() -> None:
             rollout.Reward(value=1.0, extra=[1]),  # type: ignore[arg-type]
             "the reward function returned the extra [1]; expected a mapping",
         ),
+        (
+            {"score": 1.0, 3: "points"},
+            "the reward function returned the key 3 in extra; expected a str",
+        ),
     ],
 )
 async def test_reward_is_no_number_trajectory_fails_without_a_reward(value: Any, said: str) -> None:

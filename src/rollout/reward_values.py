@@ -46,6 +46,11 @@ def as_reward(value: Any, who: str) -> Reward:
             raise BadRewardError(
                 f"{who} returned the {name} {given!r:.80}; expected a mapping", name
             )
+    for key in reward.extra:
+        if not isinstance(key, str):
+            raise BadRewardError(
+                f"{who} returned the key {key!r:.80} in extra; expected a str", "extra"
+            )
     return Reward(
         value=finite_number(reward.value, who, expected="a number or a Reward"),
         extra=reward.extra,

@@ -299,7 +299,9 @@ def _finished(result: JobResult, job: ForegroundJob, output: Console, errors: Co
     if result.batch is not None:
         kept = [JOURNAL] if result.written and is_own(journal, job.directory) else []
         files = None if result.fault is None else kept
-        for line in summary_lines(result.batch, result.seconds, job.directory, files):
+        for line in summary_lines(
+            result.batch, result.seconds, job.directory, files, is_resumed=job.resume
+        ):
             print_line(output, line)
     if result.fault is not None:
         return _tell(errors, _loss(result, journal), NOT_SAVED)

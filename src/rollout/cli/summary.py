@@ -21,7 +21,12 @@ MAX_CAUSES = 3
 
 
 def summary_lines(
-    batch: RolloutBatch, seconds: float, directory: Path, files: Sequence[str] | None = None
+    batch: RolloutBatch,
+    seconds: float,
+    directory: Path,
+    files: Sequence[str] | None = None,
+    *,
+    is_resumed: bool = False,
 ) -> list[str]:
     """Lines ``label  text``: rows, outcomes with reasons, tokens, reward, seconds, files.
 
@@ -30,11 +35,12 @@ def summary_lines(
         seconds: What it took, from its start to its end.
         directory: Where it was saved.
         files: What of it was; None: all.
+        is_resumed: Some of it may be from before `seconds` began.
     """
     entries = [
-        ("rows", _rows(batch, seconds)),
+        ("rows", _rows(batch, seconds, is_resumed)),
         ("outcomes", _outcomes(batch)),
-        ("tokens", _tokens(batch, seconds)),
+        ("tokens", _tokens(batch, 0.0 if is_resumed else seconds)),
         ("reward", _reward(batch)),
         *(("cause", cause) for cause in _causes(batch)),
         ("files", _files(directory, files)),
@@ -45,13 +51,12 @@ def summary_lines(
     return [f"{label:<{_LABEL_WIDTH}}{text}" for label, text in entries]
 
 
-def _rows(batch: RolloutBatch, seconds: float) -> str:
+def _rows(batch: RolloutBatch, seconds: float, is_resumed: bool) -> str:
     prompts = len({row.group for row in batch.trajectories})
     trainable = sum(row.trainable for row in batch.trajectories)
     trajectories = count(len(batch.trajectories), "trajectory")
-    return (
-        f"{trajectories} of {count(prompts, 'prompt')} in {seconds:.1f} s; {trainable:,} trainable"
-    )
+    took = f"{seconds:.1f} s" + (" since it was resumed" if is_resumed else "")
+    return f"{trajectories} of {count(prompts, 'prompt')} in {took}; {trainable:,} trainable"
 
 
 def _outcomes(batch: RolloutBatch) -> str:
@@ -67,10 +72,8 @@ def _tokens(batch: RolloutBatch, seconds: float) -> str:
     prompt = sum(transcript.prompt_length for transcript in transcripts)
     generated = sum(transcript.generated_length for transcript in transcripts)
     observed = sum(transcript.response_length for transcript in transcripts) - generated
-    speed = generated / seconds if seconds > 0 else 0.0
-    return (
-        f"{prompt:,} prompt, {generated:,} generated ({speed:,.0f} a second), {observed:,} observed"
-    )
+    speed = f" ({generated / seconds:,.0f} a second)" if seconds > 0 else ""
+    return f"{prompt:,} prompt, {generated:,} generated{speed}, {observed:,} observed"
 
 
 def _reward(batch: RolloutBatch) -> str:

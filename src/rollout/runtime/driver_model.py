@@ -56,6 +56,8 @@ def _load(config: RolloutConfig) -> DriverModel:
     template = template_of(config)
     model = DriverModel(template, _facts(template, config))
     _prepare(template)
+    if config.journal.path is not None:
+        template.fingerprint  # noqa: B018  # takes a while with a large vocabulary, and is kept
     import_tensors()  # last: engines need what comes before
     return model
 

@@ -169,7 +169,9 @@ class GroupJudging:
         self._book.judged(group, is_accepted=is_accepted)
 
     def _accepts(self, group: Group) -> bool | None:
-        """What `accept` says; None where it does not, which its call ends with."""
+        """What `accept` says; None where it does not, or is not asked: its call ends with that."""
+        if self._book.has_refused_too_many:  # others ended in the same moment
+            return None
         try:
             return judge(self._accept, group)
         except BaseException as error:  # as of an agent: it is its call's alone

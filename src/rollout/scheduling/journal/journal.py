@@ -253,9 +253,8 @@ async def read_before(config: RolloutConfig, *, resume: bool) -> Contents | None
         return None
     read = partial(_read, config.journal.file, resume=resume)
     contents = read() if has_virtual_clock() else await anyio.to_thread.run_sync(read)
-    # The model is compared later, once it is loaded.
-    known = "" if contents.header is None else contents.header.model.get("fingerprint", "")
-    check_same(config.journal.path, contents, header_of(config, known, [], 0))
+    # What the model's files hold is compared later, once it is loaded.
+    check_same(config.journal.path, contents, header_of(config, {}, [], 0))
     return contents
 
 
@@ -316,7 +315,7 @@ async def open_journal(
     """The journal of the services' configuration, open for writing; None where it has none.
 
     Raises:
-        ConfigError: It is of another model, cannot be written, or another process writes it.
+        ConfigError: It is of another model, cannot be written, or another runtime writes it.
     """
     config = services.config
     path = config.journal.file
@@ -324,7 +323,11 @@ async def open_journal(
         yield None
         return
     schemas, info = services.tools.schemas(), services.engines.info
-    header = header_of(config, fingerprint, schemas, run_seed, info)
+    files = {
+        "fingerprint": fingerprint,
+        "vocabulary and chat template": services.template.fingerprint,
+    }
+    header = header_of(config, files, schemas, run_seed, info)
     check_same(config.journal.path, contents, header)
     say_other_tools(config.journal.path, contents, header)
     descriptor = _opened(path, contents)
@@ -384,6 +387,6 @@ def _opened(path: Path, contents: Contents) -> int:
         os.ftruncate(descriptor, contents.size)
     except OSError as error:
         os.close(descriptor)
-        why = "another process writes it" if isinstance(error, BlockingIOError) else error.strerror
+        why = "another runtime writes it" if isinstance(error, BlockingIOError) else error.strerror
         raise ConfigError(f"journal.path = {str(path)!r}: cannot be opened: {why}") from error
     return descriptor

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -42,8 +39,6 @@ _MAY_CHANGE = (
 )
 #: Differences that an error names.
 _NAMED = 5
-#: Of what identifies the model: the contents of that file. Journals of before have none.
-_TEMPLATE = "SHA-256 of model.chat_template"
 
 
 def seed_of_run(config: RolloutConfig, before: Contents | None) -> int:
@@ -55,7 +50,7 @@ def seed_of_run(config: RolloutConfig, before: Contents | None) -> int:
 
 def header_of(
     config: RolloutConfig,
-    fingerprint: str,
+    files: Mapping[str, str],
     schemas: Sequence[Mapping[str, Any]],
     run_seed: int,
     engine: EngineInfo | None = None,
@@ -64,7 +59,7 @@ def header_of(
 
     Args:
         config: Of the run.
-        fingerprint: Names the model; "" where nobody knows.
+        files: Fingerprints of what the model's files hold, by what it is.
         schemas: Of all tools.
         run_seed: What all seeds derive from.
         engine: What the engines say of themselves.
@@ -73,7 +68,7 @@ def header_of(
     return Header(
         run=f"{fresh_seed():016x}",
         run_seed=run_seed,
-        model=_model_of(dumped, fingerprint),
+        model={**{f"model.{key}": value for key, value in dumped["model"].items()}, **files},
         config=_lasting(dumped),
         prompts=config.journal.prompts or "",
         schemas=[dict(schema) for schema in schemas],
@@ -92,9 +87,9 @@ def check_same(path: str, contents: Contents, new: Header) -> None:
     if old is None:
         _check_encodable(path, new)
         return
-    model = {key: each for key, each in new.model.items() if key in old.model or key != _TEMPLATE}
+    both = [key for key in new.model if key in old.model]  # other versions name other facts
     for what, one, other in (
-        ("model", old.model, model),
+        ("model", *({key: each.model[key] for key in both} for each in (old, new))),
         ("configuration", old.config, new.config),
         ("prompt file", {"prompts": old.prompts}, {"prompts": new.prompts}),
     ):
@@ -158,15 +153,6 @@ def say_other_tools(path: str, contents: Contents, new: Header) -> None:
 def _read_back(header: Header) -> list[dict[str, Any]]:
     """Its schemas as a journal gives them."""
     return msgspec.msgpack.decode(encoder.encode(header.schemas), type=list[dict[str, Any]])
-
-
-def _model_of(dumped: Mapping[str, Any], fingerprint: str) -> dict[str, Any]:
-    model = {f"model.{key}": value for key, value in dumped["model"].items()}
-    template = model["model.chat_template"]
-    if template is not None:
-        with suppress(OSError, ValueError):  # it is refused where it is loaded
-            model[_TEMPLATE] = hashlib.sha256(Path(template).read_bytes()).hexdigest()
-    return {**model, "fingerprint": fingerprint}
 
 
 def _lasting(dumped: Mapping[str, Any], path: str = "") -> dict[str, Any]:
