@@ -89,7 +89,7 @@ def check_same(path: str, contents: Contents, new: Header) -> None:
         return
     both = [key for key in new.model if key in old.model]  # other versions name other facts
     for what, one, other in (
-        ("model", *({key: each.model[key] for key in both} for each in (old, new))),
+        ("model", {k: old.model[k] for k in both}, {k: new.model[k] for k in both}),
         ("configuration", old.config, new.config),
         ("prompt file", {"prompts": old.prompts}, {"prompts": new.prompts}),
     ):
