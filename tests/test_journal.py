@@ -17,6 +17,7 @@ import rollout
 from rollout import (
     AgentLoop,
     ConfigError,
+    GroupPolicy,
     Outcome,
     Prompt,
     PromptError,
@@ -29,7 +30,7 @@ from rollout import (
     function_tool,
 )
 from rollout.agents import AgentContext, register_agent
-from rollout.config import AgentConfig, JournalConfig, SamplingConfig
+from rollout.config import AgentConfig, JournalConfig, SamplingConfig, SchedulingConfig
 from rollout.errors import LimitExceeded
 from rollout.scheduling.journal.entries import AnswersEntry, EndEntry, TurnEntry
 from rollout.scheduling.journal.frames import MAGIC, Frame, TornTail, frames
@@ -264,12 +265,24 @@ def test_resume_of_another_run_is_refused_naming_the_difference(tmp_path: Path) 
         f"journal.path = {str(path)!r}: is the journal of another configuration; expected the "
         "same, or another journal:\n  sampling.temperature = 1.0 there, 0.5 here"
     )
+    groups = SchedulingConfig(groups=GroupPolicy(oversample=1.5))
+    with pytest.raises(
+        ConfigError, match=r":\n  scheduling.groups.oversample = 1.0 there, 1.5 here$"
+    ):
+        run(
+            config_of(path, scheduling=groups, journal={"prompts": "one"}),
+            prompts("quick"),
+            resume=True,
+        )
     with pytest.raises(
         ConfigError, match=r"another prompt file; .*\n  prompts = 'one' there, 'two'"
     ):
         run(config_of(path, journal={"prompts": "two"}), prompts("quick"), resume=True)
     model = attrs.evolve(ADDING.config().model, chat_template_kwargs={"x": 1})
-    with pytest.raises(ConfigError, match=r"another model; .*\n  model.chat_template_kwargs = {}"):
+    with pytest.raises(
+        ConfigError,
+        match=r"\n  model.chat_template_kwargs.x = nothing there, 1 here$",
+    ):
         run(config_of(path, model=model), prompts("quick"), resume=True)
     changed = [Prompt(messages=[{"role": "user", "content": "another"}], uid="quick")]
     with pytest.raises(PromptError) as refused:

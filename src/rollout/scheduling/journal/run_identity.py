@@ -169,8 +169,11 @@ def _lasting(dumped: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     return flat
 
 
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "") -> Iterator[str]:
     for key in dict.fromkeys((*old, *new)):
         one, other = old.get(key), new.get(key)
-        if one != other:
-            yield f"{key} = {one!r:.200} there, {other!r:.200} here"
+        if isinstance(one, dict) and isinstance(other, dict):
+            yield from _differences(one, other, f"{path}{key}.")
+        elif one != other:
+            there, here = (f"{of[key]!r:.200}" if key in of else "nothing" for of in (old, new))
+            yield f"{path}{key} = {there} there, {here} here"
