@@ -157,7 +157,7 @@ def test_replay_of_an_agent_that_ends_early_or_late_says_what_the_record_has(
     code, lines = replayed(capsys)
     assert code == 1
     assert lines[-1].startswith("departs     at step 3, from the record: the agent ends here")
-    assert lines[-1].endswith("the record goes on with turn 2 of 0/prompt-1/1")
+    assert lines[-1].endswith("the record continues with turn 2 of 0/prompt-1/1")
     write(folder, "ending", hook="await context.generate() if not calls else None")
     code, lines = replayed(capsys)
     assert code == 1

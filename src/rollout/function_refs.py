@@ -81,7 +81,7 @@ def function_ref(
 def _home(function: Any, is_it: Callable[[Any], bool]) -> dict[str, Any]:
     """The names of its module, whose own one leads to it.
 
-    Decorators copy names, and names are given anew, so that they need not. The function's own
+    Decorators copy names, and names are given again, so that they need not. The function's own
     globals are those of a module that `sys.modules` does not know, or has another one for; those of
     a decorator's wrapper are the decorator's.
     """

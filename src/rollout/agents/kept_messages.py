@@ -274,7 +274,7 @@ class KeptMessages(Sequence[Message]):
         return self._reader.schemas
 
     def settle(self) -> None:
-        """Nothing that can be made again is kept from now on, whoever reads."""
+        """Nothing that can be made again is kept from now on, whatever the reader."""
         self._read, self._is_settled = None, True
 
     def _keep(

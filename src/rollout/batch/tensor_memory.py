@@ -43,7 +43,7 @@ class TensorMemory:
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.int64) -> npt.NDArray[Any]:
         """An array of this shape, not filled.
 
-        Its memory is used again once the array is gone: whoever refers to it must refer to the
+        Its memory is used again once the array is gone: code that refers to it must refer to the
         array itself, as `torch.from_numpy` does, and not to a part of it.
         """
         size = math.prod(shape) * dtype.itemsize

@@ -26,7 +26,7 @@ _QWEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-#: Expressions of which no match goes on past a blank that stands alone between other characters: it
+#: Expressions of which no match extends past a blank that stands alone between other characters: it
 #: can begin a match, and be within one of white space only. As there is no looking back either,
 #: such a text is divided at its blanks, and each part by itself.
 _DIVIDING_AT_BLANKS = (_GPT2, _QWEN, _QWEN.replace(r"\p{N}|", r"\p{N}{1,3}|"))

@@ -149,7 +149,7 @@ class Selection:
                 self._finished.add_reward(trajectory.reward)
 
     def cut_off(self, length: int | None) -> None:
-        """One goes on in another call, or ends, at this length, and would have become longer.
+        """One continues in another call, or ends, at this length, and would have become longer.
 
         None: its agent had ended.
         """
@@ -192,7 +192,7 @@ def mean_length(lengths: Iterable[tuple[int, bool]]) -> float:
 
     The product-limit estimate (Kaplan and Meier 1958): the area under the share that is still
     running at each length. Where the longest one was cut off a share is left there, and nothing is
-    known of what it would have done; it goes on as an exponential that has the same share left at
+    known of what it would have done; it continues as an exponential that has the same share left at
     that length (Brown, Hollander and Korwar 1974).
 
     Args:

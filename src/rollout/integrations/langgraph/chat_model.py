@@ -36,7 +36,7 @@ class RolloutChatModel(BaseChatModel):
     (`docs/gateway.md`). Arguments of a call, as of ``bind``, are fields of `sampling`,
     ``max_tokens``, ``stop``, ``seed``, ``n``, ``tools``, ``tool_choice`` and
     ``parallel_tool_calls``, each checked as over HTTP; a call with another one, or with a value
-    that cannot be, raises a `GatewayError` that names it, and the trajectory goes on. Async only:
+    that cannot be, raises a `GatewayError` that names it, and the trajectory continues. Async only:
     ``ainvoke``, ``astream`` and what is built on them.
     """
 

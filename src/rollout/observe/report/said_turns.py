@@ -70,7 +70,7 @@ def _goes_on(rows: Sequence[SavedSegment], at: int) -> bool:
 def _places(
     spans: Sequence[SavedSpan], messages: Sequence[SavedMessage], end: int
 ) -> list[int | None]:
-    """Of each generated span the message that it ends; None: it is in none, or goes on there."""
+    """Of each generated span the message that it ends; None: it is in none, or continues there."""
     places: list[int | None] = []
     heard = 0
     for at in reversed(range(len(spans))):
@@ -113,7 +113,7 @@ def _last_said(
 
 
 def _text(spans: Sequence[SavedSpan], at: int) -> str | None:
-    """Of a span and of those before it, back to an observation: a branch may go on within a turn.
+    """Of a span and of those before it, to an observation: a branch may continue within a turn.
 
     None where the record has no texts.
     """

@@ -71,7 +71,7 @@ class Damage(NamedTuple):
 class FrameBuffer:
     """A frame that is filled, written and filled again, in memory of its own.
 
-    Memory of before is kept: what grows anew takes it from the system page by page, and that costs
+    Memory of before is kept: what grows again takes it from the system page by page, and that costs
     three times the encoding.
 
     Attributes:

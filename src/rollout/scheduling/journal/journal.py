@@ -168,7 +168,7 @@ class Journal(OpenJournal):
         """Have a call that begins take no number that an earlier process gave to another one.
 
         A call that is made again finds its prompts under its number. A group that is continued
-        brings its number with it; any other one that was pulled begins anew.
+        brings its number with it; any other one that was pulled begins again.
         """
         while known := self._contents.prompts.get(_prompt_key(entry)):
             before = self.read(known)

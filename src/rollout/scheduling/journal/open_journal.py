@@ -37,7 +37,7 @@ class JournalCounts:
 
     Attributes:
         returned: Finished trajectories that were returned from it.
-        continued: Unfinished ones that went on from their last whole turn.
+        continued: Unfinished ones that continued from their last whole turn.
         restarted: Unfinished ones that began again, for a tool whose state is lost.
         departed: Of the continued ones those that asked otherwise than before.
         recalled: Turns, and answers of tools to a turn, that were given again.

@@ -166,7 +166,7 @@ class ReplayLog:
             return
         if self._left:
             self._departed(
-                f"the agent ends here ({ending(trajectory)}); the record goes on with "
+                f"the agent ends here ({ending(trajectory)}); the record continues with "
                 f"{_name(self._left[0])}"
             )
         elif recorded is not None:

@@ -335,7 +335,7 @@ class TrajectoryLog(msgspec.Struct, eq=False):
             self._journal.counts.departed += 1
             logger.warning(
                 "%s asked otherwise than before it was resumed: %d of its recorded answers were of "
-                "no use, and it went on from the %d before them",
+                "no use, and it continued after the %d before them",
                 self.key,
                 left,
                 self.recalled,

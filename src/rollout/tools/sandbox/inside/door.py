@@ -45,7 +45,7 @@ def listen_inside(port: int) -> socket.socket:
 
 
 def open_door(listener: socket.socket, address: tuple[str, int]) -> None:
-    """Connect whoever comes to `listener` with `address`, in threads, until this process ends."""
+    """Connect each client of `listener` with `address`, in threads, until this process ends."""
     threading.Thread(target=_serve, args=(listener, address), daemon=True).start()
 
 
