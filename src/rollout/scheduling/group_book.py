@@ -221,8 +221,12 @@ class GroupBook:
 
     def _dues(self, bound: StalenessBound) -> list[int]:
         """When each group that is under way or waits is to be taken at the latest."""
+        return [self._due(group, bound) for group in (*self._open, *self._ready)]
+
+    def _due(self, group: PulledGroup, bound: StalenessBound) -> int:
+        """When it is: what its caller had before a resumption comes before all others."""
         now = self._version()
-        return [max(bound.due(_version_of(g)), now) for g in (*self._open, *self._ready)]
+        return now if group.was_given else max(bound.due(_version_of(group)), now)
 
     def next_member(self) -> GroupMember | None:
         """The member that is to be admitted next; it is not in `waiting` any more."""
@@ -337,8 +341,7 @@ class GroupBook:
         bound = self._bound
         if bound is None:
             return True
-        due = max(bound.due(_version_of(group)), self._version())
-        others = self._dues(bound)
+        due, others = self._due(group, bound), self._dues(bound)
         for each in sorted({other for other in others if other < due}):
             count = sum(other <= each for other in others)
             if count > bound.taken_by(each) - self.consumed - 1:

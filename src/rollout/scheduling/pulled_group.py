@@ -120,6 +120,11 @@ class PulledGroup:
         return self.is_begun or bool(self.waiting) or self.before is not None
 
     @property
+    def was_given(self) -> bool:
+        """Whether an earlier process gave it to its caller."""
+        return self.before is not None and self.before.step is not None
+
+    @property
     def is_carried(self) -> bool:
         """Whether members of it wait to continue."""
         return any(member.is_held for member in self.waiting)
@@ -181,7 +186,7 @@ class PulledGroup:
 
         One that its caller had is what that took, whatever ended its members then.
         """
-        if self.before is not None and self.before.step is not None:
+        if self.was_given:
             return False
         ended = self.ended[self.known :]
         return any(each.trajectory.limit_source == GROUP_S for each in ended)
