@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import anyio
@@ -280,7 +280,33 @@ def test_close_on_the_runtimes_own_thread_is_refused() -> None:
     with open_rollout_blocking(SCENARIO.config(), reward=reward) as opened:
         runtime.append(opened)
         opened.generate([user("quick")])
-    assert errors == ["close: called on the runtime's own thread"]
+    assert len(errors) == 1
+    assert errors[0].startswith("close: called on the runtime's own thread")
+
+
+def test_methods_on_the_runtimes_own_thread_are_refused_but_those_that_are_awaited(
+    runtime: BlockingRollout,
+) -> None:
+    errors: list[str] = []
+
+    def accept(_: rollout.Group) -> bool:
+        for wait in (runtime.statistics, runtime.sleep, lambda: runtime.generate([user("quick")])):
+            with pytest.raises(rollout.RolloutError, match="on which async functions") as caught:
+                wait()
+            errors.append(str(caught.value))
+        with pytest.raises(rollout.RolloutError), runtime.stream([user("quick")]):
+            pass
+        return True
+
+    async def prompts() -> AsyncIterator[Prompt]:
+        batch = await runtime.agenerate([user("quick")])
+        yield user(batch.trajectories[0].answer + "quick")
+
+    batch = runtime.collect(prompts(), 1, policy=rollout.GroupPolicy(accept=accept))
+    assert [t.answer for t in batch.trajectories] == ["ok"]
+    assert len({*errors}) == 1
+    assert errors[0].startswith("a blocking method: called on the runtime's own thread")
+    assert runtime.statistics().running == 0
 
 
 SCRIPT = """

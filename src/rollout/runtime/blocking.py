@@ -54,9 +54,10 @@ async def _read(read: Callable[[], T]) -> T:
 class BlockingRollout(BlockingGroups):
     """A `RolloutRuntime` on a thread of its own; made by `open_rollout_blocking`.
 
-    Every method may be called from any thread. Ctrl-C, or any other exception that reaches a
-    caller while it waits, ends that call's trajectories, leaves as itself, and leaves the runtime
-    usable.
+    Every method may be called from any thread but the runtime's own, on which async functions and
+    `accept` run: what waits there is refused with a `RolloutError`. Ctrl-C, or any other exception
+    that reaches a caller while it waits, ends that call's trajectories, leaves as itself, and
+    leaves the runtime usable.
     """
 
     def __init__(
@@ -141,7 +142,8 @@ class BlockingRollout(BlockingGroups):
         call = self._start(
             lambda: self._runtime.generate(
                 prompts, samples=samples, step=step, validate=validate, layout=layout, trim=trim
-            )
+            ),
+            is_awaited=True,
         )
         try:
             batch: RolloutBatch = await wait_future(call.future)
@@ -218,8 +220,7 @@ class BlockingRollout(BlockingGroups):
         Raises:
             RolloutError: It is called on the runtime's own thread, which it would wait for.
         """
-        if threading.current_thread() is self._thread:
-            raise RolloutError("close: called on the runtime's own thread")
+        self._refuse_own_thread("close")
         atexit.unregister(self.close)
         self._is_ready.wait()
         self._post(self._leave.set)
@@ -250,6 +251,7 @@ class BlockingRollout(BlockingGroups):
             given, leave = opened.result()
 
             def end() -> None:
+                self._refuse_own_thread()
                 self._post(leave.set)
                 self._finish(call)
 
@@ -280,7 +282,24 @@ class BlockingRollout(BlockingGroups):
             self._post(call.cancel)
             call.future.exception()
 
-    def _start(self, function: Callable[[], Awaitable[Any]]) -> LoopCall:
+    def _refuse_own_thread(self, what: str = "a blocking method") -> None:
+        """There a wait would have no end."""
+        if threading.current_thread() is self._thread:
+            raise RolloutError(
+                f"{what}: called on the runtime's own thread, on which async functions and accept "
+                "run, and which it would wait for; expected another thread"
+            )
+
+    def _start(
+        self, function: Callable[[], Awaitable[Any]], *, is_awaited: bool = False
+    ) -> LoopCall:
+        """Have it called on the loop.
+
+        Args:
+            is_awaited: Whether the caller awaits its end, in place of blocking its thread.
+        """
+        if not is_awaited:
+            self._refuse_own_thread()
         call = LoopCall(function)
         self._calls.add(call)
         call.future.add_done_callback(lambda _: self._calls.discard(call))
