@@ -6,6 +6,8 @@ from collections import Counter
 from typing import Any, ClassVar
 
 import anyio
+import anyio.lowlevel
+import attrs
 import pytest
 import trio
 from trio.testing import MockClock
@@ -13,7 +15,7 @@ from trio.testing import MockClock
 import rollout
 from rollout import Group, GroupPolicy, Outcome
 from rollout.agents import AgentContext, AgentLoop
-from rollout.errors import LimitExceeded, SourceEnded
+from rollout.errors import LimitExceeded, RolloutError, SourceEnded
 from test_group_choices import config, source, uids
 from test_groups import Counted, user
 
@@ -230,3 +232,34 @@ async def test_stream_that_is_left_tells_a_task_that_waits_for_a_group(surplus: 
             await anyio.sleep(1.0)
         with anyio.fail_after(1.0):
             await ended.wait()
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+@pytest.mark.parametrize("call", ["generate", "stream", "collect", "stream_groups"])
+async def test_call_that_begins_as_the_runtime_is_closed_learns_it(call: str, sleeps: bool) -> None:
+    async def begin(runtime: Any, said: list[str]) -> None:
+        prompts = [user("slow", uid="p0")]
+        try:
+            if call in ("generate", "collect"):
+                await getattr(runtime, call)(prompts, *([1] if call == "collect" else []))
+            else:
+                async with getattr(runtime, call)(prompts) as found:
+                    assert [each async for each in found] == []
+        except RolloutError as error:
+            said.append(str(error))
+
+    opened = config()
+    if sleeps:
+        opened = attrs.evolve(
+            opened, engine=attrs.evolve(opened.engine, sleep_between_batches=True)
+        )
+    for rounds in range(20):
+        said: list[str] = []
+        with anyio.fail_after(1000.0):
+            async with anyio.create_task_group() as tasks:
+                async with rollout.open_rollout(opened) as runtime:
+                    tasks.start_soon(begin, runtime, said)
+                    for _ in range(rounds):
+                        await anyio.lowlevel.checkpoint()
+        assert len(said) == 1
+        assert "closed" in said[0]

@@ -22,13 +22,16 @@ class OpenCalls(dict[BatchRun | GroupRun, Call]):
 
     def __init__(self) -> None:
         super().__init__()
+        self._is_closing = False
         self._tasks: dict[StreamedRun | GroupRun, int] = {}
         self._idle = anyio.Event()
 
     @contextmanager
     def running(self, run: BatchRun | GroupRun, call: Call) -> Iterator[None]:
-        """The call runs in the block."""
+        """The call runs in the block; one that begins while they are being closed ends at once."""
         self[run] = call
+        if self._is_closing:
+            call.close()
         try:
             yield
         finally:
@@ -52,6 +55,7 @@ class OpenCalls(dict[BatchRun | GroupRun, Call]):
 
     async def close(self) -> None:
         """End the calls, which are other tasks', and wait until none is left."""
+        self._is_closing = True
         while self:
             self._idle = anyio.Event()
             for call in self.values():

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from rollout.errors import EngineError
+from rollout.errors import EngineError, RolloutError
+from rollout.scheduling.member_runs import CLOSED_MEANWHILE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -41,13 +42,19 @@ class SleepBetweenBatches:
 
     @asynccontextmanager
     async def awake(self) -> AsyncIterator[None]:
-        """They are awake for a batch."""
+        """They are awake for a batch.
+
+        Raises:
+            RolloutError: The runtime was closed meanwhile.
+        """
         if not self._is_wanted:
             yield
             return
         self._batches += 1
         try:
             await self._engines.wake_up()
+            if self.is_over:
+                raise RolloutError(CLOSED_MEANWHILE)
             yield
         finally:
             self._batches -= 1

@@ -11,6 +11,8 @@ from anyio.abc import ObjectReceiveStream
 from anyio.lowlevel import checkpoint_if_cancelled
 
 from rollout.chat.trajectory import Trajectory
+from rollout.errors import RolloutError
+from rollout.scheduling.member_runs import CLOSED_MEANWHILE
 
 if TYPE_CHECKING:
     from anyio.streams.memory import MemoryObjectReceiveStream
@@ -112,8 +114,8 @@ class StreamedRun:
         return [trajectory for _, trajectory in rows if trajectory is not None]
 
     def close(self) -> None:
-        """End every trajectory and deliver no more of them; `failure` says so in the end."""
-        self.is_closed = True
+        """End every trajectory and deliver no more of them; `failure` says so."""
+        self.is_closed, self.failure = True, RolloutError(CLOSED_MEANWHILE)
         self._run.close()
         self.received.close()
 
