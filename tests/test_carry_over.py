@@ -302,6 +302,33 @@ async def test_step_that_has_used_up_its_turn_is_given_up_though_it_is_carried()
         assert runtime.statistics().outcomes == {"failed": 1}
 
 
+async def test_cancelled_agent_that_does_not_end_is_given_up_though_it_is_carried() -> None:
+    @rollout.register_agent("stays_cancelled")
+    class Stays(AgentLoop):
+        async def run(self, context: Any) -> None:
+            if context.prompt.uid == "p0":
+                with anyio.CancelScope(shield=True):
+                    await anyio.sleep_forever()
+            await anyio.sleep(2.0)
+
+    opened = config(
+        SLOW, 1, agent=AgentConfig(name="stays_cancelled"), limits=LimitsConfig(cleanup_s=5.0)
+    )
+
+    async def cancel() -> None:
+        await anyio.sleep(1.5)
+        assert runtime.cancel("p0") == 1
+
+    async with rollout.open_rollout(opened) as runtime, anyio.create_task_group() as tasks:
+        tasks.start_soon(cancel)
+        batch = await runtime.collect([user("go", uid=f"p{at}") for at in range(2)], 1)
+        assert [t.uid for t in batch.trajectories] == ["p1"]
+        await anyio.sleep(10.0)
+        statistics = runtime.statistics()
+        assert statistics.outcomes == {"completed": 1, "failed": 1}
+        assert (statistics.carried, statistics.unresponsive) == (0, 1)
+
+
 async def test_tool_of_a_group_that_catches_cancellation_at_the_turns_limit_is_given_up() -> None:
     @function_tool
     async def nap() -> str:

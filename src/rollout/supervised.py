@@ -180,7 +180,7 @@ class Supervised(Ends, Expiring, Generic[T]):
         self._deadline = at
         if self._scope is not None:
             self._scope.deadline = at
-        if self._at is not None:
+        if self._at is not None and self._at > self._supervision.clock():  # else it is cancelled
             self._at = at
             self._supervision.end_at(self, at)
 
