@@ -559,6 +559,36 @@ async def test_cancel_between_calls_of_all_ends_every_carried_trajectory() -> No
     assert ended == [("p0", "cancelled")] * 2 + [("p2", "completed")] * 2
 
 
+@pytest.mark.parametrize("how", ["cancel", "discard"])
+async def test_carried_members_can_be_ended_while_surplus_of_their_call_cleans_up(how: str) -> None:
+    @rollout.register_agent("cleans_up_long")
+    class CleansUp(AgentLoop):
+        async def run(self, context: Any) -> None:
+            try:
+                await context.generate()
+                await anyio.sleep(1000.0 * context.identity.member)
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await anyio.sleep(3.0 * context.identity.member)
+
+    async def end() -> None:
+        await anyio.sleep(2.0)
+        assert runtime.statistics().carried == 2
+        if how == "cancel":
+            assert runtime.cancel("p0") == 2
+        else:
+            assert await runtime.discard_carried() == 2
+
+    opened = config(agent=AgentConfig(name="cleans_up_long"))
+    policy = GroupPolicy(surplus="carry", oversample=2.0, members=1)
+    async with rollout.open_rollout(opened) as runtime, anyio.create_task_group() as tasks:
+        tasks.start_soon(end)
+        batch = await runtime.collect(Counted({0: "slow"}), 1, policy=policy)
+        assert [t.uid for t in batch.trajectories] == ["p1"]
+        await anyio.sleep(5.0)
+        assert runtime.statistics().carried == 0
+
+
 @pytest.mark.parametrize("surplus", ["cancel", "carry"])
 async def test_collect_left_ends_the_carried_members_that_got_no_place_as_surplus_says(
     surplus: str,

@@ -250,12 +250,15 @@ class GroupRun:
         for member in leaving.carried:
             self._running.pop(member, None)
             self.selection.cut_off(member.tokens)
+        carried = {group: None for group in leaving.kept if group.is_carried}
+        self._desk.keep([*carried])  # where they can be cancelled while others clean up here
         while any(member.group.call is self for member in self._desk.live):
             await self._changed.wait()
-        for group in leaving.kept:
+        rest = [group for group in leaving.kept if group not in carried]
+        for group in rest:
             group.call = None
         del self._source.users[self.change]
-        self._desk.keep(leaving.kept)
+        self._desk.keep(rest)
         self._endings.log()
 
     # Where members come from: see `MemberSource`.
