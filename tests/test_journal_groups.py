@@ -16,6 +16,8 @@ import pytest
 import rollout
 from rollout import AgentLoop, Group, GroupPolicy, Prompt, PromptError, RolloutConfig, Trajectory
 from rollout.config import AgentConfig, JournalConfig, SchedulingConfig
+from rollout.errors import RolloutError
+from rollout.runtime.collation import Collation
 from rollout.scheduling.journal.entries import EndEntry, PromptEntry, TurnEntry
 from rollout.scheduling.journal.journal_reading import Payload, Recorded, read_journal
 from rollout.scheduling.journal.journal_writer import JournalWriter
@@ -463,3 +465,57 @@ def test_messages_of_groups_that_are_resumed_are_what_their_source_gave(tmp_path
         assert {row["outcome"] for row in rows} == {"completed"}
         assert all(type(row["prompt"].messages[0]) is Message for row in rows)
     assert len(whole.batches) == 2
+
+
+def closed_after(seconds: float, config: RolloutConfig, take: Any) -> RolloutError:
+    """What a call of groups ends with whose runtime another task closes after that time."""
+
+    async def call(runtime: rollout.RolloutRuntime, errors: list[RolloutError]) -> None:
+        try:
+            await take(runtime)
+        except RolloutError as error:
+            errors.append(error)
+
+    async def main() -> RolloutError:
+        errors: list[RolloutError] = []
+        async with anyio.create_task_group() as tasks:
+            async with rollout.open_rollout(config, [add]) as runtime:
+                tasks.start_soon(call, runtime, errors)
+                await anyio.sleep(seconds)
+        return errors[0]
+
+    return run_virtual(main, ceiling_s=1000.0)
+
+
+def test_collect_that_lays_its_batch_out_as_the_runtime_is_closed_does_not_wait_for_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def slowly(*args: Any, **keywords: Any) -> Any:
+        await anyio.sleep(60.0)
+        return await batch(*args, **keywords)
+
+    batch, config = Collation.batch, config_of(tmp_path / "journal")
+    monkeypatch.setattr(Collation, "batch", slowly)
+    error = closed_after(50.0, config, lambda runtime: runtime.collect(loader(), 1, step=0))
+    assert str(error) == "the runtime was closed, and its journal with it"
+    assert error.partial is not None
+    assert {sample.uid for sample in error.partial.samples} == {"p0"}
+    monkeypatch.undo()
+    assert run(config, [0], resume=True, policy=None).uids[0][:2] == ["p0", "p0"]
+
+
+def test_stream_of_groups_on_a_full_disk_ends_with_its_runtime(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    async def take(runtime: rollout.RolloutRuntime) -> None:
+        async with runtime.stream_groups(loader()) as groups:
+            await anyio.sleep(20.0)
+            monkeypatch.setattr("os.writev", refuse)
+            async for _ in groups:
+                pass
+
+    error = closed_after(50.0, config_of(tmp_path / "journal"), take)
+    assert str(error) == "the runtime was closed while this call was running"

@@ -72,6 +72,7 @@ class JournalWriter:
         admitted: The number up to which records are put without waiting.
         size: Bytes in the file.
         failure: Why the last attempt to write failed; None where it did not.
+        is_closed: Whether nothing more is written.
         sealed: As many records as change no more; others may where `is_amending` is set meanwhile.
         is_amending: Whether one is being changed, on the loop.
         listeners: Called on the loop when more is written, or cannot be; see `ask`.
@@ -93,6 +94,7 @@ class JournalWriter:
         self.size = size
         self.sealed, self.is_amending = 0, False
         self.failure: RolloutError | None = None
+        self.is_closed = False
         self._path, self._descriptor, self._syncs = path, descriptor, syncs
         hold(descriptor)
         #: Records that are to be encoded: one by one that costs twice as much. Under the lock, for
@@ -272,6 +274,8 @@ class JournalWriter:
         if self._thread is None or self._done.is_set():
             let_go(self._descriptor)
             os.close(self._descriptor)
+        self.is_closed = True
+        self._tell()
 
     def _run(self) -> None:
         is_busy = False
@@ -310,6 +314,8 @@ class JournalWriter:
 
     def _write_all(self) -> None:
         """Write what was put so far."""
+        if self.is_closed:
+            return
         before, failure = self.written, self.failure
         try:
             with self._lock:

@@ -116,6 +116,8 @@ class OpenJournal:
     def failure(self) -> JournalError | None:
         """Why it cannot be written at present."""
         failure = self.writer.failure
+        if failure is None and self.writer.is_closed:
+            return JournalError("the runtime was closed, and its journal with it")
         return None if failure is None else JournalError(str(failure))
 
     @contextmanager
@@ -146,11 +148,15 @@ class OpenJournal:
             await writer.until_written(ticket - writer.allowance, CHECK_S)
 
     async def kept(self, ticket: int, deadline: float = math.inf) -> None:
-        """Until a record is written, or need not be; not past this where the disk refuses it."""
-        while not self.has_written(ticket):
-            if self.writer.failure is not None and self._clock() >= deadline:
+        """Until a record is written, or need not be.
+
+        Where the disk refuses it, not past this; nor once the journal is closed.
+        """
+        writer = self.writer
+        while not (self.has_written(ticket) or writer.is_closed):
+            if writer.failure is not None and self._clock() >= deadline:
                 return
-            await self.writer.until_written(ticket, CHECK_S, within_s=SOON_S)
+            await writer.until_written(ticket, CHECK_S, within_s=SOON_S)
 
     async def until_written(
         self, ticket: int, deadline: float, is_over: Callable[[], bool]
