@@ -47,7 +47,7 @@ class World:
             if book.is_complete:
                 break
             if bound is not None:
-                under_way = len(book.open_groups) + len(book.ready_groups) + book.consumed
+                under_way = len(book.open_groups) + book.counts["accepted"]
                 assert under_way <= bound.room(self.version)
             move = self.dice.randrange(5)
             if move == 0 and book.wants_group:

@@ -56,7 +56,7 @@ class GroupStream(AsyncIterator[Group]):
 
 
 @attrs.frozen(kw_only=True)
-class GroupCall:
+class CheckedCall:
     """What a caller asked for, checked."""
 
     source: PromptSource
@@ -89,7 +89,7 @@ class GroupCalls:
         groups: Any = 1,
         max_staleness: Any = None,
         groups_per_step: Any = None,
-    ) -> GroupCall:
+    ) -> CheckedCall:
         """What a call was given.
 
         Raises:
@@ -109,11 +109,11 @@ class GroupCalls:
                 f"scheduling.samples_per_prompt = {samples}"
             )
         accept = acceptance(whole.accept)
-        return GroupCall(source=self._desk.source_of(source), policy=whole, accept=accept)
+        return CheckedCall(source=self._desk.source_of(source), policy=whole, accept=accept)
 
     def run_of(
         self,
-        call: GroupCall,
+        call: CheckedCall,
         step: int,
         groups: int | None,
         max_staleness: int | None = None,

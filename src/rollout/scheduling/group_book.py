@@ -114,11 +114,6 @@ class GroupBook:
         return tuple(self._open)
 
     @property
-    def ready_groups(self) -> tuple[PulledGroup, ...]:
-        """Those that are accepted and not taken."""
-        return tuple(self._ready)
-
-    @property
     def wants_group(self) -> bool:
         """Whether one more is to be adopted."""
         if self._is_stopped or self._has_all_prompts or self.is_complete:

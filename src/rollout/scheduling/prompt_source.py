@@ -89,6 +89,7 @@ class PromptSource:
     Attributes:
         given: What the caller gave; kept, so that nothing else gets its identity.
         kept: Pulled and not used, in the order in which they were.
+        count: Prompts that it has given.
         is_over: Whether it has given all that it has.
         failure: What it raised, until somebody was told.
         is_pulling: Whether it is being asked.
@@ -116,7 +117,7 @@ class PromptSource:
         self._threads = threads
         self._made = made
         self._iterator: Iterator[Any] | AsyncIterator[Any] | None = None
-        self._count = 0
+        self.count = 0
         self._task: SourceTask | None = None
 
     def ask(
@@ -174,7 +175,7 @@ class PromptSource:
             if given is _END:
                 self._end()
             else:
-                self._count += 1
+                self.count += 1
                 group = self._made(given, self)
                 if group is not None:
                     self.kept.append(group)
@@ -191,7 +192,7 @@ class PromptSource:
     def _look_for_end(self) -> None:
         """Where it is known beforehand."""
         length = self._length()
-        if length is not None and self._count >= length:
+        if length is not None and self.count >= length:
             self.is_used_up = True
             self._end()
 
@@ -246,11 +247,6 @@ class PromptSource:
     def can_be_asked(self) -> bool:
         """Whether it may have more, and is not being asked."""
         return not (self.is_over or self.is_pulling)
-
-    @property
-    def count(self) -> int:
-        """Prompts that it has given."""
-        return self._count
 
     async def _next(self) -> Any:
         if self._iterator is None:

@@ -57,7 +57,7 @@ class GroupLog:
         #: Of lists that were pulled to their end the last step that had something of them.
         self._used_up: dict[int, int] = {}
         self._left: list[PulledBefore] = []
-        self._ended = {} if journal is None else dict(journal.ended_sources)
+        self._ended_sources = {} if journal is None else dict(journal.ended_sources)
         self._missing = {} if journal is None else dict(journal.missing)
         self.pulled = self._sources = 0
         if journal is not None:
@@ -70,7 +70,7 @@ class GroupLog:
         whole = zip(entries, steps, numbers, strict=True)
         pulled = [each for each in whole if each[1] != BEGUN_AGAIN]
         # Where another call had still some of them, it asks the source again up to its end.
-        over = {*self._ended.values()} - {e.source for e, step, _ in pulled if step is None}
+        over = {*self._ended_sources.values()} - {e.source for e, step, _ in pulled if step is None}
         for entry, step, number in pulled:
             self.pulled = max(self.pulled, number + 1)
             if entry.is_last or entry.source in self._used_up:
@@ -99,9 +99,9 @@ class GroupLog:
 
     def has_ended(self, step: int) -> bool:
         """Whether a call of this step was told that its source had ended; said once."""
-        if step not in self._ended:
+        if step not in self._ended_sources:
             return False
-        del self._ended[step]
+        del self._ended_sources[step]
         return True
 
     def missing_in(self, step: int) -> int | None:
