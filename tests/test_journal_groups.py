@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from rollout.config import AgentConfig, JournalConfig, SchedulingConfig
 from rollout.errors import RolloutError
 from rollout.runtime.collation import Collation
 from rollout.scheduling.journal.entries import EndEntry, PromptEntry, TurnEntry
+from rollout.scheduling.journal.journal import Journal
 from rollout.scheduling.journal.journal_reading import Payload, Recorded, read_journal
 from rollout.scheduling.journal.journal_writer import JournalWriter
 from rollout.testing import Scenario, run_virtual, tool_call
@@ -519,3 +520,37 @@ def test_stream_of_groups_on_a_full_disk_ends_with_its_runtime(
 
     error = closed_after(50.0, config_of(tmp_path / "journal"), take)
     assert str(error) == "the runtime was closed while this call was running"
+
+
+def test_task_that_waits_for_a_group_gets_the_one_that_another_is_cancelled_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def source() -> AsyncIterator[Prompt]:
+        yield next(loader())
+        await anyio.sleep(1000.0)
+
+    async def slowly(*args: Any) -> Any:
+        await anyio.sleep(5.0)
+        return await kept(*args)
+
+    async def main() -> None:
+        async with (
+            rollout.open_rollout(config_of(tmp_path / "journal"), [add]) as runtime,
+            runtime.stream_groups(source()) as groups,
+            anyio.create_task_group() as tasks,
+        ):
+
+            async def take(seconds: float, expected: list[str]) -> None:
+                with anyio.move_on_after(seconds):
+                    found.append((await anext(groups)).uid)
+                assert found == expected
+
+            await anyio.sleep(20.0)
+            tasks.start_soon(take, 3.0, [])
+            await anyio.sleep(1.0)
+            tasks.start_soon(take, 10.0, ["p0"])
+
+    found: list[str] = []
+    kept = Journal.kept
+    monkeypatch.setattr(Journal, "kept", slowly)
+    run_virtual(main)

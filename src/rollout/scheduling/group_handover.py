@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from rollout.chat.group import Group
     from rollout.errors import JournalError
@@ -21,13 +21,20 @@ class GroupHandover:
 
     Args:
         deadline: Up to when it waits for a journal that cannot be written.
+        change: Has those look again who wait for a group.
     """
 
     def __init__(
-        self, desk: GroupDesk, book: GroupBook, source: PromptSource, step: int, deadline: Deadline
+        self,
+        desk: GroupDesk,
+        book: GroupBook,
+        source: PromptSource,
+        step: int,
+        deadline: Deadline,
+        change: Callable[[], None],
     ) -> None:
         self._desk, self._book, self._source = desk, book, source
-        self._step, self._deadline = step, deadline
+        self._step, self._deadline, self._change = step, deadline, change
         self._has_told_end = False
 
     async def give(self, groups: Sequence[PulledGroup]) -> JournalError | None:
@@ -54,6 +61,7 @@ class GroupHandover:
             for group in groups:
                 group.call = None
             self._desk.keep(groups)
+        self._change()
 
     def note_missing(self, missing: int) -> None:
         """The caller gets the others, and no error."""

@@ -68,7 +68,7 @@ class GroupRun:
         self.step, self.batch, self.began = step, 0, anyio.current_time()
         self.taken_names: set[str] = set()
         self._desk, self._source = desk, source
-        self.handover = GroupHandover(desk, book, source, step, deadline)
+        self.handover = GroupHandover(desk, book, source, step, deadline, self.change)
         self._group_s, self._deadline = group_s, deadline
         self._config, self._tally = config, tally
         self._endings = GroupEndings(deadline, config, tally, desk.events, self.fail)
