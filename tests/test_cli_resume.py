@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from pathlib import Path
 
@@ -79,3 +80,33 @@ def test_resume_of_a_call_with_other_options_is_refused_with_the_difference(
     assert main([*RUN, "--resume"]) == 2
     assert f", {option}' there, 'prompts.jsonl, SHA-256" in capsys.readouterr().err
     assert main([*RUN, *option.split(), "--resume"]) == 0
+
+
+@pytest.mark.parametrize("option", ["--overwrite", "--resume"])
+def test_run_into_the_directory_of_a_run_that_is_under_way_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    assert main(RUN) == 0
+    own = folder / "out" / JOURNAL
+    before = {each.name: each.read_bytes() for each in (folder / "out").iterdir()}
+    with own.open("rb+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # as who writes it has it
+        assert main([*RUN, option]) == 2
+    assert capsys.readouterr().err.endswith(
+        f"journal.path = 'out/{JOURNAL}': cannot be opened: another runtime writes it\n"
+    )
+    assert {each.name: each.read_bytes() for each in (folder / "out").iterdir()} == before
+
+
+def test_run_that_overwrites_and_does_not_start_leaves_the_journal_of_before(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(RUN) == 0
+    before = (folder / "out" / JOURNAL).read_bytes()
+    Path("chat.jinja").write_text("{% if %}")
+    assert main([*RUN, "--overwrite", "--set", "model.chat_template=chat.jinja"]) == 2
+    assert "starting 1 engine" in capsys.readouterr().err
+    assert (folder / "out" / JOURNAL).read_bytes() == before
+    assert main([*RUN, "--overwrite"]) == 0
+    assert not (folder / "out" / f"{JOURNAL}.before").exists()
+    assert main([*RUN, "--resume"]) == 0

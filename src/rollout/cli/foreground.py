@@ -16,7 +16,12 @@ import attrs
 
 from rollout.cli.explain_signal import explaining_at_signal
 from rollout.cli.progress import ProgressDisplay, details_of, show_progress
-from rollout.cli.run_journal import ended_in, forget_journal, without_earlier_batch
+from rollout.cli.run_journal import (
+    ended_in,
+    set_journal_aside,
+    settle_journal,
+    without_earlier_batch,
+)
 from rollout.config import RolloutConfig
 from rollout.disk_room import lacks_room
 from rollout.errors import RolloutError
@@ -135,10 +140,13 @@ async def run_job(job: ForegroundJob, console: Console) -> JobResult:
     """
     threads = WorkerThreads(max_threads=2, max_abandoned=1)
     run = _Run(job, threads)
+    set_journal_aside(job.config, job.directory, resume=job.resume)
     job.set_events_aside()
     try:
         await _perform(job, run, console)
     finally:
+        if not job.resume:
+            settle_journal(job.directory, has_results=run.batch is not None)
         job.settle_events(
             is_saved=run.batch is not None and run.fault is None,
             are_given_up=run.events_are_given_up,
@@ -160,7 +168,6 @@ async def _perform(job: ForegroundJob, run: _Run, console: Console) -> None:
             )
             tasks.start_soon(run.load)
             with run.starting:
-                forget_journal(job.config, job.directory, resume=job.resume)
                 async with open_rollout(
                     job.observed_config,
                     job.tools,

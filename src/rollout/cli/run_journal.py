@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 #: As `rollout.batch.storage.JOURNAL`, which takes longer to import.
 JOURNAL = "trajectories.journal"
+#: Where that of an earlier run waits until this one has results.
+ASIDE = f"{JOURNAL}.before"
 
 
 def with_journal(
@@ -91,12 +94,33 @@ def check_new(config: RolloutConfig, directory: Path) -> None:
         )
 
 
-def forget_journal(config: RolloutConfig, directory: Path, *, resume: bool) -> None:
-    """Remove the journal of an earlier run that is to be overwritten."""
+def set_journal_aside(config: RolloutConfig, directory: Path, *, resume: bool) -> None:
+    """Have the journal of an earlier run, which is to be overwritten, wait for this one's results.
+
+    Raises:
+        ConfigError: Another run writes it, whether it is to be overwritten or continued.
+    """
     path = config.journal.file
-    if path is not None and not resume and is_own(path, directory):
-        with suppress(FileNotFoundError):
-            path.unlink()
+    if path is None or not path.is_file():
+        return
+    with path.open("rb+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"journal.path = {str(path)!r}: cannot be opened: another runtime writes it"
+            ) from None
+        if not resume and is_own(path, directory):
+            (directory / JOURNAL).replace(directory / ASIDE)
+
+
+def settle_journal(directory: Path, *, has_results: bool) -> None:
+    """Give up the journal that was set aside, or put it back where this run has no results."""
+    with suppress(FileNotFoundError):  # as a rule
+        if has_results:
+            (directory / ASIDE).unlink()
+        else:
+            (directory / ASIDE).replace(directory / JOURNAL)
 
 
 def without_earlier_batch(directory: Path) -> Callable[[Trajectory], None]:
@@ -109,7 +133,7 @@ def without_earlier_batch(directory: Path) -> Callable[[Trajectory], None]:
             is_there = False
             from rollout.batch.storage import FILES, META  # with torch, imported by then
 
-            for name in (META, *FILES):
+            for name in (META, *FILES, ASIDE):
                 (directory / name).unlink(missing_ok=True)
 
     return remove
