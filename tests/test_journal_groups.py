@@ -173,6 +173,15 @@ def test_group_reward_of_a_recorded_group_is_not_asked_for_again(tmp_path: Path)
         assert not ended & {*RANKED}
 
 
+def test_rewarded_group_that_is_carried_is_in_the_journal_once(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    alike = (each for each in loader() if int((each.uid or "p0")[1:]) % 3)  # they end together
+    run(config_of(path), [0, 1], alike, policy=CARRY, group_reward=ranked)
+    ended = [each.key for each in entries_of(path) if isinstance(each, EndEntry)]
+    assert Counter(each.uid for each in ended) == {"p1": 2, "p2": 2, "p4": 2, "p5": 2}
+    assert {each.step for each in ended} == {0}
+
+
 def test_generate_with_a_group_reward_is_resumed_group_by_group(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     source = loader()

@@ -229,7 +229,7 @@ class GroupLog:
             return
         with self._journal.together():
             for _, member, trajectory in ended:
-                if not member.log.is_finished:
+                if not (member.log.is_finished or member.log.is_ended):  # for an earlier call
                     member.log.end(trajectory)
 
     async def until_written(

@@ -103,6 +103,11 @@ class TrajectoryLog(msgspec.Struct, eq=False):
         return self._recorded.end is not None
 
     @property
+    def is_ended(self) -> bool:
+        """Whether it was given its outcome in this process."""
+        return self._ticket > 0
+
+    @property
     def is_taken(self) -> bool:
         """Whether the caller had it before."""
         return self._recorded.delivered_in is not None
