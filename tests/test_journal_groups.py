@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from itertools import islice
@@ -171,6 +172,30 @@ def test_group_reward_of_a_recorded_group_is_not_asked_for_again(tmp_path: Path)
         assert resumed.batches == whole.batches
         assert sorted({*RANKED, *ended}) == ["p0", "p1", "p2", "p3"]
         assert not ended & {*RANKED}
+
+
+def test_resumption_keeps_no_prompts_until_a_call_takes_them(tmp_path: Path) -> None:
+    config, size, count = config_of(tmp_path / "journal"), 200_000, 20
+
+    def pages() -> Iterator[Prompt]:
+        for prompt in loader():
+            yield msgspec.structs.replace(prompt, ground_truth=f"{prompt.uid} {'x' * size}")
+
+    async def act(*, resume: bool) -> tuple[int, list[str]]:
+        tracemalloc.start()
+        try:
+            async with rollout.open_rollout(config, [add], resume=resume) as runtime:
+                kept = tracemalloc.get_traced_memory()[0]
+                tracemalloc.stop()
+                batch = await runtime.collect(pages(), count, step=0)
+                return kept, [each.prompt.ground_truth for each in batch.trajectories]
+        finally:
+            tracemalloc.stop()
+
+    before, given = run_virtual(lambda: act(resume=False))
+    after, again = run_virtual(lambda: act(resume=True))
+    assert again == given
+    assert after - before < size
 
 
 def test_rewarded_group_that_is_carried_is_in_the_journal_once(tmp_path: Path) -> None:

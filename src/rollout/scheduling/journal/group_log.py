@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from itertools import starmap
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
+from xxhash import xxh3_128_digest
 
 from rollout.errors import JournalError, PromptError
 from rollout.scheduling.journal.entries import (
@@ -19,7 +21,7 @@ from rollout.scheduling.journal.packed_prompt import packed_prompt, prompt_of
 from rollout.scheduling.journal.pulled_before import PulledBefore, content_of, name_at
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from rollout.chat.trajectory import Trajectory
     from rollout.scheduling.journal.journal import Journal
@@ -29,8 +31,21 @@ if TYPE_CHECKING:
     from rollout.scheduling.pulled_group import PulledGroup
     from rollout.types import Prompt
 
-    #: The uid with which a prompt was pulled, and its other fields.
+    #: The uid with which a prompt was pulled, and the sum of its other fields.
     _Pull = tuple[str, bytes]
+
+
+class _Known(NamedTuple):
+    """Of a `PulledBefore` what is small.
+
+    Attributes:
+        pull: As what its source gave it.
+    """
+
+    number: int
+    entry: PromptEntry
+    step: int | None
+    pull: _Pull
 
 
 class GroupLog:
@@ -56,33 +71,37 @@ class GroupLog:
         self._pulls: dict[_Pull, deque[int]] = {}
         #: Of lists that were pulled to their end the last step that had something of them.
         self._used_up: dict[int, int] = {}
-        self._left: list[PulledBefore] = []
+        #: By the step of the call that gave them to its caller; None: none did.
+        self._left: dict[int | None, list[_Known]] = {}
         self._ended_sources = {} if journal is None else dict(journal.ended_sources)
         self._missing = {} if journal is None else dict(journal.missing)
         self.pulled = self._sources = 0
         if journal is not None:
             self._read(journal.pulled_before())
 
-    def _read(self, entries: Sequence[PromptEntry]) -> None:
+    def _read(self, entries: Iterable[PromptEntry]) -> None:
         """Know what an earlier process pulled."""
-        steps = [self._step_of(entry) for entry in entries]
-        numbers = [at if e.number < 0 else e.number for at, e in enumerate(entries)]
-        whole = zip(entries, steps, numbers, strict=True)
-        pulled = [each for each in whole if each[1] != BEGUN_AGAIN]
+        found = list(starmap(self._known, enumerate(entries)))
+        pulled = [each for each in found if each.step != BEGUN_AGAIN]
         # Where another call had still some of them, it asks the source again up to its end.
-        over = {*self._ended_sources.values()} - {e.source for e, step, _ in pulled if step is None}
-        for entry, step, number in pulled:
-            self.pulled = max(self.pulled, number + 1)
+        unused = {each.entry.source for each in pulled if each.step is None}
+        over = {*self._ended_sources.values()} - unused
+        for each in pulled:
+            entry, step = each.entry, each.step
+            self.pulled = max(self.pulled, each.number + 1)
             if entry.is_last or entry.source in self._used_up:
                 self._used_up[entry.source] = max(entry.step, self._used_up.get(entry.source, 0))
             if entry.source not in over:
-                pull = _pull_of(entry.fields, entry.pulled or "")
-                self._pulls.setdefault(pull, deque()).append(entry.source)
+                self._pulls.setdefault(each.pull, deque()).append(entry.source)
             if step != UNWANTED:
-                prompt = prompt_of(entry.fields)
-                version = self._version_of(entry) if step is None else None
-                self._left.append(PulledBefore(number, prompt, entry, step, version))
-        self._sources = max((entry.source for entry in entries), default=0)
+                self._left.setdefault(step, []).append(each)
+        self._sources = max((each.entry.source for each in found), default=0)
+
+    def _known(self, at: int, entry: PromptEntry) -> _Known:
+        """A prompt of the journal, without what is large in it: it is read again where wanted."""
+        pull, step = _pull_of(entry.fields, entry.pulled or ""), self._step_of(entry)
+        entry.fields = b""
+        return _Known(at if entry.number < 0 else entry.number, entry, step, pull)
 
     def _step_of(self, entry: PromptEntry) -> int | None:
         assert self._journal is not None
@@ -120,7 +139,7 @@ class GroupLog:
 
     def given_in(self, step: int) -> list[PulledBefore]:
         """Those that a call of this step gave to its caller, in the order in which it did; once."""
-        taken = self._taken([each for each in self._left if each.step == step])
+        taken = [*map(self._whole, self._left.pop(step, ()))]
         if self._journal is None or not taken:
             return taken
         place = self._journal.given_at
@@ -135,7 +154,7 @@ class GroupLog:
             step: Of a call that begins.
             kept: Sources that something is left of, which a call is to get first.
         """
-        left = {*kept, *(each.entry.source for each in self._left if each.step is None)}
+        left = {*kept, *(each.entry.source for each in self._left.get(None, ()))}
         gone = {source for source, last in self._used_up.items() if last < step} - left
         if gone:
             for pull, sources in self._pulls.items():
@@ -149,16 +168,21 @@ class GroupLog:
         Of several that have the same name the first, and none that has one of these: they are
         left for a later call, since none gets a name twice.
         """
-        rest: dict[str | None, PulledBefore] = {}
-        for each in self._left:
-            if each.step is None and each.prompt.uid not in names:
-                rest.setdefault(each.prompt.uid, each)
-        return self._taken(list(rest.values()))
+        first: dict[str, _Known] = {}
+        for each in self._left.get(None, ()):
+            if each.entry.uid not in names:
+                first.setdefault(each.entry.uid, each)
+        if first:
+            numbers = {each.number for each in first.values()}
+            self._left[None] = [each for each in self._left[None] if each.number not in numbers]
+        return [*map(self._whole, first.values())]
 
-    def _taken(self, chosen: list[PulledBefore]) -> list[PulledBefore]:
-        numbers = {each.number for each in chosen}
-        self._left = [each for each in self._left if each.number not in numbers]
-        return chosen
+    def _whole(self, known: _Known) -> PulledBefore:
+        number, entry, step, _ = known
+        assert self._journal is not None
+        prompt = prompt_of(self._journal.prompt_before(entry).fields)
+        version = self._version_of(entry) if step is None else None
+        return PulledBefore(number, prompt, entry, step, version)
 
     def is_repeated(self, given: Prompt, source: PromptSource, place: int) -> bool:
         """Whether a source gives again what an earlier process pulled.
@@ -278,4 +302,5 @@ def _logs(ended: Sequence[Any]) -> list[TrajectoryLog]:
 
 def _pull_of(fields: bytes, uid: str) -> _Pull:
     content = sorted(content_of(fields).items())
-    return uid, b"".join(value for name, value in content if name != "uid")
+    value = b"".join(value for name, value in content if name != "uid")
+    return uid, xxh3_128_digest(value)

@@ -37,7 +37,7 @@ from rollout.scheduling.journal.trajectory_log import NOTHING, TrajectoryLog
 from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from rollout.agents.services import Services
@@ -91,10 +91,17 @@ class Journal(OpenJournal):
         if contents.version is None:
             self.note_version(services.engines.info.weight_version)
 
-    def pulled_before(self) -> list[PromptEntry]:
+    def pulled_before(self) -> Iterator[PromptEntry]:
         """Prompts of calls of groups, in the order in which they were first begun."""
-        found = map(self.read, self._contents.prompts.values())
-        return [e for e in found if isinstance(e, PromptEntry) and e.pulled is not None]
+        for entry in map(self.read, self._contents.prompts.values()):
+            if isinstance(entry, PromptEntry) and entry.pulled is not None:
+                yield entry
+
+    def prompt_before(self, entry: PromptEntry) -> PromptEntry:
+        """The whole record of a prompt of which some is known."""
+        found = self.read(self._contents.prompts[_prompt_key(entry)])
+        assert isinstance(found, PromptEntry)
+        return found
 
     def delivery_of(self, step: int, uid: str, call: int) -> int | None:
         """The step of the call that gave members of a group to its caller; None: none did."""
