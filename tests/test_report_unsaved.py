@@ -16,7 +16,10 @@ from rollout import GroupPolicy, open_rollout
 from rollout.config import ObserveConfig, SchedulingConfig
 from rollout.errors import RolloutError
 from rollout.observe.report import write_report
+from rollout.observe.report.saved_trajectories import TrajectoryLines
+from rollout.scheduling.journal import ended_trajectories, packed_trajectory
 from rollout.testing import Scenario, run_virtual
+from test_journal import config_of, prompts, record_ends, run
 
 
 def data_of(directory: Path) -> dict[str, Any]:
@@ -90,3 +93,23 @@ def test_report_of_groups_says_how_many_were_asked_for_and_leaves_out_carried_ti
 
     assert ["collect()", "step 5, 1 group"] in data["run"]
     assert sum(seconds for _, seconds in data["spent"]) < 500.0
+
+
+def test_report_that_follows_a_journal_makes_each_trajectory_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def trajectory_of(*given: Any) -> Any:
+        trajectory = packed_trajectory.trajectory_of(*given)
+        made.append(trajectory.uid)
+        return trajectory
+
+    monkeypatch.setattr(ended_trajectories, "trajectory_of", trajectory_of)
+    whole = tmp_path / "whole"
+    run(config_of(whole), prompts("quick one", "quick two"), samples=1)
+    lines = TrajectoryLines(tmp_path / "none", tmp_path / "journal")
+    for stop in record_ends(whole):
+        (tmp_path / "journal").write_bytes(whole.read_bytes()[:stop])
+        assert len(lines.read()) <= 1
+    assert sorted(made) == ["quick one", "quick two"]

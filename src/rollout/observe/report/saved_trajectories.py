@@ -179,10 +179,11 @@ class TrajectoryLines:
         from rollout.batch.records import trajectory_line
         from rollout.scheduling.journal.ended_trajectories import ended_by_key
 
-        found = ended_by_key(self._journal)
-        new = [key for key in found if key not in self._from_journal]
+        new = ended_by_key(self._journal, self._from_journal)
         self._from_journal.update(new)
-        return [_with_key(trajectory_line(found[key], None).rstrip(b"\n"), key) for key in new]
+        return [
+            _with_key(trajectory_line(each, None).rstrip(b"\n"), key) for key, each in new.items()
+        ]
 
     def decode(self, line: bytes) -> SavedTrajectory:
         """The trajectory of a line.

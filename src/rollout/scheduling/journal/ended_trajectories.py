@@ -11,6 +11,7 @@ from rollout.config import config_from_dict
 from rollout.engine.driver.model_template import template_of
 from rollout.errors import JournalError
 from rollout.scheduling.journal.journal_reading import (
+    PromptKey,
     logger,
     read_journal,
     reader_of,
@@ -22,7 +23,7 @@ from rollout.scheduling.journal.packed_prompt import prompt_of
 from rollout.scheduling.journal.packed_trajectory import trajectory_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Container, Mapping, Sequence
     from pathlib import Path
 
     from rollout.chat import ChatTemplate
@@ -52,6 +53,20 @@ class _LateTemplate:
         return self._template.decode(ids)
 
 
+class _Prompts(dict[PromptKey, "Prompt | None"]):
+    """Those of a journal, each read when it is first asked for; None where it is lost."""
+
+    def __init__(self, contents: Contents, read: Read) -> None:
+        super().__init__()
+        self._payloads, self._read = contents.prompts, read
+
+    def __missing__(self, key: PromptKey) -> Prompt | None:
+        payload = self._payloads.get(key)
+        entry = None if payload is None else cast("PromptEntry", self._read(payload))
+        self[key] = prompt = None if entry is None else prompt_of(entry.fields)
+        return prompt
+
+
 def ended_trajectories(path: Path) -> list[Trajectory]:
     """Those that a journal has, in the order in which they were first spoken of.
 
@@ -64,8 +79,8 @@ def ended_trajectories(path: Path) -> list[Trajectory]:
     return list(ended_by_key(path).values())
 
 
-def ended_by_key(path: Path) -> dict[Key, Trajectory]:
-    """As `ended_trajectories`, each with what it was asked for."""
+def ended_by_key(path: Path, known: Container[Key] = ()) -> dict[Key, Trajectory]:
+    """As `ended_trajectories`, each with what it was asked for; without those that are known."""
     contents = read_journal(path, skips_damage=True)
     if contents.torn is not None:
         say_torn(path, contents.torn)
@@ -79,12 +94,12 @@ def ended_by_key(path: Path) -> dict[Key, Trajectory]:
     config = config_from_dict(header.all_config)
     template: Any = _LateTemplate(config)
     parser = get_tool_parser(config.agent.tool_format)
-    prompts = _prompts(contents, path)
+    prompts = _Prompts(contents, read)
     found, lost = {}, 0
     for key, recorded in contents.trajectories.items():
-        if recorded.end is None:
+        if recorded.end is None or key in known:
             continue
-        prompt = prompts.get((key.step, key.uid, key.validate, key.call))
+        prompt = prompts[key.step, key.uid, key.validate, key.call]
         offered = _offered(header.schemas, prompt)
 
         def reader(
@@ -127,14 +142,6 @@ def _is_doubtful(recorded: Recorded, damages: Sequence[Damage]) -> bool:
         return False
     last, end = recorded.turns[-1].start, recorded.end.start
     return any(last < each.start < end for each in damages)
-
-
-def _prompts(contents: Contents, path: Path) -> dict[Any, Prompt]:
-    read = reader_of(path)
-    return {
-        key: prompt_of(cast("PromptEntry", read(payload)).fields)
-        for key, payload in contents.prompts.items()
-    }
 
 
 def _offered(
