@@ -110,3 +110,13 @@ def test_run_that_overwrites_and_does_not_start_leaves_the_journal_of_before(
     assert main([*RUN, "--overwrite"]) == 0
     assert not (folder / "out" / f"{JOURNAL}.before").exists()
     assert main([*RUN, "--resume"]) == 0
+
+
+def test_run_with_a_journal_whose_link_leads_to_itself_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "loop").symlink_to("loop")
+    assert main([*RUN, "--set", "journal.path=loop"]) == 2
+    assert capsys.readouterr().err.endswith(
+        "journal.path = 'loop': cannot be written: Too many levels of symbolic links\n"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -75,7 +76,7 @@ def _named(prompts: Path) -> str:
 
 def is_own(path: Path | None, directory: Path) -> bool:
     """Whether this is the journal that a run keeps in its directory, however it is spelt."""
-    return path is not None and path.resolve() == (directory / JOURNAL).resolve()
+    return path is not None and os.path.realpath(path) == os.path.realpath(directory / JOURNAL)
 
 
 def check_new(config: RolloutConfig, directory: Path) -> None:
