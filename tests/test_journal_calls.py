@@ -498,3 +498,21 @@ def test_stream_polled_with_cancellation_loses_no_group_to_its_journal(
     assert sorted(anyio.run(act, backend=backend)) == names
     delivered = [e for e in entries_of(tmp_path / "j") if isinstance(e, DeliveredEntry)]
     assert len(delivered) == len(names)
+
+
+def test_resumption_that_has_everything_writes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    given = [user("a", "a"), user("b", "b")]
+
+    async def act(*, resume: bool) -> None:
+        async with rollout.open_rollout(config(path), resume=resume) as runtime:
+            await runtime.generate(given, step=0)
+            await runtime.generate(given, step=0, validate=True)
+            async with runtime.stream(given, step=1) as trajectories:
+                _ = [each async for each in trajectories]
+            await runtime.collect(loader(), 2, step=2)
+
+    run_virtual(lambda: act(resume=False))
+    whole = path.read_bytes()
+    run_virtual(lambda: act(resume=True))
+    assert path.read_bytes() == whole

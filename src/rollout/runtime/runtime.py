@@ -179,7 +179,8 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
                     await self._collation.attach(error, rows, window, "packed")
                 raise
         if self._journal is not None:
-            self._journal.delivered([m.log.key for m in run.members if m.log is not None])
+            logs = [member.log for member in run.members if member.log is not None]
+            self._journal.delivered([log.key for log in logs if not log.is_taken])
         return batch
 
     @contextmanager

@@ -268,7 +268,7 @@ class GroupLog:
     def delivered(self, ended: Sequence[Any], step: int) -> int:
         """A call of this step gives these members to its caller; the number of that record."""
         keys = [log.key for log in _logs(ended) if not log.is_taken]
-        return self._journal.delivered(keys, step) if self._journal is not None and keys else 0
+        return 0 if self._journal is None else self._journal.delivered(keys, step)
 
     async def kept(self, number: int, deadline: float) -> JournalError | None:
         """Wait until the journal has that record; why it cannot be written, if it cannot.

@@ -178,8 +178,9 @@ class OpenJournal:
         return self.writer.failure is not None and self._config.on_failure == "continue"
 
     def delivered(self, keys: Iterable[Key], step: int | None = None) -> int:
-        """The caller has these; see `DeliveredEntry`. The number of that record."""
-        return self.put(DeliveredEntry(list(keys), step))
+        """The caller has these; see `DeliveredEntry`. The number of that record; 0: of none."""
+        given = list(keys)
+        return self.put(DeliveredEntry(given, step)) if given else 0
 
     def say_unwritable(self, error: Exception) -> None:
         """What a tool answered is not written; said once."""

@@ -371,7 +371,7 @@ class TrajectoryLog(msgspec.Struct, eq=False):
 
     def delivered(self) -> None:
         """The caller has it."""
-        self._journal.delivered([self.key])
+        self._journal.delivered([] if self.is_taken else [self.key])
 
     def _count(self) -> None:
         self.recalled += 1
