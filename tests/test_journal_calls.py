@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from time import sleep  # noqa: TID251  (a thread's time)
 from typing import Any
 
 import anyio
@@ -516,3 +517,26 @@ def test_resumption_that_has_everything_writes_nothing(tmp_path: Path) -> None:
     whole = path.read_bytes()
     run_virtual(lambda: act(resume=True))
     assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (Path.unlink, "was moved, removed or replaced while this runtime writes it"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-9]), "was changed while this runtime"),
+        (lambda path: path.write_bytes(path.read_bytes() + b"x"), "expected"),
+    ],
+)
+def test_file_that_others_change_while_it_is_written_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: Any, said: str
+) -> None:
+    path = tmp_path / "journal"
+    with rollout.open_rollout_blocking(config(path)) as runtime:
+        runtime.generate([user("a", "a")], step=0)
+        change(path)
+        for step in (1, 2):
+            runtime.generate([user("a", "a")], step=step)
+            sleep(0.25)  # its thread writes what nobody waits for
+    [message] = [each for each in caplog.messages if str(path) in each]
+    assert message.startswith(f"{path} was ")
+    assert said in message

@@ -188,7 +188,7 @@ def test_resumption_keeps_no_prompts_until_a_call_takes_them(tmp_path: Path) -> 
                 kept = tracemalloc.get_traced_memory()[0]
                 tracemalloc.stop()
                 batch = await runtime.collect(pages(), count, step=0)
-                return kept, [each.prompt.ground_truth for each in batch.trajectories]
+                return kept, [str(each.prompt) for each in batch.trajectories]
         finally:
             tracemalloc.stop()
 

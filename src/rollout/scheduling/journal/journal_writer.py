@@ -16,6 +16,7 @@ import anyio
 from rollout.bridge import event_type, has_virtual_clock, loop_poster
 from rollout.clocks import monotonic
 from rollout.disk_room import unwritable
+from rollout.scheduling.journal.foreign_changes import foreign_change
 from rollout.scheduling.journal.frames import MAGIC, FrameBuffer
 from rollout.scheduling.journal.held_files import hold, let_go
 from rollout.scheduling.journal.large_records import single_frames
@@ -96,6 +97,7 @@ class JournalWriter:
         self.failure: RolloutError | None = None
         self.is_closed = False
         self._path, self._descriptor, self._syncs = path, descriptor, syncs
+        self._place, self._is_foreign = path.absolute(), False
         hold(descriptor)
         #: Records that are to be encoded: one by one that costs twice as much. Under the lock, for
         #: the thread does so as well, they are taken from here into what is to be written.
@@ -285,6 +287,7 @@ class JournalWriter:
             else:
                 self._closing.wait(RETRY_S)
             self._within_s, before = self._gather_s, self.written
+            self._look()
             self._write_all()
             is_busy = self.written > before
             with suppress(RuntimeError):  # nobody handed over
@@ -311,6 +314,14 @@ class JournalWriter:
             while within_s > 0:
                 within_s = min(within_s, self._signals.get(timeout=within_s))
         self._is_gathering = False
+
+    def _look(self) -> None:
+        """Say once what others have done to the file: nothing here would fail by it."""
+        if not self._is_foreign and self.failure is None:
+            change = foreign_change(self._place, self._descriptor, self.size)
+            if change is not None:
+                self._is_foreign = True
+                logger.error("%s %s", self._path, change)
 
     def _write_all(self) -> None:
         """Write what was put so far."""
