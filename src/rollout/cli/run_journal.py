@@ -99,20 +99,20 @@ def set_journal_aside(config: RolloutConfig, directory: Path, *, resume: bool) -
     """Have the journal of an earlier run, which is to be overwritten, wait for this one's results.
 
     Raises:
-        ConfigError: Another run writes it, whether it is to be overwritten or continued.
+        ConfigError: Another run writes it, whether it is to be overwritten or continued; or it
+            cannot be opened.
     """
     path = config.journal.file
     if path is None or not path.is_file():
         return
-    with path.open("rb+") as file:
-        try:
+    try:
+        with path.open("rb+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"journal.path = {str(path)!r}: cannot be opened: another runtime writes it"
-            ) from None
-        if not resume and is_own(path, directory):
-            (directory / JOURNAL).replace(directory / ASIDE)
+            if not resume and is_own(path, directory):
+                (directory / JOURNAL).replace(directory / ASIDE)
+    except OSError as error:
+        why = "another runtime writes it" if isinstance(error, BlockingIOError) else error.strerror
+        raise ConfigError(f"journal.path = {str(path)!r}: cannot be opened: {why}") from error
 
 
 def settle_journal(directory: Path, *, has_results: bool) -> None:
