@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import logging
@@ -171,7 +172,7 @@ def test_journal_with_many_frames_and_room_for_some_has_the_records_that_fit(
         for room in (1000, 5000, 5200, 12_000, 1 << 20):
             with files_up_to(room):
                 writer._write_all()
-            found = written()
+            found = written_to(path)
             assert found == records[: writer.written]
             assert writer.written not in is_whole[1:]
             sizes.append(path.stat().st_size)
@@ -179,13 +180,52 @@ def test_journal_with_many_frames_and_room_for_some_has_the_records_that_fit(
         assert writer.failure is None
         await writer.close(1.0)
 
-    def written() -> list[Any]:
-        whole = [each for each in frames(memoryview(path.read_bytes())) if isinstance(each, Frame)]
-        return [msgspec.msgpack.decode(record) for each in whole for _, record in records_of(each)]
+    trio.run(write, clock=MockClock(autojump_threshold=0))
+    assert written_to(path) == records
+    assert sizes == sorted(sizes)
+
+
+def test_journal_continues_after_a_part_that_the_system_would_not_take_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "journal"
+    is_faulty = False
+
+    def fail(number: int) -> None:
+        if is_faulty:
+            raise OSError(number, os.strerror(number))
+
+    def writev(descriptor: int, buffers: Any) -> int:
+        if is_faulty:
+            os.write(descriptor, b"".join(buffers)[:10])
+        fail(errno.EIO)
+        return os_writev(descriptor, buffers)
+
+    def ftruncate(descriptor: int, size: int) -> None:
+        fail(errno.EROFS)
+        os_ftruncate(descriptor, size)
+
+    os_writev, os_ftruncate = os.writev, os.ftruncate
+    monkeypatch.setattr(os, "writev", writev)
+    monkeypatch.setattr(os, "ftruncate", ftruncate)
+
+    async def write() -> None:
+        nonlocal is_faulty
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        options: dict[str, Any] = {"syncs": False, "gather_s": 0.0, "allowance": 1000}
+        writer = JournalWriter(path, descriptor, 0, **options)
+        writer.put(cast("Any", ["record", 0]))
+        for _ in range(3):
+            is_faulty = True
+            writer.put(cast("Any", ["record", writer.put_count]))
+            assert writer.failure is not None
+            is_faulty = False
+            writer.put(cast("Any", ["record", writer.put_count]))
+            assert writer.failure is None
+        await writer.close(1.0)
 
     trio.run(write, clock=MockClock(autojump_threshold=0))
-    assert written() == records
-    assert sizes == sorted(sizes)
+    assert written_to(path) == [["record", at] for at in range(7)]
 
 
 @pytest.mark.parametrize("answers", [True, False])
@@ -223,9 +263,14 @@ def test_journal_busy_loop_has_records_written_and_does_not_wait_for_a_disk_that
         await writer.close(20.0)
 
     trio.run(write)
-    found = [each for each in frames(memoryview(path.read_bytes())) if isinstance(each, Frame)]
-    records = [msgspec.msgpack.decode(record) for each in found for _, record in records_of(each)]
-    assert records == [["record", at] for at in range(count)]
+    assert written_to(path) == [["record", at] for at in range(count)]
+
+
+def written_to(path: Path) -> list[Any]:
+    """The records of a journal's file."""
+    whole = [*frames(memoryview(path.read_bytes()))]
+    assert all(isinstance(each, Frame) for each in whole)
+    return [msgspec.msgpack.decode(record) for each in whole for _, record in records_of(each)]
 
 
 @pytest.fixture

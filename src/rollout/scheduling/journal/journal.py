@@ -367,7 +367,7 @@ async def open_journal(
 
 def _sync_names(path: Path) -> None:
     """Have the name of a new file on the disk, and those of its folders: some are as new."""
-    for folder in path.absolute().parents:
+    for folder in {*path.absolute().parents, *path.resolve().parents}:  # it may be a link
         with suppress(OSError):  # not each system does that
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:

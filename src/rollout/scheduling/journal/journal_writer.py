@@ -97,7 +97,7 @@ class JournalWriter:
         self.failure: RolloutError | None = None
         self.is_closed = False
         self._path, self._descriptor, self._syncs = path, descriptor, syncs
-        self._place, self._is_foreign = path.absolute(), False
+        self._place, self._is_foreign, self._is_torn = path.absolute(), False, False
         hold(descriptor)
         #: Records that are to be encoded: one by one that costs twice as much. Under the lock, for
         #: the thread does so as well, they are taken from here into what is to be written.
@@ -378,14 +378,18 @@ class JournalWriter:
         """All of some parts, or nothing of them."""
         size = sum(map(len, parts))
         try:
+            if self._is_torn:
+                os.ftruncate(self._descriptor, self.size)
+            self._is_torn = True
             done = os.writev(self._descriptor, parts)
             while done < size:  # as a rule there is no room, and this says so
                 done += os.write(self._descriptor, b"".join(parts)[done:])
             if self._syncs:
                 os.fdatasync(self._descriptor)
         except OSError:
-            os.ftruncate(self._descriptor, self.size)
+            os.ftruncate(self._descriptor, self.size)  # where that fails too, the next one does it
             raise
+        self._is_torn = False
         self.size += size
 
     def _tell(self) -> None:
