@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 import sys
 from pathlib import Path
 
@@ -38,12 +39,11 @@ def lanes_in_speedscope(timeline: Path, directory: Path) -> dict[str, dict[str, 
         page.press("3")  # a table of what a lane shows
         while True:
             page.wait_for("document.body.innerText.includes('Symbol Name')")
-            title = page.run(
-                "document.body.innerText.match(/\\n(.*) \\((\\d+)\\/(\\d+)\\)/).slice(1)"
-            )
-            name, number, count = title
-            rows = page.run("document.body.innerText.split('Symbol Name')[1]")
-            found[name] = _totals(rows)
+            text = page.run("document.body.innerText")  # once: it may show another lane after that
+            title = re.search(r"\n(.*) \((\d+)/(\d+)\)", text)
+            assert title is not None, text
+            name, number, count = title.groups()
+            found[name] = _totals(text.split("Symbol Name")[1])
             if number == count:
                 assert page.complaints == []
                 return found
