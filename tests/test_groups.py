@@ -161,6 +161,24 @@ async def test_collect_too_many_refused_is_an_error_with_what_there_is() -> None
         assert runtime.statistics().running == 0
 
 
+@pytest.mark.parametrize("where", ["source", "accept"])
+async def test_stream_does_not_end_silently_by_an_exception_of_the_users(where: str) -> None:
+    def raise_it(*_: Any) -> bool:
+        raise StopAsyncIteration
+
+    def source() -> Iterator[Prompt]:
+        yield from prompts(1)
+        if where == "source":
+            raise_it()
+
+    policy = GroupPolicy(accept=raise_it if where == "accept" else None)
+    async with rollout.open_rollout(config()) as runtime:
+        with pytest.raises(RuntimeError, match="source, or accept, raised StopAsyncIteration"):
+            async with runtime.stream_groups(source(), policy=policy) as groups:
+                async for _ in groups:
+                    pass
+
+
 async def test_groups_that_end_when_too_many_are_refused_are_judged_in_the_next_call() -> None:
     judged = []
 

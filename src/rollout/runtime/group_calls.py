@@ -45,7 +45,10 @@ class GroupStream(AsyncIterator[Group]):
         return await self._run.next_group()
 
     async def __anext__(self) -> Group:
-        group = await self.receive()
+        try:
+            group = await self.receive()
+        except StopAsyncIteration as error:  # else the loop ends as if all was well
+            raise RuntimeError("the source, or accept, raised StopAsyncIteration") from error
         if group is None:
             raise StopAsyncIteration
         return group
