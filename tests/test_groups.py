@@ -214,6 +214,7 @@ def test_has_signal_wants_different_rewards_of_trainable_members() -> None:
 
     assert has_signal(group(0.0, 1.0))
     assert not has_signal(group(1.0, 1.0))
+    assert not has_signal(group(0.3, 0.1 + 0.2))  # which float32 does not tell apart
     assert not has_signal(group(1.0, None))
     assert not has_signal(group(0.0, 1.0, trainable=False))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from copy import copy
@@ -33,9 +34,10 @@ def has_signal(group: Group) -> bool:
 
     A group whose members all got the same teaches nothing where advantages are relative to it
     (dynamic sampling, Yu et al. 2025, DAPO). One with fewer than two known rewards has none either.
+    Rewards are compared as tensors have them, in float32.
     """
-    rewards = {t.reward for t in group.trajectories if t.trainable and t.reward is not None}
-    return len(rewards) > 1
+    rewards = (t.reward for t in group.trajectories if t.trainable and t.reward is not None)
+    return len({*array("f", rewards)}) > 1
 
 
 def acceptance(accept: object) -> Accept | None:
