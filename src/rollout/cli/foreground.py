@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import anyio
 import attrs
 
+from rollout.cli.aside import set_aside, settle
 from rollout.cli.explain_signal import explaining_at_signal
 from rollout.cli.progress import ProgressDisplay, details_of, show_progress
 from rollout.cli.run_journal import (
+    JOURNAL,
     ended_in,
     set_journal_aside,
-    settle_journal,
     without_earlier_batch,
 )
 from rollout.config import RolloutConfig
@@ -49,8 +50,6 @@ if TYPE_CHECKING:
 GRACE_S = 1.5
 #: Reason of trajectories that a signal has cancelled.
 INTERRUPTED = "interrupted"
-#: Where the events of an earlier run wait until this one has results.
-ASIDE = "events.jsonl.before"
 
 
 @attrs.frozen(kw_only=True)
@@ -81,7 +80,7 @@ class ForegroundJob:
         """Those of an earlier run are continued where that is resumed only."""
         path = self.directory / EVENTS
         if self.config.observe.path is None and path.exists() and not self.resume:
-            path.replace(self.directory / ASIDE)
+            set_aside(path)
 
     def give_up_events(self) -> bool:
         """Leave the room that this run's events take to its results; whether there are any."""
@@ -93,15 +92,12 @@ class ForegroundJob:
 
     def settle_events(self, *, is_saved: bool, are_given_up: bool) -> None:
         """Keep the events of what there are results of: of this run, or of the earlier one."""
-        path, aside = self.directory / EVENTS, self.directory / ASIDE
+        path = self.directory / EVENTS
         if self.config.observe.path is not None or self.resume:
             return
         if not is_saved or are_given_up:
             path.unlink(missing_ok=True)
-        if is_saved:
-            aside.unlink(missing_ok=True)
-        elif aside.exists():
-            aside.replace(path)
+        settle(path, has_results=is_saved)
 
 
 class JobResult(NamedTuple):
@@ -146,7 +142,7 @@ async def run_job(job: ForegroundJob, console: Console) -> JobResult:
         await _perform(job, run, console)
     finally:
         if not job.resume:
-            settle_journal(job.directory, has_results=run.batch is not None)
+            settle(job.directory / JOURNAL, has_results=run.batch is not None)
         job.settle_events(
             is_saved=run.batch is not None and run.fault is None,
             are_given_up=run.events_are_given_up,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import attrs
 
+from rollout.cli.aside import set_aside, settle
 from rollout.errors import ConfigError, PromptError, RolloutError
+from rollout.scheduling.journal.held_files import opening_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
 #: As `rollout.batch.storage.JOURNAL`, which takes longer to import.
 JOURNAL = "trajectories.journal"
-#: Where that of an earlier run waits until this one has results.
-ASIDE = f"{JOURNAL}.before"
 
 
 def with_journal(
@@ -109,19 +108,9 @@ def set_journal_aside(config: RolloutConfig, directory: Path, *, resume: bool) -
         with path.open("rb+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not resume and is_own(path, directory):
-                (directory / JOURNAL).replace(directory / ASIDE)
+                set_aside(directory / JOURNAL)
     except OSError as error:
-        why = "another runtime writes it" if isinstance(error, BlockingIOError) else error.strerror
-        raise ConfigError(f"journal.path = {str(path)!r}: cannot be opened: {why}") from error
-
-
-def settle_journal(directory: Path, *, has_results: bool) -> None:
-    """Give up the journal that was set aside, or put it back where this run has no results."""
-    with suppress(FileNotFoundError):  # as a rule
-        if has_results:
-            (directory / ASIDE).unlink()
-        else:
-            (directory / ASIDE).replace(directory / JOURNAL)
+        raise opening_error(path, error) from error
 
 
 def without_earlier_batch(directory: Path) -> Callable[[Trajectory], None]:
@@ -134,8 +123,9 @@ def without_earlier_batch(directory: Path) -> Callable[[Trajectory], None]:
             is_there = False
             from rollout.batch.storage import FILES, META  # with torch, imported by then
 
-            for name in (META, *FILES, ASIDE):
+            for name in (META, *FILES):
                 (directory / name).unlink(missing_ok=True)
+            settle(directory / JOURNAL, has_results=True)
 
     return remove
 

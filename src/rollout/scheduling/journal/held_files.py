@@ -8,6 +8,12 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from rollout.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _held: set[int] = set()
 
@@ -20,6 +26,12 @@ def hold(descriptor: int) -> None:
 def let_go(descriptor: int) -> None:
     """It is about to be closed."""
     _held.discard(descriptor)
+
+
+def opening_error(path: Path, error: OSError) -> ConfigError:
+    """Why a journal cannot be opened, or locked."""
+    why = "another runtime writes it" if isinstance(error, BlockingIOError) else error.strerror
+    return ConfigError(f"journal.path = {str(path)!r}: cannot be opened: {why}")
 
 
 def _leave_child() -> None:

@@ -21,6 +21,7 @@ from rollout.scheduling.journal.entries import (
     VersionEntry,
     decode,
 )
+from rollout.scheduling.journal.held_files import opening_error
 from rollout.scheduling.journal.journal_reading import (
     Contents,
     Payload,
@@ -394,6 +395,5 @@ def _opened(path: Path, contents: Contents) -> int:
         os.ftruncate(descriptor, contents.size)
     except OSError as error:
         os.close(descriptor)
-        why = "another runtime writes it" if isinstance(error, BlockingIOError) else error.strerror
-        raise ConfigError(f"journal.path = {str(path)!r}: cannot be opened: {why}") from error
+        raise opening_error(path, error) from error
     return descriptor
