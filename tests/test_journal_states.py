@@ -151,3 +151,59 @@ def test_tool_that_cannot_be_restored_begins_its_trajectory_from_the_start(
     assert (resumed.statistics.continued, resumed.statistics.restarted) == (0, 1)
     again = ran(half, DigitsTool(session=session), "journal_digits", resume=True)
     assert content(again.trajectories[0]) == content(resumed.trajectories[0])
+
+
+class InLine(Digits):
+    """Whose calls of one turn are made one after the other; a 2 takes long."""
+
+    def __init__(self, unplain: Sequence[int]) -> None:
+        super().__init__(unplain)
+        self.serial = self
+
+    async def execute(self, call: ToolCall) -> ToolResult:
+        if call.arguments["a"] == 2:
+            await anyio.sleep(5)
+        return await super().execute(call)
+
+
+class OpensOnce(DigitsTool):
+    is_opened = False
+
+    async def open(self, context: ToolContext) -> ToolSession:
+        if self.is_opened:
+            raise OSError("no more machines")
+        self.is_opened = True
+        return await super().open(context)
+
+
+@register_agent("journal_digits_in_line")
+class _InLine(AgentLoop):
+    async def run(self, context: AgentContext) -> None:
+        await context.generate()
+        start = [{"role": "user", "content": "quick"}]
+        one, other = [await context.subagent(start) for _ in range(2)]
+
+        async def work(conversation: Any, *digits: int) -> None:
+            await conversation.call_tools(
+                [ToolCall(name="digits", arguments={"a": digit}) for digit in digits]
+            )
+
+        async def work_after_turn() -> None:
+            await one.generate()
+            await work(one, 2, 3)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(work_after_turn)
+            await anyio.sleep(0.005)  # before the turn is over; when it is resumed, after it
+            await work(other, 1)
+            await work(other, 4)
+
+
+def test_calls_end_in_their_session_where_another_conversation_replaces_it(tmp_path: Path) -> None:
+    path, agent = tmp_path / "journal", "journal_digits_in_line"
+    whole = ran(path, OpensOnce(2, 4, session=InLine), agent)
+    assert answers(whole) == ["142", "1423", "1", "14"]
+    half = cut_before_last_answers(path, EndEntry)
+    resumed = ran(half, OpensOnce(2, 4, session=InLine), agent, resume=True)
+    assert answers(resumed)[:3] == ["2", "23", "1"]
+    assert "no more machines" in answers(resumed)[3]

@@ -206,9 +206,9 @@ def _(patch: pytest.MonkeyPatch) -> None:
     real = OpenSessions.close
 
     async def close(self: OpenSessions) -> None:
-        sessions = dict(self._sessions)
+        sessions = dict(self.opened)
         await real(self)
-        self._sessions = sessions
+        self.opened = sessions
         await real(self)
 
     patch.setattr(OpenSessions, "close", close)

@@ -8,7 +8,7 @@ from rollout.limits import Deadline, fail_at_deadline
 from rollout.types import ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     import anyio
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rollout.tools.call_events import CallEvents
     from rollout.tools.open_sessions import OpenSessions
     from rollout.tools.results import ToolResult
+    from rollout.tools.tool import ToolSession
 
 #: A call and its position among those of its turn.
 PlacedCall = tuple[int, ToolCall]
@@ -29,9 +30,12 @@ class CallTurn:
         deadline: By when all must have been answered.
         known: Names of the tools that may be called.
         told: Tells of them; None where nobody reads.
+
+    Attributes:
+        sessions: By tool, once all are open: another conversation may have one replaced later.
     """
 
-    __slots__ = ("deadline", "known", "limit", "pending", "results", "told")
+    __slots__ = ("deadline", "known", "limit", "pending", "results", "sessions", "told")
 
     def __init__(
         self,
@@ -42,6 +46,7 @@ class CallTurn:
     ) -> None:
         self.results: list[ToolResult | None] = [None] * count
         self.pending: list[PlacedCall] = []
+        self.sessions: Mapping[str, ToolSession] = {}
         self.deadline, self.known = deadline, known
         self.limit: LimitExceeded | None = None
         self.told = told
@@ -55,12 +60,12 @@ class CallTurn:
         """Those that are to run whose tool is not open."""
         return [placed for placed in self.pending if placed[1].name not in sessions]
 
-    def lanes(self, sessions: OpenSessions) -> list[list[PlacedCall]]:
+    def lanes(self) -> list[list[PlacedCall]]:
         """Those that are to run; calls of one lane must not run at once."""
         lanes: dict[int, list[PlacedCall]] = {}
         for placed in self.pending:
             position, call = placed
-            serial = sessions[call.name].serial
+            serial = self.sessions[call.name].serial
             lanes.setdefault(-1 - position if serial is None else id(serial), []).append(placed)
         return list(lanes.values())
 

@@ -30,6 +30,8 @@ class OpenSessions:
     """Sessions by tool, opened and closed in the trajectory's own task.
 
     Attributes:
+        opened: Those that are open, by tool. Calls under way keep what they found here, of which
+            nothing is taken away.
         is_closed: Whether they were closed.
         unrestored: A tool that could not be given the state that it had, and why; "" where all were
             that had to be.
@@ -40,10 +42,10 @@ class OpenSessions:
         "_contexts",
         "_ending",
         "_recalled",
-        "_sessions",
         "_tool_s",
         "_tools",
         "is_closed",
+        "opened",
         "unrestored",
     )
 
@@ -59,7 +61,7 @@ class OpenSessions:
         self._contexts = contexts
         self._tool_s = tool_s
         self._cleanup_s = cleanup_s
-        self._sessions: dict[str, ToolSession] = {}
+        self.opened: dict[str, ToolSession] = {}
         #: Those that are to be closed, the last one first.
         self._ending: list[tuple[str, ToolSession]] = []
         self.is_closed, self.unrestored = False, ""
@@ -67,11 +69,8 @@ class OpenSessions:
         #: that told their state, and that, until they are opened with it.
         self._recalled: dict[str, tuple[int, Any]] | None = None
 
-    def __getitem__(self, name: str) -> ToolSession:
-        return self._sessions[name]
-
     def __contains__(self, name: str) -> bool:
-        return name in self._sessions and not (self._recalled and self._is_replaced(name))
+        return name in self.opened and not (self._recalled and self._is_replaced(name))
 
     def _is_replaced(self, name: str) -> bool:
         """Whether it is to be opened with another state than it has."""
@@ -81,7 +80,7 @@ class OpenSessions:
     @property
     def are_stateful(self) -> bool:
         """Whether one of those open is of a tool that is no plain function."""
-        return any(not isinstance(self._tools[name], FunctionTool) for name in self._sessions)
+        return any(not isinstance(self._tools[name], FunctionTool) for name in self.opened)
 
     def opens_at_once(self, name: str) -> bool:
         """Whether `open` of this tool waits for nothing."""
@@ -102,8 +101,10 @@ class OpenSessions:
                 no other state can stand for.
             LimitExceeded: `turn_deadline` passed.
         """
-        if name in self._sessions:
-            self._ending.append((name, self._sessions.pop(name)))
+        if name in self.opened:
+            others = dict(self.opened)
+            self._ending.append((name, others.pop(name)))
+            self.opened = others
             if is_alone:
                 await self._close_ending()
         tool, context = self._tools[name], self._contexts[name]
@@ -128,11 +129,11 @@ class OpenSessions:
                     await session.restore(state)
                     restored = None
                 self._recalled[name] = number, _NO_STATE
-            self._sessions[name] = session
+            self.opened[name] = session
 
         try:
             if isinstance(tool, FunctionTool):
-                self._sessions[name] = tool.session(context)
+                self.opened[name] = tool.session(context)
             else:
                 await attempt_unhurried(
                     keep_session,
@@ -172,7 +173,7 @@ class OpenSessions:
         lost, held = [], {}
         able = dict(self._overriding("snapshot"))
         for name in dict.fromkeys(names):
-            if not self._tools[name].stateful or name not in self._sessions:
+            if not self._tools[name].stateful or name not in self.opened:
                 continue
             if name not in able:
                 lost.append(name)
@@ -231,7 +232,7 @@ class OpenSessions:
         default = getattr(ToolSession, method)
         return [
             (name, session)
-            for name, session in self._sessions.items()
+            for name, session in self.opened.items()
             if getattr(type(session), method) is not default
         ]
 
@@ -244,7 +245,7 @@ class OpenSessions:
         """
         self.is_closed = True
         self._ending += self._overriding("close")
-        self._sessions = {}
+        self.opened = {}
         await self._close_ending()
 
     async def _close_ending(self) -> None:

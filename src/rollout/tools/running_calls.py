@@ -172,11 +172,12 @@ class RunningCalls:
         """
         if self.is_closed:
             raise ToolError("the tools of this trajectory are closed")
-        turn = self._turn(calls, turn_deadline, offered, told)
+        turn, sessions = self._turn(calls, turn_deadline, offered, told), self.sessions
         self._turns_under_way += 1
         try:
-            if turn.unopened(self.sessions):
+            if turn.unopened(sessions):
                 await self._open_tools(turn)
+            turn.sessions = sessions.opened
             if len(turn.pending) == 1 and self._is_on_trio:
                 await self._run_call(turn, *turn.pending[0])
             elif turn.pending:
@@ -274,7 +275,7 @@ class RunningCalls:
                         turn.answer(position, error_result(failure))
 
     async def _run_lanes(self, turn: CallTurn) -> None:
-        lanes = turn.lanes(self.sessions)
+        lanes = turn.lanes()
         if len(lanes) > 1:
             await run_side_by_side([partial(self._run_lane, turn, lane) for lane in lanes])
         else:
@@ -285,9 +286,8 @@ class RunningCalls:
     ) -> None:
         """Run calls that must not run at once, until the turn's deadline passes.
 
-        A task more would cost as much as all the rest, so that on trio the calls share the
-        caller's. On asyncio each has its own: a cancel scope that it leaves open would otherwise
-        break the caller's. Trio mends that.
+        A task more would cost as much as all the rest, so that on trio they share the caller's. On
+        asyncio each has its own: a cancel scope left open would break the caller's. Trio mends it.
         """
         shares_task = self._is_on_trio or (is_in_task and len(lane) == 1)
         for placed in lane:
@@ -348,7 +348,7 @@ class RunningCalls:
 
     async def _attempts(self, turn: CallTurn, call: ToolCall, gate: ToolGate) -> ToolResult:
         """The result of the first attempt that does not fail with a transient error."""
-        session, policy = self.sessions[call.name], gate.policy
+        session, policy = turn.sessions[call.name], gate.policy
         deadline: Deadline | None = None
         for tries in itertools.count(1):
             try:
