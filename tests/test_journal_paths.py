@@ -3,14 +3,38 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import anyio
+import anyio.to_thread
 import pytest
 
-from rollout import ConfigError
-from test_journal import config_of, prompts, run
+import rollout
+from rollout import ConfigError, RolloutConfig
+from rollout.runtime.opening import open_rollout_on
+from rollout.runtime.reward_opening import GivenRewards
+from rollout.testing import run_virtual
+from test_journal import add, config_of, prompts, run
 
 EXPECTED = "expected a file, or a new one"
+
+
+class _EnginesStart(Exception):
+    pass
+
+
+def open_without_engines(config: RolloutConfig, *, resume: bool = False) -> None:
+    def no_engines(*_: object) -> Any:
+        raise _EnginesStart
+
+    async def act() -> None:
+        nothing = GivenRewards()
+        async with open_rollout_on(no_engines, config, [], nothing, [], resume=resume):
+            pass
+
+    run_virtual(act)
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -22,6 +46,8 @@ EXPECTED = "expected a file, or a new one"
         ("folder", f"is a directory; {EXPECTED}"),
         ("x" * 300, "File name too long"),
         ("~nobody-of-this-name/x", "Could not determine home directory."),
+        ("link", "cannot be written: No such file or directory"),
+        ("in-latin-\udcff", "expected a path in UTF-8, which the journal can name"),
     ],
 )
 def test_path_where_no_journal_can_be_is_refused(
@@ -30,9 +56,35 @@ def test_path_where_no_journal_can_be_is_refused(
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     Path("folder").mkdir()
+    Path("link").symlink_to("nowhere/journal")
     with pytest.raises(ConfigError) as refused:
-        run(config_of(Path(name)), prompts("quick"), resume=resume)
+        open_without_engines(config_of(Path(name)), resume=resume)
     assert str(refused.value) == f"journal.path = {name!r}: {fault}"
+
+
+def test_journal_of_another_runtime_is_refused_before_engines_start(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "journal")
+
+    async def act() -> None:
+        async with rollout.open_rollout(config, [add]):
+            await anyio.to_thread.run_sync(partial(open_without_engines, config, resume=True))
+
+    with pytest.raises(ConfigError, match="cannot be opened: another runtime writes it"):
+        anyio.run(act, backend="trio")
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_start_that_fails_leaves_no_new_journal_and_lets_go_of_it(
+    tmp_path: Path, is_there: bool
+) -> None:
+    path = tmp_path / "new" / "journal"
+    if is_there:
+        path.parent.mkdir()
+        path.touch()
+    with pytest.raises(_EnginesStart):
+        open_without_engines(config_of(path))
+    assert path.exists() == is_there
+    assert len(run(config_of(path), prompts("quick")).trajectories) == 1
 
 
 @pytest.mark.parametrize("fsync", ["never", "batch", "always"])

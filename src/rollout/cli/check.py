@@ -24,7 +24,7 @@ from rollout.engine.driver.model_template import SIMULATED_MODEL
 from rollout.engine.model_files import model_path_fault
 from rollout.errors import AgentError, ConfigError, EngineError, ToolError
 from rollout.interactions import InteractionRegistry
-from rollout.scheduling.journal.journal import path_fault
+from rollout.scheduling.journal.journal_file import path_fault
 from rollout.scheduling.selection import acceptance
 from rollout.tools import PythonTool
 from rollout.tools.sandbox.sandbox_tool import SandboxTool

@@ -36,7 +36,8 @@ from rollout.runtime.reward_opening import (
     rewarding_of,
 )
 from rollout.runtime.runtime import RolloutRuntime
-from rollout.scheduling.journal.journal import open_journal, read_before
+from rollout.scheduling.journal.journal import open_journal
+from rollout.scheduling.journal.journal_file import JournalFile, journal_file
 from rollout.scheduling.journal.run_identity import seed_of_run
 from rollout.scheduling.selection import acceptance
 from rollout.scheduling.tokenization import TokenizationCheck
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
     from rollout.config import ToolsConfig
     from rollout.engine.core import EngineInfo
     from rollout.engine.wire.protocol import DriverFacts
-    from rollout.scheduling.journal.journal_reading import Contents
     from rollout.scheduling.rewards import GroupRewardFunction, RewardFunction
     from rollout.tools import Tool
 
@@ -147,19 +147,19 @@ async def _open(
             raise ConfigError(f"{name} = {given!r}: expected a sequence, () where there are none")
     functions = checked(rewards, config.rewards.processes)
     acceptance(config.scheduling.groups.accept)
-    before = await read_before(config, resume=resume)
-    registry = InteractionRegistry(interactions)
-    parser = tool_parser(config, registry)
-    builtin = await builtin_tools(config.tools)
-    with frozen_heap() if config.scheduling.freeze_heap else nullcontext():
-        async with (
-            open_tools([*builtin, *tools]) as opened,
-            _open_runtime(
-                engines, config, opened, functions, registry, parser, media_fetcher, before
-            ) as runtime,
-        ):
-            freeze_loaded()
-            yield runtime
+    async with journal_file(config, resume=resume) as file:
+        registry = InteractionRegistry(interactions)
+        parser = tool_parser(config, registry)
+        builtin = await builtin_tools(config.tools)
+        with frozen_heap() if config.scheduling.freeze_heap else nullcontext():
+            async with (
+                open_tools([*builtin, *tools]) as opened,
+                _open_runtime(
+                    engines, config, opened, functions, registry, parser, media_fetcher, file
+                ) as runtime,
+            ):
+                freeze_loaded()
+                yield runtime
 
 
 @asynccontextmanager
@@ -171,7 +171,7 @@ async def _open_runtime(
     registry: InteractionRegistry,
     parser: ToolParser,
     media_fetcher: MediaFetcher | None,
-    before: Contents | None,
+    file: JournalFile | None,
 ) -> AsyncIterator[RolloutRuntime]:
     threads = WorkerThreads(
         max_threads=config.tools.max_threads, max_abandoned=config.tools.max_abandoned_threads
@@ -179,7 +179,7 @@ async def _open_runtime(
     executor = tool_executor(config, tools, threads)
     processes = reward_processes(config, rewards, threads)
     tally, events = Tally(), EventStream()
-    run_seed = seed_of_run(config, before)
+    run_seed = seed_of_run(config, None if file is None else file.contents)
     try:
         if processes is not None:
             await processes.prepare(config.limits.reward_s)
@@ -234,7 +234,7 @@ async def _open_runtime(
                 )
                 fingerprint = loaded.facts.fingerprint
                 with closing(services.texts), closing(services.media):
-                    async with open_journal(services, before, fingerprint, run_seed) as journal:
+                    async with open_journal(services, file, fingerprint, run_seed) as journal:
                         runtime = RolloutRuntime(config, runner, threads, tally, run_seed, journal)
                         async with gateway_of(services), runtime.serving():
                             yield runtime

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import threading
 from collections import OrderedDict
-from contextlib import asynccontextmanager, suppress
-from functools import partial
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
-
-import anyio.to_thread
 
 from rollout.bridge import has_virtual_clock
 from rollout.errors import ConfigError, JournalError, PromptError
@@ -21,14 +17,7 @@ from rollout.scheduling.journal.entries import (
     VersionEntry,
     decode,
 )
-from rollout.scheduling.journal.held_files import opening_error
-from rollout.scheduling.journal.journal_reading import (
-    Contents,
-    Payload,
-    PromptKey,
-    read_journal,
-    say_torn,
-)
+from rollout.scheduling.journal.journal_file import JournalFile, sync_names
 from rollout.scheduling.journal.journal_writer import GATHER_S, MAX_WAITING, JournalWriter
 from rollout.scheduling.journal.open_journal import CHECK_S, OpenJournal
 from rollout.scheduling.journal.packed_prompt import packed_prompt
@@ -39,10 +28,14 @@ from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from rollout.agents.services import Services
-    from rollout.config import JournalConfig, RolloutConfig
+    from rollout.config import JournalConfig
+    from rollout.scheduling.journal.journal_reading import (
+        Contents,
+        Payload,
+        PromptKey,
+    )
     from rollout.scheduling.prompts import Member
     from rollout.types import Prompt
 
@@ -247,89 +240,20 @@ def _prompt_key(entry: PromptEntry) -> PromptKey:
     return entry.step, entry.uid, entry.validate, entry.call
 
 
-async def read_before(config: RolloutConfig, *, resume: bool) -> Contents | None:
-    """What the journal of a configuration holds; None where it has none. Before any work.
-
-    Raises:
-        ConfigError: It cannot be read, or there is one and it is not to be resumed.
-    """
-    if not isinstance(resume, bool):
-        raise ConfigError(f"resume = {resume!r:.80}: expected True or False")
-    if config.journal.path is None or config.journal.file is None:
-        if resume:
-            raise ConfigError("resume = True: expected journal.path to name the journal")
-        return None
-    read = partial(_read, config.journal.file, resume=resume)
-    contents = read() if has_virtual_clock() else await anyio.to_thread.run_sync(read)
-    # What the model's files hold is compared later, once it is loaded.
-    check_same(config.journal.path, contents, header_of(config, {}, [], 0))
-    return contents
-
-
-def _read(path: Path, *, resume: bool) -> Contents:
-    """What a journal holds; nothing where there is none, and where its folder is there then."""
-    fault = path_fault(path)
-    if fault is not None:
-        raise ConfigError(fault)
-    _make_folder(path)
-    if not path.exists() or (path.is_file() and not path.stat().st_size):
-        return Contents()
-    if not resume:
-        raise ConfigError(
-            f"journal.path = {str(path)!r}: exists; expected a new file, or resume=True"
-        )
-    try:
-        return read_journal(path)
-    except JournalError as error:
-        raise ConfigError(f"journal.path = {str(path)!r}: {error}") from error
-
-
-def path_fault(path: Path) -> str | None:
-    """What is wrong with the path of a journal, as far as can be seen without writing there."""
-    named = f"journal.path = {str(path)!r}"
-    try:
-        return _path_fault(path, named)
-    except OSError as error:
-        return f"{named}: {error.strerror}"
-
-
-def _path_fault(path: Path, named: str) -> str | None:
-    if "\0" in str(path):
-        return f"{named}: expected a path, which holds no NUL"
-    if path.exists() and not path.is_file():  # reading a pipe would wait for ever
-        what = "a directory" if path.is_dir() else "no file"
-        return f"{named}: is {what}; expected a file, or a new one"
-    there = next(each for each in path.absolute().parents if each.exists() or each.is_symlink())
-    if not there.is_dir():
-        return f"{named}: cannot be written: {there} is no directory"
-    if not os.access(path if path.exists() else there, os.R_OK | os.W_OK):
-        return f"{named}: cannot be read and written by this user"
-    return None
-
-
-def _make_folder(path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"journal.path = {str(path)!r}: cannot be written: {error.strerror}"
-        ) from error
-
-
 @asynccontextmanager
 async def open_journal(
-    services: Services, contents: Contents | None, fingerprint: str, run_seed: int
+    services: Services, file: JournalFile | None, fingerprint: str, run_seed: int
 ) -> AsyncIterator[Journal | None]:
     """The journal of the services' configuration, open for writing; None where it has none.
 
     Raises:
-        ConfigError: It is of another model, cannot be written, or another runtime writes it.
+        ConfigError: It is of another model, or cannot be written.
     """
     config = services.config
-    path = config.journal.file
-    if contents is None or path is None or config.journal.path is None:
+    if file is None or config.journal.path is None:
         yield None
         return
+    path, contents = file.path, file.contents
     schemas, info = services.tools.schemas(), services.engines.info
     files = {
         "fingerprint": fingerprint,
@@ -338,11 +262,11 @@ async def open_journal(
     header = header_of(config, files, schemas, run_seed, info)
     check_same(config.journal.path, contents, header)
     say_other_tools(config.journal.path, contents, header)
-    descriptor = _opened(path, contents)
+    descriptor = file.taken()
     fsync = config.journal.fsync
     waits = fsync == "always"
     if fsync != "never" and contents.header is None:
-        _sync_names(path)
+        sync_names(path)
     writer = JournalWriter(
         path,
         descriptor,
@@ -364,36 +288,3 @@ async def open_journal(
             yield Journal(config.journal, contents, writer, read, services)
         finally:
             await writer.close(_CLOSE_S)
-
-
-def _sync_names(path: Path) -> None:
-    """Have the name of a new file on the disk, and those of its folders: some are as new."""
-    for folder in {*path.absolute().parents, *path.resolve().parents}:  # it may be a link
-        with suppress(OSError):  # not each system does that
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-
-
-def _opened(path: Path, contents: Contents) -> int:
-    """The file, locked, and without what is torn at its end."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise ConfigError(
-            f"journal.path = {str(path)!r}: cannot be written: {error.strerror}"
-        ) from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        known = contents.size + (0 if contents.torn is None else contents.torn.size)
-        if os.fstat(descriptor).st_size != known:
-            raise OSError(0, "another process has written it meanwhile")
-        if contents.torn is not None:
-            say_torn(path, contents.torn)
-        os.ftruncate(descriptor, contents.size)
-    except OSError as error:
-        os.close(descriptor)
-        raise opening_error(path, error) from error
-    return descriptor

@@ -18,7 +18,7 @@ from rollout.clocks import monotonic
 from rollout.disk_room import unwritable
 from rollout.scheduling.journal.foreign_changes import foreign_change
 from rollout.scheduling.journal.frames import MAGIC, FrameBuffer
-from rollout.scheduling.journal.held_files import hold, let_go
+from rollout.scheduling.journal.held_files import let_go
 from rollout.scheduling.journal.large_records import single_frames
 
 if TYPE_CHECKING:
@@ -98,7 +98,6 @@ class JournalWriter:
         self.is_closed = False
         self._path, self._descriptor, self._syncs = path, descriptor, syncs
         self._place, self._is_foreign, self._is_torn = path.absolute(), False, False
-        hold(descriptor)
         #: Records that are to be encoded: one by one that costs twice as much. Under the lock, for
         #: the thread does so as well, they are taken from here into what is to be written.
         self._put: list[Entry] = []
