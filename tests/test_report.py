@@ -378,19 +378,23 @@ def test_events_of_the_made_up_run_are_those_of_the_library(tmp_path: Path) -> N
     assert {"run_started", "batch_started", "request_ended", "tool_ended", "run_ended"} <= kinds
 
 
+@pytest.mark.parametrize("journal", ["", "elsewhere/journal"])
 def test_report_of_a_run_that_did_not_come_to_save_shows_what_its_journal_has(
-    tmp_path: Path,
+    tmp_path: Path, journal: str
 ) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "hello", "uid": "a"}\n{"prompt": "you", "uid": "b"}\n')
     config = tmp_path / "config.py"
     config.write_text(
+        "from rollout import JournalConfig\n"
         "from rollout.testing import Scenario\n"
-        'config = Scenario(seed=1).reply("", "Certainly.").config()\n'
+        f"journal = JournalConfig(path={str(tmp_path / journal) if journal else None!r})\n"
+        'config = Scenario(seed=1).reply("", "Certainly.").config(journal=journal)\n'
     )
     directory = tmp_path / "out"
     command = ["run", str(config), "--prompts", str(prompts), "--out", str(directory)]
     assert main(command) == 0
+    assert (directory / "trajectories.journal").exists() == (not journal)
     report = RunReport(directory)
     whole = data_of(report.write().read_text())["rows"]
     saved = directory / "trajectories.jsonl"

@@ -20,8 +20,8 @@ from rollout.observe.report.saved_trajectories import (
 
 
 def rows_of(directory: Path, at: int) -> list[SavedSegment]:
-    lines = TrajectoryLines(directory / "trajectories.jsonl", directory / "none")
-    return lines.decode(lines.read()[at]).rows
+    lines = TrajectoryLines(directory / "trajectories.jsonl")
+    return lines.decode(lines.read(directory / "none")[at]).rows
 
 
 def told(calls: list[dict[str, Any]]) -> list[str]:

@@ -108,8 +108,8 @@ def test_report_that_follows_a_journal_makes_each_trajectory_once(
     monkeypatch.setattr(ended_trajectories, "trajectory_of", trajectory_of)
     whole = tmp_path / "whole"
     run(config_of(whole), prompts("quick one", "quick two"), samples=1)
-    lines = TrajectoryLines(tmp_path / "none", tmp_path / "journal")
+    lines = TrajectoryLines(tmp_path / "none")
     for stop in record_ends(whole):
         (tmp_path / "journal").write_bytes(whole.read_bytes()[:stop])
-        assert len(lines.read()) <= 1
+        assert len(lines.read(tmp_path / "journal")) <= 1
     assert sorted(made) == ["quick one", "quick two"]

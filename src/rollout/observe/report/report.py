@@ -66,7 +66,7 @@ class RunReport:
         self.findings: tuple[Finding, ...] = ()
         self.is_growing = True
         self._decode = decode
-        self._lines = TrajectoryLines(self.directory / TRAJECTORIES, self.directory / JOURNAL)
+        self._lines = TrajectoryLines(self.directory / TRAJECTORIES)
         self._forget()
 
     def _forget(self) -> None:
@@ -82,8 +82,8 @@ class RunReport:
         """
         path = self.directory / REPORT if path is None else Path(path)
         saved_at = self._saved_at()  # before its lines are read, which may be the last ones
-        self._read()
         times = self._times()
+        self._read(self._journal(times))
         self.is_growing = _is_growing(times, saved_at)
         self.findings = tuple(findings_of(Run(self._rows, times)))
         _replace(path, page_pieces(self._title(), *self._parts(times)))
@@ -99,8 +99,15 @@ class RunReport:
     def _title(self) -> str:
         return self.directory.resolve().name
 
-    def _read(self) -> None:
-        lines = self._lines.read()
+    def _journal(self, times: RunTimes) -> Path:
+        """Of the run: in its directory, or where its configuration has it."""
+        own = self.directory / JOURNAL
+        section = None if times.run is None else times.run.config.get("journal")
+        named = section.get("path") if isinstance(section, dict) else None
+        return own if own.exists() or not isinstance(named, str) else Path(named).expanduser()
+
+    def _read(self, journal: Path) -> None:
+        lines = self._lines.read(journal)
         if self._lines.has_restarted:
             self._forget()
         for line in lines:
@@ -163,8 +170,9 @@ class RunReport:
             )
         if times.endings and not run.rows:
             notes.append(
-                f"Trajectories were not saved: there is no {TRAJECTORIES}, and {EVENTS} alone says "
-                "how they ended. `rollout run --out` and `RolloutBatch.save` write them."
+                f"Trajectories were not saved: there is no {TRAJECTORIES} and no journal, and "
+                f"{EVENTS} alone says how they ended. `rollout run --out` and `RolloutBatch.save` "
+                "write them."
             )
         if times.dropped:
             notes.append(

@@ -129,20 +129,22 @@ class TrajectoryLines:
 
     Args:
         path: The file; it need not be there yet.
-        journal: Of the run; it need not be there either.
     """
 
-    def __init__(self, path: Path, journal: Path) -> None:
+    def __init__(self, path: Path) -> None:
         self.has_restarted = False
-        self._path, self._journal = path, journal
+        self._path = path
         self._journal_size = 0
         self._from_journal: set[Key] = set()
         self._identity: tuple[int, int] | None = None
         self._at = 0
         self._line = 0
 
-    def read(self) -> list[bytes]:
+    def read(self, journal: Path) -> list[bytes]:
         """Whole lines, without their ends.
+
+        Args:
+            journal: Of the run; it need not be there either.
 
         Raises:
             RolloutError: The file cannot be read; names it.
@@ -163,23 +165,23 @@ class TrajectoryLines:
                 file.seek(self._at)
                 data = file.read(status.st_size - self._at)
         except FileNotFoundError:
-            return self._lines_of_journal()
+            return self._lines_of_journal(journal)
         except OSError as error:
             raise RolloutError(f"{self._path} cannot be read: {error.strerror}") from error
         whole, _, _ = data.rpartition(b"\n")
         self._at += len(whole) + 1 if whole else 0
         return whole.split(b"\n") if whole else []
 
-    def _lines_of_journal(self) -> list[bytes]:
+    def _lines_of_journal(self, journal: Path) -> list[bytes]:
         """Of trajectories that have ended since the last time."""
-        size = self._journal.stat().st_size if self._journal.exists() else 0
+        size = journal.stat().st_size if journal.is_file() else 0
         if not size or size == self._journal_size:
             return []
         self._journal_size = size
         from rollout.batch.records import trajectory_line
         from rollout.scheduling.journal.ended_trajectories import ended_by_key
 
-        new = ended_by_key(self._journal, self._from_journal)
+        new = ended_by_key(journal, self._from_journal)
         self._from_journal.update(new)
         return [
             _with_key(trajectory_line(each, None).rstrip(b"\n"), key) for key, each in new.items()
