@@ -73,17 +73,21 @@ def test_journal_of_another_runtime_is_refused_before_engines_start(tmp_path: Pa
         anyio.run(act, backend="trio")
 
 
-@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize("there", ["nothing", "empty", "link"])
 def test_start_that_fails_leaves_no_new_journal_and_lets_go_of_it(
-    tmp_path: Path, is_there: bool
+    tmp_path: Path, there: str
 ) -> None:
     path = tmp_path / "new" / "journal"
-    if is_there:
+    if there != "nothing":
         path.parent.mkdir()
+    if there == "empty":
         path.touch()
+    if there == "link":
+        path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(_EnginesStart):
         open_without_engines(config_of(path))
-    assert path.exists() == is_there
+    assert path.is_symlink() == (there == "link")
+    assert path.exists() == (there == "empty")
     assert len(run(config_of(path), prompts("quick")).trajectories) == 1
 
 

@@ -71,8 +71,9 @@ class JournalFile:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is None:
             return
-        if self._is_new:
-            self.path.unlink(missing_ok=True)  # before the lock ends: nobody has begun it
+        if self._is_new and not os.fstat(descriptor).st_size:
+            # Before the lock ends: nobody has begun it. Where it is a link, that stays.
+            self.path.resolve().unlink(missing_ok=True)
         let_go(descriptor)
         os.close(descriptor)
 
