@@ -25,8 +25,14 @@ if TYPE_CHECKING:
 class JournalFile:
     """A file that no other runtime writes as long as this one has it.
 
+    Args:
+        path: Where it is, or is made.
+
     Attributes:
         contents: What it held when it was opened.
+
+    Raises:
+        ConfigError: It cannot be made, or another runtime writes it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,7 +79,8 @@ class JournalFile:
             return
         if self._is_new and not os.fstat(descriptor).st_size:
             # Before the lock ends: nobody has begun it. Where it is a link, that stays.
-            self.path.resolve().unlink(missing_ok=True)
+            with suppress(OSError):
+                self.path.resolve().unlink()
         let_go(descriptor)
         os.close(descriptor)
 
