@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -41,10 +42,11 @@ if TYPE_CHECKING:
 
 
 def core_spec(config: RolloutConfig, replica: int) -> CoreSpec:
-    """Which core serves this configuration, with its arguments for one replica.
+    """Which core serves this configuration, with its arguments for one replica, by its slot.
 
     Raises:
-        EngineError: This installation has no core for it, or the model's path leads nowhere.
+        EngineError: This installation has no core for it, the model's path leads nowhere, or each
+            of `engine.urls` has a replica.
     """
     engine, model = config.engine, config.model
     match engine:
@@ -131,6 +133,10 @@ def _sglang_options(config: RolloutConfig, engine: SGLangEngine, replica: int) -
 
 
 def _http_options(config: RolloutConfig, engine: HttpEngine, replica: int) -> dict[str, Any]:
+    if replica >= len(engine.urls):
+        raise EngineError(
+            f"engine.urls names {len(engine.urls)} servers, and each has a replica; none is left"
+        )
     return {
         "url": engine.urls[replica],
         "api": engine.api,
@@ -223,11 +229,10 @@ async def open_engines(
             load_shares=config.router.weights,
             spec_of=partial(replica_spec, config),
             policy=config.recovery.policy,
-            wait_s=config.recovery.wait_s,
+            wait_s=math.inf if config.recovery.wait_s is None else config.recovery.wait_s,
             terms=channel_terms(config),
             facts=facts,
             backoff_s=config.recovery.backoff_s,
-            max_start_failures=config.recovery.max_start_failures,
             last_answer_s=last_answer_s(config.limits.cleanup_s),
             events=events,
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import msgspec
 
-from rollout.engine.driver.replica import Weights
+from rollout.engine.driver.replica import Weights, last_errors
 from rollout.engine.driver.weight_broadcast import WeightBroadcast, check_gpus
 from rollout.engine.weights import (
     UPDATE_MODES,
@@ -20,14 +20,15 @@ from rollout.engine.weights import (
 )
 from rollout.engine.wire.operations import LoadWeights
 from rollout.engine.wire.staging import stage
-from rollout.errors import ChannelError, EngineError
+from rollout.errors import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Mapping
 
     from rollout.engine.driver.channel import Channel
     from rollout.engine.driver.replica import Replica
     from rollout.engine.driver.request_runner import RequestRunner
+    from rollout.engine.driver.wait_queue import Notifier
     from rollout.engine.routing import Router
     from rollout.engine.weights import UpdateMode
 
@@ -48,6 +49,7 @@ class WeightUpdater:
     Args:
         limit_s: How long a replica may load, and how long it may take to end requests before.
         changed: Called when replicas may get requests again.
+        changes: Notified when a replica comes to serve, or failed to.
 
     Attributes:
         version: Of the last update that was completed; None before the first one.
@@ -61,7 +63,9 @@ class WeightUpdater:
         *,
         limit_s: float,
         changed: Callable[[], None],
+        changes: Notifier,
     ) -> None:
+        self._changes = changes
         self._router = router
         self._requests = requests
         self._replicas = replicas
@@ -87,7 +91,9 @@ class WeightUpdater:
                 raise EngineError(f"{replica.name}: the weights that it has were taken back")
             try:
                 if not wanted.can_reach(is_here=replica.is_here):
-                    logger.warning("%s waits for the next weights: %s", replica.name, UNREACHED)
+                    why = f"{replica.name} waits for the next weights: {UNREACHED}"
+                    logger.warning(why)
+                    replica.note_error(why)
                     await self._changed_again.wait()
                 else:
                     await self._load(replica, channel, wanted)
@@ -102,10 +108,12 @@ class WeightUpdater:
     async def update(self, version: int, source: WeightSource, mode: UpdateMode) -> None:
         """Have the replicas that serve load new weights, side by side.
 
-        A replica gets new requests when it has them.
+        A replica gets new requests when it has them. Where none serves, the first one that comes
+        to serve has them.
 
         Raises:
-            EngineError: None of them could; all have the weights that they had.
+            EngineError: None of them could; all have the weights that they had, those that broke
+                after their restart.
         """
         self._check_reach(source)
         weights = await _staged(version, source)
@@ -157,14 +165,40 @@ class WeightUpdater:
         async with anyio.create_task_group() as tasks:
             for replica, channel in serving.items():
                 tasks.start_soon(self._load_one, replica, channel, weights, mode, errors)
-        is_loaded = any(replica.weights is weights for replica in self._replicas)
-        if errors and not is_loaded:
+        if not serving:
+            await self._wait_for_first(weights)
+        if not self._has_replica_with(weights) and (errors or self._has_replicas()):
+            why = self._describe_failure(weights, errors)
             self._restore(before)
             await self._discard_others()
-            raise next(iter(errors.values()))
+            raise EngineError(why)
         for replica, error in errors.items():
-            _fence(replica, f"other weights are needed: {error}")
+            if replica.is_serving and replica.weights is not weights:  # it has not come back yet
+                _fence(replica, f"other weights are needed: {error}")
         await self._discard_others()
+
+    async def _wait_for_first(self, weights: Weights) -> None:
+        """Return when a replica that started meanwhile serves with them, or none is in time."""
+        with anyio.move_on_after(self._limit_s):
+            while self._has_replicas() and not self._has_replica_with(weights):
+                await self._changes.wait()
+
+    def _has_replica_with(self, weights: Weights) -> bool:
+        return any(each.is_serving and each.weights is weights for each in self._replicas)
+
+    def _has_replicas(self) -> bool:
+        """Whether there are any, serving or not."""
+        return any(not each.gone.is_set() for each in self._replicas)
+
+    def _describe_failure(self, weights: Weights, errors: Mapping[Replica, EngineError]) -> str:
+        """Why no replica has these weights, by each replica."""
+        if errors:
+            found = [each for each in self._replicas if each in errors]
+            return "; ".join(each.name_in(str(errors[each])) for each in found)
+        return (
+            f"no engine served with the weights of version {weights.version} within "
+            f"engine.start_timeout_s = {self._limit_s:g} s: {last_errors(self._replicas)}"
+        )
 
     async def aclose(self) -> None:
         """The engines are gone."""
@@ -204,7 +238,9 @@ class WeightUpdater:
         mode: UpdateMode,
         errors: dict[Replica, EngineError],
     ) -> None:
-        """A refusal is noted; a replica that is lost meanwhile gets them when it comes back.
+        """A refusal is noted, as is the loss of the replica.
+
+        One that is lost gets the current weights when it comes back.
 
         `channel` is that by which it served: it may be removed before this task begins.
         """
@@ -212,8 +248,6 @@ class WeightUpdater:
             if mode != "in_place":
                 await self._empty(replica, waits_for_requests=mode == "wait")
             await self._load(replica, channel, weights)
-        except ChannelError:
-            return
         except EngineError as error:
             errors[replica] = error
             return
@@ -246,7 +280,7 @@ class WeightUpdater:
                 f"{channel.name}: the weights of version {weights.version} are not loaded after "
                 f"engine.start_timeout_s = {self._limit_s:g} s"
             )
-            channel.close(str(error))  # it may get them yet: what it has is not known
+            replica.restart(channel, str(error))  # it may get them yet: nobody knows what it has
             raise error from None
         channel.info = msgspec.structs.replace(channel.info, weight_version=weights.version)
         replica.take_weights(weights)
