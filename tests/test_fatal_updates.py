@@ -61,7 +61,9 @@ def pool_of(replicas: int = 2, **options: Any) -> EnginePool:
     )
 
 
-async def ask(pool: EnginePool, last: int, count: int, into: Generation | None = None) -> Generation:
+async def ask(
+    pool: EnginePool, last: int, count: int, into: Generation | None = None
+) -> Generation:
     generation = Generation() if into is None else into
     await pool.generate(
         generation,
@@ -81,7 +83,7 @@ async def all_serve(pool: EnginePool) -> None:
 
 
 @pytest.mark.parametrize("mode", UPDATE_MODES)
-@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("replicas", [1, 3])
 async def test_update_every_replica_breaks_of_it_the_call_raises_and_names_each(
     cores: list[Any], mode: Any, replicas: int
 ) -> None:

