@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -229,7 +228,7 @@ async def open_engines(
             load_shares=config.router.weights,
             spec_of=partial(replica_spec, config),
             policy=config.recovery.policy,
-            wait_s=math.inf if config.recovery.wait_s is None else config.recovery.wait_s,
+            wait_s=config.recovery.wait_s,
             terms=channel_terms(config),
             facts=facts,
             backoff_s=config.recovery.backoff_s,

@@ -60,7 +60,7 @@ class EnginePool(PoolMaintenance):
         load_shares: Shares of the load, one for each of `specs`; empty makes all equal.
         spec_of: What a replica that is added runs, by its slot; None: what the first does.
         policy: What becomes of requests whose replica is lost.
-        wait_s: How long requests wait for a replica once none serves; None: `start_timeout_s`.
+        wait_s: How long requests wait for a replica once none serves; None never ends it.
         backoff_s: Pause before a replica that died is restarted; doubled each time.
         terms: Of the channels; None takes the defaults.
         facts: Gives what the driver takes for granted of the engines, which may refuse it.
@@ -84,7 +84,7 @@ class EnginePool(PoolMaintenance):
         load_shares: Sequence[float] = (),
         spec_of: Callable[[int], CoreSpec] | None = None,
         policy: RecoveryPolicy = "resume",
-        wait_s: float | None = None,
+        wait_s: float | None = 300.0,
         backoff_s: float = 1.0,
         terms: Terms | None = None,
         facts: FactsGiver | None = None,
@@ -140,7 +140,7 @@ class EnginePool(PoolMaintenance):
             self._memory_manager,
             self._wait_queue,
             self._changes,
-            wait_s=start_timeout_s if wait_s is None else wait_s,
+            wait_s=math.inf if wait_s is None else wait_s,
             events=self.events,
             load_windows=self.load_windows,
         )

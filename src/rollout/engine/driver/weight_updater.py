@@ -23,7 +23,7 @@ from rollout.engine.wire.staging import stage
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection
 
     from rollout.engine.driver.channel import Channel
     from rollout.engine.driver.replica import Replica
@@ -74,6 +74,7 @@ class WeightUpdater:
         self.version: int | None = None
         self._current: Weights | None = None
         self._kept: list[Weights] = []
+        self._errors: dict[Replica, EngineError] = {}  # of those that did not load the current ones
         self._changed_again = anyio.Event()
         #: How weights reach the replicas that are sent to them.
         self._broadcast: WeightBroadcast | None = None
@@ -97,8 +98,11 @@ class WeightUpdater:
                     await self._changed_again.wait()
                 else:
                     await self._load(replica, channel, wanted)
-            except EngineError:
-                if wanted is self._current or channel.lost.is_set():
+            except EngineError as error:
+                if wanted is self._current:
+                    self._errors[replica] = error
+                    raise
+                if channel.lost.is_set():
                     raise
 
     def version_after(self, first: int) -> int:
@@ -149,7 +153,7 @@ class WeightUpdater:
 
     async def _change(self, weights: Weights, mode: UpdateMode) -> None:
         self._kept.append(weights)
-        before, self._current = self._current, weights
+        before, self._current, self._errors = self._current, weights, {}
         self._router.require_weights(weights.version)
         serving = {
             replica: replica.channel
@@ -161,43 +165,42 @@ class WeightUpdater:
         self._note_change()
         for replica in serving:
             self._router.set_weights(replica.name, NO_WEIGHTS)
-        errors: dict[Replica, EngineError] = {}
         async with anyio.create_task_group() as tasks:
             for replica, channel in serving.items():
-                tasks.start_soon(self._load_one, replica, channel, weights, mode, errors)
+                tasks.start_soon(self._load_one, replica, channel, weights, mode)
         if not serving:
             await self._wait_for_first(weights)
-        if not self._has_replica_with(weights) and (errors or self._has_replicas()):
-            why = self._describe_failure(weights, errors)
+        if not self._has_replica_with(weights) and (self._errors or self._has_replicas()):
+            why = self._describe_failure(weights)
             self._restore(before)
             await self._discard_others()
             raise EngineError(why)
-        for replica, error in errors.items():
+        for replica, error in self._errors.items():
             if replica.is_serving and replica.weights is not weights:  # it has not come back yet
                 _fence(replica, f"other weights are needed: {error}")
         await self._discard_others()
 
     async def _wait_for_first(self, weights: Weights) -> None:
-        """Return when a replica that started meanwhile serves with them, or none is in time."""
-        with anyio.move_on_after(self._limit_s):
-            while self._has_replicas() and not self._has_replica_with(weights):
+        """Return when a replica that comes back serves with them, or when none of them will."""
+        with anyio.move_on_after(2 * self._limit_s):  # to start, and to load them
+            while not self._has_replica_with(weights) and self._has_replicas(without=self._errors):
                 await self._changes.wait()
 
     def _has_replica_with(self, weights: Weights) -> bool:
         return any(each.is_serving and each.weights is weights for each in self._replicas)
 
-    def _has_replicas(self) -> bool:
-        """Whether there are any, serving or not."""
-        return any(not each.gone.is_set() for each in self._replicas)
+    def _has_replicas(self, without: Collection[Replica] = ()) -> bool:
+        """Whether there are others than these, serving or not."""
+        return any(not each.gone.is_set() and each not in without for each in self._replicas)
 
-    def _describe_failure(self, weights: Weights, errors: Mapping[Replica, EngineError]) -> str:
+    def _describe_failure(self, weights: Weights) -> str:
         """Why no replica has these weights, by each replica."""
-        if errors:
-            found = [each for each in self._replicas if each in errors]
-            return "; ".join(each.name_in(str(errors[each])) for each in found)
+        if self._errors:
+            failed = [each for each in self._replicas if each in self._errors]
+            return "; ".join(each.name_in(str(self._errors[each])) for each in failed)
         return (
-            f"no engine served with the weights of version {weights.version} within "
-            f"engine.start_timeout_s = {self._limit_s:g} s: {last_errors(self._replicas)}"
+            f"no engine serves with the weights of version {weights.version}: "
+            f"{last_errors(self._replicas)}"
         )
 
     async def aclose(self) -> None:
@@ -236,7 +239,6 @@ class WeightUpdater:
         channel: Channel,
         weights: Weights,
         mode: UpdateMode,
-        errors: dict[Replica, EngineError],
     ) -> None:
         """A refusal is noted, as is the loss of the replica.
 
@@ -249,7 +251,7 @@ class WeightUpdater:
                 await self._empty(replica, waits_for_requests=mode == "wait")
             await self._load(replica, channel, weights)
         except EngineError as error:
-            errors[replica] = error
+            self._errors[replica] = error
             return
         for attempt in self._requests.running_on(replica):  # those that paused in their place
             attempt.resume_deadlines()
