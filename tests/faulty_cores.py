@@ -123,3 +123,15 @@ class FragileSimulation(SimulatedCore):
     async def update_weights(self, version: int, source: DiskWeights) -> None:
         """Half of them are in place."""
         raise EngineBroken(f"half of {source.path} is in place")
+
+
+class StubbornSimulation(SimulatedCore):
+    """Does not start again while there is a reason not to."""
+
+    refusal = ""
+
+    async def start(self) -> None:
+        """Start, or say why not."""
+        if self.refusal:
+            raise MemoryError(self.refusal)
+        await super().start()

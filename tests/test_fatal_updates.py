@@ -15,7 +15,7 @@ import torch
 
 import faulty_cores
 import rollout
-from rollout.config import CustomEngine, InProcessPlacement
+from rollout.config import CustomEngine, InProcessPlacement, SimulatedEngine
 from rollout.engine.core import SamplingParams
 from rollout.engine.driver.generation import Generation
 from rollout.engine.driver.pool import EnginePool, open_pool
@@ -248,6 +248,7 @@ async def test_update_with_tensors_breaks_every_replica_the_old_files_are_loaded
 async def test_runtime_weights_break_every_engine_its_batch_is_of_the_old_version() -> None:
     scenario = Scenario(seed=3, timing={"base_s": 0.1}).reply("", filler=100)
     simulated = scenario.config().engine
+    assert isinstance(simulated, SimulatedEngine)
     engine = CustomEngine(
         core="faulty_cores:FragileSimulation", options=dict(simulated.scenario), replicas=2
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from typing import Any
@@ -13,7 +13,7 @@ import attrs
 import pytest
 
 import faulty_cores
-from rollout import RolloutConfig
+from rollout import Outcome, Prompt, RolloutConfig
 from rollout.config import (
     CustomEngine,
     HttpEngine,
@@ -30,6 +30,7 @@ from rollout.engine.driver.pool import EnginePool
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
 from rollout.errors import ConfigError, EngineError
+from rollout.testing import Recorder, Scenario
 
 pytestmark = [pytest.mark.anyio, pytest.mark.rollout(ceiling_s=1_000_000)]
 
@@ -75,7 +76,7 @@ class Machine(InProcess):
 
 
 @pytest.fixture
-def cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def cores(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every core that a test starts, in order."""
     made: list[Any] = []
     real = faulty_cores.MortalCore
@@ -112,7 +113,7 @@ async def ask(pool: EnginePool, last: int, count: int = 1) -> Generation:
     return generation
 
 
-async def fail_to_ask(pool: EnginePool, last: int, errors: dict[int, tuple[float, str]]) -> None:
+async def fail_to_ask(pool: EnginePool, last: int, errors: dict[int, tuple[Any, str]]) -> None:
     with pytest.raises(EngineError) as caught:
         await ask(pool, last, 100)
     assert caught.value.reason == "no_engine"
@@ -170,7 +171,7 @@ async def test_replica_does_not_start_for_days_it_serves_as_soon_as_it_can(
 async def test_none_serves_generations_fail_after_the_patience_with_each_last_error(
     cores: list[Any],
 ) -> None:
-    machine, errors = Machine(), dict[int, tuple[float, str]]()
+    machine, errors = Machine(), dict[int, tuple[Any, str]]()
     async with opened(machine, 3) as pool:
         async with anyio.create_task_group() as tasks:
             for last in (100, 200, 300):
@@ -218,7 +219,7 @@ async def test_none_serves_and_one_comes_back_in_time_generations_go_on(cores: l
 
 
 async def test_patience_begins_anew_each_time_that_the_last_one_is_lost(cores: list[Any]) -> None:
-    machine, errors = Machine(), dict[int, tuple[float, str]]()
+    machine, errors = Machine(), dict[int, tuple[Any, str]]()
     async with opened(machine) as pool:
         for life in range(3):
             break_all(machine, cores[-1:], engine_0=f"no {life}")
@@ -233,7 +234,7 @@ async def test_patience_begins_anew_each_time_that_the_last_one_is_lost(cores: l
 
 @pytest.mark.parametrize("wait_s", [5.0, 60.0, None])
 async def test_patience_that_is_written_out_holds(cores: list[Any], wait_s: float | None) -> None:
-    machine, errors = Machine(), dict[int, tuple[float, str]]()
+    machine, errors = Machine(), dict[int, tuple[Any, str]]()
     async with opened(machine, wait_s=wait_s) as pool:
         break_all(machine, cores, engine_0="no")
         start = anyio.current_time()
@@ -245,7 +246,7 @@ async def test_patience_that_is_written_out_holds(cores: list[Any], wait_s: floa
 async def test_removed_replica_that_could_not_start_is_gone_and_no_reason_any_more(
     cores: list[Any],
 ) -> None:
-    machine, errors = Machine(), dict[int, tuple[float, str]]()
+    machine, errors = Machine(), dict[int, tuple[Any, str]]()
     async with opened(machine, 2) as pool:
         break_all(machine, cores, engine_0="no", engine_1="never")
         await anyio.sleep(5)
@@ -348,3 +349,48 @@ async def test_config_key_that_gave_replicas_up_says_what_is_so_instead() -> Non
     assert config.recovery.wait_s == 7.0
     changed = attrs.evolve(RolloutConfig(engine=engine), engine=SimulatedEngine(replicas=2))
     assert changed.recovery.wait_s == 300.0
+
+
+async def test_runtime_none_starts_again_its_batch_fails_with_the_reasons_and_the_next_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scenario = Scenario(seed=3, timing={"base_s": 0.1}).reply("", filler=100)
+    simulated = scenario.config().engine
+    assert isinstance(simulated, SimulatedEngine)
+    engine = CustomEngine(
+        core="faulty_cores:StubbornSimulation",
+        options=dict(simulated.scenario),
+        replicas=2,
+        start_timeout_s=PATIENCE_S,
+    )
+    recorder = Recorder()
+    prompt = Prompt(messages=[{"role": "user", "content": "hello"}], uid="p")
+    config = scenario.config(engine=engine, placement=InProcessPlacement())
+    async with recorder.open_rollout(config) as runtime:
+        async with anyio.create_task_group() as tasks:
+
+            async def kill() -> None:
+                await anyio.sleep(2)
+                refusal = "no room on the card"
+                monkeypatch.setattr(faulty_cores.StubbornSimulation, "refusal", refusal)
+                for alive in recorder.engines_alive():
+                    alive.kill()
+                await anyio.sleep(PATIENCE_S / 2)
+                lines = runtime.explain().replicas
+                for name, line in zip(("engine-0", "engine-1"), lines, strict=True):
+                    assert line.startswith(f"{name}: restarting, 0 in flight")
+                    assert line.endswith(f"last error: {name}: MemoryError: {refusal}")
+
+            tasks.start_soon(kill)
+            batch = await runtime.generate([prompt], samples=4)
+            assert anyio.current_time() == pytest.approx(2 + PATIENCE_S)
+        for trajectory in batch.trajectories:
+            assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "no_engine")
+            assert trajectory.cause is not None
+            assert "engine-0: MemoryError: no room on the card" in trajectory.cause.message
+            assert "engine-1: MemoryError: no room on the card" in trajectory.cause.message
+            assert trajectory.transcript.generated_length > 0
+        monkeypatch.undo()
+        await anyio.sleep(60)
+        batch = await runtime.generate([prompt], samples=4)
+    assert {each.outcome for each in batch.trajectories} == {Outcome.COMPLETED}

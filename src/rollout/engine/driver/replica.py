@@ -193,7 +193,7 @@ class Replica:
 
     def end(self) -> None:
         """Nothing of it is left."""
-        self.state = "removed" if self.is_leaving else "closed"
+        self.state, self.last_error = "removed" if self.is_leaving else "closed", ""
         self._tell(self.state)
         self.gone.set()
 

@@ -101,10 +101,12 @@ class Supervisor:
                 replica.begin(scope)
                 await self._supervise(replica, task_status)
         finally:
-            with cleanup_scope(RELEASE_S):
-                await self.placement.release(replica.name)
-            replica.end()
-            self.taken_down(replica, "")
+            try:
+                with cleanup_scope(RELEASE_S):
+                    await self.placement.release(replica.name)
+            finally:
+                replica.end()
+                self.taken_down(replica, "")
 
     async def _supervise(self, replica: Replica, task_status: TaskStatus[None]) -> None:
         deaths, longest_s = 0, max(MAX_BACKOFF_S, self.backoff_s)

@@ -195,13 +195,11 @@ class WeightUpdater:
 
     def _describe_failure(self, weights: Weights) -> str:
         """Why no replica has these weights, by each replica."""
-        if self._errors:
-            failed = [each for each in self._replicas if each in self._errors]
-            return "; ".join(each.name_in(str(self._errors[each])) for each in failed)
-        return (
-            f"no engine serves with the weights of version {weights.version}: "
-            f"{last_errors(self._replicas)}"
-        )
+        if not self._errors:
+            errors = last_errors(self._replicas)
+            return f"no engine serves with the weights of version {weights.version}: {errors}"
+        found = {each: str(self._errors.get(each) or each.last_error) for each in self._replicas}
+        return "; ".join(each.name_in(error) for each, error in found.items() if error)
 
     async def aclose(self) -> None:
         """The engines are gone."""

@@ -125,8 +125,12 @@ class RayActors:
     async def release(self, name: str) -> None:
         """See `Placement.release`."""
         group = self._groups.pop(name, None)
-        if group is not None:
+        if group is None:
+            return
+        try:
             await in_thread(self._ray.util.remove_placement_group, group)
+        except self._ray.exceptions.RayError as error:  # the cluster has ended, or soon will
+            logger.warning("%s: Ray did not take its placement group back: %s", name, error)
 
     async def _place(self, name: str, slot: int) -> str:
         """Wait for the replica's resources; the node that has them."""
