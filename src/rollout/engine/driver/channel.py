@@ -85,8 +85,7 @@ class Channel:
         self.lost_reason, self.is_link_fault, self.is_broken_by_command = "", False, False
         self.on_lost: Callable[[], None] = lambda: None
         self.on_load: Callable[[EngineLoad], None] = lambda _: None
-        self.tokens = tokens
-        self._wakes, self._vocab_size = wakes, info.vocab_size
+        self.tokens, self._wakes, self._vocab_size = tokens, wakes, info.vocab_size
         self._greeter, self._frames = greeter, frames
         self._data, self._control = frames["data"], frames["control"]
         self._pending: dict[str, PendingRequest] = {}
