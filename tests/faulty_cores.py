@@ -74,9 +74,11 @@ class MortalCore(CountingCore):
 class UpdatableCore(MortalCore):
     """Stamps the version that it was given last; directories with "bad" in their names are bad.
 
+    Of those with "fatal" in their names half is in place when it breaks.
+
     Args:
         load_s: What loading takes.
-        name: With "picky" it refuses "odd" directories too.
+        name: With "picky" it refuses "odd" directories too; with "fragile" it breaks of them.
     """
 
     def __init__(self, *, load_s: float = 0.0, name: str = "", **options: Any) -> None:
@@ -91,6 +93,8 @@ class UpdatableCore(MortalCore):
         await anyio.sleep(self._load_s)
         if "bad" in source.path or (self._name == "picky" and "odd" in source.path):
             raise FileNotFoundError(f"no weights in {source.path}")
+        if "fatal" in source.path or (self._name == "fragile" and "odd" in source.path):
+            raise EngineBroken(f"half of {source.path} is in place")
         self.version = version
         self.loaded.append(source.path)
         self.info = msgspec.structs.replace(self.info, weight_version=version)
@@ -111,3 +115,23 @@ class StutteringCore(SimulatedCore):
             async for chunk in chunks:
                 yield chunk
                 yield chunk
+
+
+class FragileSimulation(SimulatedCore):
+    """Breaks of whatever weights it is given."""
+
+    async def update_weights(self, version: int, source: DiskWeights) -> None:
+        """Half of them are in place."""
+        raise EngineBroken(f"half of {source.path} is in place")
+
+
+class StubbornSimulation(SimulatedCore):
+    """Does not start again while there is a reason not to."""
+
+    refusal = ""
+
+    async def start(self) -> None:
+        """Start, or say why not."""
+        if self.refusal:
+            raise MemoryError(self.refusal)
+        await super().start()

@@ -265,7 +265,11 @@ async def test_replica_never_starts_again_waiting_requests_learn_why(
         with pytest.raises(EngineError):  # later ones need not wait again
             await ask(pool, 1, 1)
         assert anyio.current_time() - died_at == 300.0
-        assert pool.statistics()[0].state == "given up"
+        (replica,) = pool.statistics()
+        assert (replica.state, replica.last_error) == (
+            "restarting",
+            "engine-0: MemoryError: no room on the card",
+        )
 
 
 async def test_open_first_start_fails_error_names_replica_and_cause() -> None:

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -145,6 +146,82 @@ async def test_actor_killed_ends_its_engine_and_is_replaced(cluster: Any) -> Non
                 await anyio.sleep(0.05)
         await ask_until_it_serves(pool, "engine-0")
         assert list((await ask(pool, 1, 1)).ids) == [2]
+
+
+def groups() -> list[str]:
+    """The replicas that have a placement group."""
+    table = ray.util.placement_group_table().values()
+    return sorted(group["name"].rpartition("/")[2] for group in table if is_there(group))
+
+
+def is_there(group: dict[str, Any]) -> bool:
+    return bool(group["state"] != "REMOVED")
+
+
+async def test_removed_replica_leaves_its_place_on_a_full_machine_to_one_that_is_added(
+    cluster: Any,
+) -> None:
+    full = config(2, gpus_per_replica=1.0, core="DeviceCore")
+    async with opened(full) as pool:
+        assert groups() == ["engine-0", "engine-1"]
+        for removed, added in (("engine-0", "engine-2"), ("engine-1", "engine-3")):
+            await pool.remove_replica(removed)
+            assert removed not in groups()
+            assert await pool.add_replica() == added
+            assert added in groups()
+        assert list((await ask(pool, 1, 2)).ids) == [2, 3]
+        await pool.remove_replica("engine-2")
+        with anyio.fail_after(PATIENCE_S):  # a trainer can have the GPU while the run goes on
+            while ray.available_resources().get("GPU", 0.0) < 1.0:
+                await anyio.sleep(0.1)
+        assert groups() == ["engine-3"]
+    assert groups() == []
+
+
+async def test_added_replica_that_is_not_placed_leaves_no_group(cluster: Any) -> None:
+    full = config(2, gpus_per_replica=1.0, core="DeviceCore", start_timeout_s=20.0)
+    async with opened(full) as pool:
+        with anyio.move_on_after(2):
+            await pool.add_replica()
+        assert groups() == ["engine-0", "engine-1"]
+
+
+async def test_killed_replica_keeps_its_group_while_it_does_not_start_again(
+    cluster: Any, tmp_path: Path
+) -> None:
+    flag = tmp_path / "broken"
+    options = {"flag": str(flag)}
+    before = {process.pid for process in engines()}
+    async with opened(config(1, core="FlaggedCore", options=options)) as pool:
+        (engine,) = [process for process in engines() if process.pid not in before]
+        (group,) = [pg for pg, of in ray.util.placement_group_table().items() if is_there(of)]
+        flag.touch()
+        engine.kill()
+        with anyio.fail_after(PATIENCE_S):
+            while "no card" not in pool.statistics()[0].last_error:
+                await anyio.sleep(0.05)
+        assert [pg for pg, of in ray.util.placement_group_table().items() if is_there(of)] == [
+            group
+        ]
+        flag.unlink()
+        await ask_until_it_serves(pool, "engine-0")
+        assert groups() == ["engine-0"]
+        await pool.remove_replica("engine-0")
+        assert groups() == []
+
+
+async def test_colocated_replica_that_is_added_takes_the_gpus_of_the_one_that_was_removed(
+    cluster: Any,
+) -> None:
+    address = ray.util.get_node_ip_address()
+    slots = (f"{address}:0", f"{address}:1")
+    async with opened(config(2, core="DeviceCore", colocate=slots)) as pool:
+        with pytest.raises(EngineError, match=r"placement\.colocate names 2 places; none is left"):
+            await pool.add_replica()
+        await pool.remove_replica("engine-0")
+        added = pool._replicas[await pool.add_replica()]
+        assert added.channel is not None
+        assert added.channel.info.core == "CUDA_VISIBLE_DEVICES=0"
 
 
 async def test_more_gpus_than_there_are_fails_and_says_what_is_free(cluster: Any) -> None:

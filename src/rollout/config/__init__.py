@@ -24,6 +24,7 @@ from rollout.config.placements import (
     PlacementConfig,
     RayPlacement,
 )
+from rollout.config.recovery_section import RecoveryConfig
 from rollout.config.rewards_section import RewardsConfig
 from rollout.config.sampling_section import SamplingConfig
 from rollout.config.scheduling_section import SchedulingConfig
@@ -32,7 +33,6 @@ from rollout.config.sections import (
     AgentConfig,
     LengthsConfig,
     ModelConfig,
-    RecoveryConfig,
     RolloutConfig,
     RouterConfig,
     ToolsConfig,

@@ -21,14 +21,13 @@ from rollout.config.checks import (
     Natural,
     NonNegative,
     PlainMapping,
-    Positive,
     StrategyName,
     Text,
     Texts,
     Weights,
 )
 from rollout.config.config_faults import Fault
-from rollout.config.engines import AnyEngine, TransformersEngine
+from rollout.config.engines import AnyEngine, EngineConfig, TransformersEngine
 from rollout.config.gateway_section import GatewayConfig
 from rollout.config.journal_section import JournalConfig
 from rollout.config.limits_section import LimitsConfig
@@ -40,6 +39,7 @@ from rollout.config.placements import (
     AnyPlacement,
     LocalProcessPlacement,
 )
+from rollout.config.recovery_section import RecoveryConfig
 from rollout.config.rewards_section import RewardsConfig
 from rollout.config.sampling_section import SamplingConfig
 from rollout.config.scheduling_section import SchedulingConfig
@@ -83,22 +83,6 @@ class RouterConfig(Section):
     move_margin: Natural = 16
     #: Shares of the load, one for each of `engine.replicas`; empty makes all equal.
     weights: Weights = ()
-
-
-@attrs.frozen(kw_only=True)
-class RecoveryConfig(Section):
-    """What happens when a replica is lost; ``docs/engines.md`` shows each case in time."""
-
-    section: ClassVar[str] = "recovery"
-    #: Of its requests: "resume" continues elsewhere from the tokens that they have, "restart"
-    #: restarts them, "fail" fails them (`scheduling.max_retries` may then run the member again).
-    policy: Literal["resume", "restart", "fail"] = "resume"
-    #: How long requests wait for a replica once none serves; None leaves it to `limits`.
-    wait_s: Positive | None = 300.0
-    #: Pause before the replica is restarted; doubled at each further death, up to 30 s.
-    backoff_s: Positive = 1.0
-    #: Failed starts in a row after which it is given up.
-    max_start_failures: Count = 3
 
 
 @attrs.frozen(kw_only=True)
@@ -251,7 +235,20 @@ class RolloutConfig(Section):
 
     @classmethod
     def settled(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """`validation_sampling` as it stands over `sampling`."""
+        """`validation_sampling` as it stands over `sampling`, and `recovery` beside `engine`."""
+        return {**cls._settled_validation(values), **cls._settled_recovery(values)}
+
+    @classmethod
+    def _settled_recovery(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        recovery = values.get("recovery", RecoveryConfig())
+        engine = values.get("engine", TransformersEngine())
+        is_sound = isinstance(recovery, RecoveryConfig) and isinstance(engine, EngineConfig)
+        if not is_sound or faults_of(recovery) or faults_of(engine):
+            return {}
+        return {"recovery": recovery.for_engine(engine)}
+
+    @classmethod
+    def _settled_validation(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         sampling = values.get("sampling", SamplingConfig())
         validation = values.get("validation_sampling", SamplingConfig(greedy=True))
         sections = (sampling, validation)

@@ -131,4 +131,5 @@ def _own_code(run: AgentRun, now: float) -> Wait:
 def _replica_line(replica: ReplicaStatistics) -> str:
     zombies = f", {replica.zombies:,} cancelled ones among them" if replica.zombies else ""
     starts = f", started {replica.starts} times" if replica.starts > 1 else ""
-    return f"{replica.name}: {replica.state}, {replica.in_flight:,} in flight{zombies}{starts}"
+    state = f"{replica.name}: {replica.state}, {replica.in_flight:,} in flight{zombies}{starts}"
+    return f"{state}; last error: {replica.last_error}" if replica.last_error else state

@@ -65,6 +65,7 @@ class Channel:
         load: What the engine last said it was doing.
         lost: Fires when the connection is of no more use; `lost_reason` then says why.
         is_link_fault: It was lost because the connection broke, which the engine may survive.
+        is_broken_by_command: It was lost because an operation broke the engine: no request did.
         on_lost: Called at that moment, before any request learns of it.
         on_load: Called with what the engine says it is doing, at each answer to a heartbeat.
         tokens: What became of the tokens that arrived.
@@ -81,11 +82,10 @@ class Channel:
     ) -> None:
         self.name, self.info, self.load = name, info, EngineLoad()
         self.lost = anyio.Event()
-        self.lost_reason, self.is_link_fault = "", False
+        self.lost_reason, self.is_link_fault, self.is_broken_by_command = "", False, False
         self.on_lost: Callable[[], None] = lambda: None
         self.on_load: Callable[[EngineLoad], None] = lambda _: None
-        self.tokens = tokens
-        self._wakes, self._vocab_size = wakes, info.vocab_size
+        self.tokens, self._wakes, self._vocab_size = tokens, wakes, info.vocab_size
         self._greeter, self._frames = greeter, frames
         self._data, self._control = frames["data"], frames["control"]
         self._pending: dict[str, PendingRequest] = {}
@@ -255,6 +255,7 @@ class Channel:
             case CommandDone():
                 self._commands.answered(message)
                 if message.is_fatal:
+                    self.is_broken_by_command = not self.lost.is_set()
                     self.lose(f"the engine is broken: {message.error}")
             case SendWhole(request_id):
                 self._send_whole(request_id)

@@ -41,10 +41,11 @@ if TYPE_CHECKING:
 
 
 def core_spec(config: RolloutConfig, replica: int) -> CoreSpec:
-    """Which core serves this configuration, with its arguments for one replica.
+    """Which core serves this configuration, with its arguments for one replica, by its slot.
 
     Raises:
-        EngineError: This installation has no core for it, or the model's path leads nowhere.
+        EngineError: This installation has no core for it, the model's path leads nowhere, or each
+            of `engine.urls` has a replica.
     """
     engine, model = config.engine, config.model
     match engine:
@@ -131,6 +132,10 @@ def _sglang_options(config: RolloutConfig, engine: SGLangEngine, replica: int) -
 
 
 def _http_options(config: RolloutConfig, engine: HttpEngine, replica: int) -> dict[str, Any]:
+    if replica >= len(engine.urls):
+        raise EngineError(
+            f"engine.urls names {len(engine.urls)} servers, and each has a replica; none is left"
+        )
     return {
         "url": engine.urls[replica],
         "api": engine.api,
@@ -227,7 +232,6 @@ async def open_engines(
             terms=channel_terms(config),
             facts=facts,
             backoff_s=config.recovery.backoff_s,
-            max_start_failures=config.recovery.max_start_failures,
             last_answer_s=last_answer_s(config.limits.cleanup_s),
             events=events,
         )

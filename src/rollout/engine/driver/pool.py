@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import attrs
 
 from rollout.engine.driver.load_windows import LoadWindows
 from rollout.engine.driver.maintenance_queue import MaintenanceQueue
@@ -57,11 +58,10 @@ class EnginePool(PoolMaintenance):
 
     Args:
         load_shares: Shares of the load, one for each of `specs`; empty makes all equal.
-        spec_of: What a replica that is added runs, by its number; None: what the first does.
+        spec_of: What a replica that is added runs, by its slot; None: what the first does.
         policy: What becomes of requests whose replica is lost.
-        wait_s: How long requests wait for a replica once none serves.
+        wait_s: How long requests wait for a replica once none serves; None never ends it.
         backoff_s: Pause before a replica that died is restarted; doubled each time.
-        max_start_failures: Failed starts in a row after which a replica is given up.
         terms: Of the channels; None takes the defaults.
         facts: Gives what the driver takes for granted of the engines, which may refuse it.
         last_answer_s: How long a cancelled request waits for the tokens of its last answer.
@@ -86,7 +86,6 @@ class EnginePool(PoolMaintenance):
         policy: RecoveryPolicy = "resume",
         wait_s: float | None = 300.0,
         backoff_s: float = 1.0,
-        max_start_failures: int = 3,
         terms: Terms | None = None,
         facts: FactsGiver | None = None,
         last_answer_s: float = LAST_ANSWER_S,
@@ -124,6 +123,7 @@ class EnginePool(PoolMaintenance):
             self._replicas.values(),
             limit_s=start_timeout_s,
             changed=self._wait_queue.wake_next,
+            changes=self._changes,
         )
         self._memory_manager = MemoryManager(
             self._requests,
@@ -150,7 +150,6 @@ class EnginePool(PoolMaintenance):
             placement=placement,
             start_timeout_s=start_timeout_s,
             backoff_s=backoff_s,
-            max_start_failures=max_start_failures,
             bring_up=self._transitions.bring_up,
             classify_loss=self._transitions.classify_loss,
             taken_down=self._transitions.taken_down,
@@ -281,10 +280,11 @@ class EnginePool(PoolMaintenance):
         return replica
 
     def _new_replica(self, spec: CoreSpec | None, load_share: float) -> Replica:
-        number = next(self._numbers)
-        replica = Replica(
-            f"engine-{number}", spec or self._spec_of(number), load_share, events=self.events
-        )
+        taken = {each.spec.slot for each in self._replicas.values() if not each.gone.is_set()}
+        slot = next(slot for slot in itertools.count() if slot not in taken)
+        spec = attrs.evolve(spec or self._spec_of(slot), slot=slot)
+        name = f"engine-{next(self._numbers)}"
+        replica = Replica(name, spec, load_share, events=self.events)
         self._replicas[replica.name] = replica
         return replica
 

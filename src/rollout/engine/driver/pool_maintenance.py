@@ -43,8 +43,8 @@ class PoolMaintenance:
                 them under the old weights.
 
         Raises:
-            EngineError: An argument is wrong, or no replica could load them; all have the weights
-                that they had.
+            EngineError: An argument is wrong, or no replica could load them: the error of each.
+                All have the weights that they had, those that broke once they have restarted.
         """
         version = check_update(version, source, mode)
         with telling_weights(self.events, version, mode):

@@ -20,6 +20,8 @@ from rollout.observe.event_stream import EventStream
 from rollout.observe.events import ReplicaChanged, ReplicaSampled
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from rollout.engine.core import EngineLoad
 
 
@@ -61,8 +63,9 @@ class Replica:
     """One engine over all of its starts; what becomes of it changes by its own methods only.
 
     Attributes:
-        state: "starting", "serving", "restarting", "given up", "removed" or "closed".
+        state: "starting", "serving", "lost", "restarting", "removed" or "closed".
         starts: How often it has come to serve.
+        last_error: Why it does not serve; empty while it does, and before its first start.
         channel, routed: While it serves.
         weights: What it was given last since it started; None: what it starts with.
         machines, is_here, machine: Of where it lives; see `ReplicaHandle`.
@@ -84,6 +87,7 @@ class Replica:
     load_share: float = 1.0
     state: str = "starting"
     starts: int = 0
+    last_error: str = ""
     channel: Channel | None = None
     routed: ReplicaState | None = None
     weights: Weights | None = None
@@ -128,7 +132,7 @@ class Replica:
 
     def serve(self, channel: Channel, routed: ReplicaState) -> None:
         """It gets requests from now on."""
-        self.state, self.is_closed_by_driver = "serving", False
+        self.state, self.is_closed_by_driver, self.last_error = "serving", False, ""
         self.channel, self.routed = channel, routed
         self.starts += 1
         self._tell("serving", capacity=channel.info.most_at_once)
@@ -142,7 +146,10 @@ class Replica:
         assert self.routed is not None
         self.lost, self.loss_classified = (running, self.routed.in_flight), anyio.Event()
         self.routed = None
-        self._tell("lost", "" if self.channel is None else self.channel.lost_reason)
+        why = "" if self.channel is None else self.channel.lost_reason
+        self.state = "lost"
+        self.note_error(why)
+        self._tell(self.state, why)
 
     def classify_loss(self) -> tuple[tuple[Attempt, ...], int]:
         """Whether it died is known; the requests that were in flight there, and their number."""
@@ -157,8 +164,16 @@ class Replica:
         self.is_closed_by_driver = True
         channel.close(why)
 
+    def note_error(self, why: str) -> None:
+        """Keep why it does not serve."""
+        self.last_error = self.name_in(why)
+
+    def name_in(self, why: str) -> str:
+        """What went wrong, with its name."""
+        return why if why.startswith(self.name) else f"{self.name}: {why}"
+
     def begin_restart(self) -> None:
-        """It is about to be started again."""
+        """It waits to be started again."""
         self.state = "restarting"
         self._tell(self.state)
 
@@ -176,16 +191,10 @@ class Replica:
         if self.scope is not None:
             self.scope.cancel()
 
-    def give_up(self) -> None:
-        """It is not started again, because it failed to start too often."""
-        self.state = "given up"
-        self._tell(self.state)
-
     def end(self) -> None:
         """Nothing of it is left."""
-        if self.state != "given up":
-            self.state = "removed" if self.is_leaving else "closed"
-            self._tell(self.state)
+        self.state, self.last_error = "removed" if self.is_leaving else "closed", ""
+        self._tell(self.state)
         self.gone.set()
 
     def count_prompt(self, tokens: int, cached: int) -> None:
@@ -223,3 +232,10 @@ class Replica:
                     capacity=capacity,
                 )
             )
+
+
+def last_errors(replicas: Iterable[Replica]) -> str:
+    """Why each of them does not serve, without those that were removed."""
+    staying = [replica for replica in replicas if not replica.is_leaving]
+    errors = [each.last_error or f"{each.name}: {each.state}" for each in staying]
+    return "; ".join(errors) or "all were removed"

@@ -17,12 +17,14 @@ class ReplicaStatistics:
     """One replica now.
 
     Attributes:
-        state: "starting", "serving", "restarting", "given up" or "removed".
+        state: "starting", "serving", "lost", "restarting" (it waits to be started again, or
+            starts), "removed" or "closed".
         in_flight: Requests sent and not known to be gone, zombies included.
         zombies: Cancelled requests whose end is not confirmed.
         starts: How often it has come to serve.
         tokens: What became of the tokens that arrived from it, over all of its starts.
         media_bytes: Of images and videos that it was sent, over all of its starts.
+        last_error: Why it does not serve; empty while it does.
     """
 
     name: str
@@ -32,6 +34,7 @@ class ReplicaStatistics:
     starts: int
     tokens: TokenCounts = attrs.field(factory=TokenCounts)
     media_bytes: int = 0
+    last_error: str = ""
 
 
 def statistics_of(replica: Replica) -> ReplicaStatistics:
@@ -44,4 +47,5 @@ def statistics_of(replica: Replica) -> ReplicaStatistics:
         starts=replica.starts,
         tokens=attrs.evolve(replica.tokens),
         media_bytes=replica.media_bytes + (replica.channel.media_bytes if replica.channel else 0),
+        last_error=replica.last_error,
     )

@@ -16,6 +16,7 @@ from rollout.engine.driver.replica import Replica
 from rollout.engine.placement.placement import Placement
 from rollout.engine.wire.protocol import DriverFacts, Terms
 from rollout.errors import EngineError
+from rollout.limits import cleanup_scope
 from rollout.scopes import leaf_of, open_task_group
 from rollout.wake_budget import WakeBudget
 
@@ -28,13 +29,17 @@ logger = logging.getLogger("rollout.engine")
 
 FactsGiver = Callable[[], Awaitable[DriverFacts]]
 
-#: The longest pause before a replica is restarted.
+#: The longest pause before a replica is restarted, unless the first one is longer.
 MAX_BACKOFF_S = 30.0
+#: The pause is the longest one long before; a thousand times would be no float any more.
+MOST_DOUBLED = 30
 #: A replica that served this long died of something new: its next pause is the first one again.
 STABLE_S = 60.0
 #: How long after its connections an engine's end may be known: one that lost only those has not
 #: died.
 DEATH_GRACE_S = 1.0
+#: To give back what a placement keeps for a replica.
+RELEASE_S = 10.0
 
 
 async def nothing_known() -> DriverFacts:
@@ -44,14 +49,13 @@ async def nothing_known() -> DriverFacts:
 
 @attrs.frozen(kw_only=True)
 class Supervisor:
-    """Starts replicas, and starts them again when they die.
+    """Starts replicas, and starts them again when they die, for as long as they are wanted.
 
     Attributes:
         terms: Of the channels; None takes the defaults.
         facts: Gives what the driver takes for granted of the engines.
         start_timeout_s: From the start of a replica to its answer to the hello.
         backoff_s: Pause before the first restart; doubled at each further death or failed start.
-        max_start_failures: Failed starts in a row after which it is given up.
         bring_up: Makes a connected replica serve.
         classify_loss: A replica was lost: whether it died of itself is known now.
         taken_down: A replica serves no more, and why.
@@ -63,7 +67,6 @@ class Supervisor:
     facts: FactsGiver
     start_timeout_s: float
     backoff_s: float
-    max_start_failures: int
     bring_up: Callable[[Replica, Channel], Awaitable[None]]
     classify_loss: Callable[[Replica, Channel, bool], None]
     taken_down: Callable[[Replica, str], None]
@@ -88,41 +91,38 @@ class Supervisor:
     async def supervise(
         self, replica: Replica, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED
     ) -> None:
-        """Keep one replica serving until it is removed or given up.
+        """Keep one replica serving until it is removed or the pool closes.
 
         Raises:
-            EngineError: Its first start failed. Later failures are logged and counted.
+            EngineError: Its first start failed. Later failures are logged, and it is tried again.
         """
         try:
             with anyio.CancelScope() as scope:
                 replica.begin(scope)
                 await self._supervise(replica, task_status)
-                replica.give_up()
         finally:
-            replica.end()
-            self.taken_down(replica, "")
+            try:
+                with cleanup_scope(RELEASE_S):
+                    await self.placement.release(replica.name)
+            finally:
+                replica.end()
+                self.taken_down(replica, "")
 
     async def _supervise(self, replica: Replica, task_status: TaskStatus[None]) -> None:
-        failures = deaths = 0
+        deaths, longest_s = 0, max(MAX_BACKOFF_S, self.backoff_s)
         while True:
-            served_since = anyio.current_time()
             try:
                 async with self._started(replica) as (channel, died):
-                    served_since = await self._serve(replica, channel, died, task_status)
-                failures = 0
+                    if await self._serve(replica, channel, died, task_status) >= STABLE_S:
+                        deaths = 0
             except EngineError as error:
                 if replica.starts == 0:
                     raise
-                failures += 1
                 logger.error("%s did not start again: %s", replica.name, error)
                 self.taken_down(replica, str(error))
-            if failures == self.max_start_failures:
-                return
             replica.begin_restart()
-            if anyio.current_time() - served_since >= STABLE_S:
-                deaths = 0
-            longest_s = max(MAX_BACKOFF_S, self.backoff_s)
-            await anyio.sleep(min(self.backoff_s * 2**deaths, longest_s))
+            pause_s = self.backoff_s * 2 ** min(deaths, MOST_DOUBLED)
+            await anyio.sleep(min(pause_s, longest_s))
             deaths += 1
 
     @asynccontextmanager
@@ -147,7 +147,7 @@ class Supervisor:
     async def _serve(
         self, replica: Replica, channel: Channel, died: anyio.Event, task_status: TaskStatus[None]
     ) -> float:
-        """Serve until the replica is lost; returns when it began to serve."""
+        """Serve until the replica is lost; returns for how long it served."""
         try:
             async with open_task_group() as tasks:
                 tasks.start_soon(self._close_when_dead, channel, died)
@@ -157,6 +157,7 @@ class Supervisor:
                     task_status.started()
                 served_since = anyio.current_time()
                 await channel.lost.wait()
+                served_s = anyio.current_time() - served_since
                 if channel.is_link_fault:
                     with anyio.move_on_after(DEATH_GRACE_S):
                         await died.wait()
@@ -165,7 +166,7 @@ class Supervisor:
             self.classify_loss(replica, channel, died.is_set() or not channel.is_link_fault)
         logger.warning("lost %s", channel.lost_reason)
         self.taken_down(replica, channel.lost_reason)
-        return served_since
+        return served_s
 
     async def _close_when_dead(self, channel: Channel, died: anyio.Event) -> None:
         await died.wait()

@@ -88,6 +88,7 @@ class ReplicaTransitions:
             now=anyio.current_time(),
         )
         replica.serve(channel, routed)
+        self._changes.notify()
         if replica.is_drained:
             self._router.drain(replica.name)
         # At once, so that no request is sent to a replica that is known to be lost.
@@ -114,20 +115,20 @@ class ReplicaTransitions:
     def _lost(self, replica: Replica) -> None:
         self._router.remove(replica.name)
         replica.lose(self._requests.running_on(replica))
+        if not any(other.is_serving for other in self._replicas.values()):
+            self._wait_queue.close_at(anyio.current_time() + self._wait_s)
 
     def classify_loss(self, replica: Replica, channel: Channel, is_death: bool) -> None:
         """A replica was lost, and it is known now whether that was a death of its own."""
         attempts, in_flight = replica.classify_loss()
-        if is_death and not replica.is_closed_by_driver and self._requests.is_open:
+        is_own = is_death and not (replica.is_closed_by_driver or channel.is_broken_by_command)
+        if is_own and self._requests.is_open:
             record_death(attempts, channel.lost_reason, in_flight=in_flight)
 
     def taken_down(self, replica: Replica, why: str) -> None:
-        """A replica serves no more, and why."""
-        self._requests.last_failure = why or self._requests.last_failure
-        if all(other.channel is None for other in self._replicas.values()):
-            self._wait_queue.close_at(
-                min(self._wait_queue.deadline, anyio.current_time() + self._wait_s)
-            )
+        """A replica does not serve, and why; empty where that is known or it was removed."""
+        if why:
+            replica.note_error(why)
         self._changes.notify()
 
 

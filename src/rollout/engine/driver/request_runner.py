@@ -12,6 +12,7 @@ from rollout.engine.core import WHOLE_ANSWERS
 from rollout.engine.driver.deadline_watch import DeadlineWatch
 from rollout.engine.driver.engine_events import tell_request_ended, tell_request_placed
 from rollout.engine.driver.recovery import NO_ENGINE, Isolation
+from rollout.engine.driver.replica import last_errors
 from rollout.limits import cleanup_scope
 from rollout.seeds import RequestIds
 
@@ -60,7 +61,6 @@ class RequestRunner:
         is_admission_blocked: Whether none may be made for now.
         active: Attempts that have not ended, also those that wait for a place.
         deadlines: Ends them at theirs; runs in a task of its own.
-        last_failure: Why a replica was lost or did not start, the last time.
     """
 
     def __init__(
@@ -80,7 +80,6 @@ class RequestRunner:
         self._paused_s = 0.0  # of pauses that are over
         self._paused_since = 0.0
         self.active: dict[Attempt, None] = {}
-        self.last_failure = ""
         self._router = router
         self._replicas = replicas
         self._wait_queue = wait_queue
@@ -269,7 +268,8 @@ class RequestRunner:
             else:
                 has_turn = turn
             if not has_turn:
-                raise attempt.failed(f"no engine is left: {self.last_failure}", reason=NO_ENGINE)
+                why = last_errors(self._replicas.values())
+                raise attempt.failed(f"no engine is left: {why}", reason=NO_ENGINE)
             dispatch = self._ask(attempt, avoid, self._now())
         self._wait_queue.wake_next()
         return dispatch

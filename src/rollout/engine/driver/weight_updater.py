@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import msgspec
 
-from rollout.engine.driver.replica import Weights
+from rollout.engine.driver.replica import Weights, last_errors
 from rollout.engine.driver.weight_broadcast import WeightBroadcast, check_gpus
 from rollout.engine.weights import (
     UPDATE_MODES,
@@ -20,7 +20,7 @@ from rollout.engine.weights import (
 )
 from rollout.engine.wire.operations import LoadWeights
 from rollout.engine.wire.staging import stage
-from rollout.errors import ChannelError, EngineError
+from rollout.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rollout.engine.driver.channel import Channel
     from rollout.engine.driver.replica import Replica
     from rollout.engine.driver.request_runner import RequestRunner
+    from rollout.engine.driver.wait_queue import Notifier
     from rollout.engine.routing import Router
     from rollout.engine.weights import UpdateMode
 
@@ -48,6 +49,7 @@ class WeightUpdater:
     Args:
         limit_s: How long a replica may load, and how long it may take to end requests before.
         changed: Called when replicas may get requests again.
+        changes: Notified when a replica comes to serve, or failed to.
 
     Attributes:
         version: Of the last update that was completed; None before the first one.
@@ -61,7 +63,9 @@ class WeightUpdater:
         *,
         limit_s: float,
         changed: Callable[[], None],
+        changes: Notifier,
     ) -> None:
+        self._changes = changes
         self._router = router
         self._requests = requests
         self._replicas = replicas
@@ -70,6 +74,7 @@ class WeightUpdater:
         self.version: int | None = None
         self._current: Weights | None = None
         self._kept: list[Weights] = []
+        self._errors: dict[Replica, EngineError] = {}  # of those that did not load the current ones
         self._changed_again = anyio.Event()
         #: How weights reach the replicas that are sent to them.
         self._broadcast: WeightBroadcast | None = None
@@ -87,12 +92,17 @@ class WeightUpdater:
                 raise EngineError(f"{replica.name}: the weights that it has were taken back")
             try:
                 if not wanted.can_reach(is_here=replica.is_here):
-                    logger.warning("%s waits for the next weights: %s", replica.name, UNREACHED)
+                    why = f"{replica.name} waits for the next weights: {UNREACHED}"
+                    logger.warning(why)
+                    replica.note_error(why)
                     await self._changed_again.wait()
                 else:
                     await self._load(replica, channel, wanted)
-            except EngineError:
-                if wanted is self._current or channel.lost.is_set():
+            except EngineError as error:
+                if wanted is self._current:
+                    self._errors[replica] = error
+                    raise
+                if channel.lost.is_set():
                     raise
 
     def version_after(self, first: int) -> int:
@@ -102,10 +112,12 @@ class WeightUpdater:
     async def update(self, version: int, source: WeightSource, mode: UpdateMode) -> None:
         """Have the replicas that serve load new weights, side by side.
 
-        A replica gets new requests when it has them.
+        A replica gets new requests when it has them. Where none serves, the first one that comes
+        to serve has them.
 
         Raises:
-            EngineError: None of them could; all have the weights that they had.
+            EngineError: None of them could; all have the weights that they had, those that broke
+                after their restart.
         """
         self._check_reach(source)
         weights = await _staged(version, source)
@@ -141,7 +153,7 @@ class WeightUpdater:
 
     async def _change(self, weights: Weights, mode: UpdateMode) -> None:
         self._kept.append(weights)
-        before, self._current = self._current, weights
+        before, self._current, self._errors = self._current, weights, {}
         self._router.require_weights(weights.version)
         serving = {
             replica: replica.channel
@@ -153,18 +165,41 @@ class WeightUpdater:
         self._note_change()
         for replica in serving:
             self._router.set_weights(replica.name, NO_WEIGHTS)
-        errors: dict[Replica, EngineError] = {}
         async with anyio.create_task_group() as tasks:
             for replica, channel in serving.items():
-                tasks.start_soon(self._load_one, replica, channel, weights, mode, errors)
-        is_loaded = any(replica.weights is weights for replica in self._replicas)
-        if errors and not is_loaded:
+                tasks.start_soon(self._load_one, replica, channel, weights, mode)
+        if not serving:
+            await self._wait_for_first(weights)
+        if not self._has_replica_with(weights) and (self._errors or self._has_replicas()):
+            why = self._describe_failure(weights)
             self._restore(before)
             await self._discard_others()
-            raise next(iter(errors.values()))
-        for replica, error in errors.items():
-            _fence(replica, f"other weights are needed: {error}")
+            raise EngineError(why)
+        for replica, error in self._errors.items():
+            if replica.is_serving and replica.weights is not weights:  # it has not come back yet
+                _fence(replica, f"other weights are needed: {error}")
         await self._discard_others()
+
+    async def _wait_for_first(self, weights: Weights) -> None:
+        """Return when a replica that comes back serves with them, or when none of them will."""
+        with anyio.move_on_after(2 * self._limit_s):  # to start, and to load them
+            while not self._has_replica_with(weights) and self._has_replicas(without=self._errors):
+                await self._changes.wait()
+
+    def _has_replica_with(self, weights: Weights) -> bool:
+        return any(each.is_serving and each.weights is weights for each in self._replicas)
+
+    def _has_replicas(self, without: Collection[Replica] = ()) -> bool:
+        """Whether there are others than these, serving or not."""
+        return any(not each.gone.is_set() and each not in without for each in self._replicas)
+
+    def _describe_failure(self, weights: Weights) -> str:
+        """Why no replica has these weights, by each replica."""
+        if not self._errors:
+            errors = last_errors(self._replicas)
+            return f"no engine serves with the weights of version {weights.version}: {errors}"
+        found = {each: str(self._errors.get(each) or each.last_error) for each in self._replicas}
+        return "; ".join(each.name_in(error) for each, error in found.items() if error)
 
     async def aclose(self) -> None:
         """The engines are gone."""
@@ -202,9 +237,10 @@ class WeightUpdater:
         channel: Channel,
         weights: Weights,
         mode: UpdateMode,
-        errors: dict[Replica, EngineError],
     ) -> None:
-        """A refusal is noted; a replica that is lost meanwhile gets them when it comes back.
+        """A refusal is noted, as is the loss of the replica.
+
+        One that is lost gets the current weights when it comes back.
 
         `channel` is that by which it served: it may be removed before this task begins.
         """
@@ -212,10 +248,8 @@ class WeightUpdater:
             if mode != "in_place":
                 await self._empty(replica, waits_for_requests=mode == "wait")
             await self._load(replica, channel, weights)
-        except ChannelError:
-            return
         except EngineError as error:
-            errors[replica] = error
+            self._errors[replica] = error
             return
         for attempt in self._requests.running_on(replica):  # those that paused in their place
             attempt.resume_deadlines()
@@ -246,7 +280,7 @@ class WeightUpdater:
                 f"{channel.name}: the weights of version {weights.version} are not loaded after "
                 f"engine.start_timeout_s = {self._limit_s:g} s"
             )
-            channel.close(str(error))  # it may get them yet: what it has is not known
+            replica.restart(channel, str(error))  # it may get them yet: nobody knows what it has
             raise error from None
         channel.info = msgspec.structs.replace(channel.info, weight_version=weights.version)
         replica.take_weights(weights)

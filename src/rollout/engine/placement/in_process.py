@@ -97,6 +97,9 @@ class InProcess:
                 with cleanup_scope(CORE_CLOSE_S):
                     await core.aclose()
 
+    async def release(self, name: str) -> None:
+        """Nothing is kept."""
+
     async def _start_core(self, name: str, spec: CoreSpec, start_timeout_s: float) -> EngineCore:
         try:
             core = self._wrap(name, load_core(spec.core)(**spec.options))

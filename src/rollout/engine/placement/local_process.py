@@ -85,6 +85,9 @@ class LocalProcess:
         finally:
             await _stop(process, patience_s)
 
+    async def release(self, name: str) -> None:
+        """Nothing is kept."""
+
     async def _start(
         self,
         name: str,

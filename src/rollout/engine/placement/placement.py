@@ -22,11 +22,14 @@ class CoreSpec:
 
     Attributes:
         tls: What its connections are encrypted with, where they leave the process.
+        slot: Which of the things that replicas do not share is its own: GPUs, a URL, a machine. No
+            two replicas have the same at once; one that is added takes the lowest that is free.
     """
 
     core: str
     options: dict[str, Any]
     tls: TlsFiles | None = None
+    slot: int = 0
 
 
 @attrs.frozen
@@ -58,6 +61,11 @@ class Placement(Protocol):
     ) -> AbstractAsyncContextManager[ReplicaHandle]:
         """Start an engine; it is gone when the block has been left, whatever it was doing.
 
+        What it lives on may be kept for its next start, until `release`.
+
         Raises:
             EngineError: It did not start, with what it said.
         """
+
+    async def release(self, name: str) -> None:
+        """Give back what is kept for a replica that is not started again."""

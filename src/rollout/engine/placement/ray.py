@@ -62,7 +62,7 @@ class RayActors:
     Args:
         python: Interpreter of the engines; None takes that of Ray's workers.
         resources: What each replica asks of its machine: ``{"GPU": 1.0, "CPU": 1.0}``.
-        nodes: Addresses of machines; replica i lives on the i-th, counted round. Empty: anywhere.
+        nodes: Addresses of machines; slot i is on the i-th, counted round. Empty: anywhere.
         colocate: One `GpuSlot` text for each machine of each replica; nothing is then asked of Ray.
         machines: That each replica spreads over. Each has an actor with its share of `resources`;
             the first one's engine is connected to, and the cores are told their place by the
@@ -100,12 +100,14 @@ class RayActors:
             try:
                 try:
                     with anyio.fail_after(start_timeout_s):
-                        node = await self._place(name)
+                        node = await self._place(name, spec.slot)
                         while len(actors) < self._machines:
-                            actors.append(await self._start_actor(name, len(actors)))
+                            actors.append(await self._start_actor(name, spec.slot, len(actors)))
                         host, port = await self._start(name, actors, spec, secret)
                 except TimeoutError:
                     raise EngineError(await self._lateness(name, start_timeout_s)) from None
+                except self._ray.exceptions.RayError as error:
+                    raise EngineError(f"{name}: {error}") from error
                 logger.info("%s serves on %s:%d (Ray node %s)", name, host, port, node)
                 for actor in actors:
                     tasks.start_soon(self._watch, actor, died)
@@ -120,12 +122,22 @@ class RayActors:
                     for actor in actors:
                         stops.start_soon(self._stop_actor, actor)
 
-    async def _place(self, name: str) -> str:
+    async def release(self, name: str) -> None:
+        """See `Placement.release`."""
+        group = self._groups.pop(name, None)
+        if group is None:
+            return
+        try:
+            await in_thread(self._ray.util.remove_placement_group, group)
+        except self._ray.exceptions.RayError as error:  # the cluster has ended, or soon will
+            logger.warning("%s: Ray did not take its placement group back: %s", name, error)
+
+    async def _place(self, name: str, slot: int) -> str:
         """Wait for the replica's resources; the node that has them."""
         if self._gpu_slots:
-            return self._node(self._gpu_slot(name, 0).node, "NodeID")
+            return self._node(self._gpu_slot(name, slot, 0).node, "NodeID")
         if name not in self._groups:
-            self._groups[name] = await in_thread(self._new_group, name)
+            await in_thread(self._make_group, name, slot)
         group = self._groups[name]
         async with open_task_group() as tasks:
             tasks.start_soon(self._say_waiting, name)
@@ -135,25 +147,25 @@ class RayActors:
         table = await in_thread(self._ray.util.placement_group_table, group)
         return str(table["bundles_to_node_id"][0])
 
-    def _new_group(self, name: str) -> Any:
-        bundles = [self._bundle(name, rank) for rank in range(self._machines)]
+    def _make_group(self, name: str, slot: int) -> None:
+        bundles = [self._bundle(slot, rank) for rank in range(self._machines)]
         strategy = "PACK" if self._machines == 1 else "STRICT_SPREAD"
-        return self._ray.util.placement_group(
+        self._groups[name] = self._ray.util.placement_group(
             bundles, strategy=strategy, name=f"{self._run}/{name}"
         )
 
-    def _bundle(self, name: str, rank: int) -> dict[str, float]:
+    def _bundle(self, slot: int, rank: int) -> dict[str, float]:
         bundle = dict(self._resources)
         if self._nodes:  # Ray gives each machine one unit of a resource with its address
-            node = self._nodes[self._place_number(name, rank) % len(self._nodes)]
+            node = self._nodes[self._part_number(slot, rank) % len(self._nodes)]
             bundle[f"node:{self._node(node, 'NodeManagerAddress')}"] = 0.001
         return bundle or {"CPU": 0.001}  # an empty one is refused
 
-    async def _start_actor(self, name: str, rank: int) -> Any:
+    async def _start_actor(self, name: str, slot: int, rank: int) -> Any:
         """An actor on the replica's resources."""
         strategies = self._ray.util.scheduling_strategies
         if self._gpu_slots:
-            node = self._node(self._gpu_slot(name, rank).node, "NodeID")
+            node = self._node(self._gpu_slot(name, slot, rank).node, "NodeID")
             strategy = strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False)
             asked = {"num_cpus": 0.0, "num_gpus": 0.0}
         else:
@@ -221,7 +233,7 @@ class RayActors:
                 spec.core, spec.options, secret, host, sys_path, spec.tls, is_follower=rank > 0
             )
             devices = (
-                self._gpu_slot(name, rank).gpu_ids
+                self._gpu_slot(name, spec.slot, rank).gpu_ids
                 if self._gpu_slots
                 else await answer_of(actor.__ray_call__, gpu_ids_of)
             )
@@ -276,11 +288,11 @@ class RayActors:
             f"its machines: {machines}"
         )
 
-    def _place_number(self, name: str, rank: int) -> int:
-        return _number(name) * self._machines + rank
+    def _part_number(self, slot: int, rank: int) -> int:
+        return slot * self._machines + rank
 
-    def _gpu_slot(self, name: str, rank: int) -> GpuSlot:
-        number = self._place_number(name, rank)
+    def _gpu_slot(self, name: str, slot: int, rank: int) -> GpuSlot:
+        number = self._part_number(slot, rank)
         if number >= len(self._gpu_slots):
             raise EngineError(
                 f"{name}: placement.colocate names {len(self._gpu_slots)} places; none is left"
@@ -337,11 +349,6 @@ async def open_ray_actors(
         finally:
             with cleanup_scope(CLOSE_S):
                 await in_thread(actors.forget_groups)
-
-
-def _number(name: str) -> int:
-    """Of ``engine-7``: 7."""
-    return int(name.rpartition("-")[2])
 
 
 def _amounts(resources: Mapping[str, float], kinds: Sequence[str]) -> str:
