@@ -346,6 +346,10 @@ class SGLangCore:
                 chunks = entry.read(answer)
                 self._sampled += sum(len(chunk.ids) for chunk in chunks) // 4
                 return chunks
+        except EngineError as error:
+            assert self._sglang is not None
+            self._sglang.abort(entry.reader.request_id)  # nobody reads what it samples any more
+            entry.give_up("error", f"SGLang's answer: {error}")
         except Exception as error:
             entry.give_up("error", f"SGLang failed: {type(error).__name__}: {error}")
         return [entry.last_chunk()]
