@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
     from pathlib import Path
 
-    from rollout.trajectory import Trajectory
+    from rollout import Trajectory
 
 pytestmark = pytest.mark.anyio
 Api = Literal["sglang", "vllm"]
@@ -81,7 +81,7 @@ async def play(
 ) -> tuple[list[Trajectory], list[dict[str, Any]], str]:
     """A trajectory for each of `answers`, in turn; the bodies the server got, and where."""
     save_model(directory)
-    current: Sequence[Event] = ()
+    current: list[Event] = []
 
     async def answer(_: dict[str, Any], send: Callable[[str], Awaitable[None]]) -> None:
         for event in current:
@@ -101,7 +101,8 @@ async def play(
         prompt = Prompt(messages=[{"role": "user", "content": "Yes?"}])
         trajectories: list[Trajectory] = []
         async with rollout.open_rollout(config) as runtime:
-            for current in answers:  # the server reads it
+            for events in answers:
+                current[:] = events
                 trajectories += (await runtime.generate([prompt])).trajectories
         bodies = [body for path, body in server.bodies if path == PATHS[api]]
         return trajectories, bodies, server.url + PATHS[api]

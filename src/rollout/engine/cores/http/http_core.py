@@ -267,43 +267,50 @@ class HttpCore:
             with entry.waiting():
                 return entry.read(await anext(events))
         except StopAsyncIteration:
-            entry.give_up(
-                "error", f"{self._url}{self._api.path}: the answer ended without a finish reason"
-            )
+            text = f"{self._url}{self._api.path}: the answer ended without a finish reason"
+            await self._lose_if_refused(text)
+            entry.give_up("error", text)
         except EngineError as error:  # what the answer lacks, or what the server says of it
             entry.give_up("error", f"{self._url}{self._api.path}: {error}")
         except HttpError as error:
-            if not (error.status or error.is_silence) and await self._is_refused():
-                self._lose(str(error))  # this request is among those that it ends
+            if not (error.status or error.is_silence):
+                await self._lose_if_refused(str(error))
             is_unsent = error.status == 503 or error.is_silence
             is_full = is_unsent and not entry.reader.tokens
             entry.give_up("rejected" if is_full else "error", str(error))
         return [entry.last_chunk()]
 
-    async def _is_refused(self) -> bool:
-        """Whether the server takes no connection any more."""
+    async def _lose_if_refused(self, reason: str) -> None:
+        """A request's connection broke: where the server takes none any more, it is lost."""
         assert self._control is not None
         try:
             await self._control.call("GET", self._api.liveness_path)
         except HttpError as error:
-            return not (error.status or error.is_silence)
-        return False
+            if not (error.status or error.is_silence):
+                self._lose(reason)
 
     async def _look_until_silent(self) -> None:
         assert self._control is not None
         self._heard_at = anyio.current_time()
+        refused_since: float | None = None
         while True:
             await anyio.sleep(WATCH_S)
+            reason = ""
             try:
                 await self._control.call("GET", self._api.liveness_path)
-                self._heard_at = anyio.current_time()
             except HttpError as error:
-                if 0 < error.status < 500:  # whatever it says, it is there
-                    self._heard_at = anyio.current_time()
-                is_patient = error.status or error.is_silence
-                patience_s = SILENCE_S if is_patient else REFUSED_S
-                if anyio.current_time() - self._heard_at > patience_s:
-                    self._lose(str(error))
+                reason = str(error)
+                is_there = 0 < error.status < 500  # whatever it says
+                is_refused = not (error.status or error.is_silence)
+            else:
+                is_there, is_refused = True, False
+            now = anyio.current_time()
+            if is_there:
+                self._heard_at = now
+            refused_since = (refused_since or now) if is_refused else None
+            is_gone = refused_since is not None and now - refused_since >= REFUSED_S
+            if is_gone or now - self._heard_at > SILENCE_S:
+                self._lose(reason)
 
     async def _keep_aborting(self) -> None:
         while True:
