@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from array import array
 from typing import Any
 
@@ -95,6 +96,28 @@ def test_reader_version_without_spans_takes_the_final_one() -> None:
 
 
 @pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"completion_tokens": 3}, "output_ids has 2 ids; expected 3, as meta_info.completion"),
+        ({"output_token_logprobs": None}, "meta_info.output_token_logprobs has 0 entries"),
+        ({"output_token_logprobs": [(-1.0, 10, None)]}, "meta_info.output_token_logprobs has 1 "),
+        (
+            {"output_token_logprobs": [(-1.0, 9, None), (-1.0, 10, None)]},
+            "meta_info.output_token_logprobs[0] is of token 9; expected 10, as in output_ids",
+        ),
+    ],
+)
+@pytest.mark.parametrize("meta", [{}, LENGTH])
+def test_reader_answer_that_leaves_something_out_is_refused_by_name(
+    changed: dict[str, Any], named: str, meta: dict[str, Any]
+) -> None:
+    reader = AnswerReader("r")
+    with pytest.raises(EngineError, match=re.escape(named)):
+        reader.read(answer(2, **changed, **meta))
+    assert reader.tokens == 0
+
+
+@pytest.mark.parametrize(
     ("reason", "finish", "error"),
     [
         ({"type": "stop", "matched": 12}, "stop", ""),
@@ -135,8 +158,21 @@ def test_fields_request_is_clipped_to_the_context_and_salted() -> None:
         "top_p": 1.0,
         "top_k": -1,
         "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
         "stop_token_ids": [9],
         "ignore_eos": False,
+        # What a server's own defaults would fill in.
+        "min_new_tokens": 0,
+        "n": 1,
+        "stop": [],
+        "logit_bias": None,
+        "json_schema": None,
+        "regex": None,
+        "ebnf": None,
+        "structural_tag": None,
+        "custom_params": None,
     }
     assert (fields["extra_key"], fields["priority"], fields["session_id"]) == ("weights-7", 2, "s")
 

@@ -25,11 +25,13 @@ class HttpError(Exception):
 
     Attributes:
         status: Of the answer; 0 where there was none.
+        is_silence: Nothing came in time: the server may be busy, or the network gone.
     """
 
-    def __init__(self, message: str, status: int = 0) -> None:
+    def __init__(self, message: str, status: int = 0, *, is_silence: bool = False) -> None:
         super().__init__(message)
         self.status = status
+        self.is_silence = is_silence
 
 
 class HttpClient:
@@ -113,7 +115,9 @@ class HttpClient:
         return self._httpx.Timeout(CONNECT_S, read=None)
 
     def _unreachable(self, error: Exception) -> HttpError:
-        return HttpError(f"{self._url}: {type(error).__name__}: {error}")
+        is_silence = isinstance(error, self._httpx.TimeoutException)
+        text = f"{self._url}: {type(error).__name__}: {error}"
+        return HttpError(text, is_silence=is_silence)
 
     def _check(self, path: str, status: int, text: str) -> None:
         if not self._httpx.codes.is_success(status):

@@ -27,8 +27,13 @@ logger = logging.getLogger("rollout.engine")
 RETRY_S = 0.5
 #: Between two looks at one that serves, and before an abort without an answer is sent again.
 WATCH_S = 1.0
-#: A server that has not answered for this long is lost.
-SILENCE_S = 5.0
+#: A server that refuses connections, or breaks them, for this long is lost.
+REFUSED_S = 5.0
+#: One that is silent, or answers with errors of its own (5xx), is lost after this only: it may be
+#: in a long step, or paused for its trainer's weights. SGLang's own watchdog gives a step as long.
+SILENCE_S = 300.0
+#: Connections beside those of generations: for looks at the server and for aborts.
+CONTROL_CONNECTIONS = 4
 #: An abort that is not confirmed by then ends with the connection.
 ABORT_S = 5.0
 APIS: dict[str, type[SGLangApi | VllmApi]] = {"sglang": SGLangApi, "vllm": VllmApi}
@@ -70,7 +75,7 @@ class HttpCore:
         stream_interval: int = 16,
         stream_interval_s: float = 0.25,
     ) -> None:
-        self._url = url
+        self._url = url.rstrip("/")
         self._speed = DecodeSpeed(stream_interval_s, stream_interval)
         self._model = (model, revision, trust_remote_code)
         self._api = APIS[api]()
@@ -80,10 +85,13 @@ class HttpCore:
         self._max_requests = max_requests
         self._stack = AsyncExitStack()
         self._client: HttpClient | None = None
+        self._control: HttpClient | None = None
         self._info: EngineInfo | None = None
         self._open: dict[str, OpenRequest] = {}
         self._aborted_at: dict[str, float] = {}
         self._wake = anyio.Event()
+        self._lost = anyio.Event()
+        self._heard_at = 0.0
         self._failure = "the engine has not been started"
         self._sampled = 0
 
@@ -101,15 +109,20 @@ class HttpCore:
             EngineError: The server refuses us, the model cannot be read, or httpx is missing.
         """
         facts = await anyio.to_thread.run_sync(read_model_facts, *self._model)
-        opened = open_client(self._url, self._api_key_variable, self._max_requests)
-        self._client = await self._stack.enter_async_context(opened)
+        self._client = await self._open_client(self._max_requests)
         try:
-            self._info = await self._describe(self._client, facts)
+            # Of its own: generations may take all connections that they have.
+            self._control = await self._open_client(CONTROL_CONNECTIONS)
+            self._info = await self._describe(self._control, facts)
         except BaseException:
             with anyio.CancelScope(shield=True):  # closing connections waits for no peer
                 await self._stack.aclose()
             raise
         self._failure = ""
+
+    async def _open_client(self, connections: int) -> HttpClient:
+        opened = open_client(self._url, self._api_key_variable, connections)
+        return await self._stack.enter_async_context(opened)
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         """Chunks of one request; see `EngineCore.generate`.
@@ -135,6 +148,8 @@ class HttpCore:
                     before = entry.reader.tokens
                     chunks = await self._next_chunks(events, entry)
                     now, new = anyio.current_time(), entry.reader.tokens - before
+                    if new:
+                        self._heard_at = now
                     if before:  # the first ones were prefilled for
                         self._speed.note(new, now - came_at)
                     came_at = now
@@ -167,8 +182,9 @@ class HttpCore:
         Looks whether the server answers, and sends aborts until they are confirmed.
         """
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._keep_aborting)  # a server may think for long about its health
-            await self._look_until_silent()
+            tasks.start_soon(self._keep_aborting)  # a look may wait for long
+            tasks.start_soon(self._look_until_silent)
+            await self._lost.wait()
             tasks.cancel_scope.cancel()
         return self._failure
 
@@ -214,6 +230,10 @@ class HttpCore:
 
     def _refusal(self, request: GenerationRequest) -> Chunk | None:
         """The answer to a request that is not taken on; None where it is."""
+        if self._lost.is_set():  # another server, or this one once it is back, will serve it
+            return Chunk(
+                request_id=request.request_id, finish_reason="rejected", error=self._failure
+            )
         fault = self._failure or request_fault(request, self.info)
         fault = fault or self._api.fault(request.sampling)
         if not fault and request.request_id in self._open:
@@ -247,24 +267,50 @@ class HttpCore:
             with entry.waiting():
                 return entry.read(await anext(events))
         except StopAsyncIteration:
-            entry.give_up("error", f"{self._url}: the answer ended without a finish reason")
+            text = f"{self._url}{self._api.path}: the answer ended without a finish reason"
+            await self._lose_if_refused(text)
+            entry.give_up("error", text)
+        except EngineError as error:  # what the answer lacks, or what the server says of it
+            entry.give_up("error", f"{self._url}{self._api.path}: {error}")
         except HttpError as error:
-            is_full = error.status == 503 and not entry.reader.tokens
+            if not (error.status or error.is_silence):
+                await self._lose_if_refused(str(error))
+            is_unsent = error.status == 503 or error.is_silence
+            is_full = is_unsent and not entry.reader.tokens
             entry.give_up("rejected" if is_full else "error", str(error))
         return [entry.last_chunk()]
 
+    async def _lose_if_refused(self, reason: str) -> None:
+        """A request's connection broke: where the server takes none any more, it is lost."""
+        assert self._control is not None
+        try:
+            await self._control.call("GET", self._api.liveness_path)
+        except HttpError as error:
+            if not (error.status or error.is_silence):
+                self._lose(reason)
+
     async def _look_until_silent(self) -> None:
-        assert self._client is not None
-        heard = anyio.current_time()
+        assert self._control is not None
+        self._heard_at = anyio.current_time()
+        refused_since: float | None = None
         while True:
             await anyio.sleep(WATCH_S)
+            reason = ""
             try:
-                await self._client.call("GET", "/health")
-                heard = anyio.current_time()
+                await self._control.call("GET", self._api.liveness_path)
             except HttpError as error:
-                if anyio.current_time() - heard > SILENCE_S:
-                    self._lose(str(error))
-                    return
+                reason = str(error)
+                is_there = 0 < error.status < 500  # whatever it says
+                is_refused = not (error.status or error.is_silence)
+            else:
+                is_there, is_refused = True, False
+            now = anyio.current_time()
+            if is_there:
+                self._heard_at = now
+            refused_since = (refused_since or now) if is_refused else None
+            is_gone = refused_since is not None and now - refused_since >= REFUSED_S
+            if is_gone or now - self._heard_at > SILENCE_S:
+                self._lose(reason)
 
     async def _keep_aborting(self) -> None:
         while True:
@@ -275,17 +321,20 @@ class HttpCore:
                 await self._send_aborts()
 
     async def _send_aborts(self) -> None:
-        assert self._client is not None
+        assert self._control is not None
         now = anyio.current_time()
-        for request_id, asked_at in list(self._aborted_at.items()):
-            entry = self._open.get(request_id)
-            if entry is None:
-                continue
+        for request_id, asked_at in self._aborted_at.items():
             if now - asked_at > ABORT_S:
-                entry.give_up("abort")
-            await self._api.abort(self._client, request_id)
+                self._open[request_id].give_up("abort")
+        for request_id in list(self._aborted_at):
+            if request_id in self._open:
+                await self._api.abort(self._control, request_id)
 
     def _lose(self, reason: str) -> None:
+        """No answer comes after this: tell the requests that wait for one."""
+        if self._lost.is_set():
+            return
         self._failure = reason
         for entry in self._open.values():
             entry.give_up("error", reason, is_fatal=True)
+        self._lost.set()

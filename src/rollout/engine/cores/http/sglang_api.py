@@ -7,16 +7,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rollout.engine.core import Chunk, unpack_ids
+import msgspec
+
+from rollout.engine.core import Chunk, Id, Natural, unpack_ids
+from rollout.engine.cores.answer_checks import LogProb, read_fields
 from rollout.engine.cores.http.client import HttpError
 from rollout.engine.cores.http.image_inputs import NO_VIDEOS, image_fault, image_fields
-from rollout.engine.cores.sglang.answers import AnswerReader, parse_version
+from rollout.engine.cores.sglang.answers import COUNT, IDS, AnswerReader, is_abort, parse_version
 from rollout.engine.cores.sglang.generate_requests import (
     salt_of,
     sampling_fault,
     sampling_params,
     seed_of,
 )
+from rollout.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,6 +36,8 @@ class SGLangApi:
 
     Attributes:
         path: Where requests go.
+        liveness_path: What the server's own process answers, in a long step and paused too. Its
+            ``/health`` waits for a token that it has the schedulers sample.
         has_abort: An abort is a message of its own, and the last answer confirms it.
         is_gathering: A request says how many tokens an event has.
     """
@@ -41,6 +47,7 @@ class SGLangApi:
     is_gathering = True
 
     def __init__(self) -> None:
+        self.liveness_path = "/model_info"
         self._facts: Mapping[str, Any] = {}
         self._is_incremental = False
         self._is_deterministic = False
@@ -58,6 +65,7 @@ class SGLangApi:
             if error.status != NOT_FOUND:
                 raise
             facts = await client.get("/get_server_info")  # its name in older versions
+            self.liveness_path = "/get_model_info"
         self._facts = facts
         self._is_incremental = bool(facts.get("incremental_streaming_output"))
         self._is_deterministic = bool(facts.get("enable_deterministic_inference"))
@@ -131,6 +139,32 @@ def _priority_sign(facts: Mapping[str, Any]) -> int:
     return -1 if facts.get("schedule_low_priority_values_first") else 1
 
 
+class _ScoredToken(msgspec.Struct, array_like=True):
+    log_prob: LogProb
+    id: Id
+
+
+class _Span(msgspec.Struct):
+    end: Natural
+    version: str | None
+
+
+class _MetaInfo(msgspec.Struct):
+    finish_reason: dict[str, Any] | None = None
+    completion_tokens: Natural | None = None
+    output_token_logprobs: list[_ScoredToken] | None = None
+    weight_version: str | None = None
+    weight_versions: list[_Span] | None = None
+    cached_tokens: Natural | None = None
+
+
+class _Answer(msgspec.Struct):
+    """The fields of an event that are read, and their types."""
+
+    meta_info: _MetaInfo
+    output_ids: list[Id] | None = None
+
+
 class SGLangReader(AnswerReader):
     """Reads the events of one request.
 
@@ -152,18 +186,28 @@ class SGLangReader(AnswerReader):
         self._scored: list[Any] = []
 
     def read(self, answer: Mapping[str, Any]) -> list[Chunk]:
-        """The chunks that an event adds; an event that is an error ends the request."""
-        fault = answer.get("error") or self._drift(answer)
+        """The chunks that an event adds.
+
+        Raises:
+            EngineError: The event is an error, or not what was asked for.
+        """
+        fault = answer.get("error")
         if fault is not None:
             text = fault.get("message") if isinstance(fault, dict) else fault
-            return [
-                Chunk(
-                    request_id=self.request_id,
-                    offset=self.tokens,
-                    finish_reason="error",
-                    error=str(text),
-                )
-            ]
+            raise EngineError(str(text))
+        checked = read_fields(answer, _Answer)
+        meta: Mapping[str, Any] = answer["meta_info"]
+        if checked.output_ids is None:
+            if not is_abort(meta):
+                raise EngineError(f"{IDS} is missing or null; expected ids")
+            answer = {**answer, "output_ids": []}
+        drift = self._drift(answer)
+        if drift is not None:
+            raise EngineError(drift)
+        # Without ids it alone tells an end at once from ids that were left out.
+        is_needed = self._is_incremental or (meta.get("finish_reason") and not answer["output_ids"])
+        if checked.meta_info.completion_tokens is None and is_needed and not is_abort(meta):
+            raise EngineError(f"{COUNT} is missing or null; expected the number of ids")
         return super().read(self._whole(answer) if self._is_incremental else answer)
 
     def _drift(self, answer: Mapping[str, Any]) -> str | None:
@@ -177,11 +221,17 @@ class SGLangReader(AnswerReader):
         )
 
     def _whole(self, answer: Mapping[str, Any]) -> dict[str, Any]:
-        """All tokens so far; the end of an aborted request repeats one, which is not new."""
+        """All tokens so far.
+
+        The end of an aborted request repeats the last one behind the new ones, and all log-probs.
+        """
         meta = answer["meta_info"]
-        new = meta.get("completion_tokens", 0) - len(self._ids)
-        if new > 0:
-            self._ids += answer["output_ids"][-new:]
-            self._scored += (meta.get("output_token_logprobs") or ())[-new:]
+        ids: list[int] = answer["output_ids"]
+        scored: list[Any] = meta.get("output_token_logprobs") or []
+        if is_abort(meta):
+            new = max((meta.get("completion_tokens") or 0) - len(self._ids), 0)
+            ids, scored = ids[:new], scored[:new]
+        self._ids += ids
+        self._scored += scored
         whole_meta = {**meta, "output_token_logprobs": self._scored}
         return {"output_ids": self._ids, "meta_info": whole_meta}

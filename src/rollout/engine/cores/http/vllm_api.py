@@ -9,7 +9,16 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, Any
 
-from rollout.engine.core import Chunk, FinishReason, unpack_ids
+import msgspec
+
+from rollout.engine.core import Chunk, FinishReason, Id, Natural, unpack_ids
+from rollout.engine.cores.answer_checks import (
+    LogProb,
+    check_log_probs,
+    check_scored_ids,
+    read_fields,
+)
+from rollout.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,6 +27,9 @@ if TYPE_CHECKING:
     from rollout.engine.cores.http.client import HttpClient
 
 FINISH: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+#: Fields that are checked against each other.
+IDS, COUNT = "choices[0].token_ids", "usage.completion_tokens"
+LOG_PROBS, TOKENS = "choices[0].logprobs.token_logprobs", "choices[0].logprobs.tokens"
 
 
 class VllmApi:
@@ -25,12 +37,14 @@ class VllmApi:
 
     Attributes:
         path: Where requests go.
+        liveness_path: What the server's own process answers, in a long step and paused too.
         has_abort: Nothing but the end of the connection aborts a request.
         is_gathering: An event has as many tokens as the server was started with, one as a
             rule; the engine's server gathers.
     """
 
     path = "/v1/completions"
+    liveness_path = "/health"
     has_abort = False
     is_gathering = False
 
@@ -63,7 +77,11 @@ class VllmApi:
     def body(
         self, request: GenerationRequest, room: int, weight_version: int, chunk_tokens: int
     ) -> dict[str, Any]:
-        """A request as JSON; `room` tokens fit into the context after the prompt."""
+        """A request as JSON; `room` tokens fit into the context after the prompt.
+
+        What changes nothing is written out too: a server fills in what a request leaves out, from
+        the model's ``generation_config.json``.
+        """
         sampling = request.sampling
         body: dict[str, Any] = {
             "model": self._model,
@@ -75,15 +93,20 @@ class VllmApi:
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
             "repetition_penalty": sampling.repetition_penalty,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+            "min_tokens": 0,
+            "n": 1,
+            "stop": [],
+            "logit_bias": None,
             "stop_token_ids": list(sampling.stop_token_ids),
             "ignore_eos": sampling.ignore_eos,
             "logprobs": 0,  # of the sampled token, and none beside it
             "return_token_ids": True,
+            "return_tokens_as_token_ids": True,  # beside the log-probs: it says whose they are
             "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
-        for name in ("presence_penalty", "frequency_penalty"):
-            if getattr(sampling, name):
-                body[name] = getattr(sampling, name)
         if sampling.seed is not None:
             body["seed"] = sampling.seed
         if request.priority:
@@ -104,40 +127,88 @@ class VllmApi:
         raise NotImplementedError
 
 
+class _LogProbs(msgspec.Struct):
+    token_logprobs: list[LogProb]
+    tokens: list[str] | None = None
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[Id]
+    logprobs: _LogProbs | None = None
+    finish_reason: str | None = None
+    text: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: Natural | None = None
+
+
+class _Event(msgspec.Struct):
+    """The fields of an event that are read, and their types."""
+
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
 class VllmReader:
     """Reads the events of one request: each has the new tokens only."""
 
-    __slots__ = ("request_id", "tokens")
+    __slots__ = ("_has_text", "request_id", "tokens")
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.tokens = 0
+        self._has_text = False
 
     def read(self, answer: Mapping[str, Any]) -> list[Chunk]:
-        """The chunk that an event adds; an event that is an error ends the request."""
+        """The chunk that an event adds.
+
+        Raises:
+            EngineError: The event is an error, or not what was asked for.
+        """
         fault = answer.get("error")
         if fault is not None:
             text = fault.get("message") if isinstance(fault, dict) else fault
-            return [self._chunk([], [], "error", str(text))]
-        choices = answer.get("choices")
-        if not choices:  # the usage, at the very end
+            raise EngineError(str(text))
+        event = read_fields(answer, _Event)
+        if not event.choices:  # the usage, at the very end
             return []
-        choice = choices[0]
-        reason = choice.get("finish_reason")
+        choice = event.choices[0]
+        self._check(choice, event.usage)
+        reason = choice.finish_reason
         finish = None if reason is None else FINISH.get(reason, "error")
-        scored = (choice.get("logprobs") or {}).get("token_logprobs") or []
-        error = f"vLLM ended the request with {reason!r}" if finish == "error" else ""
-        return [self._chunk(choice.get("token_ids") or [], scored, finish, error)]
+        start, self.tokens = self.tokens, self.tokens + len(choice.token_ids)
+        scored = [] if choice.logprobs is None else choice.logprobs.token_logprobs
+        return [
+            Chunk(
+                request_id=self.request_id,
+                offset=start,
+                ids=array("i", choice.token_ids).tobytes(),
+                log_probs=array("f", scored).tobytes(),
+                finish_reason=finish,
+                error=f"vLLM ended the request with {reason!r}" if finish == "error" else "",
+            )
+        ]
 
-    def _chunk(
-        self, ids: list[int], log_probs: list[float], finish: FinishReason | None, error: str
-    ) -> Chunk:
-        start, self.tokens = self.tokens, self.tokens + len(ids)
-        return Chunk(
-            request_id=self.request_id,
-            offset=start,
-            ids=array("i", ids).tobytes(),
-            log_probs=array("f", log_probs).tobytes(),
-            finish_reason=finish,
-            error=error,
-        )
+    def _check(self, choice: _Choice, usage: _Usage | None) -> None:
+        ids, scored = choice.token_ids, choice.logprobs
+        if scored is None and ids:
+            raise EngineError("choices[0].logprobs is missing or null; expected log-probs")
+        if scored is not None:
+            check_log_probs(LOG_PROBS, len(scored.token_logprobs), IDS, len(ids))
+            if scored.tokens:
+                check_log_probs(TOKENS, len(scored.tokens), IDS, len(ids))
+                check_scored_ids(TOKENS, [_id_of(token) for token in scored.tokens], IDS, ids)
+        count = self.tokens + len(ids)
+        total = usage and usage.completion_tokens
+        if total is not None and total != count:
+            raise EngineError(f"{IDS} had {count} ids; expected {total}, as {COUNT} says")
+        self._has_text = self._has_text or bool(choice.text)
+        if choice.finish_reason is not None and self._has_text and not count:
+            raise EngineError(f"{IDS} had no ids; expected those of the text")
+
+
+def _id_of(token: str) -> int | None:
+    """The id in ``"token_id:94"``; None where it is a token's text."""
+    number = token.removeprefix("token_id:")
+    return int(number) if number != token and number.isdecimal() else None

@@ -13,12 +13,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rollout.engine.core import Chunk, FinishReason
+from rollout.engine.cores.answer_checks import check_log_probs, check_scored_ids
+from rollout.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 #: Status of an answer to a request that found the queue full.
 SERVICE_UNAVAILABLE = 503
+#: Fields that are checked against each other.
+IDS, COUNT = "output_ids", "meta_info.completion_tokens"
+LOG_PROBS = "meta_info.output_token_logprobs"
 
 
 class AnswerReader:
@@ -47,8 +52,14 @@ class AnswerReader:
         self._version: int | None = None
 
     def read(self, answer: Mapping[str, Any]) -> list[Chunk]:
-        """The chunks that an answer adds; the last one of a final answer has a finish reason."""
+        """The chunks that an answer adds; the last one of a final answer has a finish reason.
+
+        Raises:
+            EngineError: It leaves out tokens or log-probs, or contradicts itself.
+        """
         meta = answer["meta_info"]
+        if not is_abort(meta):  # what one repeats or leaves out is not taken
+            self._check_counts(answer, meta)
         version = parse_version(meta.get("weight_version"))
         if meta.get("finish_reason") is not None:
             return self._final(answer, meta, version)
@@ -61,13 +72,23 @@ class AnswerReader:
             return []
         return [self._chunk(answer, len(answer["output_ids"]), version)]
 
+    def _check_counts(self, answer: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+        count, total = len(answer["output_ids"]), meta.get("completion_tokens")
+        if total is not None and total != count:
+            raise EngineError(f"{IDS} has {count} ids; expected {total}, as {COUNT} says")
+        if count < self.tokens:
+            raise EngineError(f"{IDS} has {count} ids; expected the {self.tokens} before it too")
+        scored = len(meta.get("output_token_logprobs") or ())
+        if count or scored > 1:  # SGLang may have one before the first token has left it
+            check_log_probs(LOG_PROBS, scored, IDS, count)
+
     def _final(
         self, answer: Mapping[str, Any], meta: Mapping[str, Any], version: int
     ) -> list[Chunk]:
         count = len(answer["output_ids"])
         chunks = self._by_version(answer, meta)
         if self.tokens < count or not chunks:  # a version of SGLang that names no spans
-            chunks.append(self._chunk(answer, count, version))
+            chunks.append(self._chunk(answer, max(count, self.tokens), version))
         reason, error = finish_of(meta["finish_reason"])
         chunks[-1] = msgspec.structs.replace(
             chunks[-1],
@@ -87,19 +108,28 @@ class AnswerReader:
 
     def _chunk(self, answer: Mapping[str, Any], end: int, version: int) -> Chunk:
         """The tokens from where the last chunk ended up to `end`."""
-        start, self.tokens = self.tokens, end
-        meta = answer["meta_info"]
-        scored: Sequence[Any] = meta.get("output_token_logprobs") or ()
+        start, meta = self.tokens, answer["meta_info"]
+        ids = list(answer["output_ids"][start:end])
+        scored: Sequence[Any] = (meta.get("output_token_logprobs") or ())[start:end]
+        check_log_probs(LOG_PROBS, start + len(scored), IDS, start + len(ids))
+        if (own := [entry[1] for entry in scored]) != ids:
+            check_scored_ids(LOG_PROBS, own, IDS, ids, start)
+        self.tokens = end
         likely = [entry for row in meta.get("output_top_logprobs", ())[start:end] for entry in row]
         return Chunk(
             request_id=self.request_id,
             offset=start,
-            ids=array("i", answer["output_ids"][start:end]).tobytes(),
-            log_probs=array("f", [entry[0] for entry in scored[start:end]]).tobytes(),
+            ids=array("i", ids).tobytes(),
+            log_probs=array("f", [entry[0] for entry in scored]).tobytes(),
             weight_version=version,
             top_ids=array("i", [entry[1] for entry in likely]).tobytes(),
             top_log_probs=array("f", [entry[0] for entry in likely]).tobytes(),
         )
+
+
+def is_abort(meta: Mapping[str, Any]) -> bool:
+    """Whether an answer is the end of a request that was cut off or refused."""
+    return (meta.get("finish_reason") or {}).get("type") == "abort"
 
 
 def finish_of(reason: Mapping[str, Any]) -> tuple[FinishReason, str]:

@@ -9,10 +9,24 @@ from rollout.engine.core import Chunk, EngineInfo, GenerationRequest, SamplingPa
 from rollout.engine.cores.request_checks import request_fault
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rollout.engine.cores.sglang.server_arguments import SGLangOptions
 
 #: SGLang keeps seeds as int64.
 SEED_BITS = 63
+#: Parameters of SGLang that no request of ours uses, as they change nothing.
+_NOTHING: Mapping[str, Any] = {
+    "min_new_tokens": 0,
+    "n": 1,
+    "stop": [],
+    "logit_bias": None,
+    "json_schema": None,
+    "regex": None,
+    "ebnf": None,
+    "structural_tag": None,
+    "custom_params": None,
+}
 
 
 def refusal_of(
@@ -85,6 +99,9 @@ def request_fields(
 def sampling_params(sampling: SamplingParams, room: int) -> dict[str, Any]:
     """Everything but the seed, by SGLang's names.
 
+    What changes nothing is written out too: a server started with ``--preferred-sampling-params``
+    fills in what a request leaves out.
+
     Args:
         room: Tokens that fit into the context after the prompt.
     """
@@ -94,8 +111,12 @@ def sampling_params(sampling: SamplingParams, room: int) -> dict[str, Any]:
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": sampling.ignore_eos,
+        **_NOTHING,
     }
 
 

@@ -87,7 +87,6 @@ class SGLangCore:
         self.is_gathering = plugin.has_hooks()
         self._server_thread: ServerThread | None = None
         self._sglang: SGLang | None = None
-        self._updates = 0
         self._is_loading = False
         self._weights_path = ""
         self._asleep: frozenset[str] = frozenset()
@@ -96,8 +95,7 @@ class SGLangCore:
         self._start_error: Exception | None = None
         self._settled, self._lost, self._stopped = anyio.Event(), anyio.Event(), anyio.Event()
         self._is_draining = self._is_closed = False
-        self._sampled = 0
-        self._preemptions = 0
+        self._sampled = self._preemptions = self._updates = 0
 
     @property
     def info(self) -> EngineInfo:
@@ -347,6 +345,8 @@ class SGLangCore:
                 self._sampled += sum(len(chunk.ids) for chunk in chunks) // 4
                 return chunks
         except Exception as error:
+            if isinstance(error, EngineError) and self._sglang:  # nobody reads its answers any more
+                self._sglang.abort(entry.reader.request_id)
             entry.give_up("error", f"SGLang failed: {type(error).__name__}: {error}")
         return [entry.last_chunk()]
 
