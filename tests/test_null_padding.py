@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,7 +18,10 @@ import pytest
 import rollout
 from chat_material import chat
 from rollout import Message, Outcome, Prompt, ToolCall, function_tool
+from rollout.integrations.openrlhf.response import prompt_of_arguments
 from rollout.integrations.repeated_prompts import prompt_of_columns
+from rollout.integrations.skyrl.output import prompts_of as skyrl_prompts
+from rollout.integrations.slime.samples import prompts_of as slime_prompts
 from rollout.integrations.trl.prompt_groups import prompt_of
 from rollout.integrations.verl.rows import VerlRow, call_of
 from rollout.interactions import Interaction, InteractionContext, InteractionTurn
@@ -60,6 +65,7 @@ PADDED: list[dict[str, Any]] = [
     {"role": "tool", "content": "found", "tool_calls": None, "tool_call_id": "c1"},
     {"role": "user", "content": "And now?", "tool_calls": None, "tool_call_id": None},
 ]
+TRAINER_SAMPLING = {"top_p": 1.0, "temperature": 0.7}
 SAMPLING, PADDED_SAMPLING = {"top_p": 0.5}, {"temperature": None, "top_p": 0.5}
 KWARGS = {"lookup": {"db": "x", "create_kwargs": {"a": [None]}}}
 PADDED_KWARGS = {
@@ -192,16 +198,49 @@ def test_prompts_file_tools_kwargs_of_one_tool_hold_nothing_for_others(
 
 def test_trl_row_is_as_without_padding() -> None:
     columns = {name: value for name, value in ROW.items() if name != "prompt"}
-    prompt = prompt_of(PADDED, columns, "u", {"top_p": 1.0, "temperature": 0.7})
-    assert prompt.sampling == {"top_p": 0.5, "temperature": 0.7}  # None is no answer to TRL's
-    check(Prompt(**{**_fields(prompt), "sampling": PADDED_SAMPLING}))
+    prompt = prompt_of(PADDED, columns, "u", TRAINER_SAMPLING)
+    assert prompt.sampling == {**TRAINER_SAMPLING, **SAMPLING}
+    check(msgspec.structs.replace(prompt, sampling=SAMPLING))
 
 
-def test_columns_of_skyrl_slime_and_openrlhf_are_as_without_padding() -> None:
-    prompt = prompt_of_columns(ROW, None, {"top_p": 1.0, "temperature": 0.7})
-    assert prompt.sampling == {"top_p": 0.5, "temperature": 0.7}
-    own = prompt_of_columns({}, lambda _: Prompt(messages=PADDED, sampling=PADDED_SAMPLING), {})
-    assert (list(own.messages), own.sampling) == (MESSAGES, SAMPLING)
+def columns_prompt() -> Prompt:
+    return prompt_of_columns(ROW, None, TRAINER_SAMPLING)
+
+
+def skyrl_prompt() -> Prompt:
+    extras = {name: value for name, value in ROW.items() if name != "prompt"}
+    given = {"prompts": [PADDED], "env_extras": [extras], "sampling_params": TRAINER_SAMPLING}
+    return skyrl_prompts(given).prompts[0]
+
+
+def slime_prompt() -> Prompt:
+    metadata = {name: value for name, value in ROW.items() if name != "prompt"}
+    sample = Namespace(metadata=metadata, prompt=PADDED, label=None, group_index=0)
+    return slime_prompts([sample], TRAINER_SAMPLING).prompts[0]
+
+
+def own_prompt() -> Prompt:
+    """Of a trainer's user who makes prompts of columns."""
+
+    def make(columns: Any) -> Prompt:
+        names = ("sampling", "tools_kwargs", "ground_truth")
+        fields = {name: columns[name] for name in names}
+        return Prompt(messages=columns["prompt"], extra=columns["extra_info"], **fields)
+
+    return prompt_of_columns(ROW, make, TRAINER_SAMPLING)
+
+
+@pytest.mark.parametrize("convert", [columns_prompt, skyrl_prompt, slime_prompt, own_prompt])
+def test_row_of_a_trainer_is_as_without_padding(convert: Callable[[], Prompt]) -> None:
+    prompt = convert()
+    assert prompt.sampling == {**TRAINER_SAMPLING, **SAMPLING}  # None says nothing
+    check(msgspec.structs.replace(prompt, sampling=SAMPLING))
+
+
+def test_openrlhf_messages_as_text_are_as_without_padding() -> None:
+    settings = Namespace(temperature=0.7, top_p=None)
+    prompt = prompt_of_arguments(json.dumps(PADDED), "4", settings, None)
+    assert (list(prompt.messages), prompt.sampling) == (MESSAGES, {"temperature": 0.7})
 
 
 @pytest.mark.parametrize("place", ["own", "extra_info"])
@@ -216,11 +255,7 @@ def test_verl_row_is_as_without_padding(place: str) -> None:
     row = VerlRow(kwargs=kwargs, info={"validate": False}, sampling_params={"temperature": 1.0})
     (prompt,) = call_of([row], lambda _: "tool_agent", Namespace(tool_names=())).prompts
     assert prompt.tools_kwargs == KWARGS
-    check(Prompt(**{**_fields(prompt), "sampling": PADDED_SAMPLING}))
-
-
-def _fields(prompt: Prompt) -> dict[str, Any]:
-    return {name: getattr(prompt, name) for name in Prompt.__struct_fields__}
+    check(msgspec.structs.replace(prompt, sampling=SAMPLING))
 
 
 class Heard(Interaction):
