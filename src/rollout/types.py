@@ -7,6 +7,7 @@ can share it. Token ids live in the `Transcript` of a trajectory, never in a lis
 from __future__ import annotations
 
 import enum
+import operator
 import traceback as traceback_module
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ MAX_TRACEBACK_CHARACTERS = 2000
 
 #: Begins the name of a trajectory's metric that says how its text compares with a full rendering.
 DRIFT = "tokenization/"
+
+_ATOMS = frozenset((str, int, float, bool, bytes))
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +69,10 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     The members of a group share it, and those of another attempt: agents must not change what it
     holds, and keep what is their own in ``context.extra``.
 
+    Keys of mappings that hold None are dropped from `messages`, `sampling` and `tools_kwargs`, at
+    every depth: Arrow gives each mapping of a column the keys of all. Calls with a `raw` text,
+    which a model sampled, keep theirs, and so do `ground_truth` and every `extra`.
+
     Attributes:
         messages: The conversation so far, as `Message` objects or OpenAI-style dicts.
         uid: Names the prompt in seeds, outcomes and `cancel`; unique within a call. None takes
@@ -91,6 +98,81 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     data_source: str | None = None
     priority: int = 0
     extra: Mapping[str, Any] = msgspec.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._drop("messages", _drop_from_messages(self.messages))
+        self._drop("sampling", without_null_keys(self.sampling))
+        self._drop("tools_kwargs", without_null_keys(self.tools_kwargs))
+
+    def _drop(self, field: str, dropped: Any) -> None:
+        if dropped is not getattr(self, field):
+            msgspec.structs.force_setattr(self, field, dropped)
+
+
+def without_null_keys(value: Any) -> Any:
+    """`value` without the keys of mappings that hold None, at every depth; itself if it has none.
+
+    Items of lists stay, whatever they are. Mappings that change become dicts; arrays of objects,
+    which data sets have in place of lists, become lists.
+    """
+    try:
+        return _drop_null_keys(value)
+    except RecursionError:  # no data of Arrow's; refused where it is used
+        return value
+
+
+def _drop_null_keys(value: Any) -> Any:
+    kind = type(value)
+    if kind in _ATOMS or value is None or _is_flat(value):
+        return value
+    if kind is list or kind is tuple:
+        items = [_drop_null_keys(item) for item in value]
+        is_same = all(map(operator.is_, items, value))
+        return value if is_same else kind(items)
+    if kind is dict or isinstance(value, Mapping):
+        kept = {key: _drop_null_keys(item) for key, item in value.items() if item is not None}
+        is_same = len(kept) == len(value) and all(kept[key] is value[key] for key in kept)
+        return value if is_same else kept
+    if kind is ToolCall and not value.raw:
+        arguments = _drop_null_keys(value.arguments)
+        is_same = arguments is value.arguments
+        return value if is_same else msgspec.structs.replace(value, arguments=arguments)
+    if getattr(getattr(value, "dtype", None), "kind", None) == "O":
+        given = value.tolist()
+        items = _drop_null_keys(given)
+        return value if items is given else items
+    return value
+
+
+def _is_flat(value: Any) -> bool:
+    """Whether it is a dict of single values, as messages mostly are, none of them None."""
+    return type(value) is dict and _ATOMS.issuperset(map(type, value.values()))
+
+
+def _drop_from_messages(messages: Any) -> Any:
+    if type(messages) is not list and type(messages) is not tuple:
+        return messages
+    for message in messages:
+        if not _is_flat(message):
+            break
+    else:
+        return messages
+    dropped = [_drop_from_message(message) for message in messages]
+    is_same = all(map(operator.is_, dropped, messages))
+    return messages if is_same else type(messages)(dropped)
+
+
+def _drop_from_message(message: Any) -> Any:
+    """`message` without null keys, except in its `extra`."""
+    if isinstance(message, Message):
+        calls, fields = without_null_keys(message.tool_calls), without_null_keys(message.fields)
+        if calls is message.tool_calls and fields is message.fields:
+            return message
+        return msgspec.structs.replace(message, tool_calls=calls, fields=fields)
+    dropped = without_null_keys(message)
+    if dropped is not message and isinstance(message, Mapping) and "extra" in dropped:
+        dropped["extra"] = message["extra"]
+    return dropped
 
 
 class Outcome(enum.StrEnum):

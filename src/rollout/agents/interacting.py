@@ -12,7 +12,7 @@ from rollout.errors import ConfigError, LimitExceeded
 from rollout.interactions import InteractionContext
 from rollout.limits import Deadline
 from rollout.tools.attempt import CallError, attempt
-from rollout.types import Message
+from rollout.types import Message, without_null_keys
 from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
@@ -93,4 +93,5 @@ async def finish(interaction: Interaction, session: str, cleanup_s: float) -> No
 
 def _kwargs(prompt: Prompt) -> Mapping[str, Any]:
     kwargs = prompt.extra.get("interaction_kwargs")
-    return kwargs if isinstance(kwargs, Mapping) else {}
+    # As keys of `tools_kwargs`: those that hold None may be of other users, or Arrow's.
+    return without_null_keys(kwargs) if isinstance(kwargs, Mapping) else {}

@@ -28,7 +28,10 @@ class _Expectation:
 
 
 def _is_mapping_of_mappings(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(v, Mapping) for v in value.values())
+    """Whether it is one; of a tool that has nothing, Arrow says None."""
+    return isinstance(value, Mapping) and all(
+        isinstance(item, Mapping | None) for item in value.values()
+    )
 
 
 def _is_list_of_strings(value: Any) -> bool:

@@ -33,8 +33,8 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
     of verl's data: ``prompt`` (a string, or a list of messages) or ``messages``, ``agent_name``,
     ``data_source``, ``reward_model`` with its ``ground_truth``, ``extra_info``; and ``uid``,
     ``ground_truth``, ``priority``, ``sampling``, ``tools``, ``tools_kwargs``. Other columns and
-    the content of ``extra_info`` become the prompt's `extra`. Keys of parquet structs that hold
-    nothing are left out: parquet gives every struct of a column the keys of all.
+    the content of ``extra_info`` become the prompt's `extra`. Columns and keys of ``extra_info``
+    that hold nothing are absent; what else parquet adds to structs, `rollout.Prompt` drops.
 
     Raises:
         PromptError: The file cannot be read or holds no prompts; or rows of it are faulty, each
@@ -137,13 +137,6 @@ def _parquet_rows(source: Path, content: bytes) -> Iterator[Row]:
         for batch in pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content)).iter_batches():
             for row in batch.to_pylist():
                 number += 1
-                yield f"row {number}", _without_none(row)
+                yield f"row {number}", row
     except (pyarrow.ArrowException, OSError) as error:
         raise PromptError(f"prompts file {source} cannot be read as parquet: {error}") from error
-
-
-def _without_none(value: Any) -> Any:
-    """Plain data whose mappings hold only keys that have a value."""
-    if isinstance(value, dict):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    return [_without_none(item) for item in value] if isinstance(value, list) else value

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import TYPE_CHECKING, Any
 
 from rollout.chat.parsers.json_calls import MAX_DEPTH, finite
-from rollout.chat.parsers.literals import PythonCall, PythonReader
+from rollout.chat.parsers.literals import PythonCall, PythonReader, unescape
 from rollout.chat.parsers.llama3 import MAYBE_OBJECT, OBJECT, read_objects
 from rollout.chat.parsers.pythonic import CALL_LIST, CALL_LIST_HEAD, MAYBE_CALL_LIST, read_call_list
 from rollout.chat.parsers.reader import Reader, SyntaxFault
@@ -21,12 +22,23 @@ _ENDS = {"<|tool_call>": "<tool_call|>", "<start_function_call>": "<end_function
 _TAG = re.compile(r"<\|tool_call>|<start_function_call>|<tool_call\|>|<end_function_call>")
 
 _HEAD = re.compile(r"\s*call:\s*([\w.\-]+)\s*\{")
-_QUOTED = r'<\|"\|>(.*?)<\|"\|>|<escape>(.*?)<escape>|"([^"\\]*)"'
-_STRING = re.compile(_QUOTED, re.DOTALL)
-_KEY = re.compile(rf"\s*(?>{_QUOTED}|([^,:{{}}\[\]<]+))\s*:", re.DOTALL)
-_BARE = re.compile(r'\s*([^,{}\[\]<"\s](?:[^,{}\[\]<]*[^,{}\[\]<\s])?)')
+_STRING = re.compile(
+    r'\s*(?:<\|"\|>(?P<marked>.*?)<\|"\|>|<escape>(?P<escaped>.*?)<escape>'
+    r"|(?P<prefix>[rRuUbBfF]{0,2})(?:"
+    r'"""(?P<long>(?:[^"\\]++|\\.|"(?!""))*+)"""|'
+    r"'''(?P<long_single>(?:[^'\\]++|\\.|'(?!''))*+)'''|"
+    r'"(?P<double>(?:[^"\\]++|\\.)*+)"|'
+    r"'(?P<single>(?:[^'\\]++|\\.)*+)'))",
+    re.DOTALL,
+)
+_BARE_KEY = re.compile(r"""\s*([^,:{}\[\]<"'\s][^,:{}\[\]<"]*)""")
+_BARE = re.compile(r"""\s*([^,{}\[\]<"'\s](?:[^,{}\[\]<]*[^,{}\[\]<\s])?)(?P<goes_on>\s*,)?""")
+#: What a bare word may hold beside quotes that it leaves open; "it's" and "dogs'" open none.
+_CLOSED = re.compile(r"""[^"']++|"[^"]*"|(?<!\w)'[^']*'|(?<=\w)'""")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+(\.[0-9]*)?|(\.[0-9]+))([eE][+-]?[0-9]+)?")
-_CONSTANTS = {"true": True, "false": False, "null": None}
+_CONSTANTS = {
+    "true": True, "false": False, "null": None, "True": True, "False": False, "None": None
+}  # fmt: skip
 
 
 @register_tool_parser("gemma")
@@ -34,7 +46,8 @@ class GemmaParser(TaggedParser):
     r"""Reads the formats of Gemma 4, of FunctionGemma and of prompted Gemma 3.
 
     ``<|tool_call>call:NAME{key:<|"|>text<|"|>,n:1}<tool_call|>``; the same between
-    ``<start_function_call>`` and ``<end_function_call>`` with ``<escape>`` around strings;
+    ``<start_function_call>`` and ``<end_function_call>`` with ``<escape>`` around strings; in
+    both, strings in the quotes of JSON and Python;
     Python calls in a fence of ``tool_code``; ``[f(x=1)]`` or ``{"name": …, "parameters": {…}}``
     as the start of the turn.
     """
@@ -120,33 +133,65 @@ class GemmaReader(Reader):
         return items
 
     def _key(self) -> str:
-        key = _KEY.match(self.text, self.at)
+        key = self._string()
         if key is None:
-            self.fail("expected key:value")
-        self.at = key.end()
-        return _written(key).strip()
+            word = _BARE_KEY.match(self.text, self.at)
+            if word is None:
+                self.fail("expected key:value")
+            self.at = word.end()
+            key = word[1].strip()
+        if not self.take(":"):
+            self.fail("expected : after a key")
+        return key
 
     def _value(self, depth: int) -> Any:
         self.spend()
+        string = self._string()
+        if string is not None:
+            return string
         word = _BARE.match(self.text, self.at)
         if word is not None:
-            self.at = word.end()
+            if word["goes_on"] is not None and _is_open(word[1]):
+                self.fail("expected the end of a quote or parenthesis before the comma")
+            self.at = word.end(1)
             return _bare(word[1])
         if depth > MAX_DEPTH:
             self.fail("nested too deeply")
         if self.take("{"):
             return self._object(depth)
-        if self.take("["):
-            return self._list(depth)
+        if not self.take("["):
+            self.fail("expected a value")
+        return self._list(depth)
+
+    def _string(self) -> str | None:
+        """The string that stands next, in whichever quotes; None where something else does."""
         string = _STRING.match(self.text, self.at)
         if string is None:
-            self.fail("expected a value")
+            return None
+        prefix = (string["prefix"] or "").lower()
+        if prefix not in ("", "r", "u"):
+            self.fail("bytes and formatted strings are no values")
         self.at = string.end()
-        return _written(string)
+        kind = string.lastgroup or ""
+        body = string[kind]
+        if kind in ("marked", "escaped") or prefix == "r":
+            return body
+        return _read_json(body) if kind == "double" else unescape(body)
 
 
-def _written(match: re.Match[str]) -> str:
-    return match[match.lastindex or 0]
+def _read_json(body: str) -> str:
+    """What stands between double quotes in JSON, or else, by its escapes, in Python."""
+    if "\\" not in body:
+        return body
+    try:
+        return str(json.loads(f'"{body}"', strict=False))
+    except ValueError:
+        return unescape(body)
+
+
+def _is_open(word: str) -> bool:
+    """Whether a quote or a parenthesis of a bare word is not closed in it."""
+    return word.count("(") > word.count(")") or _CLOSED.sub("", word) != ""
 
 
 def _bare(word: str) -> Any:

@@ -185,14 +185,15 @@ class PythonReader(Reader):
         pieces: list[str] = []
         while (written := _STRING.match(self.text, self.at)) is not None:
             prefix, body = written[1], written[written.lastindex or 0]
-            pieces.append(body if prefix in ("r", "R") else _unescaped(body))
+            pieces.append(body if prefix in ("r", "R") else unescape(body))
             self.at = written.end()
         if not pieces:
             self.fail("expected a literal")
         return "".join(pieces)
 
 
-def _unescaped(body: str) -> str:
+def unescape(body: str) -> str:
+    """What stands between quotes in Python; escapes that it does not know stay as they are."""
     return _ESCAPE.sub(_character, body) if "\\" in body else body
 
 

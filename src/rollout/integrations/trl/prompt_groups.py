@@ -17,7 +17,7 @@ from rollout.config.config_faults import Fault, config_error
 from rollout.integrations.repeated_prompts import prompt_of_columns
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from rollout.types import Prompt
 
@@ -107,19 +107,8 @@ def prompt_of(
     Raises:
         PromptError: A column holds something else than it should; names all that do.
     """
-    row = {**columns, "prompt": _without_none(prompt)}
+    row = {**columns, "prompt": prompt}
     named = row.pop(_UID, None)
     made = prompt_of_columns(row, None, sampling)
     extra = dict(made.extra) | ({} if named is None else {_UID: named})
     return msgspec.structs.replace(made, uid=uid, extra=extra)
-
-
-def _without_none(value: Any) -> Any:
-    """Without the keys that Arrow adds to mappings in a list whose other mappings have them."""
-    if isinstance(value, Mapping):
-        return {key: _without_none(item) for key, item in _known(value)}
-    return list(map(_without_none, value)) if isinstance(value, list) else value
-
-
-def _known(value: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
-    return ((key, item) for key, item in value.items() if item is not None)

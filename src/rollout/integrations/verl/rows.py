@@ -151,7 +151,9 @@ def _prompt(
         tools=[]
         if agent == OWN_AGENTS["single_turn_agent"]
         else _selected(extra_info.get("tool_selection"), adapter),
-        tools_kwargs={str(name): _mapping(value) for name, value in own.items()},
+        tools_kwargs={
+            str(name): _mapping(value) for name, value in own.items() if value is not None
+        },
         ground_truth=reward_model.get("ground_truth"),
         data_source=None if source is None else str(source),
         priority=-group[0],
