@@ -377,14 +377,16 @@ class AgentContext:
         return worst(drift for drift in drifts if drift is not None)
 
     async def score(self) -> None:
-        """Ask the tools for their final rewards, once all is said.
+        """Ask the tools for their final rewards, once all is said; not where nothing was generated.
 
         Raises:
             LimitExceeded: As `settle`.
         """
-        for each in self._main.all():
+        conversations = self._main.all()
+        for each in conversations:
             await each.settle()
-        self.tool_rewards += await self.tools.calc_rewards()
+        if any(row.transcript.generated_length for each in conversations for row in each.rows):
+            self.tool_rewards += await self.tools.calc_rewards()
 
     async def close(self) -> None:
         """End the tools and the simulated user; shielded, bounded, never raises."""
