@@ -184,7 +184,9 @@ class Conversation(OpeningConversation):
         try:
             budget, bounded_by = state.budget(self.transcript, sampling, kept_tokens)
             generation.bounded_by = bounded_by
-            return state.sampling_of_turn(sampling, budget, seed)
+            drawn = state.sampling_of_turn(sampling, budget, seed)
+            generation.is_truncated = self.trainable is not False and state.note_truncation(drawn)
+            return drawn
         except (TypeError, AttributeError):
             fault = sampling_fault(sampling)  # which agents assign
             if not fault:

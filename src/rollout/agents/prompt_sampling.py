@@ -92,6 +92,23 @@ def sampling_given(
     return drawn
 
 
+def truncating_values(sampling: SamplingParams) -> dict[str, float]:
+    """Return the values by which tokens are drawn from less than the whole distribution, by name.
+
+    A temperature of 0 draws nothing, whatever else is set.
+    """
+    if sampling.temperature == 0:
+        return {}
+    found: dict[str, float] = {}
+    if sampling.top_k > 0:
+        found["top_k"] = sampling.top_k
+    if sampling.top_p < 1:
+        found["top_p"] = sampling.top_p
+    if sampling.min_p > 0:
+        found["min_p"] = sampling.min_p
+    return found
+
+
 def top_log_probs_fault(count: int, info: EngineInfo) -> str:
     """Why the engines cannot tell so many of the most likely tokens; empty where they may."""
     most = info.max_top_log_probs
