@@ -241,7 +241,7 @@ async def test_refill_restarts_an_agent_that_never_generated_as_any_failed_one()
 
 async def test_too_many_agents_that_never_generated_end_the_batch_by_their_cause() -> None:
     async with rollout.open_rollout(config(1, max_failures=1, max_failure_share=0.0)) as runtime:
-        with pytest.raises(rollout.LimitExceeded, match="3 × .*never") as caught:
+        with pytest.raises(rollout.LimitExceeded, match=r"3 × .*never") as caught:
             await runtime.generate([go("a"), go("b"), go("c")])
         check_failed(caught.value.partial.trajectories[0])
 
@@ -266,9 +266,7 @@ async def test_trainers_get_the_mean_of_the_group_and_mask_0_for_it() -> None:
     made = trainer_rows(batch, eos_token_id=2)
     assert [row.reward for row in made.rows] == [1.0] * 4
     assert [bool(row.mask.any()) for row in made.rows] == [False, True, True, True]
-    output = generator_output(
-        made.rows, None, range(4), made.metrics, zero_reward_on_non_stop=True
-    )
+    output = generator_output(made.rows, None, range(4), made.metrics, zero_reward_on_non_stop=True)
     assert output["rewards"] == [1.0] * 4
     assert not any(output["loss_masks"][0])
 

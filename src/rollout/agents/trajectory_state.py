@@ -318,7 +318,7 @@ class TrajectoryState:
             self.discarded_tokens += generation.discarded_tokens
 
     def note_truncation(self, sampling: SamplingParams) -> bool:
-        """Warn once of each of top_k, top_p and min_p; return whether any is set for a training row."""
+        """Warn of each of top_k, top_p and min_p once; return whether a training row has any."""
         values = truncating_values(sampling)
         if not values or self.identity.validate:
             return False
@@ -326,7 +326,8 @@ class TrajectoryState:
         if not warned.issuperset(values):
             warned.update(values)
             named = ", ".join(
-                f"{name} = {value:g} ({self._origin(name, value)})" for name, value in values.items()
+                f"{name} = {value:g} ({self._origin(name, value)})"
+                for name, value in values.items()
             )
             logger.warning(
                 "%s: tokens of a training row are sampled with %s. Their log-probs are told of the "
