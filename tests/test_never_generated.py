@@ -159,11 +159,13 @@ async def test_tools_are_not_asked_for_rewards_of_an_agent_that_never_generated(
         async def run(self, context: AgentContext) -> None:
             await context.begin()
             await context.main.run_tools([call])
+            if context.prompt.uid == "p1":
+                await context.generate()
 
     async with rollout.open_rollout(config(1, "only_calls"), tools=[Mark()]) as runtime:
-        (trajectory,) = (await runtime.generate([go()])).trajectories
-    check_failed(trajectory)
-    assert asked == []
+        never, once = (await runtime.generate([go("p0"), go("p1")])).trajectories
+    check_failed(never)
+    assert (never.tool_rewards, once.tool_rewards, asked) == ([], [1.0], ["mark"])
 
 
 @pytest.mark.parametrize("way", ["limit", "length", "deadline", "cancelled", "rejected"])

@@ -384,7 +384,7 @@ class AgentContext:
         Raises:
             LimitExceeded: As `settle`.
         """
-        conversations = self._main.all()
+        conversations = list(self._main.all())
         for each in conversations:
             await each.settle()
         if any(row.transcript.generated_length for each in conversations for row in each.rows):
