@@ -384,8 +384,7 @@ class AgentContext:
         Raises:
             LimitExceeded: As `settle`.
         """
-        conversations = list(self._main.all())
-        for each in conversations:
+        for each in (conversations := list(self._main.all())):
             await each.settle()
         if any(row.transcript.generated_length for each in conversations for row in each.rows):
             self.tool_rewards += await self.tools.calc_rewards()

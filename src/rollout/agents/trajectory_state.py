@@ -12,7 +12,7 @@ from rollout.agents.budget import generation_budget
 from rollout.agents.identity import Ending, Identity, named
 from rollout.agents.kept_messages import TurnReader
 from rollout.agents.on_demand import NOT_MADE, ListOnDemand
-from rollout.agents.prompt_sampling import sampling_given, truncating_values
+from rollout.agents.prompt_sampling import sampling_given
 from rollout.agents.wording import Wording
 from rollout.bridge import loop_clock
 from rollout.drives import UnresponsiveError
@@ -118,8 +118,7 @@ class TrajectoryState:
         self.resumes = 0
         self.discarded_tokens = 0
         self.cut_prompt_tokens = 0
-        self.sampled_placeholders = 0
-        self.truncated_tokens = 0
+        self.sampled_placeholders = self.truncated_tokens = 0
         self._prompt = prompt
         self.identity = identity
         if prompt.tools is not None or prompt.tools_kwargs:
@@ -295,9 +294,6 @@ class TrajectoryState:
 
     def count_tokens(self, generation: Generation, known_tokens: int) -> None:
         """Count what a generation brought, and how much of `known_tokens` its engine still had."""
-        if generation.is_truncated:
-            kept = generation.kept
-            self.truncated_tokens += generation.count if kept is None else kept
         self.cached_tokens += generation.cached_tokens
         if generation.last_part is None:
             return  # none arrived, or all of it is remembered
@@ -316,36 +312,6 @@ class TrajectoryState:
             self.restarts += restarts
         if restarts or generation.kept is not None:
             self.discarded_tokens += generation.discarded_tokens
-
-    def note_truncation(self, sampling: SamplingParams) -> bool:
-        """Warn of each of top_k, top_p and min_p once; return whether a training row has any."""
-        values = truncating_values(sampling)
-        if not values or self.identity.validate:
-            return False
-        warned = self.services.warned
-        if not warned.issuperset(values):
-            warned.update(values)
-            named = ", ".join(
-                f"{name} = {value:g} ({self._origin(name, value)})"
-                for name, value in values.items()
-            )
-            logger.warning(
-                "%s: tokens of a training row are sampled with %s. Their log-probs are told of the "
-                "whole distribution, and not of the truncated one that they are drawn from, so "
-                "that a trainer's ratios are off; expected top_k = -1, top_p = 1 and min_p = 0. "
-                "Said once; the metric sampling/truncated_share counts on",
-                self.identity.session_id,
-                named,
-            )
-        return True
-
-    def _origin(self, name: str, value: float) -> str:
-        """Who has set a value of the sampling."""
-        if self._prompt.sampling.get(name) == value:
-            return "the prompt's sampling"
-        if getattr(self.services.config.sampling, name) == value:
-            return f"sampling.{name}"
-        return "the agent, or a client of the gateway"
 
     def note_cut(self, tokens: int) -> None:
         """The prompt has lost so many tokens, to fit; said once, then counted."""
