@@ -13,7 +13,11 @@ from rollout.agents.gateway_door import GatewayAddress
 
 
 class FakeDoor:
-    """Opens for each trajectory; `contexts` are those that are open, by their keys."""
+    """Opens for each trajectory; `contexts` are those that are open, by their keys.
+
+    A client that has asked for nothing when its agent ends well has had one turn nevertheless:
+    without one a trajectory fails, which few of these tests are about.
+    """
 
     def __init__(self) -> None:
         self.contexts: dict[str, AgentContext] = {}
@@ -26,6 +30,8 @@ class FakeDoor:
         self.contexts[key] = context
         try:
             yield GatewayAddress(root_url=self.root_url, api_key=key, model="served-model")
+            if context.ending is None and not context.transcript:
+                await context.generate()
         finally:
             del self.contexts[key]
             self.closed += 1

@@ -310,6 +310,7 @@ async def test_cancelled_agent_that_does_not_end_is_given_up_though_it_is_carrie
                 with anyio.CancelScope(shield=True):
                     await anyio.sleep_forever()
             await anyio.sleep(2.0)
+            await context.generate()
 
     opened = config(
         SLOW, 1, agent=AgentConfig(name="stays_cancelled"), limits=LimitsConfig(cleanup_s=5.0)

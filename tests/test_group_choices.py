@@ -105,6 +105,8 @@ class Uneven(AgentLoop):
         if context.identity.member < 2:
             await context.generate()  # 40 s of tokens
         await anyio.sleep(5.5)
+        async with context.open_segment([{"role": "user", "content": "quick"}]) as other:
+            await other.generate()
 
 
 rollout.register_agent("uneven_members")(Uneven)

@@ -132,6 +132,7 @@ def _agents() -> None:
             del knot
             while gone() is not None:
                 await anyio.sleep(0.01)
+            await context.generate()
 
     @rollout.register_agent("heap_churning")
     class _Churning(AgentLoop):
@@ -144,6 +145,7 @@ def _agents() -> None:
                 kept[at] = []
             while len(gc.get_objects(generation=0)) > len(kept) // 2:
                 await anyio.sleep(0.01)
+            await context.generate()
 
 
 @pytest.fixture

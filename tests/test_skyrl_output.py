@@ -69,7 +69,8 @@ def test_output_of_several_segments_is_step_wise_only() -> None:
 
 def test_output_follows_the_generator_options_of_skyrl() -> None:
     output = output_of(step_wise=False, zero_reward_on_non_stop=True, apply_overlong_filtering=True)
-    assert output["rewards"] == [1.0] + [0.0] * 6 + [1.0]
+    # What stands for the unknown rewards of the second group stays its mean.
+    assert output["rewards"] == [1.0] + [0.0] * 3 + [1.0] * 4
     assert [any(mask) for mask in output["loss_masks"]] == [True] + [False] * 6 + [True]
 
 

@@ -372,6 +372,9 @@ def test_loop_may_give_up_on_an_answer(files: Path, backend: str) -> None:
     with opened(config, Hanging(ANSWERS)) as manager:
         ours = manager.generate_sequences(batch_of(["wait"], agent="Patient"))
     assert text_of(ours, 0).endswith("gave up")
+    # No engine sampled that.
+    assert ours.batch["response_mask"].sum() == 0
+    assert manager.metrics["outcomes/failed/never_generated"] == 1
 
 
 @pytest.mark.parametrize("loops", ["rollout", "verl"])

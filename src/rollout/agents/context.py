@@ -65,6 +65,7 @@ class AgentContext:
         cut_prompt_tokens: Tokens that the prompt has lost, to fit; see `lengths.overlong_prompts`.
         sampled_placeholders: Turns that ended before a placeholder of an image or a video, which
             the model had sampled by itself.
+        truncated_tokens: Sampled tokens of training rows that top_k, top_p or min_p were set for.
     """
 
     # What an agent keeps on it is its own, and so is what it does to `__dict__`.
@@ -83,6 +84,7 @@ class AgentContext:
     discarded_tokens = Shared[int]()
     cut_prompt_tokens = Shared[int]()
     sampled_placeholders = Shared[int]()
+    truncated_tokens = Shared[int]()
 
     def __init__(
         self,
@@ -377,14 +379,15 @@ class AgentContext:
         return worst(drift for drift in drifts if drift is not None)
 
     async def score(self) -> None:
-        """Ask the tools for their final rewards, once all is said.
+        """Ask the tools for their final rewards, once all is said; not where nothing was generated.
 
         Raises:
             LimitExceeded: As `settle`.
         """
-        for each in self._main.all():
+        for each in (conversations := list(self._main.all())):
             await each.settle()
-        self.tool_rewards += await self.tools.calc_rewards()
+        if any(row.transcript.generated_length for each in conversations for row in each.rows):
+            self.tool_rewards += await self.tools.calc_rewards()
 
     async def close(self) -> None:
         """End the tools and the simulated user; shielded, bounded, never raises."""

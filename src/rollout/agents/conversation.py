@@ -10,6 +10,7 @@ from rollout.agents.conversation_opening import OpeningConversation
 from rollout.agents.on_demand import NOT_MADE, ListOnDemand
 from rollout.agents.openings import begun, first_log, reopened
 from rollout.agents.places import check_ids
+from rollout.agents.prompt_sampling import warn_of_truncation
 from rollout.agents.turn import AssistantTurn, SampledTokens
 from rollout.agents.turn_end import TurnEnd
 from rollout.agents.turn_events import tell_turn_ended, tell_turn_started
@@ -184,7 +185,11 @@ class Conversation(OpeningConversation):
         try:
             budget, bounded_by = state.budget(self.transcript, sampling, kept_tokens)
             generation.bounded_by = bounded_by
-            return state.sampling_of_turn(sampling, budget, seed)
+            drawn = state.sampling_of_turn(sampling, budget, seed)
+            generation.is_truncated = self.trainable is not False and warn_of_truncation(
+                drawn, state.services, state.given, self._identity
+            )
+            return drawn
         except (TypeError, AttributeError):
             fault = sampling_fault(sampling)  # which agents assign
             if not fault:
@@ -345,6 +350,9 @@ class Conversation(OpeningConversation):
         if not (generation.count or generation.finish_reason):
             return
         self._log.take(generation.kept_part(), end.finish_reason, seed)
+        if generation.is_truncated:
+            kept = generation.kept
+            self._state.truncated_tokens += generation.count if kept is None else kept
         self._state.count_tokens(generation, self._known_tokens)
         self._known_tokens = self.transcript.prefix.length
         self.assistant_turns += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,11 @@ from rollout.engine.core import EngineInfo, SamplingParams
 from rollout.errors import AgentError, ConfigError
 
 if TYPE_CHECKING:
+    from rollout.agents.identity import Identity
     from rollout.agents.services import Services
     from rollout.types import Prompt
+
+logger = logging.getLogger("rollout.agents")
 
 _KEYS = tuple(field.name for field in attrs.fields(SamplingConfig))
 
@@ -90,6 +94,60 @@ def sampling_given(
     if fault:
         raise AgentError(f"{what}: {fault}")
     return drawn
+
+
+def warn_of_truncation(
+    sampling: SamplingParams, services: Services, prompt: Prompt, identity: Identity
+) -> bool:
+    """Warn of each of top_k, top_p and min_p once a runtime; return whether a training row has any.
+
+    Args:
+        sampling: Of a turn that is about to be generated.
+    """
+    values = _truncating_values(sampling)
+    if not values or identity.validate:
+        return False
+    if not services.warned.issuperset(values):
+        services.warned.update(values)
+        named = ", ".join(
+            f"{name} = {value:g} ({_origin(name, value, services, prompt)})"
+            for name, value in values.items()
+        )
+        logger.warning(
+            "%s: tokens of a training row are sampled with %s. Their log-probs are told of the "
+            "whole distribution, and not of the truncated one that they are drawn from, so that a "
+            "trainer's ratios are off; expected top_k = -1, top_p = 1 and min_p = 0. Said once; "
+            "the metric sampling/truncated_share counts on",
+            identity.session_id,
+            named,
+        )
+    return True
+
+
+def _origin(name: str, value: float, services: Services, prompt: Prompt) -> str:
+    """Say who has set a value of the sampling."""
+    if prompt.sampling.get(name) == value:
+        return "the prompt's sampling"
+    if getattr(services.config.sampling, name) == value:
+        return f"sampling.{name}"
+    return "the agent, or a client of the gateway"
+
+
+def _truncating_values(sampling: SamplingParams) -> dict[str, float]:
+    """Return the values by which tokens are drawn from less than the whole distribution, by name.
+
+    A temperature of 0 draws nothing, whatever else is set.
+    """
+    if sampling.temperature == 0:
+        return {}
+    found: dict[str, float] = {}
+    if sampling.top_k > 0:
+        found["top_k"] = sampling.top_k
+    if sampling.top_p < 1:
+        found["top_p"] = sampling.top_p
+    if sampling.min_p > 0:
+        found["min_p"] = sampling.min_p
+    return found
 
 
 def top_log_probs_fault(count: int, info: EngineInfo) -> str:

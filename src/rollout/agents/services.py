@@ -75,6 +75,8 @@ class Services:
     events: EventStream = attrs.field(factory=EventStream)
     gateway: GatewayPlace = attrs.field(factory=GatewayPlace)
     beginnings: SharedBeginnings = attrs.field(init=False, factory=SharedBeginnings)
+    #: Parameters of truncated sampling that the runtime has warned of.
+    warned: set[str] = attrs.field(init=False, factory=set)
     _wordings: dict[tuple[str, ...], Any] = attrs.field(init=False, factory=dict)
     _readers: dict[tuple[str, ...], TurnReader] = attrs.field(init=False, factory=dict)
 

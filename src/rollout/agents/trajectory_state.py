@@ -54,6 +54,7 @@ class TrajectoryState:
         clock: The loop's time.
         cut_prompt_tokens: Tokens that the prompt has lost, to fit.
         sampled_placeholders: Turns that ended before one; see `MediaIntake.kept_of`.
+        truncated_tokens: Sampled tokens of training rows that top_k, top_p or min_p were set for.
         deadline: The trajectory's own.
         outermost: The deadline that nothing puts off.
         log: Remembers its answers; None where nothing does.
@@ -89,6 +90,7 @@ class TrajectoryState:
         "reward",
         "sampled_placeholders",
         "services",
+        "truncated_tokens",
         "wording",
     )
 
@@ -116,7 +118,7 @@ class TrajectoryState:
         self.resumes = 0
         self.discarded_tokens = 0
         self.cut_prompt_tokens = 0
-        self.sampled_placeholders = 0
+        self.sampled_placeholders = self.truncated_tokens = 0
         self._prompt = prompt
         self.identity = identity
         if prompt.tools is not None or prompt.tools_kwargs:

@@ -42,6 +42,8 @@ def batch_metrics(
     * ``recovery/{resumes,restarts}``: requests that resumed elsewhere, or restarted, because their
       replica was lost; ``tokens/discarded``: what was dropped by that and by further attempts;
       ``tokens/cut_prompt``: what over-long prompts have lost;
+    * ``sampling/truncated_share``: of the generated tokens, those of training rows that were drawn
+      under top_k, top_p or min_p; absent where none were;
     * ``media/sampled_placeholders``: turns that ended before a placeholder of an image or a video
       that the model sampled by itself; what followed is in ``tokens/discarded``;
     * ``tokenization/<kind>``: where `agent.tokenization_check` is on, how many compared so;
@@ -63,6 +65,7 @@ def batch_metrics(
         **_tokens(trajectories),
         **_outcomes(trajectories),
         **_sums(trajectories, _SUMMED),
+        **_truncation(trajectories),
         **_tools(trajectories),
         **_staleness(trajectories, extra),
         **Counter(name for row in trajectories for name in row.metrics if name.startswith(DRIFT)),
@@ -80,6 +83,12 @@ def _sums(trajectories: Sequence[Trajectory], names: Mapping[str, str]) -> dict[
     """Sums of trajectories' metrics, by the names that they have in a batch."""
     known = {name: list(_known(trajectories, each)) for name, each in names.items()}
     return {name: math.fsum(values) for name, values in known.items() if values}
+
+
+def _truncation(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    truncated = math.fsum(_known(trajectories, "truncated_tokens"))
+    generated = sum(row.generated_length for row in trajectories)
+    return {"sampling/truncated_share": truncated / generated} if truncated and generated else {}
 
 
 def _tools(trajectories: Sequence[Trajectory]) -> dict[str, float]:

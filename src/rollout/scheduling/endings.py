@@ -60,9 +60,9 @@ class BadEndings:
         place = (trajectory.group, trajectory.member)
         first = self._first.get(key)
         if first is None and len(self._first) < LISTED_CAUSES:
-            logger.info("%s; others of this cause are counted", _line(trajectory))
+            logger.info("%s; others of this cause are counted", describe_ending(trajectory))
         if first is None or place < first[:2]:
-            self._first[key] = (*place, _line(trajectory))
+            self._first[key] = (*place, describe_ending(trajectory))
 
     def are_too_many(self, count: int, config: SchedulingConfig) -> bool:
         """Whether more have failed, of `count`, than `scheduling.max_failures` allows."""
@@ -102,7 +102,8 @@ class BadEndings:
                 logger.warning("%s failed of %s", count(rest, "trajectory"), causes)
 
 
-def _line(first: Trajectory) -> str:
+def describe_ending(first: Trajectory) -> str:
+    """Say in a line which trajectory ended how, and of what."""
     if first.outcome is Outcome.FAILED and first.reason == "reward":
         what = f"reward of {first.uid} failed"
     elif first.outcome is Outcome.FAILED and first.reason == "group_reward":

@@ -73,6 +73,7 @@ def finished(run: AgentRun, ending: Ending, cause: Cause | None) -> Trajectory:
 def _metrics_of(run: AgentRun, restarts: int) -> dict[str, float]:
     context, tools = run.context, run.context.tools
     cut, shown = context.cut_prompt_tokens, context.sampled_placeholders
+    truncated = context.truncated_tokens
     return {
         "generation_s": context.generation_s,
         "tool_s": tools.seconds,
@@ -81,6 +82,7 @@ def _metrics_of(run: AgentRun, restarts: int) -> dict[str, float]:
         "cached_tokens": context.cached_tokens,
         **({"cut_prompt_tokens": cut} if cut else {}),
         **({"sampled_placeholders": shown} if shown else {}),
+        **({"truncated_tokens": truncated} if truncated else {}),
         **tools.counts,
         **tools.metrics,
         "attempts": run.attempt,

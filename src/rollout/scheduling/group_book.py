@@ -106,6 +106,8 @@ class GroupBook:
         self._ready: deque[PulledGroup] = deque()
         self._with_waiting: deque[PulledGroup] = deque()
         self._refused_in_a_row = 0
+        #: Why the first of those that `max_refused` counts was refused; empty where none was.
+        self._first_refusal = ""
         self._is_stopped = self._has_all_prompts = self._is_left = False
 
     @property
@@ -156,7 +158,8 @@ class GroupBook:
         over = " or met group_s" if self.counts["replaced"] + self.counts["dropped"] else ""
         return LimitExceeded(
             f"scheduling.groups.max_refused = {self.wanted.max_refused}: {self._refused} {which} "
-            f"were refused{over} and {self.counts['accepted']} accepted",
+            f"were refused{over} and {self.counts['accepted']} accepted; "
+            f"the first: {self._first_refusal}",
             source="scheduling.groups.max_refused",
             reason="refused",
             outcome=Outcome.FAILED,
@@ -286,10 +289,19 @@ class GroupBook:
         del self._open[group]
         self.counts["replaced" if self.wanted.on_group_deadline == "refill" else "dropped"] += 1
         self._refused_in_a_row += 1
+        self._first_refusal = self._first_refusal or f"{group.uid!r} met group_s"
 
-    def judged(self, group: PulledGroup, *, is_accepted: bool) -> None:
-        """It was whole, and is taken or refused."""
+    def judged(self, group: PulledGroup, *, is_accepted: bool, why: str = "") -> None:
+        """It was whole, and is taken or refused.
+
+        Args:
+            why: It is refused, for an error message.
+        """
         del self._open[group]
+        if not is_accepted:
+            self._first_refusal = self._first_refusal or why
+        elif self.wanted.groups is None:  # a stream counts those that come one after the other
+            self._first_refusal = ""
         self.counts["accepted" if is_accepted else "refused"] += 1
         self._refused_in_a_row = 0 if is_accepted else self._refused_in_a_row + 1
         if is_accepted:

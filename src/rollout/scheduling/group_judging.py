@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
 
 from rollout.chat.group import Group
+from rollout.scheduling.endings import describe_ending
 from rollout.scheduling.selection import judge
 from rollout.scopes import passing_of
 
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 #: Reason of members that nobody wants any more.
 SURPLUS = "surplus"
+#: Different rewards of a refused group that an error lists.
+LISTED = 8
 
 
 class GroupJudging:
@@ -166,7 +170,8 @@ class GroupJudging:
         if not is_accepted:
             self._desk.log.unwanted(group)
         self._endings.judged(wanted, "accepted" if is_accepted else "refused")
-        self._book.judged(group, is_accepted=is_accepted)
+        why = "" if is_accepted else _refusal(self._accept, made)
+        self._book.judged(group, is_accepted=is_accepted, why=why)
 
     def _accepts(self, group: Group) -> bool | None:
         """What `accept` says; None where it does not, or is not asked: its call ends with that."""
@@ -179,6 +184,19 @@ class GroupJudging:
                 raise
             self._fail(error)
             return None
+
+
+def _refusal(accept: Accept | None, group: Group) -> str:
+    """Say which function refused a group, what its rewards were, and which member failed first."""
+    name = getattr(accept, "__name__", type(accept).__name__)
+    rewards = Counter(
+        "unknown" if each.reward is None else f"{each.reward:g}" for each in group.trajectories
+    )
+    listed = ", ".join(f"{times} × {reward}" for reward, times in rewards.most_common(LISTED))
+    what = f"{group.uid!r}, by {name} with the rewards {listed}"
+    lost = [each for each in group.trajectories if not each.trainable]
+    failed = [each for each in lost if each.cause is not None] or lost
+    return f"{what}; {describe_ending(failed[0])}" if failed else what
 
 
 def _was_given(wanted: Sequence[Ended]) -> bool:

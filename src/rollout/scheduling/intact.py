@@ -24,6 +24,7 @@ _KINDS: dict[str, type[Any]] = {
     "discarded_tokens": int,
     "cut_prompt_tokens": int,
     "sampled_placeholders": int,
+    "truncated_tokens": int,
     "generation_s": float,
 }
 _LISTS_OF_NUMBERS = ("turn_scores", "tool_rewards")

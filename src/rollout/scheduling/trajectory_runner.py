@@ -42,6 +42,8 @@ logger = logging.getLogger("rollout.scheduling")
 
 #: Reason of a failure that is the engine's, not the agent's, even where it passed through its code.
 ENGINE = "engine"
+#: Reason of a failure by an agent that returned and never had the model generate.
+NEVER_GENERATED = "never_generated"
 
 
 @attrs.frozen(kw_only=True)
@@ -102,7 +104,7 @@ class TrajectoryRunner:
         trajectory = finished(run, ending, cause)
         if drift is not None:
             trajectory.metrics[f"{DRIFT}{drift}"] = 1
-        if ending.outcome not in scheduling.trainable:
+        if ending.outcome not in scheduling.trainable or not trajectory.generated_length:
             exclude(trajectory)
         if trajectory.trainable:
             await self._reward(run, trajectory)
@@ -223,7 +225,14 @@ def _judged(run: AgentRun) -> tuple[Ending, Cause | None]:
         return Ending(outcome=Outcome.FAILED, reason=reason), cause
     if run.was_cancelled:
         return _ending_of_cancelled(run.member, context.deadline.now), None
-    return context.ending or _natural_ending(context), cause
+    if context.ending is not None:
+        return context.ending, cause
+    ending = _natural_ending(context)
+    if ending.outcome is not Outcome.COMPLETED or run.tokens or run.member.identity.validate:
+        return ending, cause
+    message = f"{run.what} returned and never had the model generate"
+    cause = Cause(type=AgentError.__qualname__, message=message)
+    return Ending(outcome=Outcome.FAILED, reason=NEVER_GENERATED), cause
 
 
 def _ending_of_cancelled(member: Member, deadline: Deadline) -> Ending:

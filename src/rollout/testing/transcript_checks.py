@@ -275,6 +275,8 @@ def _outcome_anomalies(trajectory: Trajectory, facts: Facts) -> Iterator[str]:
         yield f"{told} with the reward {trajectory.reward}; expected None"
     if trajectory.trainable and outcome not in policy:
         yield f"{told} is trainable; scheduling.trainable = {', '.join(policy)}"
+    if trajectory.trainable and not trajectory.generated_length:
+        yield f"{told} is trainable without a generated token"
     if trajectory.trainable and facts.has_reward and trajectory.reward is None:
         yield f"{told} is trainable without a reward"
     if outcome in (Outcome.FAILED, Outcome.REJECTED) and trajectory.cause is None:

@@ -91,6 +91,7 @@ class Generation:
         kept: How many of its tokens the caller keeps, once it has decided; None keeps all.
         held_s: Seconds that it waited because its trajectory was carried.
         is_seeded: Whether its seed was given and does not derive from the place of its turn.
+        is_truncated: Whether it counts as one of a training row that top_k, top_p or min_p bend.
         on_tokens: Readers, each called with it at each chunk that brings tokens or the end; one
             that raises is logged and not called again. After a restart the tokens are fewer.
     """
@@ -107,6 +108,7 @@ class Generation:
         "finish_reason",
         "held_s",
         "is_seeded",
+        "is_truncated",
         "kept",
         "last_part",
         "on_tokens",
@@ -141,7 +143,7 @@ class Generation:
         self.expert_room = 0
         self.routed_experts = b""
         self.kept: int | None = None
-        self.is_seeded = is_seeded
+        self.is_seeded, self.is_truncated = is_seeded, False
         self.held_s = 0.0
 
     @property

@@ -98,7 +98,11 @@ def generator_output(
     rewards = [row.reward for row in rows]
     masks = [row.mask.astype(int).tolist() for row in rows]
     if zero_reward_on_non_stop:
-        rewards = [0.0 if cut else reward for reward, cut in zip(rewards, is_cut, strict=True)]
+        # What stands for an unknown reward stays: a 0 would shift the mean of its group.
+        rewards = [
+            0.0 if cut and row.is_rewarded else row.reward
+            for row, cut in zip(rows, is_cut, strict=True)
+        ]
     if apply_overlong_filtering:
         masks = [[0] * len(m) if cut else m for m, cut in zip(masks, is_cut, strict=True)]
     return {

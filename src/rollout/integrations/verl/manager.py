@@ -278,7 +278,8 @@ def _as_returned(row: Any, output: Any) -> Any:
     if output is None:
         return row
     mask = np.array(output.response_mask, dtype=np.bool_)
-    is_masked = bool(row.sampled.any()) and not row.mask.any()
+    # A loop may return tokens that no engine has sampled: its row is not learned from then.
+    is_masked = not row.mask.any() and (bool(row.sampled.any()) or not row.is_trainable)
     log_probs = output.response_logprobs
     return attrs.evolve(
         row,

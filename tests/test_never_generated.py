@@ -1,0 +1,327 @@
+"""Agents that never have the model generate: they failed, and nothing is learned from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import httpx
+import pytest
+import torch
+
+import rollout
+from rollout import (
+    AgentLoop,
+    AgentTask,
+    Group,
+    GroupPolicy,
+    Outcome,
+    Prompt,
+    Reward,
+    Trajectory,
+    register_agent,
+)
+from rollout.advantages import group_relative
+from rollout.agents import AgentContext
+from rollout.config import AgentConfig, JournalConfig, LengthsConfig, SchedulingConfig
+from rollout.integrations.skyrl.output import generator_output
+from rollout.integrations.trainer_rows import trainer_rows
+from rollout.scheduling import has_signal
+from rollout.testing import Scenario
+from rollout.tools import Tool, ToolResult, ToolSession
+
+pytestmark = pytest.mark.anyio
+
+SCENARIO = Scenario(seed=1).reply("", filler=12).timing(base_s=0.01, slope_s=0.0)
+
+
+@register_agent("never_generates")
+class NeverGenerates(AgentLoop):
+    """Its first member does as its prompt says, and never generates; the others do."""
+
+    async def run(self, context: AgentContext) -> None:
+        way = context.prompt.extra.get("way", "returns")
+        if context.identity.member:
+            await context.generate()
+            context.reward = 1.0
+            return
+        context.reward = 0.0
+        if way == "begins":
+            await context.begin()
+        elif way == "observes":
+            await context.begin()
+            context.observe([{"role": "user", "content": "More."}])
+        elif way == "gives":
+            context.turn_scores.append(0.5)
+            context.tool_rewards.append(0.5)
+            context.reward = Reward(value=0.25, segment_values={0: 0.5})
+        elif way == "opens":
+            async with context.open_segment([{"role": "user", "content": "Go."}]) as other:
+                other.reward = 0.5
+        elif way in ("completed", "limit", "length", "deadline", "cancelled", "rejected"):
+            context.end(Outcome(way), "its_own")
+
+
+@register_agent("only_a_sub_agent_generates")
+class OnlyASubAgentGenerates(AgentLoop):
+    """Its main conversation has no turn."""
+
+    async def run(self, context: AgentContext) -> None:
+        async with context.open_segment([{"role": "user", "content": "Go."}]) as other:
+            await other.generate()
+        context.reward = 0.5
+
+
+def config(samples: int = 4, agent: str = "never_generates", **scheduling: Any) -> Any:
+    return SCENARIO.config(
+        agent=AgentConfig(name=agent),
+        scheduling=SchedulingConfig(samples_per_prompt=samples, **scheduling),
+    )
+
+
+def go(uid: str = "p0", **extra: Any) -> Prompt:
+    return Prompt(messages=[{"role": "user", "content": "Go."}], uid=uid, extra=extra)
+
+
+def check_failed(trajectory: Trajectory) -> None:
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "never_generated")
+    assert trajectory.cause is not None
+    check_not_learned(trajectory)
+
+
+def check_not_learned(trajectory: Trajectory) -> None:
+    assert trajectory.trainable is False
+    assert trajectory.reward is None
+    assert {segment.reward for segment in trajectory.segments} == {None}
+
+
+@pytest.mark.parametrize("way", ["returns", "begins", "observes", "gives", "opens"])
+async def test_agent_that_returns_without_a_generation_failed_and_has_no_part_in_its_group(
+    way: str,
+) -> None:
+    async with rollout.open_rollout(config()) as runtime:
+        batch = await runtime.generate([go(way=way)])
+        statistics = runtime.statistics()
+    first, *others = batch.trajectories
+    check_failed(first)
+    assert [(t.outcome, t.reward, t.trainable) for t in others] == [("completed", 1.0, True)] * 3
+    of_first = batch.tensors["groups"].new_tensor([row.member == 0 for row in batch.samples]).bool()
+    assert batch.tensors["rewards"].isnan().equal(of_first)
+    assert batch.tensors["trainable"].equal(~of_first)
+    assert not batch.tensors["response_mask"][of_first].any()
+    assert group_relative(batch).equal(torch.zeros(len(batch)))
+    assert not has_signal(Group.of("p0", go(), batch.trajectories))
+    assert batch.metrics["outcomes/failed/never_generated"] == 1
+    assert (statistics.admitted, statistics.outcomes) == (4, {"failed": 1, "completed": 3})
+
+
+async def test_reward_functions_are_not_asked_about_an_agent_that_never_generated() -> None:
+    asked: list[int] = []
+
+    def reward(trajectory: Trajectory) -> float:
+        asked.append(trajectory.member)
+        return 0.0
+
+    def group_reward(group: Group) -> list[Any]:
+        return [0.5 for _ in group.trajectories]
+
+    async with rollout.open_rollout(config(), reward=reward) as runtime:
+        batch = await runtime.generate([go()])
+    check_failed(batch.trajectories[0])
+    assert sorted(asked) == [1, 2, 3]
+    async with rollout.open_rollout(config(), group_reward=group_reward) as runtime:
+        batch = await runtime.generate([go()])
+    check_failed(batch.trajectories[0])
+    assert [t.reward for t in batch.trajectories] == [None, 0.5, 0.5, 0.5]
+
+
+async def test_tools_are_not_asked_for_rewards_of_an_agent_that_never_generated() -> None:
+    asked: list[str] = []
+
+    class Mark(Tool, ToolSession):
+        name = "mark"
+        schema: ClassVar[dict[str, Any]] = {"type": "function", "function": {"name": "mark"}}
+
+        async def open(self, context: Any) -> ToolSession:
+            return self
+
+        async def execute(self, call: rollout.ToolCall) -> ToolResult:
+            return ToolResult(text="marked")
+
+        async def calc_reward(self) -> float:
+            asked.append("mark")
+            return 1.0
+
+    call = rollout.ToolCall(name="mark", arguments={}, id="a")
+
+    @register_agent("only_calls")
+    class OnlyCalls(AgentLoop):
+        async def run(self, context: AgentContext) -> None:
+            await context.begin()
+            await context.main.run_tools([call])
+            if context.prompt.uid == "p1":
+                await context.generate()
+
+    async with rollout.open_rollout(config(1, "only_calls"), tools=[Mark()]) as runtime:
+        never, once = (await runtime.generate([go("p0"), go("p1")])).trajectories
+    check_failed(never)
+    assert (never.tool_rewards, once.tool_rewards, asked) == ([], [1.0], ["mark"])
+
+
+@pytest.mark.parametrize("way", ["limit", "length", "deadline", "cancelled", "rejected"])
+async def test_other_outcomes_without_a_generation_keep_their_names_and_are_not_learned(
+    way: str,
+) -> None:
+    every = ("completed", "length", "limit", "deadline")
+    async with rollout.open_rollout(config(trainable=every)) as runtime:
+        batch = await runtime.generate([go(way=way)])
+    first = batch.trajectories[0]
+    assert (first.outcome, first.reason) == (way, "its_own")
+    check_not_learned(first)
+
+
+async def test_agent_that_ends_as_completed_stays_so_and_is_not_learned_from() -> None:
+    async with rollout.open_rollout(config(), reward=lambda trajectory: 1.0) as runtime:
+        batch = await runtime.generate([go(way="completed")])
+    first = batch.trajectories[0]
+    assert (first.outcome, first.reason) == (Outcome.COMPLETED, "its_own")
+    check_not_learned(first)
+    assert group_relative(batch).tolist() == [0.0] * 4
+
+
+async def test_validation_leaves_the_outcome_of_an_agent_that_never_generated() -> None:
+    async with rollout.open_rollout(config()) as runtime:
+        batch = await runtime.generate([go()], samples=4, validate=True)
+    first = batch.trajectories[0]
+    assert (first.outcome, first.reason) == (Outcome.COMPLETED, "")
+    check_not_learned(first)
+    assert [t.reward for t in batch.trajectories[1:]] == [1.0] * 3
+
+
+async def test_tokens_of_a_sub_agent_are_generated_tokens() -> None:
+    async with rollout.open_rollout(config(1, "only_a_sub_agent_generates")) as runtime:
+        (trajectory,) = (await runtime.generate([go()])).trajectories
+    assert (trajectory.outcome, trajectory.trainable) == (Outcome.COMPLETED, True)
+    assert trajectory.reward == 0.5
+
+
+def endless() -> Iterator[Prompt]:
+    for index in range(1000):
+        yield go(f"p{index}")
+
+
+async def test_group_selection_leaves_an_agent_that_never_generated_out() -> None:
+    policy = GroupPolicy(members=3)
+    async with rollout.open_rollout(config()) as runtime:
+        batch = await runtime.collect(endless(), 2, policy=policy)
+        assert [t.member for t in batch.trajectories] == [1, 2, 3] * 2
+        policy = GroupPolicy(accept=has_signal, max_refused=2)
+        with pytest.raises(rollout.LimitExceeded, match="max_refused"):
+            await runtime.collect(endless(), 2, policy=policy)
+        statistics = runtime.statistics()
+        assert statistics.admitted == statistics.finished
+
+
+async def test_refill_restarts_an_agent_that_never_generated_as_any_failed_one() -> None:
+    tries: list[int] = []
+
+    @register_agent("generates_the_second_time")
+    class GeneratesTheSecondTime(AgentLoop):
+        async def run(self, context: AgentContext) -> None:
+            tries.append(context.identity.member)
+            if len(tries) > 2:
+                await context.generate()
+
+    name = "generates_the_second_time"
+    policy = GroupPolicy(refill_failed=True)
+    async with rollout.open_rollout(config(2, name, max_retries=1)) as runtime:
+        batch = await runtime.collect([go()], 1, policy=policy)
+    assert [t.outcome for t in batch.trajectories] == ["completed"] * 2
+    assert sorted(tries) == [0, 0, 1, 1]
+    assert batch.metrics["groups/refilled"] == 2
+
+
+async def test_too_many_agents_that_never_generated_end_the_batch_by_their_cause() -> None:
+    async with rollout.open_rollout(config(1, max_failures=1, max_failure_share=0.0)) as runtime:
+        with pytest.raises(rollout.LimitExceeded, match=r"3 × .*never") as caught:
+            await runtime.generate([go("a"), go("b"), go("c")])
+        check_failed(caught.value.partial.trajectories[0])
+
+
+async def test_resumed_journal_has_an_agent_that_never_generated_as_it_was(tmp_path: Any) -> None:
+    journal = JournalConfig(path=str(tmp_path / "run.journal"))
+    for resume in (False, True):
+        whole = SCENARIO.config(
+            agent=AgentConfig(name="never_generates"),
+            scheduling=SchedulingConfig(samples_per_prompt=2),
+            journal=journal,
+        )
+        async with rollout.open_rollout(whole, resume=resume) as runtime:
+            batch = await runtime.generate([go()], step=0)
+        check_failed(batch.trajectories[0])
+        assert batch.trajectories[1].reward == 1.0
+
+
+async def test_trainers_get_the_mean_of_the_group_and_mask_0_for_it() -> None:
+    async with rollout.open_rollout(config()) as runtime:
+        batch = await runtime.generate([go()])
+    made = trainer_rows(batch, eos_token_id=2)
+    assert [row.reward for row in made.rows] == [1.0] * 4
+    assert [bool(row.mask.any()) for row in made.rows] == [False, True, True, True]
+    output = generator_output(made.rows, None, range(4), made.metrics, zero_reward_on_non_stop=True)
+    assert output["rewards"] == [1.0] * 4
+    assert not any(output["loss_masks"][0])
+
+
+# Over HTTP: real sockets, so real time.
+
+
+@rollout.agent("asks_no_one")
+async def asks_no_one(task: AgentTask) -> float:
+    """Its first member does as its prompt says; the others ask the model."""
+    way = "asks" if task.member else task.extra["way"]
+    body: dict[str, Any] = {"model": task.model, "messages": task.messages}
+    if way == "refused":
+        body["messages"] = [{"role": "nobody", "content": 5}]
+    headers = {"authorization": f"Bearer {task.api_key}"}
+    if way != "returns":
+        async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
+            url = f"{task.base_url}/chat/completions"
+            answer = await client.post(url, json=body, headers=headers)
+        assert answer.status_code == (400 if way == "refused" else 200)
+    return float(task.member > 0)
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.parametrize("way", ["returns", "refused"])
+async def test_function_that_never_had_an_answer_failed(way: str) -> None:
+    pytest.importorskip("httptools")
+    async with rollout.open_rollout(config(agent="asks_no_one")) as runtime:
+        batch = await runtime.generate([go(way=way)])
+    check_failed(batch.trajectories[0])
+    assert [t.reward for t in batch.trajectories] == [None, 1.0, 1.0, 1.0]
+    assert group_relative(batch).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_trajectory_that_is_finished_without_a_call_failed() -> None:
+    pytest.importorskip("httptools")
+    from rollout.gateway.serving import open_trajectory_server
+
+    lengths = LengthsConfig(prompt=1500, response=3000)
+    async with (
+        open_trajectory_server(SCENARIO.config(lengths=lengths), "secret") as served,
+        httpx.AsyncClient(
+            base_url=served.url,
+            headers={"authorization": "Bearer secret"},
+            trust_env=False,
+            timeout=30,
+        ) as client,
+    ):
+        body = {"prompt": {"messages": [{"role": "user", "content": "Go."}]}}
+        path = f"/trajectories/{(await client.post('/trajectories', json=body)).json()['id']}"
+        told = (await client.post(f"{path}/finish", json={"reward": 1.0})).json()
+        rows = (await client.get(f"{path}/rows")).json()["rows"]
+    assert (told["outcome"], told["reason"]) == ("failed", "never_generated")
+    assert (told["reward"], told["trainable"]) == (None, False)
+    assert [(row["reward"], row["trainable"]) for row in rows] == [(None, False)]
