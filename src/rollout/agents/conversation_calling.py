@@ -49,7 +49,10 @@ class CallingConversation(ListeningConversation):
             LimitExceeded: A deadline fired, or the answers leave no room for another token.
         """
         results = await self.run_tools(calls)
-        await self.answer([answer(call, r) for call, r in zip(calls, results, strict=True)])
+        told = [answer(call, result) for call, result in zip(calls, results, strict=True)]
+        if len(told) > 1:
+            told = list(self._ordered(told, is_checked=False))
+        await self.answer(told, is_ordered=True)
         return results
 
     async def run_tools(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[ToolResult]:
