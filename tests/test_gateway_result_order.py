@@ -1,4 +1,4 @@
-"""Results of tools through the gateway: in the order of their calls, whatever order they ended in."""
+"""Results of tools that clients of the gateway give: in the order of their calls."""
 
 from __future__ import annotations
 
