@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from gateway_clients import ask, echo, tried, user
-from rollout import AgentContext, AgentLoop, Prompt, PromptError, register_agent
+from rollout import AgentContext, AgentLoop, Outcome, Prompt, register_agent
 from rollout.config import AgentConfig, SchedulingConfig
 from rollout.gateway.sessions import GatewaySession
 from rollout.testing import Recorder, Scenario
@@ -55,8 +55,11 @@ async def test_prompt_has_no_seed_of_its_own() -> None:
     config = HELLO.config(scheduling=SchedulingConfig(samples_per_prompt=4))
     async with Recorder().open_rollout(config) as runtime:
         prompt = Prompt(messages=[{"role": "user", "content": "question"}], sampling={"seed": 7})
-        with pytest.raises(PromptError, match="seed"):
-            await runtime.generate([prompt])
+        batch = await runtime.generate([prompt])
+    for trajectory in batch.trajectories:
+        assert trajectory.outcome is Outcome.REJECTED
+        assert trajectory.cause is not None
+        assert "sampling.seed: unknown key" in trajectory.cause.message
 
 
 async def test_agent_that_sets_a_seed_gives_each_member_samples_of_its_own() -> None:
