@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import rollout
-from race_situations import add, user
+from race_situations import add
 from rollout import (
     AgentContext,
     AgentError,
@@ -42,21 +42,24 @@ async def generate_once(context: AgentContext) -> None:
     await context.generate()
 
 
-async def tried(
-    trial: Any = generate_once, messages: Any = None, *, agent: Any = None, tools: Any = (add,)
-) -> Trajectory:
+async def all_tried(trial: Any, prompts: Any, **agent: Any) -> list[Trajectory]:
+    """One trajectory for each list of messages."""
     TRIALS["it"] = trial
     recorder = Recorder()
     config = SCENARIO.config(
-        agent=AgentConfig(name="answers_its_calls", **(agent or {})),
+        agent=AgentConfig(name="answers_its_calls", **agent),
         lengths=LengthsConfig(prompt=1200, response=1200),
         scheduling=SchedulingConfig(max_retries=0),
     )
-    async with recorder.open_rollout(config, tools) as runtime:
-        prompt = user("go") if messages is None else Prompt(messages=messages, uid="p")
-        batch = await runtime.generate([prompt])
+    async with recorder.open_rollout(config, [add]) as runtime:
+        batch = await runtime.generate([Prompt(messages=messages) for messages in prompts])
     assert recorder.anomalies() == []
-    return batch.trajectories[0]
+    return list(batch.trajectories)
+
+
+async def tried(trial: Any, messages: Any = None, **agent: Any) -> Trajectory:
+    (trajectory,) = await all_tried(trial, [messages or [GO]], **agent)
+    return trajectory
 
 
 def call(call_id: str, **arguments: Any) -> dict[str, Any]:
@@ -114,29 +117,27 @@ HISTORIES = {
 
 
 @pytest.mark.parametrize("form", [list, as_records])
-@pytest.mark.parametrize("name", HISTORIES)
-async def test_prompt_results_stand_in_the_order_of_their_calls(name: str, form: Any) -> None:
-    ended, called = HISTORIES[name]
-    one, other = await tried(messages=form(ended)), await tried(messages=form(called))
-    assert one.outcome is other.outcome is Outcome.COMPLETED
-    assert one.transcript.ids().tolist() == other.transcript.ids().tolist()
-    assert list(one.messages) == list(other.messages)
+async def test_prompt_results_stand_in_the_order_of_their_calls(form: Any) -> None:
+    prompts = [form(messages) for history in HISTORIES.values() for messages in history]
+    trajectories = await all_tried(generate_once, prompts)
+    for one, other in zip(trajectories[::2], trajectories[1::2], strict=True):
+        assert one.outcome is other.outcome is Outcome.COMPLETED
+        length = other.transcript.spans[0].stop
+        assert one.transcript.ids()[:length].tolist() == other.transcript.ids()[:length].tolist()
+        assert list(one.messages[:-1]) == list(other.messages[:-1])
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
+async def test_prompt_results_without_calls_stay_as_given() -> None:
+    prompts = [
         [GO, asks("", ""), result(None, "two"), result(None, "one")],  # by their names, as given
         [GO, SAID, result("b", "two"), result("a", "one")],  # calls that stand in a text
         [GO, asks("a", "b"), STOP],
         [GO, asks("a", "b")],
         [B, STOP],  # the rest of a history that was cut
-    ],
-)
-async def test_prompt_results_without_calls_stay_as_given(messages: list[Any]) -> None:
-    trajectory = await tried(messages=messages)
-    assert trajectory.outcome is Outcome.COMPLETED
-    assert [m.content for m in trajectory.messages[:-1]] == [m["content"] for m in messages]
+    ]
+    for messages, trajectory in zip(prompts, await all_tried(generate_once, prompts), strict=True):
+        assert trajectory.outcome is Outcome.COMPLETED
+        assert [m.content for m in trajectory.messages[:-1]] == [m["content"] for m in messages]
 
 
 #: Results of a turn that asks for a and b, and what is said of them.
@@ -150,20 +151,17 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-async def test_prompt_results_that_are_missing_or_doubled_are_refused(name: str) -> None:
-    results, why = REFUSED[name]
-    trajectory = await tried(messages=[GO, asks("a", "b"), *results])
-    assert (trajectory.outcome, trajectory.reason) == (Outcome.REJECTED, "bad_message")
-    assert trajectory.cause is not None
-    assert trajectory.cause.message.startswith(why)
-
-
-async def test_prompt_calls_with_one_id_are_refused() -> None:
-    trajectory = await tried(messages=[GO, asks("a", "b", "a"), A, B, A])
-    assert trajectory.outcome is Outcome.REJECTED
-    assert trajectory.cause is not None
-    assert trajectory.cause.message == "messages[1]: two of its calls have the id 'a'"
+async def test_prompt_results_that_are_missing_or_doubled_are_refused() -> None:
+    prompts = [[GO, asks("a", "b"), *results] for results, _ in REFUSED.values()]
+    prompts.append([GO, asks("a", "b", "a"), A, B, A])
+    reasons = [
+        *(why for _, why in REFUSED.values()),
+        "messages[1]: two of its calls have the id 'a'",
+    ]
+    for why, trajectory in zip(reasons, await all_tried(generate_once, prompts), strict=True):
+        assert (trajectory.outcome, trajectory.reason) == (Outcome.REJECTED, "bad_message")
+        assert trajectory.cause is not None
+        assert trajectory.cause.message.startswith(why)
 
 
 Doing = Callable[[AgentContext, list[Any]], Any]
@@ -171,12 +169,6 @@ Doing = Callable[[AgentContext, list[Any]], Any]
 
 async def observe(context: AgentContext, results: list[Any]) -> None:
     context.observe(results)
-
-
-async def observe_long(context: AgentContext, results: list[Any]) -> None:
-    """Encoded beside the loop, with a short text behind."""
-    context.observe([each | {"content": each["content"] + "x" * 20_000} for each in results])
-    context.observe([STOP])
 
 
 async def answer(context: AgentContext, results: list[Any]) -> None:
@@ -274,7 +266,7 @@ async def test_observed_long_results_are_ordered_and_remembered() -> None:
         lengths=LengthsConfig(prompt=1200, response=90_000),
     )
     async with Recorder().open_rollout(config, [add]) as runtime:
-        (trajectory,) = (await runtime.generate([user("go")])).trajectories
+        (trajectory,) = (await runtime.generate([Prompt(messages=[GO])])).trajectories
     assert trajectory.cause is None
 
 
@@ -303,8 +295,7 @@ async def test_rendered_history_of_results_that_are_left_out_is_not_refused() ->
         await context.generate()
 
     for history in ("append_only", "inference_template"):
-        agent = {"history": history, "tokenization_check": "strict"}
-        trajectory = await tried(trial, agent=agent)
+        trajectory = await tried(trial, history=history, tokenization_check="strict")
         assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
 
 
@@ -325,33 +316,31 @@ SEGMENTS = {each.__name__: each for each in (open_segment, compact, subagent)}
 
 
 @pytest.mark.parametrize("doing", SEGMENTS)
-@pytest.mark.parametrize("name", HISTORIES)
-async def test_segment_results_stand_in_the_order_of_their_calls(doing: str, name: str) -> None:
-    rows = []
-    for messages in HISTORIES[name]:
+async def test_segment_results_stand_in_the_order_of_their_calls(doing: str) -> None:
+    async def trial(context: AgentContext) -> None:
+        await context.generate()
+        for history in HISTORIES.values():
+            for messages in history:
+                await SEGMENTS[doing](context, messages)
 
-        async def trial(context: AgentContext, messages: list[Any] = messages) -> None:
-            await context.generate()
-            await SEGMENTS[doing](context, messages)
-
-        trajectory = await tried(trial)
-        assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
-        rows.append([each.transcript.ids().tolist() for each in trajectory.segments])
-    assert rows[0] == rows[1]
+    trajectory = await tried(trial)
+    assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
+    rows = [
+        each.transcript.prefix.slice(0, each.transcript.spans[0].stop)
+        for each in trajectory.segments
+    ]
+    assert len(rows) == 1 + 2 * len(HISTORIES)
+    assert rows[1::2] == rows[2::2]
 
 
 @pytest.mark.parametrize("doing", SEGMENTS)
-@pytest.mark.parametrize("name", REFUSED)
-async def test_segment_results_that_are_missing_or_doubled_are_refused(
-    doing: str, name: str
-) -> None:
-    results, why = REFUSED[name]
-
+async def test_segment_results_that_are_missing_or_doubled_are_refused(doing: str) -> None:
     async def trial(context: AgentContext) -> None:
         await context.generate()
-        with pytest.raises(AgentError) as caught:
-            await SEGMENTS[doing](context, [GO, asks("a", "b"), *results])
-        assert why in str(caught.value)
+        for results, why in REFUSED.values():
+            with pytest.raises(AgentError) as caught:
+                await SEGMENTS[doing](context, [GO, asks("a", "b"), *results])
+            assert why in str(caught.value)
 
     trajectory = await tried(trial)
     assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)

@@ -56,6 +56,9 @@ NO_CALLS = TurnCalls()
 
 def message_ids(message: object) -> MessageIds:
     """Those of a `Message`, or of a mapping; of anything else, none."""
+    role: Any
+    calls: Any
+    answers: Any
     if isinstance(message, Message):
         role, calls, answers = message.role, message.tool_calls, message.tool_call_id
     elif isinstance(message, Mapping):
