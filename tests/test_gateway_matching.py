@@ -118,7 +118,10 @@ FORK: dict[str, Callable[[Messages], Messages]] = {
     "another function": the(2, with_call(1, name="sub")),
     "a string for a number": the(2, with_call(1, arguments={"a": "4", "b": 5})),
     "a truth for a number": the(2, with_call(1, arguments={"a": 4, "b": True})),
-    "a call left out": the(2, lambda message: replace(message, calls=message.calls[:1])),
+    "a call and its result left out": lambda messages: [
+        *the(2, lambda message: replace(message, calls=message.calls[:1]))(messages)[:4],
+        *messages[5:],
+    ],
     "calls in another order": the(2, lambda m: replace(m, calls=m.calls[::-1])),
     "calls as text": the(2, lambda message: replace(message, text=BOTH, calls=())),
     "other reasoning": the(2, lambda message: replace(message, reasoning="Hm.")),

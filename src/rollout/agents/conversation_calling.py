@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rollout.agents.conversation_log import ConversationLog
     from rollout.agents.identity import Identity
     from rollout.agents.trajectory_state import TrajectoryState
-    from rollout.agents.wording import Wording
+    from rollout.agents.wording import Given, Wording
     from rollout.limits import Deadline
     from rollout.tools import ToolResult
     from rollout.types import InvalidToolCall
@@ -49,7 +49,10 @@ class CallingConversation(ListeningConversation):
             LimitExceeded: A deadline fired, or the answers leave no room for another token.
         """
         results = await self.run_tools(calls)
-        await self.answer([answer(call, r) for call, r in zip(calls, results, strict=True)])
+        told: Given = [answer(call, r) for call, r in zip(calls, results, strict=True)]
+        if len(told) > 1:
+            told = self._ordered(told, is_checked=False)
+        await self.answer(told, is_ordered=True)
         return results
 
     async def run_tools(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[ToolResult]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rollout.agents.conversation_view import ConversationView
@@ -11,13 +12,12 @@ from rollout.agents.places import check_ids
 from rollout.agents.trajectory_state import SettlingLimits
 from rollout.agents.wording import Worded, no_room
 from rollout.chat.reasoning import opens_reasoning
+from rollout.chat.result_order import message_ids, result_order
 from rollout.chat.trajectory import MAIN
 from rollout.errors import AgentError
 from rollout.reward_values import finite_number
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rollout.agents.conversation_log import ConversationLog
     from rollout.agents.identity import Identity
     from rollout.agents.trajectory_state import TrajectoryState
@@ -111,16 +111,21 @@ class ListeningConversation(ConversationView):
         if not self._log.reward_turn(number):
             raise AgentError(f"reward_turn: {self.session_id} has no turn in its last row")
 
-    async def answer(self, messages: Given) -> None:
+    async def answer(self, messages: Given, *, is_ordered: bool = False) -> None:
         """Append what tools or a user answer to the model's turn; it counts as a turn of theirs.
+
+        Args:
+            messages: As for `observe`.
+            is_ordered: Results of tools stand in the order of their calls, and none is refused.
 
         Raises:
             LimitExceeded: It would leave no room for one more token; nothing is appended.
+            TemplateError: As `observe`.
         """
         self._check_idle("answer")
         if self._unsettled:
             await self._settle()
-        await self._observe(messages)
+        await self._observe(messages if is_ordered else self._ordered(messages))
         self.user_turns += 1
 
     def observe(self, messages: Given) -> None:
@@ -130,11 +135,17 @@ class ListeningConversation(ConversationView):
         ones, a turn without words stands between. A text of more than 16,000 characters is encoded
         beside the event loop: `settle` and whatever else of the conversation is awaited append it.
 
+        Results of tools that name their calls are put into the order of the calls.
+
         Raises:
             LimitExceeded: They would leave no room for one more token; nothing is appended. Of a
                 long text `settle` may find that out.
+            TemplateError: They are malformed, or the template refuses them; or results name a call
+                that the turn has not, one that has its result, or not all of the others. Nothing
+                is appended.
         """
         self._check_idle("observe")
+        messages = self._ordered(messages)
         given: Worded | Given = messages
         if not self._unsettled:
             with self._settling_limits:
@@ -187,6 +198,25 @@ class ListeningConversation(ConversationView):
         if not self._is_generating:
             self.end_turn()
         self._is_closed = True
+
+    def _ordered(self, messages: Given, *, is_checked: bool = True) -> Given:
+        """The messages with results of tools in the order of the calls of the turn before them.
+
+        Raises:
+            TemplateError: As `result_order`.
+        """
+        if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
+            return messages  # they are refused where they are converted
+        given = messages if isinstance(messages, Sequence) else list(messages)
+        ids = [message_ids(message) for message in given]
+        if not any(each.answers for each in ids):
+            return given
+        calls = self._log.calls
+        for waiting in self._unsettled:
+            if not isinstance(waiting, array):
+                calls = calls.after(map(message_ids, waiting))
+        order = result_order(ids, calls, is_checked=is_checked)
+        return given if order is None else [given[at] for at in order]
 
     @property
     def _settling_limits(self) -> SettlingLimits:

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from rollout.agents.kept_messages import KeptMessages
+from rollout.agents.kept_messages import SILENCE, KeptMessages
 from rollout.agents.message_log import MessageLog
 from rollout.agents.places import Marks, Row, mark_at, packed_mark
+from rollout.chat.result_order import NO_CALLS, TurnCalls, message_ids
 from rollout.chat.row_beginnings import append_split, common_length
 from rollout.chat.trajectory import COMPACTION
 from rollout.chat.transcript import Transcript
+from rollout.types import ToolCall
 
 if TYPE_CHECKING:
     from array import array
@@ -44,6 +46,7 @@ class ConversationLog(msgspec.Struct, eq=False):
     _marks: bytes = b""  # see `Marks`
     _open_from: int | None = None
     _last_turn: tuple[int, int] = (0, -1)  # where it begins and ends
+    _calls: TurnCalls | None = None  # None: as the messages have them
 
     @classmethod
     def of(cls, row: Row, reader: TurnReader) -> ConversationLog:
@@ -70,6 +73,27 @@ class ConversationLog(msgspec.Struct, eq=False):
         """The ids of the model's turn that nothing has answered yet; None where there is none."""
         start, stop = self._last_turn
         return self.transcript.prefix.slice(start) if stop == len(self.transcript) else None
+
+    @property
+    def calls(self) -> TurnCalls:
+        """The calls that the next results answer; none where a turn was not parsed yet."""
+        if self._open_from is not None:
+            return NO_CALLS
+        if self._calls is None:
+            self._calls = self._last_calls()
+        return self._calls
+
+    def _last_calls(self) -> TurnCalls:
+        """Those of the last turn of the assistant's, whoever gave it."""
+        messages, found = self.message_log.messages, []
+        said = set(messages.said)
+        for at in range(len(messages) - 1, -1, -1):
+            if at in said and messages.turn(at) is SILENCE:
+                continue
+            found.append(message_ids(messages[at]))
+            if found[-1].role == "assistant":
+                break
+        return NO_CALLS.after(reversed(found))
 
     @property
     def may_be_rendered_again(self) -> bool:
@@ -125,9 +149,12 @@ class ConversationLog(msgspec.Struct, eq=False):
         assert self._open_from is not None
         start, self._open_from = self._open_from, None
         self._last_turn = (start, self.transcript.prefix.length)
+        self._calls = NO_CALLS
         if turn is not None:
             tokens, messages = self.transcript.prefix, self.message_log.messages
             messages.say(turn, tokens, start, in_reasoning=self.in_reasoning)
+            ids = tuple([each.id for each in turn.calls if isinstance(each, ToolCall)])
+            self._calls = TurnCalls(ids) if ids else NO_CALLS
         self._mark(ends_turn=True)
 
     def observe(self, worded: Worded) -> None:
@@ -137,6 +164,8 @@ class ConversationLog(msgspec.Struct, eq=False):
             messages.stay_silent()  # the template opens a turn there, which ends at once
         self.transcript.append_observation(worded.ids, media=worded.media)
         messages.hear(worded.messages, self.transcript.prefix, start, worded.found)
+        if self._calls is not None:
+            self._calls = self._calls.after(map(message_ids, worded.messages))
         self.in_reasoning = worded.opens_reasoning
         self._mark()
 
@@ -162,6 +191,7 @@ class ConversationLog(msgspec.Struct, eq=False):
         shared = common_length(worded.ids, self.transcript.prefix.ids)
         self._add(Row(Transcript(), COMPACTION, last, shared))
         self.message_log, self.has_raw_ids = MessageLog(KeptMessages(reader)), False
+        self._calls = None
         self.begin(worded, prompt_room)
 
     def _add(self, row: Row) -> None:

@@ -52,6 +52,7 @@ class OpeningConversation(CallingConversation):
         *,
         purpose: str = BRANCH,
         messages: Given | None = None,
+        is_ordered: bool = False,
     ) -> Self:
         """A conversation that continues this one otherwise, from its end or from an earlier place.
 
@@ -62,10 +63,12 @@ class OpeningConversation(CallingConversation):
                 what answered it, or a place within a turn, which the branch then continues.
             purpose: Of its segment.
             messages: What the model is told there first, as by `answer`.
+            is_ordered: As for `answer`.
 
         Raises:
             AgentError: There is no such place.
             LimitExceeded: The messages leave no room for one more token; nothing is opened.
+            TemplateError: As `answer`; nothing is opened.
         """
         check_purpose(purpose)
         identity = self._next_identity()
@@ -76,7 +79,7 @@ class OpeningConversation(CallingConversation):
         group_id = self._group_id or self._session_id
         opened = self._opened_with(log, identity, self._wording, group_id)
         if messages is not None:
-            await opened.answer(messages)
+            await opened.answer(messages, is_ordered=is_ordered)
         self._opened += (opened,)
         return opened
 

@@ -16,6 +16,7 @@ from rollout.chat.encoding import NOTHING_READY
 from rollout.chat.ids import LONG
 from rollout.chat.messages import as_messages, has_media, media_of, template_messages, words_of
 from rollout.chat.reasoning import opens_reasoning
+from rollout.chat.result_order import order_messages
 from rollout.chat.token_bounds import TooManyTokens
 from rollout.errors import AgentError, LimitExceeded, MediaError, TemplateError
 from rollout.types import Message
@@ -285,7 +286,7 @@ class Wording:
 
     def _drawn_prompt(self, messages: Given, longest: int | None) -> tuple[list[Any], WrittenText]:
         """The messages as the template takes them, and the text that it makes of them."""
-        template, plain = self._services.template, template_messages(messages)
+        template, plain = self._services.template, order_messages(template_messages(messages))
         written = template.written(plain, self._schemas, add_generation_prompt=True, most=longest)
         return plain, written
 

@@ -112,6 +112,7 @@ class GatewayCall(msgspec.Struct, frozen=True, kw_only=True):
         wants_log_probs, wants_ids: Whether the answer carries them.
         forced_by: Fields of the body that would force what the model says, which no engine does.
         digest: Of the body and the route, the same for the same bytes.
+        is_retry: Whether its client says that it has asked so before.
         hear: Told, on the runtime's loop, what is certain of the answers while they are made; it
             must return at once.
     """
@@ -133,6 +134,7 @@ class GatewayCall(msgspec.Struct, frozen=True, kw_only=True):
     wants_ids: bool = False
     forced_by: tuple[str, ...] = ()
     digest: bytes = b""
+    is_retry: bool = False
     hear: Callable[[Draft], object] | None = None
 
     @property

@@ -13,17 +13,18 @@ from rollout.gateway.calls import Draft
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from rollout.gateway.calls import Completion
     from rollout.gateway.samples import Sample
+    from rollout.gateway.tree import Turn
 
 #: How long a call waits to learn whether the client of an equal one got its answer, which is on
 #: its way to it at that moment.
 FATE_S = 1.0
-#: A connection can turn out to be broken after its last byte was written: so many answers are kept
-#: for that.
-KEPT = 16
+#: A connection can turn out to be broken after its last byte was written, and a proxy can lose what
+#: it has read: so many answers are kept for that.
+KEPT = 64
 
 
 class State(enum.Enum):
@@ -48,6 +49,7 @@ class Exchange:
         changed: Set when its state changes; None while nobody waits for that.
         hear: As that of the call that it is answered for.
         is_counted: Whether it is one of the trajectory's calls: something of it was generated.
+        replays: How often its answer was given again after it had been delivered.
     """
 
     def __init__(self, digest: bytes, samples: list[Sample]) -> None:
@@ -61,6 +63,8 @@ class Exchange:
         self.changed: anyio.Event | None = None
         self.hear: Callable[[Draft], object] | None = None
         self.is_counted = False
+        self.replays = 0
+        self._turns: Sequence[Turn] = ()
         self._prompt_ids: array[int] | None = None
 
     def tell(self) -> None:
@@ -81,11 +85,18 @@ class Exchange:
             )
         )
 
-    def finish(self, completion_id: str, completion: Callable[[], Completion]) -> None:
-        """Its answer is whole: what it was sampled for is not needed any more."""
-        self.completion_id, self.completion = completion_id, completion
+    def finish(
+        self, completion_id: str, completion: Callable[[], Completion], turns: Sequence[Turn]
+    ) -> None:
+        """Its answer, of these turns, is whole: what it was sampled for is not needed any more."""
+        self.completion_id, self.completion, self._turns = completion_id, completion, turns
         self.samples = []
         self.hear = None
+
+    @property
+    def is_continued(self) -> bool:
+        """Whether somebody goes on from its answer, and so has it."""
+        return any(turn.is_extended for turn in self._turns)
 
     def become(self, state: State) -> None:
         """Who waits for a change learns of it."""
@@ -144,21 +155,36 @@ class Exchanges:
         while len(self._delivered) > KEPT:
             self._drop(self._delivered.popleft())
 
-    async def claim(self, digest: bytes) -> Exchange | None:
-        """One with the same body whose client left: running again, and the caller's from now on."""
+    async def claim(self, digest: bytes, *, is_retry: bool = False) -> Exchange | None:
+        """One with the same body whose client left: running again, and the caller's from now on.
+
+        A client that says that it retries has no answer, whatever became of the bytes: where none
+        has left, it gets the last answer that nobody has continued, before those that were given
+        to other retries.
+        """
         deadline = anyio.current_time() + FATE_S
         while True:
             equal = self._by_digest.get(digest, [])
             found = next((each for each in equal if each.state is State.LEFT), None)
-            if found is not None:
-                found.become(State.RUNNING)
-                return found
             on_its_way = next((each for each in equal if each.state is State.RETURNED), None)
-            if on_its_way is None or anyio.current_time() >= deadline:
+            is_known = on_its_way is None or anyio.current_time() >= deadline
+            if found is None and is_retry and is_known:
+                found = _lost(equal)
+            if found is not None:
+                return self._taken(found)
+            if on_its_way is None or is_known:
                 return None
             changed = on_its_way.changed = on_its_way.changed or anyio.Event()
             with anyio.move_on_at(deadline):
                 await changed.wait()
+
+    def _taken(self, exchange: Exchange) -> Exchange:
+        if exchange.state is not State.LEFT:
+            exchange.replays += 1
+        if exchange in self._delivered:
+            self._delivered.remove(exchange)
+        exchange.become(State.RUNNING)
+        return exchange
 
     def abandoned(self) -> list[Exchange]:
         """Those whose clients left and never asked again."""
@@ -172,3 +198,10 @@ class Exchanges:
             if not equal:
                 del self._by_digest[exchange.digest]
         self._by_id.pop(exchange.completion_id, None)
+
+
+def _lost(exchanges: Sequence[Exchange]) -> Exchange | None:
+    """Whose answer a client that retries has probably not got."""
+    told = (State.RETURNED, State.DELIVERED)
+    found = [each for each in reversed(exchanges) if each.state in told and not each.is_continued]
+    return min(found, key=lambda each: each.replays, default=None)

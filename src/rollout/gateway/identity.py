@@ -7,6 +7,7 @@ reasoning, and calls as names with JSON values are what is said.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from rollout.chat.result_order import MessageIds, result_order
 from rollout.gateway.calls import GatewayError, GivenCall, GivenMessage
 
 #: Integers from this on are no longer exact in JavaScript, which writes 1.0 as 1, too.
@@ -55,38 +57,53 @@ class Placed(NamedTuple):
     position: int
 
 
-def placed(messages: Iterable[GivenMessage]) -> list[Placed]:
-    """The messages, each run of tools' answers in the order of the calls that they answer.
+def placed(messages: Sequence[GivenMessage]) -> list[Placed]:
+    """The messages, each turn's answers of tools in the order of the calls that they answer.
 
-    Clients send answers in the order in which their tools ended. Answers whose calls cannot be told
-    by their ids stay in the order given, and are counted.
+    Clients send answers in the order in which their tools ended. Answers that do not name their
+    calls stay in the order given, and are counted.
+
+    Raises:
+        TemplateError: As `result_order`.
     """
-    found: list[Placed] = []
+    order = result_order([_ids(message) for message in messages])
+    if order is not None:
+        messages = [messages[at] for at in order]
+    positions = [-1] * len(messages)
     calls: Sequence[GivenCall] = ()
-    run: list[GivenMessage] = []
-    for message in messages:
-        role = message.role
-        if role == "tool":
-            run.append(message)
-            continue
-        if run:
-            found += _in_order(run, calls)
-            run = []
-        if role == "assistant":
-            calls = message.calls
-        found.append(Placed(message, -1))
-    return found + _in_order(run, calls) if run else found
+    answers: list[int] = []
+    for at, message in enumerate(messages):
+        if message.role == "tool":
+            answers.append(at)
+        elif message.role == "assistant":
+            _count(positions, messages, answers, calls)
+            calls, answers = message.calls, []
+    _count(positions, messages, answers, calls)
+    return list(map(Placed, messages, positions))
 
 
-def _in_order(run: list[GivenMessage], calls: Sequence[GivenCall]) -> list[Placed]:
-    if len(run) == 1 and len(calls) == 1:
-        return [Placed(run[0], 0)]
-    ids = {call.id: at for at, call in enumerate(calls) if call.id}
-    positions = [ids.get(message.call_id, -1) for message in run]
-    if -1 in positions or len(set(positions)) < len(positions):
-        return [Placed(message, at) for at, message in enumerate(run)]
-    pairs = sorted(zip(positions, run, strict=True), key=lambda pair: pair[0])
-    return [Placed(message, at) for at, message in pairs]
+def _ids(message: GivenMessage) -> MessageIds:
+    if message.role == "assistant":
+        return MessageIds("assistant", tuple([call.id for call in message.calls]))
+    return MessageIds("tool", (), message.call_id) if message.role == "tool" else _NO_IDS
+
+
+_NO_IDS = MessageIds("user")
+
+
+def _count(
+    positions: list[int],
+    messages: Sequence[GivenMessage],
+    answers: Sequence[int],
+    calls: Sequence[GivenCall],
+) -> None:
+    """Find the positions of the calls that the answers of one turn answer."""
+    own = {call.id: at for at, call in enumerate(calls) if call.id}
+    named = {own.get(messages[at].call_id) for at in answers}
+    others = (position for position in itertools.count() if position not in named)
+    for at in answers:
+        position = own.get(messages[at].call_id)
+        positions[at] = next(others) if position is None else position
 
 
 def keys_of(messages: Iterable[Placed]) -> list[Key]:

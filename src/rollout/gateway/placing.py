@@ -121,11 +121,13 @@ class Places:
             with self._one_more():
                 is_forked = call.agent_id is not None and not is_own
                 purpose = _purpose(request, SUBAGENT if is_forked else BRANCH)
-                branch = await owner.branch(turn.stop, purpose=purpose, messages=messages)
+                branch = await owner.branch(
+                    turn.stop, purpose=purpose, messages=messages, is_ordered=True
+                )
                 return self._marked(branch, request)
         turn.is_extended = True
         try:
-            await owner.answer(messages)
+            await owner.answer(messages, is_ordered=True)
         finally:
             turn.is_extended = len(owner.transcript) > turn.stop
         return owner

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from rollout.gateway.calls import GatewayError
+from rollout.errors import TemplateError
+from rollout.gateway.calls import GatewayError, refused_messages
 from rollout.gateway.identity import Digest, keys_of, placed
 
 if TYPE_CHECKING:
@@ -66,12 +67,16 @@ def matched(call: GatewayCall, tree: Tree, previous: Node | None = None) -> Requ
         previous: The generated turn that its messages follow, where they are only what is new.
 
     Raises:
-        GatewayError: It has no messages, or arguments that nobody can compare.
+        GatewayError: It has no messages, answers of tools that are missing or doubled, or arguments
+            that nobody can compare.
     """
     given = call.messages if previous is None else _joined(previous, call)
     if not given:
         raise GatewayError(400, "invalid_request", "expected at least one message", call.field)
-    messages = placed(given)
+    try:
+        messages = placed(given)
+    except TemplateError as error:
+        raise refused_messages(call, error) from error
     keys = keys_of(messages)
     head = len(_head_of([message for message, _ in messages]))
     opening = tuple(key.given for key in keys[: head + 1])

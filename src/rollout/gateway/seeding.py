@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from rollout.gateway.answers import minted
-from rollout.seeds import SEED_BITS, derive_seed
+from rollout.seeds import derive_seed
 
 if TYPE_CHECKING:
     from rollout.agents import Conversation
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 class Seeding:
     """Of one trajectory. A turn's seed comes from the tokens before it, and from how many turns
-    were asked for after the same tokens.
+    were asked for after the same tokens; or from the seed that its client sent.
     """
 
     def __init__(self, identity: Identity) -> None:
@@ -28,7 +28,8 @@ class Seeding:
 
         Args:
             conversation: Its transcript ends where the turn begins.
-            call: May bring a seed: its first sample has it as it is.
+            call: Where it brings a seed, the same seed gives the same turn after the same tokens,
+                in this trajectory and whenever the run is repeated.
             number: Of the call's samples, counted from 0.
         """
         prefix = conversation.transcript.prefix
@@ -36,17 +37,9 @@ class Seeding:
         sibling = self._siblings[place]
         self._siblings[place] += 1
         identity = self._identity
-        seed = derive_seed(
-            identity.run_seed, identity.step, identity.uid, identity.member, *place, sibling
-        )
-        answer_id = minted("answer", identity.session_id, *place, sibling)
-        if call.seed is not None:
-            seed = _given(call.seed, number)
-        return seed, answer_id
-
-
-def _given(seed: int, number: int) -> int:
-    """A client's; further samples have others, since engines draw the same from the same."""
-    if number == 0 and 0 <= seed < 2**SEED_BITS:
-        return seed
-    return derive_seed(seed, "sample", number)
+        member = (identity.step, identity.uid, identity.member, *place)
+        if call.seed is None:
+            seed = derive_seed(identity.run_seed, *member, sibling)
+        else:  # engines draw the same from the same, and members of a group are to differ
+            seed = derive_seed(identity.run_seed, *member, "client", call.seed, number)
+        return seed, minted("answer", identity.session_id, *place, sibling)

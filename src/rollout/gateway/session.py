@@ -190,7 +190,9 @@ class GatewaySession:
             work.done.set()
 
     async def _answer(self, trajectory: _Trajectory, work: _Work) -> None:
-        exchange = await trajectory.exchanges.claim(work.call.digest) if work.call.digest else None
+        call, exchange = work.call, None
+        if call.digest:
+            exchange = await trajectory.exchanges.claim(call.digest, is_retry=call.is_retry)
         if exchange is not None:
             work.take(exchange)
         if exchange is None or not exchange.is_counted:
@@ -288,6 +290,7 @@ class GatewaySession:
                 prompt_ids=prefix.slice(0, start),
                 cached_tokens=cached_tokens,
             ),
+            [each.turn for each in told],
         )
 
 

@@ -48,7 +48,10 @@ def conversation(messages: Sequence[Placed]) -> Messages:
     told = []
     for message, position in messages:
         if message.role == "assistant":
-            calls = tuple((call.name, call.id) for call in message.calls)
+            # A call that is told as text has no id there.
+            calls = tuple(
+                (call.name, call.id if _is_object(call) else "") for call in message.calls
+            )
             told.append(_said(message))
         else:
             told.append(_told(message, calls, position))

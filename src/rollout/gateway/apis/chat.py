@@ -105,6 +105,7 @@ def read(body: bytes, headers: Mapping[str, str]) -> ChatRequest:
         wants_ids=bool(asked.return_token_ids),
         forced_by=asked.forced_by(response_format=asked.response_format),
         digest=reading.digest_of(ROUTE, body),
+        is_retry=reading.is_retry(headers),
     )
     options = asked.stream_options
     return ChatRequest(

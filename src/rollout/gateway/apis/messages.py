@@ -107,6 +107,7 @@ def read(body: bytes, headers: Mapping[str, str]) -> MessagesRequest:
         wants_ids=bool(asked.return_token_ids),
         forced_by=tuple(_forcing(asked)),
         digest=reading.digest_of(ROUTE, body),
+        is_retry=reading.is_retry(headers),
     )
     return MessagesRequest(reading.checked(call), model=asked.model, is_streamed=bool(asked.stream))
 

@@ -289,6 +289,12 @@ def digest_of(route: str, body: bytes) -> bytes:
     return hashlib.blake2b(body, digest_size=16, person=route.encode()[:16]).digest()
 
 
+def is_retry(headers: Mapping[str, str]) -> bool:
+    """Whether a client says that it has asked so before, as OpenAI's and Anthropic's SDKs do."""
+    count = headers.get("x-stainless-retry-count", "")
+    return count.isdecimal() and bool(count.strip("0"))
+
+
 def asks_for_title(messages: Sequence[GivenMessage]) -> bool:
     """Whether a coding agent wants a title for people to read."""
     first = messages[0] if messages else None

@@ -77,6 +77,7 @@ def read(body: bytes, headers: Mapping[str, str]) -> ResponsesRequest:
         wants_ids=bool(asked.return_token_ids),
         forced_by=asked.forced_by(**{"text.format": _format(asked.text)}),
         digest=reading.digest_of(ROUTE, body),
+        is_retry=reading.is_retry(headers),
     )
     return ResponsesRequest(
         reading.checked(call),
