@@ -1,0 +1,36 @@
+"""The golden runs are what they were when they were recorded: see ``tests/golden/README.md``."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from golden.differences import first_difference
+from golden.record import names_of, read_runs
+from golden.runs import KINDS, play
+
+recorded_runs = cache(read_runs)
+NAMES = [name for kind in KINDS for name in names_of(kind)]
+
+
+def assert_replays(name: str, backend: str, schedule_seed: int = 0) -> None:
+    recorded = recorded_runs(name.rpartition("-")[0]).get(name)
+    difference = first_difference(name, recorded, play(name, backend, schedule_seed))
+    if difference:
+        pytest.fail(f"{difference}\nwhere that is meant: python tests/golden/record.py", False)
+
+
+def test_golden_runs_are_a_hundred() -> None:
+    assert sum(len(recorded_runs(kind)) for kind in KINDS) == len(NAMES) == 100
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_golden_run_replays_on_trio(name: str) -> None:
+    # Any order of tasks gives the same.
+    assert_replays(name, "trio", schedule_seed=sum(map(ord, name)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_golden_run_replays_on_asyncio(name: str) -> None:
+    assert_replays(name, "asyncio")
