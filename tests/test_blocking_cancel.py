@@ -128,7 +128,7 @@ def test_open_rollout_blocking_unknown_backend_is_refused_before_engines_start(
     backend: Any,
 ) -> None:
     threads = threading.enumerate()
-    with pytest.raises(ConfigError, match="backend = .*: expected 'trio' or 'asyncio'") as caught:
+    with pytest.raises(ConfigError, match=r"backend = .*: expected 'trio' or 'asyncio'") as caught:
         open_rollout_blocking(SCENARIO.config(), backend=backend)
     assert f"backend = {backend!r}" in str(caught.value)
     assert threading.enumerate() == threads
