@@ -93,6 +93,7 @@ WITH_PROCESSES = (
     "media_trajectories",
     "model_files",
     "program_agent",
+    "program_prompts",
     "ray_placement",
     "real_processes",
     "replay",
