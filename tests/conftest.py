@@ -83,6 +83,7 @@ WITH_PROCESSES = (
     "imports",
     "isolated_tools",
     "journal_processes",
+    "length_and_exceptions",
     "live_weights",
     "local_process",
     "long_text_attacks",

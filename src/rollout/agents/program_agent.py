@@ -215,7 +215,9 @@ class ProgramAgent(AgentLoop):
             raise LimitExceeded(f"the program {what}", source=source, reason=answer.reason)
         if answer.status == "stopped" or (answer.status == "error" and self._check):
             end = answer.output.strip()[-400:]
-            raise AgentError(f"the program failed: {what}" + (f": {end}" if end else ""))
+            error = AgentError(f"the program failed: {what}" + (f": {end}" if end else ""))
+            error.output = answer.output
+            raise error
 
 
 #: Which limit a sandbox means by a word.

@@ -62,9 +62,7 @@ class BlockingRollout(BlockingGroups):
     leaves the runtime usable.
     """
 
-    def __init__(
-        self, open_runtime: Callable[[], Any], backend: Backend
-    ) -> None:
+    def __init__(self, open_runtime: Callable[[], Any], backend: Backend) -> None:
         self._runtime: RolloutRuntime
         self._inbox: MemoryObjectSendStream[LoopCall]
         self._leave: anyio.Event
