@@ -77,7 +77,7 @@ class Sessions:
                     raise length from error
                 if isinstance(error, BaseExceptionGroup):  # beside refusals its own counts
                     own = error.split(lambda each: session.lengths.behind(each) is not None)[1]
-                    raise own or error
+                    raise (own or error) from error.__cause__
                 raise
         finally:
             failure = session.end()
