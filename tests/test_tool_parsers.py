@@ -6,6 +6,7 @@ import pytest
 
 from parser_cases import CASES, TOOLS, Case, seen
 from rollout.chat import get_tool_parser, tool_parser_names
+from rollout.types import ToolCall
 
 ALL = [(name, case) for name, cases in CASES.items() for case in cases]
 
@@ -30,3 +31,18 @@ def test_parser_every_raw_text_stands_in_the_turn_in_order(name: str) -> None:
 def test_formats_all_have_cases_and_nothing_else_is_shipped() -> None:
     assert set(CASES) <= set(tool_parser_names())
     assert all(len(cases) >= 15 for cases in CASES.values())
+
+
+def test_parser_numbers_a_call_past_the_ids_that_the_model_gave() -> None:
+    text = (
+        '[TOOL_CALLS] [{"name": "a", "arguments": {}, "id": "call_1"}, '
+        '{"name": "b", "arguments": {}}, {"name": "c", "arguments": {}, "id": "call_2"}, '
+        '{"name": "d", "arguments": {}, "id": "call_1"}]'
+    )
+    calls = get_tool_parser("mistral").parse(text).calls
+    assert [call.id for call in calls if isinstance(call, ToolCall)] == [
+        "call_1",
+        "call_2",
+        "call_3",
+        "call_4",
+    ]

@@ -100,7 +100,12 @@ class MediaError(ToolError, TemplateError):
 
 
 class AgentError(RolloutError):
-    """An agent loop is unknown, registered twice or used in the wrong order."""
+    """An agent loop is unknown, registered twice or used in the wrong order, or its program failed.
+
+    `output` is what that program printed; None of any other error.
+    """
+
+    output: str | None = None
 
 
 class JournalError(RolloutError):

@@ -14,6 +14,7 @@ import msgspec
 
 from rollout.agents.agent_loop import AgentLoop
 from rollout.agents.function_agent import AgentTask
+from rollout.chat.messages import text_in
 from rollout.errors import AgentError, LimitExceeded
 from rollout.tools.sandbox import SandboxLimits, SandboxProcess, SandboxProgram, SandboxSpec
 from rollout.tools.sandbox.sandbox_isolation import bubblewrap_program, find_isolation
@@ -66,8 +67,10 @@ class ProgramAgent(AgentLoop):
     Args:
         command: The program and its arguments, or a text for ``/bin/sh``. In it and in `env`
             ``{base_url}``, ``{root_url}``, ``{api_key}``, ``{model}``, ``{uid}`` and ``{prompt}``
-            (the text of the last message) are replaced, quoted in a text for the shell. Or a
-            function of the `AgentTask`.
+            (the text of the last message, its parts joined) are replaced, quoted in a text for the
+            shell. Or a function of the `AgentTask`. Where the last message shows an image,
+            ``{prompt}`` needs one of `command`, `env` and `files` to be such a function, which can
+            hand the image over; else the trajectory fails.
         env: Variables; or a function of the task.
         files: Files that the program finds, by relative path: a text, bytes, or the path of a file
             or directory here; or a function of the task. What begins with ``#!`` can be run.
@@ -184,8 +187,11 @@ class ProgramAgent(AgentLoop):
         """What runs; reads files."""
         env = _mapping("env", _given(self._env, task))
         files = _mapping("files", _given(self._files, task))
-        command = _filled_command(_given(self._command, task), task)
-        own = {name: _filled(str(value), task) for name, value in env.items()}
+        values = _values(task)
+        if _shows_media(task) and not any(map(callable, (self._command, self._env, self._files))):
+            del values["prompt"]
+        command = _filled_command(_given(self._command, task), values)
+        own = {name: _filled(str(value), values) for name, value in env.items()}
         _check_words(command, own)
         return SandboxProgram(
             command=command,
@@ -209,7 +215,9 @@ class ProgramAgent(AgentLoop):
             raise LimitExceeded(f"the program {what}", source=source, reason=answer.reason)
         if answer.status == "stopped" or (answer.status == "error" and self._check):
             end = answer.output.strip()[-400:]
-            raise AgentError(f"the program failed: {what}" + (f": {end}" if end else ""))
+            error = AgentError(f"the program failed: {what}" + (f": {end}" if end else ""))
+            error.output = answer.output
+            raise error
 
 
 #: Which limit a sandbox means by a word.
@@ -289,23 +297,48 @@ def _is_word(text: str) -> bool:
         return False
 
 
-def _filled_command(command: Any, task: AgentTask) -> tuple[str, ...]:
+def _filled_command(command: Any, values: Texts) -> tuple[str, ...]:
     if isinstance(command, str):  # what is put in are words of the shell's, whatever they hold
-        command = _filled(command, task, shlex.quote)
+        command = _filled(command, values, shlex.quote)
         return _command_of(command)
-    return tuple(_filled(each, task) for each in _command_of(command))
+    return tuple(_filled(each, values) for each in _command_of(command))
 
 
-def _filled(text: str, task: AgentTask, quoted: Callable[[str], str] = str) -> str:
-    values = {
+def _filled(text: str, values: Texts, quoted: Callable[[str], str] = str) -> str:
+    """The text with placeholders replaced.
+
+    Raises:
+        AgentError: It has ``{prompt}``, and the prompt is no text.
+    """
+
+    def value_of(found: re.Match[str]) -> str:
+        if found.group(1) not in values:
+            raise AgentError(
+                "ProgramAgent: {prompt}: the last message shows an image or a video; expected a "
+                "text, or a function of the task that hands the messages over, such as "
+                "files=lambda task: {'messages.json': json.dumps(task.messages)}"
+            )
+        return quoted(values[found.group(1)])
+
+    return _PLACEHOLDER.sub(value_of, text)
+
+
+def _values(task: AgentTask) -> dict[str, str]:
+    """What placeholders stand for."""
+    return {
         "base_url": task.base_url,
         "root_url": task.root_url,
         "api_key": task.api_key,
         "model": task.model,
         "uid": task.uid,
-        "prompt": task.messages[-1]["content"],
+        "prompt": text_in(task.messages[-1]["content"]),
     }
-    return _PLACEHOLDER.sub(lambda found: quoted(str(values[found.group(1)])), text)
+
+
+def _shows_media(task: AgentTask) -> bool:
+    """Whether the last message has more than text."""
+    content = task.messages[-1]["content"]
+    return isinstance(content, list) and any(part["type"] != "text" for part in content)
 
 
 def _check_path(what: str, path: Any) -> None:

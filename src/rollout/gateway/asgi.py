@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, TypeVar
 
@@ -185,9 +186,15 @@ class Exchange:
         if not await self._connection.flush(self._limits.write_s):
             raise ClientLeftError
 
-    def if_unread(self, callback: Callable[[], object]) -> None:
-        """Call it where the client turns out to have left before it read the whole reply."""
-        self._connection.if_unread(callback)
+    def if_unread(self, callback: Callable[[], object], *, within_s: float = math.inf) -> None:
+        """Call it where the client turns out to have left before it read the whole reply.
+
+        Args:
+            within_s: What shows later than in so many seconds counts no more.
+        """
+        clock = self._connection.loop.time
+        until = clock() + within_s
+        self._connection.if_unread(lambda: clock() < until and callback())
 
     async def reply(self, data: bytes, headers: Headers = JSON, status: int = 200) -> None:
         """Send a whole reply.

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 AGENT = "served_elsewhere"
 #: Finished trajectories that are kept to be read; the oldest are forgotten.
 MAX_KEPT = 4096
+#: Reason of trajectories whose client left before it had the answer that names them.
+CLIENT_LEFT = "client_left"
 #: Greatest number of float32.
 MAX_REWARD = 3.4e38
 
@@ -109,6 +111,7 @@ class Served:
     """A trajectory, from its opening until it is forgotten.
 
     Attributes:
+        scope: Ends its call, also before the call has begun.
         is_judged: Whether a finish has decided on its reward.
         address: Where its agent finds the model, once it runs.
         trajectory: Once it has ended.
@@ -120,6 +123,7 @@ class Served:
     opened: anyio.Event = attrs.field(factory=anyio.Event)
     finished: anyio.Event = attrs.field(factory=anyio.Event)
     ended: anyio.Event = attrs.field(factory=anyio.Event)
+    scope: anyio.CancelScope = attrs.field(factory=anyio.CancelScope)
     is_judged: bool = False
     address: GatewayAddress | None = None
     trajectory: Trajectory | None = None
@@ -156,19 +160,26 @@ class Desk:
         self._tasks = tasks
         self._served: OrderedDict[str, Served] = OrderedDict()
 
-    async def open(self, asked: Opening) -> dict[str, Any]:
-        """A trajectory whose agent may begin.
+    async def open(self, served_id: str, asked: Opening) -> dict[str, Any]:
+        """A trajectory whose agent may begin. Cancellation abandons it.
+
+        Args:
+            served_id: A new one, of `new_id`.
 
         Raises:
             GatewayError: The prompt is none, or the trajectory ended before.
         """
-        served = Served(id=f"trajectory-{secrets.token_hex(12)}", limits=asked.limits)
+        served = Served(id=served_id, limits=asked.limits)
         self._forget_old()
         self._served[served.id] = _SERVED[served.id] = served
         self._tasks.start_soon(self._run, served, asked)
-        await served.opened.wait()
+        try:
+            await served.opened.wait()
+        except BaseException:
+            self.abandon(served_id)
+            raise
         if served.address is None:
-            del self._served[served.id]
+            self._served.pop(served_id, None)
             raise _never_ran(served)
         address = served.address
         return {
@@ -240,12 +251,24 @@ class Desk:
         del self._served[served_id]
         return {"id": served_id, "state": "forgotten"}
 
+    def abandon(self, served_id: str) -> None:
+        """End and drop a trajectory whose client never learned of it; nothing where there is none.
+
+        It may wait for its place, run, or not be a member of any call yet.
+        """
+        served = self._served.pop(served_id, None)
+        if served is None or served.ended.is_set():
+            return
+        if not self._runtime.cancel(uid=served_id, reason=CLIENT_LEFT):
+            served.scope.cancel()
+
     async def _run(self, served: Served, asked: Opening) -> None:
         try:
-            prompt = _prompt(served, asked.prompt)
-            async with self._runtime.stream([prompt], samples=1, step=asked.step) as ended:
-                async for served.trajectory in ended:
-                    _name(served.trajectory, asked.prompt)
+            with served.scope:
+                prompt = _prompt(served, asked.prompt)
+                async with self._runtime.stream([prompt], samples=1, step=asked.step) as ended:
+                    async for served.trajectory in ended:
+                        _name(served.trajectory, asked.prompt)
         except Exception as error:
             served.fault = error
         finally:
@@ -262,6 +285,11 @@ class Desk:
         ended = [each for each in self._served.values() if each.ended.is_set()]
         for each in ended[: len(ended) + 1 - MAX_KEPT]:
             del self._served[each.id]
+
+
+def new_id() -> str:
+    """Names a trajectory; nobody guesses it."""
+    return f"trajectory-{secrets.token_hex(12)}"
 
 
 def _prompt(served: Served, asked: AskedPrompt) -> Prompt:

@@ -17,6 +17,7 @@ from rollout.gateway.call_limit import CallLimit
 from rollout.gateway.calls import Completion, GatewayCall, GatewayError
 from rollout.gateway.counting import count_tokens
 from rollout.gateway.exchanges import Exchange, Exchanges, completion_id_of
+from rollout.gateway.length_errors import LengthRefusals
 from rollout.gateway.placing import Places
 from rollout.gateway.request import Request, matched
 from rollout.gateway.samples import Sample
@@ -43,8 +44,9 @@ def ended_error(why: str = "the trajectory has ended") -> GatewayError:
 class _Work:
     """A call that runs in its trajectory's task group while its caller waits."""
 
-    def __init__(self, call: GatewayCall) -> None:
+    def __init__(self, call: GatewayCall, refusals: int) -> None:
         self.call = call
+        self.refusals = refusals  # for a length, of calls before it
         self.scope = cancel_scope(math.inf)
         self.done = anyio.Event()
         self.exchange: Exchange | None = None
@@ -82,15 +84,15 @@ class GatewaySession:
     Attributes:
         path, key: What names and opens it; random.
         failure: What ended it that was not its client's fault: its trajectory fails with it.
-        length: What the last call was refused for where that is a length: its trajectory ends with
-            it where the client does not know how to continue.
+        lengths: What calls were refused for where that is a length: its trajectory ends with it
+            where the client does not know how to continue.
     """
 
     def __init__(self, path: str, key: str, settings: GatewaySettings) -> None:
         self.path = path
         self.key = key
         self.failure: Exception | None = None
-        self.length: LimitExceeded | None = None
+        self.lengths = LengthRefusals(path)
         self._is_closing = False
         self._settings = settings
         self._trajectory: _Trajectory | None = None
@@ -122,7 +124,7 @@ class GatewaySession:
             GatewayError: It cannot be served, or the trajectory has ended.
         """
         trajectory = self._running()
-        work = _Work(call)
+        work = _Work(call, self.lengths.count)
         trajectory.scheduler_context.run(trajectory.tasks.start_soon, self._serve, trajectory, work)
         try:
             await work.done.wait()
@@ -177,7 +179,8 @@ class GatewaySession:
         except LimitExceeded as error:
             work.error = _limit_error(error, work.call.field)
             if error.outcome is Outcome.LENGTH:
-                self.length = work.error.__cause__ = error
+                work.error.__cause__ = error
+                self.lengths.add(error)
         except Exception as error:
             self.failure = self.failure or error
             what = str(error) if isinstance(error, EngineError) else "internal error"
@@ -210,7 +213,7 @@ class GatewaySession:
         finally:
             if work.has_place:
                 trajectory.calls.give_back()
-        self.length = None
+        self.lengths.answered(work.refusals)
         if exchange.owner is work.token and exchange.completion is not None:
             trajectory.exchanges.returned(exchange)
             work.completion = exchange.completion()

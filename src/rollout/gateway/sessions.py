@@ -55,7 +55,7 @@ class Sessions:
         Raises:
             Exception: An engine failed, or something in here: in place of what the block makes of
                 that.
-            LimitExceeded: The block raised after its last call was refused for a length.
+            LimitExceeded: The block raised what a refusal for a length made of its client.
         """
         path, key = secrets.token_urlsafe(12), f"sk-{secrets.token_urlsafe(32)}"
         session = GatewaySession(path, key, settings or self._settings)
@@ -71,9 +71,13 @@ class Sessions:
         except BaseException as error:
             if passing_of(error) is not None:
                 raise
-            if session.failure is None and session.length is not None:
-                raise session.length from error
             if session.failure is None:
+                length = session.lengths.behind(error)
+                if length is not None and length is not error:
+                    raise length from error
+                if isinstance(error, BaseExceptionGroup):  # beside refusals its own counts
+                    own = error.split(lambda each: session.lengths.behind(each) is not None)[1]
+                    raise (own or error) from error.__cause__
                 raise
         finally:
             failure = session.end()

@@ -11,7 +11,7 @@ from rollout.gateway.apis.reading import decoded
 from rollout.gateway.apis.writing import openai_error
 from rollout.gateway.asgi import Exchange, ExchangeLimits
 from rollout.gateway.calls import GatewayError
-from rollout.gateway.served_trajectories import Desk, Finish, Opening
+from rollout.gateway.served_trajectories import Desk, Finish, Opening, new_id
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from rollout.gateway.runtime_loop import RuntimeLoop
 
 ROOT = "/trajectories"
+#: How long a client may take to turn out to have left before it read which trajectory it got. Later
+#: a connection breaks for other reasons, and others use the trajectory.
+UNREAD_S = 5.0
 _OPENING = msgspec.json.Decoder(Opening)
 _FINISH = msgspec.json.Decoder(Finish)
 
@@ -61,7 +64,18 @@ class TrajectoryRoutes:
     async def _open(self, exchange: Exchange) -> None:
         exchange.require("POST")
         asked = decoded(_OPENING, await exchange.body())
-        await exchange.reply_json(await self._loop.run(self._desk.open, asked), 201)
+        served_id = new_id()
+
+        def abandon() -> None:
+            self._loop.post(self._desk.abandon, served_id)
+
+        try:
+            opened = await exchange.while_there(self._loop.run, self._desk.open, served_id, asked)
+            await exchange.reply_json(opened, 201)
+        except BaseException:  # also a client that left while the answer was on its way
+            abandon()
+            raise
+        exchange.if_unread(abandon, within_s=UNREAD_S)
 
     async def _look(self, exchange: Exchange) -> None:
         exchange.require("GET", "DELETE")

@@ -9,13 +9,13 @@ import threading
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import anyio
 
 from rollout.bridge import Post, loop_poster, wait_future
 from rollout.engine.wire.operations import ALL_TAGS
-from rollout.errors import RolloutError
+from rollout.errors import ConfigError, RolloutError
 from rollout.runtime.blocking_groups import BlockingGroups
 from rollout.runtime.blocking_views import BlockingEngines, BlockingTrajectories
 from rollout.runtime.loop_call import LoopCall
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from rollout.types import Prompt
 
 T = TypeVar("T")
+#: The loops of anyio.
+Backend = Literal["trio", "asyncio"]
 
 logger = logging.getLogger("rollout")
 
@@ -60,9 +62,7 @@ class BlockingRollout(BlockingGroups):
     leaves the runtime usable.
     """
 
-    def __init__(
-        self, open_runtime: Callable[[], Any], backend: Literal["trio", "asyncio"]
-    ) -> None:
+    def __init__(self, open_runtime: Callable[[], Any], backend: Backend) -> None:
         self._runtime: RolloutRuntime
         self._inbox: MemoryObjectSendStream[LoopCall]
         self._leave: anyio.Event
@@ -137,7 +137,8 @@ class BlockingRollout(BlockingGroups):
     ) -> RolloutBatch:
         """`RolloutRuntime.generate`, awaited from any trio or asyncio loop in any thread.
 
-        Cancellation ends the call's trajectories and passes through.
+        Cancellation, or any other exception that reaches the awaiting task, ends the call's
+        trajectories and passes through.
         """
         call = self._start(
             lambda: self._runtime.generate(
@@ -147,10 +148,11 @@ class BlockingRollout(BlockingGroups):
         )
         try:
             batch: RolloutBatch = await wait_future(call.future)
-        except anyio.get_cancelled_exc_class():
-            self._post(call.cancel)
-            with anyio.CancelScope(shield=True):
-                await call.settled()
+        except BaseException:
+            if not call.future.done():  # a cancellation, or a Ctrl-C in this thread
+                self._post(call.cancel)
+                with anyio.CancelScope(shield=True):
+                    await call.settled()
             raise
         return batch
 
@@ -367,7 +369,7 @@ def open_rollout_blocking(
     *,
     group_reward: GroupRewardFunction | str | None = None,
     media_fetcher: MediaFetcher | None = None,
-    backend: Literal["trio", "asyncio"] = "trio",
+    backend: Backend = "trio",
     resume: bool = False,
 ) -> BlockingRollout:
     """A runtime for callers without a loop, or with one of their own; use it as a context manager.
@@ -378,8 +380,12 @@ def open_rollout_blocking(
         backend: The loop on which async tools, rewards and agents run.
 
     Raises:
+        ConfigError: `backend` is neither.
         As `open_rollout`.
     """
+    if backend not in get_args(Backend):
+        known = " or ".join(map(repr, get_args(Backend)))
+        raise ConfigError(f"backend = {backend!r:.80}: expected {known}")
     return BlockingRollout(
         lambda: open_rollout(
             config,

@@ -33,8 +33,14 @@ class LoopCall:
         self.future: Future[Any] = Future()
 
     async def run(self) -> None:
-        """Perform the call; its result or its error goes to the future."""
+        """Perform the call; its result or its error goes to the future.
+
+        One that was cancelled before it begins is not performed: up to its first checkpoint it
+        would have begun work that no cancellation ends.
+        """
         try:
+            if self._is_abandoned:
+                return
             with anyio.CancelScope() as self._scope:
                 try:
                     self.future.set_result(await self._function())
@@ -48,7 +54,7 @@ class LoopCall:
                 self.future.set_exception(RolloutError(why))
 
     def cancel(self) -> None:
-        """End it; on the runtime's loop."""
+        """End it, or have it not begin; on the runtime's loop."""
         self._is_abandoned = True
         if self._scope is not None:
             self._scope.cancel()

@@ -61,6 +61,7 @@ class TurnScan:
         self._reasoning: list[str] = []
         self._calls: list[ToolCall | InvalidToolCall] = []
         self._ids: set[str] = set()
+        self._number = 0  # of the next call that the model gave no id; it may be higher
         self._found: dict[str, tuple[int, int]] = {}
         self._types: dict[str, ArgumentTypes] = {}
 
@@ -127,6 +128,7 @@ class TurnScan:
         self._content.clear()
         self._calls.clear()
         self._ids.clear()
+        self._number = 0
         self.add_reasoning(0, stop)
         return True
 
@@ -143,7 +145,10 @@ class TurnScan:
             if half is not None:
                 return self.add_invalid(start, stop, f"half of a character in {half!r:.80}")
         if not _is_id(call_id) or call_id in self._ids:
-            call_id = f"call_{len(self._calls)}"
+            self._number = max(self._number, len(self._calls))
+            while f"call_{self._number}" in self._ids:  # the model gave it to another
+                self._number += 1
+            call_id = f"call_{self._number}"
         self._ids.add(call_id)
         self._add(start, ToolCall(name=name, arguments=arguments, id=call_id, raw=raw))
         return stop

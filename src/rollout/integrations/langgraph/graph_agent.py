@@ -33,7 +33,7 @@ async def open_chat_model(context: AgentContext) -> AsyncIterator[RolloutChatMod
 
     Raises:
         AgentError: langchain-core is not installed.
-        LimitExceeded: The block raised after its last call was refused for a length.
+        LimitExceeded: The block raised what a refusal for a length made of its graph.
     """
     try:
         from rollout.integrations.langgraph.chat_model import RolloutChatModel

@@ -6,7 +6,10 @@ import os
 import threading
 from collections import OrderedDict
 from contextlib import asynccontextmanager
+from itertools import count
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from rollout.bridge import has_virtual_clock
 from rollout.errors import ConfigError, JournalError, PromptError
@@ -50,11 +53,18 @@ WRITTEN_AS_TEXT = ("extra", "ground_truth", "tools_kwargs")
 
 
 class _Calls(dict[str, int]):
-    """How many calls of a step had each uid; of one that is not there as many as `least`."""
+    """How many calls of a step had each uid; of one that is not there as many as `least`.
+
+    Attributes:
+        lock: Held while a call takes its numbers: calls of one step may be made in several threads.
+        ahead: Numbers that were taken before the ones below them; see `Journal._number`.
+    """
 
     def __init__(self, least: int) -> None:
         super().__init__()
         self._least = least
+        self.lock = threading.Lock()
+        self.ahead: set[tuple[str, int]] = set()
 
     def __missing__(self, _uid: str) -> int:
         return self._least
@@ -62,7 +72,14 @@ class _Calls(dict[str, int]):
     @property
     def most(self) -> int:
         """Of any uid."""
-        return max(self.values(), default=self._least)
+        return max([*self.values(), *(call + 1 for _, call in self.ahead)], default=self._least)
+
+    def take(self, uid: str, call: int) -> None:
+        """Have no other call take this number."""
+        if any((uid, below) not in self.ahead for below in range(self[uid], call)):
+            self.ahead.add((uid, call))
+        else:
+            self[uid] = call + 1
 
 
 class Journal(OpenJournal):
@@ -133,6 +150,7 @@ class Journal(OpenJournal):
             PromptError: A prompt holds what cannot be written, or is another one than before.
         """
         entries: dict[str, PromptEntry] = {}
+        places: dict[str, str] = {}
         faults: list[str] = []
         if not members:
             return []
@@ -145,17 +163,19 @@ class Journal(OpenJournal):
             if uid not in entries:
                 where = f"prompts[{identity.group}]"
                 fields = self._fields(member.named_prompt, where, faults)
-                call = before[uid] if known_call is None else known_call
-                entries[uid] = entry = PromptEntry(step, uid, validate, call, fields)
-                if known:
-                    if known_call is None:
-                        self._pass_over_others(entry, is_pulled=is_pulled)
-                    faults += self._changes(entry, where)
-        if faults:
-            raise PromptError("\n".join(faults))
-        if known_call is None:
+                entries[uid] = PromptEntry(step, uid, validate, known_call or 0, fields)
+                places[uid] = where
+        with before.lock:
             for uid, entry in entries.items():
-                before[uid] = entry.call + 1
+                if known_call is None:
+                    entry.call = self._number(entry, before, is_pulled=is_pulled)
+                if known:
+                    faults += self._changes(entry, places[uid])
+            if faults:
+                raise PromptError("\n".join(faults))
+            if known_call is None:
+                for uid, entry in entries.items():
+                    before.take(uid, entry.call)
         recorded, writer = self._contents.trajectories, self.writer
         for member in members:
             identity = member.identity
@@ -165,18 +185,33 @@ class Journal(OpenJournal):
             member.log = TrajectoryLog(key, self, writer, found, found.start)
         return [each for each in entries.values() if not known or _prompt_key(each) not in known]
 
-    def _pass_over_others(self, entry: PromptEntry, *, is_pulled: bool) -> None:
-        """Have a call that begins take no number that an earlier process gave to another one.
+    def _number(self, entry: PromptEntry, before: _Calls, *, is_pulled: bool) -> int:
+        """The number of a prompt's call among those of its step that have its uid.
 
-        A call that is made again finds its prompts under its number. A group that is continued
-        brings its number with it; any other one that was pulled begins again.
+        The first that is not taken. A call that is made again finds its prompt under the number
+        that it had: calls that were made at once may begin in another order than before, so where
+        the prompt of the first number is another one, an equal one counts.
+
+        Numbers that an earlier process gave to prompts that were pulled are passed over: a group
+        that is continued brings its number with it, and any other one begins again.
         """
-        while known := self._contents.prompts.get(_prompt_key(entry)):
-            before = self.read(known)
-            assert isinstance(before, PromptEntry)
-            if not is_pulled and before.pulled is None:
-                return
-            entry.call += 1
+        mine = msgspec.structs.replace(entry)
+        another: int | None = None
+        for mine.call in count(before[entry.uid]):
+            if (entry.uid, mine.call) in before.ahead:
+                continue
+            known = self._contents.prompts.get(_prompt_key(mine))
+            if known is None:
+                break
+            recorded = self.read(known)
+            assert isinstance(recorded, PromptEntry)
+            if is_pulled or recorded.pulled is not None:
+                continue
+            if not self._changes(mine, ""):
+                return mine.call
+            if another is None:
+                another = mine.call
+        return mine.call if another is None else another
 
     def _fields(self, prompt: Prompt, where: str, faults: list[str]) -> bytes:
         try:
