@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from rollout.chat.parsers.scan import TurnScan
 
 
+#: The beginning of a tag with which the text ends.
+_CUT = re.compile(r"</?[a-z]+(?:=[^<>\n]*)?\Z")
+
+
 class FunctionTagParser(TaggedParser):
     """``<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>``.
 
@@ -59,15 +63,19 @@ class FunctionTagParser(TaggedParser):
     def _is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
         """Whether what `opening` opens was meant as a call, right or wrong."""
         at = scan.skip_space(opening.end())
+        is_block = opening[0].startswith(f"<{self.block}>")
         is_spaced = at > opening.end() and "\n" not in scan.text[opening.end() : at]
         if opening["name"] is None:
-            if scan.text.startswith("<function=", at):
+            if not is_block:
+                return False
+            if scan.text.startswith("<function=", at) or _CUT.match(scan.text, at) is not None:
                 return not is_spaced or scan.is_at_line_start
-            is_block = opening[0] != "<function="
-            return is_block and scan.is_meant(opening.end(), f"</{self.block}>")
+            return scan.is_meant(opening.end(), f"</{self.block}>")
         if scan.nesting(self.markup.nested).end(opening.end()) is not None:
             return True
-        if at == len(scan.text) or self.markup.tag.match(scan.text, at) is not None:
+        is_begun = scan.text.startswith(("<parameter=", "</function>"), at)
+        is_cut = at == len(scan.text) or _CUT.match(scan.text, at) is not None
+        if is_begun or (is_block and (is_cut or self.markup.tag.match(scan.text, at) is not None)):
             return not is_spaced or scan.is_at_line_start
         return False
 

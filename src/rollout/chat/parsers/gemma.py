@@ -72,16 +72,18 @@ class GemmaParser(TaggedParser):
 def _read_tagged(scan: TurnScan, opening: re.Match[str]) -> int:
     start, end = opening.start(), _ENDS[opening[0]]
     reader = GemmaReader(scan.text, opening.end(), scan.budget)
+    is_read = False
     try:
         name, arguments = reader.call()
+        is_read = True
         if not reader.take(end):
             reader.fail(f"the call is not closed by {end}")
     except SyntaxFault as fault:
-        stop = scan.nesting(_NESTED[opening[0]]).stop(fault.at)
-        if stop is None:  # it is not closed: all that follows may be quoted in it
-            tag = _TAG.match(scan.text, fault.at)
-            stop = len(scan.text) if tag is None else tag.start()
-        return scan.add_invalid(start, stop, str(fault))
+        if is_read and _TAG.match(scan.text, fault.at) is not None:
+            return scan.add_invalid(start, fault.at, str(fault))
+        # Where it is not closed, all that follows may be quoted in it.
+        stop = scan.nesting(_NESTED[opening[0]]).stop(opening.end())
+        return scan.add_invalid(start, len(scan.text) if stop is None else stop, str(fault))
     return scan.add_call(start, reader.at, name, arguments)
 
 
@@ -93,7 +95,7 @@ def _read_fence(scan: TurnScan, opening: re.Match[str]) -> int:
         while not calls or not reader.take(FENCE):
             calls += reader.statement()
     except SyntaxFault as fault:
-        stop = scan.nesting(_NESTED_FENCE).stop(fault.at)
+        stop = scan.nesting(_NESTED_FENCE).stop(opening.end())
         stop = len(scan.text) if stop is None else stop
         return scan.add_invalid(opening.start(), stop, str(fault))
     for call in calls:

@@ -23,12 +23,16 @@ _HEADER = rf"(?:<\|channel\|>{_PIECE})?(?:<\|constrain\|>{_PIECE})?<\|message\|>
 #: A header and what opens its message.
 _WHOLE = re.compile(rf"\s*(?:<\|start\|>{_PIECE})?{_HEADER}")
 #: What a turn begins with, unless it has no header.
-_FIRST = re.compile(rf"\s*(?:\Z|<\||[^<]{{0,300}}to=[^<]*(?:<\||\Z)|{_PIECE}{_HEADER})")
+_FIRST = re.compile(
+    rf"\s*(?:(?:assistant\s*)?<\|(?:start|channel|message)\|>|{_PIECE}to=[^<]*(?:<\||\Z))"
+)
 #: What follows each token where it is no word of the model's.
-_AFTER_END = re.compile(r"\s*(?:<\|(?:start|channel|end|call|return)\|>|\Z)")
+_AFTER_END = re.compile(
+    r"(?:\s*<\|(?:end|call|return)\|>){0,3}+\s*(?:<\|(?:start|channel)\|>|\Z)"
+)
 _REAL = {
-    "start": re.compile(rf"{_PIECE}(?:{_HEADER}|(?:<\|channel\|>{_PIECE})?\Z)"),
-    "channel": re.compile(rf"{_PIECE}(?:(?:<\|constrain\|>{_PIECE})?<\|message\|>|\Z)"),
+    "start": re.compile(rf"{_PIECE}(?:{_HEADER}|<\|channel\|>{_PIECE}\Z|(?<=\w)\Z)"),
+    "channel": re.compile(rf"{_PIECE}(?:<\|constrain\|>{_PIECE})?<\|message\|>"),
     "constrain": _AFTER_END,
     "message": _AFTER_END,
     "end": _AFTER_END,

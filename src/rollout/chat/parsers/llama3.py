@@ -21,6 +21,7 @@ TAG, END_FUNCTION = "<|python_tag|>", "</function>"
 
 #: Code follows the tag at once.
 _CODE = re.compile(r"\w")
+_ARGUMENT = re.compile(r'"?\s*[{\[]')
 _NESTED = re.compile(
     rf"(?P<opens><function=[^<>\n]*>{GAP}\{{)|(?P<closes>{re.escape(END_FUNCTION)})"
 )
@@ -53,14 +54,14 @@ class Llama3Parser(TaggedParser):
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
         at = scan.skip_space(opening.end())
         if opening["function"] is not None:
-            if not scan.text.startswith(("{", '"'), at):
+            if _ARGUMENT.match(scan.text, at) is None:
                 return scan.add_content(*opening.span())
             return _read_function(scan, opening)
         if scan.text.startswith("{", at):
             is_marked = opening["tag"] is not None
             start = opening.start() if is_marked else at
             return read_objects(scan, start, at, is_marked=is_marked)
-        if _CODE.match(scan.text, opening.end()) is None and not scan.has_said_nothing:
+        if _CODE.match(scan.text, opening.end()) is None:
             return scan.add_content(*opening.span())
         return _read_built_in(scan, opening.start(), at)
 

@@ -69,7 +69,7 @@ def read_call_list(scan: TurnScan, opening: re.Match[str]) -> int:
         if _is_meant(scan, opening) and _DOTS.match(scan.text, start) is None:
             end = None
             if scan.text.endswith(_START, 0, start):
-                end = scan.nesting(_NESTED).end(fault.at)
+                end = scan.nesting(_NESTED).end(start)
             stop = len(scan.text) if end is None else scan.nesting(_NESTED).span(end)[0]
             return scan.add_invalid(start, stop, str(fault))
         stop = max(fault.at, opening.end())
