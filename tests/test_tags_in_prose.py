@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 
 from call_writing import CLOSING, OPENING, TOOLS, WRITE
+from http_agents import Client, config_of, prompt_of, user
+from rollout import (
+    GatewayConfig,
+    Outcome,
+    Prompt,
+    Trajectory,
+    function_tool,
+    open_rollout,
+)
 from rollout.chat import get_tool_parser
+from rollout.config import AgentConfig, ChannelConfig, LengthsConfig, SimulatedEngine
+from rollout.testing import Scenario
 from rollout.types import InvalidToolCall, ToolCall
 
 FORMATS = sorted(WRITE)
@@ -153,3 +167,144 @@ def test_turn_with_an_invalid_call_keeps_its_text_in_the_order_written(name: str
     assert turn.content == "before\n\nafter"
     assert turn.written == f"before\n{raw}\nafter"
     assert get_tool_parser(name).parse(f"before {good} after", TOOLS).written is None
+
+
+PROSE = "Use <tool_call> and </tool_call> around it, and then go on."
+THINK = "Close it with </think> please."
+FAULTY = '<tool_call>\n{"name": "add", "arguments": {"a": 1,}}\n</tool_call>'
+MIXED = f"First I say this.\n{FAULTY}\nThen I say that."
+QWEN = "Write `<function=exec>` to call, in <tool_call> and </tool_call>."
+QUOTED = WRITE["qwen3_coder"](
+    "write", {"filePath": "a", "content": WRITE["qwen3_coder"]("exec", {"command": "rm"})}
+)
+#: What a model of a format says, and what clients are told of it.
+TOLD = {
+    "prose": ("hermes", PROSE, PROSE, []),
+    "end of thought": ("hermes", THINK, THINK, []),
+    "faulty call": ("hermes", MIXED, MIXED, []),
+    "function": ("qwen3_coder", QWEN, QWEN, []),
+    "then a call": (
+        "hermes",
+        f"I wrap it in <tool_call> now.\n{WRITE['hermes']('add', {'a': 1, 'b': 2})}",
+        "I wrap it in <tool_call> now.",
+        ["add"],
+    ),
+    "quoted": ("qwen3_coder", QUOTED, "", ["write"]),
+}
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    lines = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
+    return [json.loads(line) for line in lines]
+
+
+def ask_chat(client: Client, *, is_streamed: bool) -> tuple[str, list[str]]:
+    got = client.chat(user("One"), tools=TOOLS, stream=is_streamed)
+    assert got.status_code == 200, got.text
+    if not is_streamed:
+        said = got.json()["choices"][0]["message"]
+        calls = [each["function"]["name"] for each in said.get("tool_calls") or ()]
+        return said["content"] or "", calls
+    deltas = [each["choices"][0]["delta"] for each in events(got.text) if each["choices"]]
+    calls = [
+        each["function"]["name"]
+        for delta in deltas
+        for each in delta.get("tool_calls") or ()
+        if each["function"].get("name")
+    ]
+    return "".join(delta.get("content") or "" for delta in deltas), calls
+
+
+def ask_messages(client: Client, *, is_streamed: bool) -> tuple[str, list[str]]:
+    tools = [
+        {"name": each["function"]["name"], "input_schema": each["function"]["parameters"]}
+        for each in TOOLS
+    ]
+    got = client.post(
+        "/v1/messages", messages=[user("One")], max_tokens=900, tools=tools, stream=is_streamed
+    )
+    assert got.status_code == 200, got.text
+    if not is_streamed:
+        blocks = got.json()["content"]
+        text = "".join(each["text"] for each in blocks if each["type"] == "text")
+        return text, [each["name"] for each in blocks if each["type"] == "tool_use"]
+    heard = events(got.text)
+    text = "".join(
+        each["delta"].get("text", "") for each in heard if each["type"] == "content_block_delta"
+    )
+    begun = [each["content_block"] for each in heard if each["type"] == "content_block_start"]
+    return text, [each["name"] for each in begun if each["type"] == "tool_use"]
+
+
+def ask_responses(client: Client, *, is_streamed: bool) -> tuple[str, list[str]]:
+    tools = [{"type": "function", **each["function"]} for each in TOOLS]
+    got = client.post("/v1/responses", input="One", tools=tools, stream=is_streamed)
+    assert got.status_code == 200, got.text
+    if is_streamed:
+        heard = events(got.text)
+        items = [each["item"] for each in heard if each["type"] == "response.output_item.done"]
+        deltas = (each for each in heard if each["type"] == "response.output_text.delta")
+        text = "".join(each["delta"] for each in deltas)
+    else:
+        items = got.json()["output"]
+        said = [part for item in items if item["type"] == "message" for part in item["content"]]
+        text = "".join(part["text"] for part in said)
+    return text, [each["name"] for each in items if each["type"] == "function_call"]
+
+
+def ask_each_way(client: Client) -> list[tuple[str, list[str]]]:
+    return [
+        ask(client, is_streamed=is_streamed)
+        for ask in (ask_chat, ask_messages, ask_responses)
+        for is_streamed in (False, True)
+    ]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("what", TOLD)
+async def test_gateway_tells_the_text_as_the_model_wrote_it(what: str) -> None:
+    pytest.importorskip("httptools")
+    tool_format, text, content, calls = TOLD[what]
+    config = config_of(
+        Scenario(seed=3, stream_interval=2).reply("", text),
+        GatewayConfig(),
+        agent=AgentConfig(name="http_agent", tool_format=tool_format),
+        channel=ChannelConfig(stream_interval_s=0.001),
+    )
+    async with open_rollout(config) as runtime:
+        batch = await runtime.generate([prompt_of(ask_each_way)])
+    assert batch.trajectories[0].extra["result"] == [(content, calls)] * 6
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("what", ["prose", "end of thought", "function"])
+async def test_agent_that_speaks_of_a_tag_ends_after_one_turn(what: str) -> None:
+    tool_format, text, content, _ = TOLD[what]
+    heard = []
+
+    def reward(trajectory: Trajectory) -> float:
+        heard.append(trajectory.messages[-1].content)
+        return 1.0
+
+    config = Scenario(seed=3).reply("", text).config(
+        engine=SimulatedEngine(),
+        agent=AgentConfig(name="tool_agent", tool_format=tool_format),
+        lengths=LengthsConfig(prompt=900, response=900),
+    )
+    async with open_rollout(config, tools=[add], reward=reward) as runtime:
+        batch = await runtime.generate([Prompt(messages=[user("One")])])
+    (trajectory,) = batch.trajectories
+    assert [message.role for message in trajectory.messages] == ["user", "assistant"]
+    assert set(heard) == {content}
+    assert trajectory.outcome == Outcome.COMPLETED
+
+
+@function_tool
+def add(a: int, b: int) -> int:
+    """Adds.
+
+    Args:
+        a: One.
+        b: The other.
+    """
+    return a + b
