@@ -63,17 +63,19 @@ NO_PROSE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "text"), [each for each in ALONE + BOTH if each not in NO_PROSE])
-def test_tag_in_prose_is_content(name: str, text: str) -> None:
-    turn = get_tool_parser(name).parse(text, TOOLS)
-    assert (turn.content, turn.reasoning, turn.calls) == (text, None, ())
+@pytest.mark.parametrize("name", FORMATS)
+def test_tag_in_prose_is_content(name: str) -> None:
+    for text in (text for each, text in ALONE + BOTH if each == name):
+        if (name, text) not in NO_PROSE:
+            turn = get_tool_parser(name).parse(text, TOOLS)
+            assert (turn.content, turn.reasoning, turn.calls) == (text, None, ())
 
 
-@pytest.mark.parametrize("text", [text for name, text in ALONE + BOTH if name == "gpt_oss"])
-def test_token_in_a_final_message_is_content(text: str) -> None:
+def test_token_in_a_final_message_is_content() -> None:
     parser = get_tool_parser("gpt_oss")
-    turn = parser.parse(f"<|channel|>final<|message|>{text} So.<|return|>", TOOLS)
-    assert (turn.content, turn.reasoning, turn.calls) == (f"{text} So.", None, ())
+    for text in (text for name, text in ALONE + BOTH if name == "gpt_oss"):
+        turn = parser.parse(f"<|channel|>final<|message|>{text} So.<|return|>", TOOLS)
+        assert (turn.content, turn.reasoning, turn.calls) == (f"{text} So.", None, ())
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -151,8 +153,8 @@ def test_closing_tag_of_reasoning_that_nothing_opened_is_content(name: str) -> N
 def test_turn_with_an_invalid_call_keeps_its_text_in_the_order_written(name: str) -> None:
     good = WRITE[name]("add", {"a": 1, "b": 2})
     bad = {
-        "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{a}<｜tool▁call▁end｜>"
-        "<｜tool▁calls▁end｜>",
+        "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{a}"
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         "gemma": "<|tool_call>call:add{a:1<tool_call|>",
         "glm4": "<tool_call>add\n<arg_key>a</arg_key></tool_call>",
         "hermes": "<tool_call>{a}</tool_call>",
@@ -191,6 +193,12 @@ TOLD = {
     ),
     "quoted": ("qwen3_coder", QUOTED, "", ["write"]),
 }
+
+
+@pytest.fixture(params=["trio", "asyncio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    """Real sockets, so real time."""
+    return str(request.param)
 
 
 def events(text: str) -> list[dict[str, Any]]:
@@ -266,7 +274,7 @@ async def test_gateway_tells_the_text_as_the_model_wrote_it(what: str) -> None:
     pytest.importorskip("httptools")
     tool_format, text, content, calls = TOLD[what]
     config = config_of(
-        Scenario(seed=3, stream_interval=2).reply("", text),
+        Scenario(seed=3, stream_interval=8).timing(base_s=0.0001).reply("", text),
         GatewayConfig(),
         agent=AgentConfig(name="http_agent", tool_format=tool_format),
         channel=ChannelConfig(stream_interval_s=0.001),
@@ -286,10 +294,14 @@ async def test_agent_that_speaks_of_a_tag_ends_after_one_turn(what: str) -> None
         heard.append(trajectory.messages[-1].content)
         return 1.0
 
-    config = Scenario(seed=3).reply("", text).config(
-        engine=SimulatedEngine(),
-        agent=AgentConfig(name="tool_agent", tool_format=tool_format),
-        lengths=LengthsConfig(prompt=900, response=900),
+    config = (
+        Scenario(seed=3)
+        .reply("", text)
+        .config(
+            engine=SimulatedEngine(),
+            agent=AgentConfig(name="tool_agent", tool_format=tool_format),
+            lengths=LengthsConfig(prompt=900, response=900),
+        )
     )
     async with open_rollout(config, tools=[add], reward=reward) as runtime:
         batch = await runtime.generate([Prompt(messages=[user("One")])])

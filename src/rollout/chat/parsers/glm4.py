@@ -43,7 +43,9 @@ class Glm4Parser(TaggedParser):
             return scan.add_content(start, opening.start("name"))
         try:
             if _NAME.fullmatch(name) is None:
-                raise FaultyCall("expected the name of a function", end_of_json(scan, opening.start("name")))
+                raise FaultyCall(
+                    "expected the name of a function", end_of_json(scan, opening.start("name"))
+                )
             arguments, stop = _MARKUP.read(scan, opening.end(), name)
         except FaultyCall as fault:
             return _add_invalid(scan, start, fault)

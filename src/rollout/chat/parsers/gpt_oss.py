@@ -27,9 +27,7 @@ _FIRST = re.compile(
     rf"\s*(?:(?:assistant\s*)?<\|(?:start|channel|message)\|>|{_PIECE}to={_PIECE}(?:<\||\Z))"
 )
 #: What follows each token where it is no word of the model's.
-_AFTER_END = re.compile(
-    r"(?:\s*<\|(?:end|call|return)\|>){0,3}+\s*(?:<\|(?:start|channel)\|>|\Z)"
-)
+_AFTER_END = re.compile(r"(?:\s*<\|(?:end|call|return)\|>){0,3}+\s*(?:<\|(?:start|channel)\|>|\Z)")
 _REAL = {
     "start": re.compile(rf"{_PIECE}(?:{_HEADER}|<\|channel\|>{_PIECE}\Z|(?<=\w)\Z)"),
     "channel": re.compile(rf"{_PIECE}(?:<\|constrain\|>{_PIECE})?<\|message\|>"),

@@ -97,7 +97,7 @@ def read_objects(scan: TurnScan, start: int, at: int, *, is_marked: bool) -> int
 
 
 def _end_of_faulty(text: str, at: int, reason: str) -> int:
-    """Where an object that is no JSON ends: before calls that are JSON, and nothing else, to the end.
+    """Where an object that is no JSON ends: before calls, and nothing else, to the end.
 
     Other calls after it may be quoted in it.
     """

@@ -120,7 +120,6 @@ class SectionParser(TaggedParser):
         stop = tag.end() if tag[0] == self.end_call else tag.start()
         return scan.add_invalid(start, stop, str(fault))
 
-
     @abstractmethod
     def end_of_faulty(self, scan: TurnScan, fault: FaultyCall) -> int | None:
         """Where a call with a fault ends, with all that it quotes; None: at the next tag."""
