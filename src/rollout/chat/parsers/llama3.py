@@ -105,6 +105,8 @@ def _end_of_faulty(text: str, at: int, reason: str) -> int:
         at = following.end()
         try:
             while at < len(text):
+                if not text.startswith("{", at):
+                    raise ValueError("a call is an object")
                 at = _skip(text, value_at(text, at)[1])
         except ValueError as error:
             reason = str(error)
@@ -142,8 +144,8 @@ def _read_function(scan: TurnScan, opening: re.Match[str]) -> int:
             raise ValueError(f"the call is not closed by {END_FUNCTION}")
         arguments = arguments_of(value)
     except ValueError as error:
-        stop = None if is_cut(str(error)) else scan.nesting(_NESTED).stop(opening.end())
-        return scan.add_invalid(start, len(scan.text) if stop is None else stop, str(error))
+        end = None if is_cut(str(error)) else scan.nesting(_NESTED).stop(opening.end())
+        return scan.add_invalid(start, len(scan.text) if end is None else end, str(error))
     return scan.add_call(start, stop + len(END_FUNCTION), name, arguments)
 
 
