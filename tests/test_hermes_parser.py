@@ -241,17 +241,12 @@ def test_hermes_end_tokens_are_no_content(end: str) -> None:
     assert parse(f"a </s> b{end}") == ParsedTurn(content="a </s> b")
 
 
-def test_hermes_string_that_is_never_closed_ends_the_call_at_its_first_tag() -> None:
-    raw = '<tool_call>{"name": "f</tool_call>'
-    turn = parse(f"{raw} and more </tool_call> text")
+def test_hermes_string_that_is_never_closed_holds_all_that_follows() -> None:
+    raw = '<tool_call>{"name": "f</tool_call> and more </tool_call> text'
+    turn = parse(raw)
+    reason = "malformed JSON: Unterminated string starting at: line 1 column 10 (char 9)"
     assert turn == ParsedTurn(
-        content="and more </tool_call> text",
-        calls=(
-            InvalidToolCall(
-                raw=raw,
-                reason="malformed JSON: Unterminated string starting at: line 1 column 10 (char 9)",
-            ),
-        ),
+        content="", calls=(InvalidToolCall(raw=raw, reason=reason),), written=raw
     )
 
 

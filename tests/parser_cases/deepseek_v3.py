@@ -57,8 +57,8 @@ CASES = [
     Case(
         "end_of_reasoning_that_nothing_opened",
         f"Hm, {BEGIN}{v31('now', '{}')}{END}</think>Hello.{EOS}",
-        content="Hello.",
-        reasoning=f"Hm, {BEGIN}{v31('now', '{}')}{END}",
+        content="Hm, </think>Hello.",
+        calls=[Good("now")],
     ),
     Case("plain_text", f"Hello.{EOS}", content="Hello."),
     Case(

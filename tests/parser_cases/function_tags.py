@@ -174,10 +174,21 @@ def cases(block: str, think: str, end: str) -> list[Case]:
             ],
         ),
         Case(
-            "a_parameter_twice_takes_the_last",
+            "a_number_twice_takes_the_last",
+            call("weather", days="1").replace("</f", "<parameter=days>2</parameter></f"),
+            calls=[Good("weather", {"days": 2})],
+        ),
+        Case(
+            "a_text_twice_may_quote_its_own_tags",
             f"{begin}<function=weather><parameter=city>a</parameter><parameter=city>b</parameter>"
             f"</function>{end_block}",
-            calls=[Good("weather", {"city": "b"})],
+            calls=[
+                Bad(
+                    f"{begin}<function=weather><parameter=city>a</parameter><parameter=city>b"
+                    f"</parameter></function>{end_block}",
+                    "the parameter 'city' is given twice",
+                )
+            ],
         ),
     ]
 

@@ -43,7 +43,7 @@ CASES = [
     Case("reasoning_before", f"<think>{NOW}</think>{PARIS}", "", [WEATHER], NOW),
     Case("cut_in_reasoning", f"<think>{NOW}", reasoning=NOW),
     Case("reasoning_from_the_prompt", f"{NOW}</think>Ok {PARIS}", "Ok", [WEATHER], NOW, True),
-    Case("end_of_reasoning_that_nothing_opened", f"{NOW}</think>Ok", "Ok", reasoning=NOW),
+    Case("end_of_reasoning_that_nothing_opened", f"{NOW}</think>Ok", "</think>Ok", [Good("now")]),
     Case("plain_text", "Hello.<|im_end|>\n", "Hello."),
     Case("text_after", f"{PARIS}Done.", "Done.", [WEATHER]),
     Case("unclosed", PARIS[:-12], "", [Bad(PARIS[:-12].strip(), UNCLOSED)]),

@@ -127,9 +127,19 @@ CASES = [
         calls=[Bad("call it", "expected a call in the section: 'call it</minimax:too'")],
     ),
     Case(
-        "a_parameter_twice_takes_the_last",
+        "a_number_twice_takes_the_last",
+        f"{BEGIN}{invoke('weather', parameter('days', '1'), parameter('days', '2'))}{END}",
+        calls=[Good("weather", {"days": 2})],
+    ),
+    Case(
+        "a_text_twice_may_quote_its_own_tags",
         f"{BEGIN}{invoke('weather', parameter('city', 'a'), parameter('city', 'b'))}{END}",
-        calls=[Good("weather", {"city": "b"})],
+        calls=[
+            Bad(
+                invoke("weather", parameter("city", "a"), parameter("city", "b")),
+                "the parameter 'city' is given twice",
+            )
+        ],
     ),
     Case(
         "empty_block",

@@ -6,7 +6,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import msgspec
 
@@ -16,8 +16,8 @@ from rollout.types import Message, ToolCall
 if TYPE_CHECKING:
     from array import array
 
-    from rollout.chat import ChatTemplate, ParsedTurn, ToolParser
-    from rollout.chat.parsers import ListenedParser, Listener
+    from rollout.chat import ChatTemplate, ToolParser
+    from rollout.chat.parsers import Listener
     from rollout.token_prefix import TokenPrefix
 
 #: A turn without words.
@@ -48,30 +48,20 @@ class TurnReader(NamedTuple):
     def read(self, text: str, cut_by: str | None, *, in_reasoning: bool) -> AssistantTurn:
         """The same of its text."""
         parsed = self.parser.parse(text, self.schemas, in_reasoning=in_reasoning)
-        return _turn_of(parsed, text, cut_by)
+        is_cut = cut_by is not None
+        return AssistantTurn(
+            content=parsed.content,
+            reasoning=parsed.reasoning,
+            calls=() if is_cut else parsed.calls,
+            text=text,
+            cut_by=cut_by,
+            written=None if is_cut else parsed.written,
+        )
 
     def listen(self, *, in_reasoning: bool) -> Listener | None:
         """What tells a turn while it is said; None where the parser cannot."""
         listen = getattr(self.parser, "listen", None)
         return None if listen is None else listen(in_reasoning=in_reasoning)
-
-    def read_heard(self, text: str, cut_by: str | None, *, in_reasoning: bool) -> AssistantTurn:
-        """As `read`, so that it continues whatever `listen` may have told of the text."""
-        if self.listen(in_reasoning=in_reasoning) is None:
-            return self.read(text, cut_by, in_reasoning=in_reasoning)
-        parser = cast("ListenedParser", self.parser)
-        parsed = parser.parse_heard(text, self.schemas, in_reasoning=in_reasoning)
-        return _turn_of(parsed, text, cut_by)
-
-
-def _turn_of(parsed: ParsedTurn, text: str, cut_by: str | None) -> AssistantTurn:
-    return AssistantTurn(
-        content=parsed.content,
-        reasoning=parsed.reasoning,
-        calls=() if cut_by is not None else parsed.calls,
-        text=text,
-        cut_by=cut_by,
-    )
 
 
 class _Head(NamedTuple):

@@ -148,9 +148,10 @@ def said_again(turn: AssistantTurn) -> Mapping[str, Any]:
     What could not be parsed stays in the text, as written.
     """
     invalid = [call.raw for call in turn.calls if isinstance(call, InvalidToolCall)]
+    written = turn.written or "\n".join(filter(None, [turn.content, *invalid]))
     return {
         "role": "assistant",
-        "content": encodable("\n".join(filter(None, [turn.content, *invalid]))),
+        "content": encodable(written),
         "reasoning_content": turn.reasoning,
         "tool_calls": [call for call in turn.calls if isinstance(call, ToolCall)],
     }

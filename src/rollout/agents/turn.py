@@ -24,6 +24,8 @@ class AssistantTurn(msgspec.Struct, frozen=True, kw_only=True):
         cut_by: What ended the generation before the model did: the path of a length
             (``lengths.turn``) or of a deadline (``limits.generation_s``), "abort" or "error";
             else None.
+        written: The content with the text of invalid calls where the model wrote it; None where no
+            call is invalid.
     """
 
     content: str
@@ -31,6 +33,7 @@ class AssistantTurn(msgspec.Struct, frozen=True, kw_only=True):
     calls: tuple[ToolCall | InvalidToolCall, ...]
     text: str
     cut_by: str | None = None
+    written: str | None = None
 
 
 class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):

@@ -60,8 +60,11 @@ def told(
         answer_id: The answer's.
         stop_string: What ended it, where one did.
     """
-    calls, text = tuple(map(_tellable, said.calls)), said.content
+    calls, text, written = tuple(map(_tellable, said.calls)), said.content, said.written
+    if calls != said.calls:
+        written = None
     if call.tool_choice == "none":
+        written = None
         text, calls = "\n".join(filter(None, [text, *(each.raw for each in calls)])), ()
     valid = [each for each in calls if isinstance(each, ToolCall)]
     shown = valid if call.parallel_calls else valid[:1]
@@ -81,6 +84,7 @@ def told(
             ),
             finish=_finish(said, bool(shown), stop_string),
             stop_string=stop_string,
+            written=written,
             ids=array("i"),
             log_probs=array("f"),
         ),

@@ -184,6 +184,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         id: Minted here, unique in the trajectory; clients may echo it in forms of their API.
         text: Without reasoning, calls and special tokens; cut before a stop string.
+        written: The text with invalid calls where the model wrote them; None where it says nothing
+            of them.
         reasoning: None where there is none.
         calls: In order, with ids minted here; an `InvalidToolCall` is told as text.
         finish: Why it ended.
@@ -200,6 +202,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     calls: tuple[ToolCall | InvalidToolCall, ...]
     finish: Finish
     stop_string: str | None = None
+    written: str | None = None
     ids: array[int]
     log_probs: array[float]
     top_ids: tuple[tuple[int, ...], ...] = ()
@@ -209,6 +212,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 def told_text(answer: Answer) -> str:
     """The text of an answer as clients see it: calls that could not be parsed stand in it."""
+    if answer.written is not None:
+        return answer.written
     invalid = [call.raw for call in answer.calls if isinstance(call, InvalidToolCall)]
     return "\n".join(part for part in (answer.text, *invalid) if part)
 

@@ -123,13 +123,10 @@ class Sample:
 
     def _tell(self, turn: AssistantTurn, conversation: Conversation) -> Told:
         stop_string, text, cut_by = None, turn.text, turn.cut_by
-        in_reasoning = conversation.in_reasoning
         if self._stop is not None and self._stop.found is not None:
             stop_string, text, cut_by = self._stop.found, self._stop.before(text), None
-        if stop_string is not None or (turn.reasoning is not None and not in_reasoning):
-            # The same of a turn that was streamed and of one that was not.
             reader = conversation.wording.reader
-            turn = reader.read_heard(text, cut_by, in_reasoning=in_reasoning)
+            turn = reader.read(text, cut_by, in_reasoning=conversation.in_reasoning)
         found = told(
             turn,
             self.request.call,

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _ORDER = ("null", "boolean", "integer", "number", "object", "array")
 _ALL = frozenset((*_ORDER, "string"))
+#: Types whose values no text stands in.
+_PLAIN = frozenset(("null", "boolean", "integer", "number"))
 #: Names that tool authors use in place of JSON schema's.
 _ALIASES = {
     "int": "integer",
@@ -66,17 +68,30 @@ class ArgumentTypes:
         self._untyped = _ALL if untyped_as_json else frozenset(("string",))
         self._known: dict[str, tuple[list[Any], frozenset[str]]] = {}
 
+    def declares(self, name: str) -> bool:
+        """Whether the function has a parameter `name`; any, where its schema names none."""
+        is_open = not self._properties or bool(self._root.get("additionalProperties"))
+        return is_open or name in self._properties
+
+    def may_be_text(self, name: str) -> bool:
+        """Whether the parameter `name` may have a value in which any text may stand."""
+        return not self._of(name)[1] <= _PLAIN
+
     def value(self, name: str, text: str) -> Any:
         """What `text` means as the parameter `name`."""
-        if name not in self._known:
-            schema = _resolved(self._properties.get(name), self._root)
-            types = _types(schema, self._root, _MAX_STEPS)
-            self._known[name] = (_parts(schema, "enum"), self._untyped if types is None else types)
-        choices, types = self._known[name]
+        choices, types = self._of(name)
         for choice in choices:
             if _is_written(choice, text.strip()):
                 return choice
         return _converted(text, types, self._budget)
+
+    def _of(self, name: str) -> tuple[list[Any], frozenset[str]]:
+        """The choices and the types of a parameter."""
+        if name not in self._known:
+            schema = _resolved(self._properties.get(name), self._root)
+            types = _types(schema, self._root, _MAX_STEPS)
+            self._known[name] = (_parts(schema, "enum"), self._untyped if types is None else types)
+        return self._known[name]
 
 
 def function_name(tool: Mapping[str, Any]) -> str | None:

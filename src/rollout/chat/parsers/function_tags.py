@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, ClassVar
 
-from rollout.chat.parsers.markup import CallMarkup, FaultyCall, without_layout
+from rollout.chat.parsers.markup import CallMarkup, FaultyCall, end_of_json, without_layout
 from rollout.chat.parsers.registry import register_tool_parser
 from rollout.chat.parsers.scan import TaggedParser
 
@@ -13,12 +13,15 @@ if TYPE_CHECKING:
     from rollout.chat.parsers.scan import TurnScan
 
 
+#: The beginning of a tag with which the text ends.
+_CUT = re.compile(r"</?[a-z]+(?:=[^<>\n]*)?\Z")
+
+
 class FunctionTagParser(TaggedParser):
     """``<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>``.
 
     The tags of the block may be missing around a function, as models at times leave them out;
-    ``</function>`` and each ``</parameter>`` may not. A value ends at its ``</parameter>``; where
-    another tag of the format comes first, the call is invalid.
+    ``</function>`` and each ``</parameter>`` may not. A tag that no call follows is content.
     """
 
     block: ClassVar[str]
@@ -30,30 +33,57 @@ class FunctionTagParser(TaggedParser):
         )
         cls.heads = (f"<{cls.block}>", "<function=")
         cls.markup = CallMarkup(
-            parameter=re.compile(r"<parameter=([^<>\n]+)>"),
+            call=r"<function=[^<>\n]*>",
+            parameter=r"<parameter=([^<>\n]+)>",
             end_parameter="</parameter>",
             end_call="</function>",
-            tag=re.compile(rf"</?{cls.block}>|</?(?:function|parameter)(?:=|>)"),
+            block=(f"<{cls.block}>", f"</{cls.block}>"),
+            tag=rf"</?{cls.block}>|</?(?:function|parameter)(?:=|>)",
             trimmed=without_layout,
         )
         super().__init_subclass__()
 
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
         start, name = opening.start(), (opening["name"] or "").strip().strip("\"'").strip()
+        if not self._is_meant(scan, opening):
+            return scan.add_content(*opening.span())
         try:
             if not name:
-                raise FaultyCall("expected <function=NAME>", opening.end())
+                raise FaultyCall("expected <function=NAME>", end_of_json(scan, opening.end()))
             arguments, stop = self.markup.read(scan, opening.end(), name)
         except FaultyCall as fault:
             return self._add_invalid(scan, start, fault)
+        return scan.add_call(start, self._end_of_block(scan, stop), name, arguments)
+
+    def _end_of_block(self, scan: TurnScan, stop: int) -> int:
         end_block = f"</{self.block}>"
         follower = scan.skip_space(stop)
-        if scan.text.startswith(end_block, follower):
-            stop = follower + len(end_block)
-        return scan.add_call(start, stop, name, arguments)
+        return follower + len(end_block) if scan.text.startswith(end_block, follower) else stop
+
+    def _is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
+        """Whether what `opening` opens was meant as a call, right or wrong."""
+        at = scan.skip_space(opening.end())
+        is_block = opening[0].startswith(f"<{self.block}>")
+        is_spaced = at > opening.end() and "\n" not in scan.text[opening.end() : at]
+        if opening["name"] is None:
+            if not is_block:
+                return False
+            if scan.text.startswith("<function=", at) or _CUT.match(scan.text, at) is not None:
+                return not is_spaced or scan.is_at_line_start
+            return scan.is_meant(opening.end(), f"</{self.block}>")
+        if scan.nesting(self.markup.nested).end(opening.end()) is not None:
+            return True
+        is_begun = scan.text.startswith(("<parameter=", "</function>"), at)
+        is_cut = at == len(scan.text) or _CUT.match(scan.text, at) is not None
+        if is_begun or (is_block and (is_cut or self.markup.tag.match(scan.text, at) is not None)):
+            return not is_spaced or scan.is_at_line_start
+        return False
 
     def _add_invalid(self, scan: TurnScan, start: int, fault: FaultyCall) -> int:
         """What is faulty reaches to the end of its block, or to where the next one begins."""
+        stop = self.markup.end_of_faulty(scan, fault)
+        if stop is not None:
+            return scan.add_invalid(start, self._end_of_block(scan, stop), str(fault))
         for tag in self.markup.tag.finditer(scan.text, fault.at):
             if tag[0] == f"</{self.block}>":
                 return scan.add_invalid(start, tag.end(), str(fault))

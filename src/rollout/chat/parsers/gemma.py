@@ -18,7 +18,13 @@ if TYPE_CHECKING:
     from rollout.chat.parsers.scan import TurnScan
 
 FENCE = "```"
+_LINE_END = re.compile(r"[ \t]*\n")
 _ENDS = {"<|tool_call>": "<tool_call|>", "<start_function_call>": "<end_function_call>"}
+_NESTED = {
+    opening: re.compile(rf"(?P<opens>{re.escape(opening)}\s*call:)|(?P<closes>{re.escape(end)})")
+    for opening, end in _ENDS.items()
+}
+_NESTED_FENCE = re.compile(r"(?P<opens>```tool_code\b)|(?P<closes>```)")
 _TAG = re.compile(r"<\|tool_call>|<start_function_call>|<tool_call\|>|<end_function_call>")
 
 _HEAD = re.compile(r"\s*call:\s*([\w.\-]+)\s*\{")
@@ -68,23 +74,29 @@ class GemmaParser(TaggedParser):
         if opening["json"] is not None:
             return read_objects(scan, opening.end(), opening.end(), is_marked=False)
         if opening["fence"] is not None:
-            return _read_fence(scan, opening)
+            is_meant = scan.is_at_line_start or _LINE_END.match(scan.text, opening.end())
+            return _read_fence(scan, opening) if is_meant else scan.add_content(*opening.span())
+        is_begun = scan.text.startswith("call:", scan.skip_space(opening.end()))
+        if not is_begun and not scan.is_meant(opening.end(), _ENDS[opening[0]]):
+            return scan.add_content(*opening.span())
         return _read_tagged(scan, opening)
 
 
 def _read_tagged(scan: TurnScan, opening: re.Match[str]) -> int:
     start, end = opening.start(), _ENDS[opening[0]]
     reader = GemmaReader(scan.text, opening.end(), scan.budget)
+    is_read = False
     try:
         name, arguments = reader.call()
+        is_read = True
         if not reader.take(end):
             reader.fail(f"the call is not closed by {end}")
     except SyntaxFault as fault:
-        tag = _TAG.search(scan.text, fault.at)
-        if tag is None:
-            return scan.add_invalid(start, len(scan.text), str(fault))
-        stop = tag.end() if tag[0] == end else tag.start()
-        return scan.add_invalid(start, stop, str(fault))
+        if is_read and _TAG.match(scan.text, fault.at) is not None:
+            return scan.add_invalid(start, fault.at, str(fault))
+        # Where it is not closed, all that follows may be quoted in it.
+        stop = scan.nesting(_NESTED[opening[0]]).stop(opening.end())
+        return scan.add_invalid(start, len(scan.text) if stop is None else stop, str(fault))
     return scan.add_call(start, reader.at, name, arguments)
 
 
@@ -96,8 +108,8 @@ def _read_fence(scan: TurnScan, opening: re.Match[str]) -> int:
         while not calls or not reader.take(FENCE):
             calls += reader.statement()
     except SyntaxFault as fault:
-        end = scan.find(FENCE, fault.at)
-        stop = min(end + len(FENCE), len(scan.text))
+        stop = scan.nesting(_NESTED_FENCE).stop(opening.end())
+        stop = len(scan.text) if stop is None else stop
         return scan.add_invalid(opening.start(), stop, str(fault))
     for call in calls:
         scan.add_call(call.start, call.stop, call.name, call.arguments)

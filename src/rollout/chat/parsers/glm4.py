@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from rollout.chat.parsers.markup import CallMarkup, FaultyCall, without_own_lines
+from rollout.chat.parsers.markup import CallMarkup, FaultyCall, end_of_json, without_own_lines
 from rollout.chat.parsers.registry import register_tool_parser
 from rollout.chat.parsers.scan import TaggedParser
 
@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"[^\s{}\"']+")
 _END_CALL = "</tool_call>"
 _MARKUP = CallMarkup(
-    parameter=re.compile(r"<arg_key>([^<>]+)</arg_key>\s*<arg_value>"),
+    call=r"<tool_call>[^<]*",
+    parameter=r"<arg_key>([^<>]+)</arg_key>\s*<arg_value>",
     end_parameter="</arg_value>",
     end_call=_END_CALL,
-    tag=re.compile(r"</?(?:tool_call|arg_key|arg_value)>"),
+    tag=r"</?(?:tool_call|arg_key|arg_value)>",
     trimmed=without_own_lines,
     untyped_as_json=True,
 )
@@ -38,17 +39,40 @@ class Glm4Parser(TaggedParser):
 
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
         start, name = opening.start(), opening["name"].strip()
+        if not _is_meant(scan, opening, name):
+            return scan.add_content(start, opening.start("name"))
         try:
             if _NAME.fullmatch(name) is None:
-                raise FaultyCall("expected the name of a function", opening.end())
+                raise FaultyCall(
+                    "expected the name of a function", end_of_json(scan, opening.start("name"))
+                )
             arguments, stop = _MARKUP.read(scan, opening.end(), name)
         except FaultyCall as fault:
             return _add_invalid(scan, start, fault)
         return scan.add_call(start, stop, name, arguments)
 
 
+def _is_meant(scan: TurnScan, opening: re.Match[str], name: str) -> bool:
+    """Whether a block was meant as a call, right or wrong."""
+    after = opening.start("name")
+    if scan.is_meant(after, _END_CALL):
+        return True
+    if _NAME.fullmatch(name) is None:
+        return scan.nesting(_MARKUP.nested).end(opening.end()) is not None
+    if scan.text.startswith("<arg_key>", opening.end()):
+        return True
+    is_tight = scan.text.startswith(name, after)
+    if scan.text.startswith(_END_CALL, opening.end()):
+        return name in scan.tool_names or (is_tight and not scan.tool_names)
+    is_cut = opening.end() == len(scan.text) or scan.text.startswith("<tool_call>", opening.end())
+    return is_cut and is_tight and scan.is_at_line_start
+
+
 def _add_invalid(scan: TurnScan, start: int, fault: FaultyCall) -> int:
     """What is faulty reaches to the end of its block, or to where the next one begins."""
+    stop = _MARKUP.end_of_faulty(scan, fault)
+    if stop is not None:
+        return scan.add_invalid(start, stop, str(fault))
     for tag in _MARKUP.tag.finditer(scan.text, fault.at):
         if tag[0] == _END_CALL:
             return scan.add_invalid(start, tag.end(), str(fault))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollout.chat.parsers.json_calls import arguments_of, whole_value
+from rollout.chat.parsers.json_calls import arguments_of, is_cut, value_at, whole_value
 from rollout.chat.parsers.listening import Listener, marks_of
 from rollout.chat.parsers.registry import ParsedTurn, register_tool_parser
 from rollout.chat.parsers.scan import TooManyCalls, TurnScan
@@ -16,6 +16,27 @@ if TYPE_CHECKING:
 _TOKEN = re.compile(r"<\|(start|channel|constrain|message|end|call|return)\|>")
 _RECIPIENT = re.compile(r"(?<!\S)to=([^\s<]*)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*([A-Za-z]*)")
+_SPACE = re.compile(r"\s*")
+_END = re.compile(r"<\|(?:end|call|return)\|>")
+_PIECE = r"[^<]{0,300}"
+_HEADER = rf"(?:<\|channel\|>{_PIECE})?(?:<\|constrain\|>{_PIECE})?<\|message\|>"
+#: A header and what opens its message.
+_WHOLE = re.compile(rf"\s*(?:<\|start\|>{_PIECE})?{_HEADER}")
+#: What a turn begins with, unless it has no header.
+_FIRST = re.compile(
+    rf"\s*(?:(?:assistant\s*)?<\|(?:start|channel|message)\|>|{_PIECE}to={_PIECE}(?:<\||\Z))"
+)
+#: What follows each token where it is no word of the model's.
+_AFTER_END = re.compile(r"(?:\s*<\|(?:end|call|return)\|>){0,3}+\s*(?:<\|(?:start|channel)\|>|\Z)")
+_REAL = {
+    "start": re.compile(rf"{_PIECE}(?:{_HEADER}|<\|channel\|>{_PIECE}\Z|(?<=\w)\Z)"),
+    "channel": re.compile(rf"{_PIECE}(?:<\|constrain\|>{_PIECE})?<\|message\|>"),
+    "constrain": _AFTER_END,
+    "message": _AFTER_END,
+    "end": _AFTER_END,
+    "call": _AFTER_END,
+    "return": _AFTER_END,
+}
 _NAMES = ("start", "channel", "constrain", "message", "end", "call", "return")
 _BEGUN = marks_of([f"<|{name}|>" for name in _NAMES]).begun
 #: Tokens that end no message. A header inside analysis that nothing closed is a draft.
@@ -43,7 +64,8 @@ class GptOssParser:
     The text continues where the prompt stopped, after ``<|start|>assistant``. Only ``<|end|>``,
     ``<|start|>`` and tokens that end the turn close a message of analysis. A call on the
     analysis channel is reasoning too and never executed; where it asks for an answer
-    (``<|call|>``) it is an invalid call.
+    (``<|call|>``) it is an invalid call. Tokens inside the JSON of a call are part of it, and
+    those that neither a message nor the end of the turn follows are content.
     """
 
     stop_tokens = ("<|return|>", "<|call|>")
@@ -67,16 +89,6 @@ class GptOssParser:
     def listen(self, *, in_reasoning: bool) -> Listener:
         """See `ListenedParser`."""
         return _HarmonyListener(in_reasoning=in_reasoning)
-
-    def parse_heard(
-        self,
-        text: str,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        in_reasoning: bool = False,
-    ) -> ParsedTurn:
-        """See `ListenedParser`; the same as `parse`."""
-        return self.parse(text, tools, in_reasoning=in_reasoning)
 
 
 class _HarmonyListener(Listener):
@@ -105,8 +117,9 @@ class _HarmonyListener(Listener):
         for token in _TOKEN.finditer(self._text):
             if token[1] == "message":
                 channel, recipient = _header(self._text[: token.start()])
+                is_plain = _FIRST.match(self._text, 0, token.end()) is None
                 self._text = self._text[token.end() :]
-                if recipient not in _PEOPLE:
+                if is_plain or recipient not in _PEOPLE:
                     self.is_over = True
                 else:
                     self._open(channel)
@@ -143,6 +156,9 @@ class _HarmonyListener(Listener):
             self._is_new_piece, self._has_said = False, True
         if end is None:
             return False
+        if channel != "analysis":
+            self.is_over = True  # what follows says whether it is spoken of
+            return False
         if end[1] not in ("start", "channel"):
             self._text = self._text[len(end[0]) :]
         self._channel = None
@@ -150,15 +166,24 @@ class _HarmonyListener(Listener):
 
 
 def _messages(text: str, in_reasoning: bool) -> Iterator[_Message]:
-    start, body = 0, 0 if in_reasoning else -1
+    is_plain = not in_reasoning and _FIRST.match(text) is None
+    start, body = 0, 0 if in_reasoning or is_plain else -1
     channel, recipient = ("analysis" if in_reasoning else ""), ""
+    end_of_call = 0
     for token in _TOKEN.finditer(text):
         kind = token[1]
+        if token.start() < end_of_call:
+            continue  # in the JSON of a call
         if body < 0 and kind == "message":
             body = token.end()
             channel, recipient = _header(text[start : token.start()])
+            if channel != "analysis" and recipient not in _PEOPLE:
+                end_of_call = _end_of_call(text, body)
+        elif _is_spoken_of(text, token) and body >= 0 and channel != "analysis" and not end_of_call:
+            continue
         elif body >= 0 and kind not in (_IN_ANALYSIS if channel == "analysis" else _IN_BODY):
             yield _Message(start, body, token.start(), kind, channel, recipient)
+            end_of_call = 0
             start, body = (token.start() if kind in ("start", "channel") else token.end()), -1
         elif body < 0 and kind in ("start", "end", "call", "return"):
             yield from _unfinished(text, start, token.start())
@@ -167,6 +192,46 @@ def _messages(text: str, in_reasoning: bool) -> Iterator[_Message]:
         yield _Message(start, body, len(text), "", channel, recipient)
     else:
         yield from _unfinished(text, start, len(text))
+
+
+def _is_spoken_of(text: str, token: re.Match[str]) -> bool:
+    return _REAL[token[1]].match(text, token.end()) is None
+
+
+def _end_of_call(text: str, body: int) -> int:
+    """Where the JSON of a call ends; of faulty JSON before messages that are whole, to the end.
+
+    Other messages after it may be quoted in it.
+    """
+    try:
+        return value_at(text, _skip(text, body))[1]
+    except ValueError as error:
+        if is_cut(str(error)):
+            return len(text)
+    at = body
+    while (end := _END.search(text, at)) is not None:
+        start, at = end.start(), end.end()
+        while (message := _WHOLE.match(text, at)) is not None:
+            at = message.end()
+            if _header(message[0])[1] not in _PEOPLE:
+                try:
+                    at = _skip(text, value_at(text, _skip(text, at))[1])
+                except ValueError:
+                    break
+            end = _END.search(text, at)
+            if end is None:
+                return start
+            if _header(message[0])[1] not in _PEOPLE and end.start() != at:
+                break
+            at = end.end()
+        if _skip(text, at) == len(text):
+            return start
+    return len(text)
+
+
+def _skip(text: str, at: int) -> int:
+    space = _SPACE.match(text, at)
+    return at if space is None else space.end()
 
 
 def _header(text: str) -> tuple[str, str]:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
-from rollout.chat.parsers.json_calls import call_of, value_at
+from rollout.chat.parsers.json_calls import GAP, call_of, is_cut, value_at
 from rollout.chat.parsers.registry import register_tool_parser
 from rollout.chat.parsers.scan import TaggedParser
 
 if TYPE_CHECKING:
-    import re
-
     from rollout.chat.parsers.scan import TurnScan
 
 CALL, END_CALL = "<tool_call>", "</tool_call>"
+_NESTED = re.compile(rf"(?P<opens>{CALL}{GAP}[{{\[])|(?P<closes>{END_CALL})")
 
 
 @register_tool_parser("hermes")
 class HermesParser(TaggedParser):
-    """A call ends at the ``</tool_call>`` after its JSON, so that arguments may contain tags."""
+    """A call ends at the ``</tool_call>`` after its JSON, so that arguments may contain tags.
+
+    A tag that no JSON follows is content.
+    """
 
     stop_tokens = ("<|im_end|>",)
     opening = CALL
@@ -26,6 +29,8 @@ class HermesParser(TaggedParser):
 
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
         start, body = opening.start(), scan.skip_space(opening.end())
+        if not self._is_meant(scan, opening):
+            return scan.add_content(*opening.span())
         try:
             value, stop = value_at(scan.text, body)
         except ValueError as error:
@@ -43,8 +48,15 @@ class HermesParser(TaggedParser):
             return self._add_invalid(scan, start, follower, str(error))
         return scan.add_call(start, follower + len(END_CALL), call.name, call.arguments)
 
+    def _is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
+        is_twice = scan.text.startswith(CALL, opening.end()) and scan.is_at_line_start
+        return is_twice or scan.is_meant(opening.end(), END_CALL)
+
     def _add_invalid(self, scan: TurnScan, start: int, at: int, reason: str) -> int:
-        end = scan.find(END_CALL, at)
-        if end == len(scan.text):
-            return scan.add_invalid(start, end, f"the call is not closed by {END_CALL}")
-        return scan.add_invalid(start, end + len(END_CALL), reason)
+        """What is faulty reaches to its end tag, past what it quotes."""
+        stop = None if is_cut(reason) else scan.nesting(_NESTED).stop(at)
+        if stop is not None:
+            return scan.add_invalid(start, stop, reason)
+        if scan.find(END_CALL, at) == len(scan.text):
+            reason = f"the call is not closed by {END_CALL}"
+        return scan.add_invalid(start, len(scan.text), reason)

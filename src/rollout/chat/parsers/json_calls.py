@@ -19,6 +19,8 @@ MAX_DEPTH = 100
 _WINDOW = 256
 #: A fault this close to the end of a window may be the window's: ``\ud83d\ude00`` is cut there.
 _LONGEST_ATOM = 16
+#: What may stand before JSON, also where a string quotes it.
+GAP = r"(?:\s|\\[nrt])*+"
 _STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 #: How much deeper each byte leads.
 _STEPS = np.zeros(256, dtype=np.int8)
@@ -77,6 +79,11 @@ def value_at(text: str, at: int) -> tuple[Any, int]:
                 _check_depth(piece[:length])
                 return value, at + length
         window *= 4
+
+
+def is_cut(reason: str) -> bool:
+    """Whether `value_at` has failed since a string reaches to the end of the text."""
+    return reason.startswith("malformed JSON: Unterminated string")
 
 
 def _check_depth(text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from rollout.chat.parsers.json_calls import arguments_of, call_of, value_at
+from rollout.chat.parsers.json_calls import GAP, arguments_of, call_of, is_cut, value_at
 from rollout.chat.parsers.literals import PythonReader
 from rollout.chat.parsers.registry import register_tool_parser
 from rollout.chat.parsers.scan import TaggedParser
@@ -19,10 +19,17 @@ OBJECT = r"\{\s*[\"}]"
 MAYBE_OBJECT = r"\s*(?:\Z|\{\s*(?:\Z|[\"}]))"
 TAG, END_FUNCTION = "<|python_tag|>", "</function>"
 
+#: Code follows the tag at once.
+_CODE = re.compile(r"\w")
+_ARGUMENT = re.compile(r'"?\s*[{\[]')
+_NESTED = re.compile(
+    rf"(?P<opens><function=[^<>\n]*>{GAP}\{{)|(?P<closes>{re.escape(END_FUNCTION)})"
+)
 _BUILT_IN = re.compile(r"([A-Za-z_]\w*)\.call\(")
 _MEANT_AS_CALL = re.compile(r'\{\s*"(?:name|type|function)"\s*:')
 _ARGUMENTS = ("parameters", "arguments")
-_NEXT = re.compile(r';\s*(?=\{\s*"(?:name|type|function)"\s*:)')
+_NEXT = re.compile(r'(?:;\s*|<\|python_tag\|>\s*)(?=\{\s*"(?:name|type|function)"\s*:)')
+_SEPARATOR = re.compile(r"\s*(?:;\s*)?(?:<\|python_tag\|>\s*)?")
 
 
 @register_tool_parser("llama3")
@@ -45,13 +52,17 @@ class Llama3Parser(TaggedParser):
     heads_at_start = MAYBE_OBJECT
 
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
-        if opening["function"] is not None:
-            return _read_function(scan, opening)
         at = scan.skip_space(opening.end())
+        if opening["function"] is not None:
+            if _ARGUMENT.match(scan.text, at) is None:
+                return scan.add_content(*opening.span())
+            return _read_function(scan, opening)
         if scan.text.startswith("{", at):
             is_marked = opening["tag"] is not None
             start = opening.start() if is_marked else at
             return read_objects(scan, start, at, is_marked=is_marked)
+        if _CODE.match(scan.text, opening.end()) is None:
+            return scan.add_content(*opening.span())
         return _read_built_in(scan, opening.start(), at)
 
 
@@ -71,9 +82,7 @@ def read_objects(scan: TurnScan, start: int, at: int, *, is_marked: bool) -> int
             if not is_marked and _MEANT_AS_CALL.match(scan.text, at) is None:
                 scan.add_content(start, at + 1)
                 return at + 1
-            stop = scan.find(TAG, at)
-            following = _NEXT.search(scan.text, at + 1, stop)
-            stop = stop if following is None else following.start()
+            stop = _end_of_faulty(scan.text, at, str(error))
             scan.add_invalid(start, stop, str(error))
         else:
             if not is_marked and not _is_call(value):
@@ -85,6 +94,30 @@ def read_objects(scan: TurnScan, start: int, at: int, *, is_marked: bool) -> int
         if not scan.text.startswith("{", at):
             return at
         start, is_marked = at, True
+
+
+def _end_of_faulty(text: str, at: int, reason: str) -> int:
+    """Where an object that is no JSON ends: before calls, and nothing else, to the end.
+
+    Other calls after it may be quoted in it.
+    """
+    while not is_cut(reason) and (following := _NEXT.search(text, at + 1)) is not None:
+        at = following.end()
+        try:
+            while at < len(text):
+                if not text.startswith("{", at):
+                    raise ValueError("a call is an object")
+                at = _skip(text, value_at(text, at)[1])
+        except ValueError as error:
+            reason = str(error)
+        else:
+            return following.start()
+    return len(text)
+
+
+def _skip(text: str, at: int) -> int:
+    separator = _SEPARATOR.match(text, at)
+    return at if separator is None else separator.end()
 
 
 def _is_call(value: object) -> bool:
@@ -111,8 +144,8 @@ def _read_function(scan: TurnScan, opening: re.Match[str]) -> int:
             raise ValueError(f"the call is not closed by {END_FUNCTION}")
         arguments = arguments_of(value)
     except ValueError as error:
-        stop = scan.find(END_FUNCTION, opening.end())
-        return scan.add_invalid(start, min(stop + len(END_FUNCTION), len(scan.text)), str(error))
+        end = None if is_cut(str(error)) else scan.nesting(_NESTED).stop(opening.end())
+        return scan.add_invalid(start, len(scan.text) if end is None else end, str(error))
     return scan.add_call(start, stop + len(END_FUNCTION), name, arguments)
 
 
@@ -124,5 +157,7 @@ def _read_built_in(scan: TurnScan, start: int, at: int) -> int:
         reader = PythonReader(scan.text, call.end(), scan.budget)
         arguments = reader.keywords()
     except ValueError as error:
-        return scan.add_invalid(start, scan.find(TAG, at), str(error))
+        # Another tag after code that opened a string may be quoted in it.
+        stop = len(scan.text) if call is not None else scan.find(TAG, at)
+        return scan.add_invalid(start, stop, str(error))
     return scan.add_call(start, reader.at, call[1], arguments)

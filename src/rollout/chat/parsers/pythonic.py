@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from rollout.chat.parsers.literals import PythonReader
@@ -10,8 +11,6 @@ from rollout.chat.parsers.registry import register_tool_parser
 from rollout.chat.parsers.scan import TaggedParser
 
 if TYPE_CHECKING:
-    import re
-
     from rollout.chat.parsers.scan import TurnScan
 
 #: What a list of calls begins with: the first function's name, and whether the rest is no sentence:
@@ -23,7 +22,14 @@ CALL_LIST = (
 #: What every such list begins with, and what a text ends with that may become that.
 CALL_LIST_HEAD = r"\[\s*[A-Za-z_][\w.]*\s*\("
 MAYBE_CALL_LIST = r"\[\s*(?:[A-Za-z_][\w.]*\s*)?\Z"
+_LIST = re.compile(CALL_LIST_HEAD)
+#: Dots stand for arguments where a list is spoken of.
+_DOTS = re.compile(r"\[\s*[\w.]+\(\s*(?:\.\.\.|…)")
 _START, _END = "<|python_start|>", "<|python_end|>"
+
+_NESTED = re.compile(
+    rf"(?P<opens>{re.escape(_START)}\s*{CALL_LIST_HEAD})|(?P<closes>{re.escape(_END)})"
+)
 
 
 @register_tool_parser("pythonic")
@@ -41,9 +47,13 @@ class PythonicParser(TaggedParser):
     more_heads = ((CALL_LIST_HEAD, MAYBE_CALL_LIST),)
 
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
-        if opening["name"] is None:
-            return opening.end()
-        return read_call_list(scan, opening)
+        if opening["name"] is not None:
+            return read_call_list(scan, opening)
+        is_end = opening[0] == _END
+        at = scan.skip_space(opening.end())
+        if scan.follows_call(opening.start()) if is_end else _LIST.match(scan.text, at):
+            return scan.skip_end(opening.end()) if is_end else opening.end()
+        return scan.add_content(*opening.span())  # it is spoken of
 
 
 def read_call_list(scan: TurnScan, opening: re.Match[str]) -> int:
@@ -56,14 +66,18 @@ def read_call_list(scan: TurnScan, opening: re.Match[str]) -> int:
     try:
         calls = reader.call_list()
     except SyntaxFault as fault:
-        if _is_meant(scan, opening):
-            return scan.add_invalid(start, scan.find(_END, start), str(fault))
+        if _is_meant(scan, opening) and _DOTS.match(scan.text, start) is None:
+            end = None
+            if scan.text.endswith(_START, 0, start):
+                end = scan.nesting(_NESTED).end(start)
+            stop = len(scan.text) if end is None else scan.nesting(_NESTED).span(end)[0]
+            return scan.add_invalid(start, stop, str(fault))
         stop = max(fault.at, opening.end())
         scan.add_content(start, stop)
         return stop
     for call in calls:
         scan.add_call(call.start, call.stop, call.name, call.arguments)
-    return reader.at
+    return scan.skip_end(reader.at)
 
 
 def _is_meant(scan: TurnScan, opening: re.Match[str]) -> bool:

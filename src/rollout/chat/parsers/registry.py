@@ -22,11 +22,14 @@ class ParsedTurn(msgspec.Struct, frozen=True, kw_only=True):
         reasoning: The text inside ``<think>``; None where nothing was opened.
         calls: In the order written; what stands in the place of a call and is none is an
             `InvalidToolCall`.
+        written: The content with the text of invalid calls where the model wrote it; None where no
+            call is invalid, or the parser does not say.
     """
 
     content: str
     reasoning: str | None = None
     calls: tuple[ToolCall | InvalidToolCall, ...] = ()
+    written: str | None = None
 
 
 class ToolParser(Protocol):
@@ -57,20 +60,7 @@ class ListenedParser(ToolParser, Protocol):
     """A parser that can tell what is certain of a turn before it is whole; others need not."""
 
     def listen(self, *, in_reasoning: bool) -> Listener | None:
-        """Tells the beginnings of what `parse_heard` makes of a turn; None where it cannot."""
-
-    def parse_heard(
-        self,
-        text: str,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        in_reasoning: bool = False,
-    ) -> ParsedTurn:
-        """As `parse`, but for one rule, which what was told cannot wait for.
-
-        Where a tag closes reasoning that nothing has opened, neither the prompt nor the text, the
-        tag is content; `parse` takes all before it for reasoning.
-        """
+        """Tells the beginnings of what `parse` makes of a turn; None where it cannot."""
 
 
 Factory = TypeVar("Factory", bound=Callable[[], ToolParser])

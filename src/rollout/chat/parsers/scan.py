@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
 #: Calls of one turn, invalid ones included. A model that writes as many has lost its way.
 MAX_CALLS = 10_000
 _SPACE = re.compile(r"\s*")
+#: How JSON begins; the dots that stand for some in prose are none.
+_JSON = re.compile(r"[{\[](?!\s*(?:\.\.\.|…))")
+#: What stands in the place of a call and was meant as one: nothing, a word, code, text as written
+#: between tags. Each is bounded, so that none is looked at for long.
+_WORD = re.compile(r"\s{0,16}(?:\w[^\s<]{0,200}|\w[\w.]{0,100}\([^\n]{0,400}\))?\s{0,16}(?=<|\[)")
+_TIGHT = re.compile(r"[^\s<](?:[^\n<]{0,200}[^\s<])?(?=<)")
 
 
 class TooManyCalls(Exception):
@@ -30,6 +37,52 @@ class TooManyCalls(Exception):
 
     def __init__(self, at: int) -> None:
         self.at = at
+
+
+class Nesting:
+    """Where the calls of a text open and close, those that are quoted in a value included.
+
+    A value may quote whole calls, and lone tags of its own format. What is balanced in it is
+    quoted; of end tags that nothing opened, the last one closes the value.
+
+    Args:
+        text: The turn.
+        tags: Finds the tags, in groups ``opens``, ``closes`` and others, which do neither.
+    """
+
+    def __init__(self, text: str, tags: re.Pattern[str]) -> None:
+        found = list(tags.finditer(text))
+        #: The tags; the first stands for the beginning of the text.
+        self.kinds = [None, *(tag.lastgroup for tag in found)]
+        self._starts = [tag.start() for tag in found]
+        self._stops = [0, *(tag.end() for tag in found)]
+        self.depths = [0]
+        for kind in self.kinds[1:]:
+            self.depths.append(self.depths[-1] + (kind == "opens") - (kind == "closes"))
+        #: Of each tag the first of the least depth from it on.
+        self._lowest = list(range(len(self.depths)))
+        for at in range(len(self.depths) - 2, -1, -1):
+            if self.depths[self._lowest[at + 1]] < self.depths[at]:
+                self._lowest[at] = self._lowest[at + 1]
+
+    def index(self, at: int) -> int:
+        """The last tag before `at`."""
+        return bisect_left(self._starts, at)
+
+    def span(self, index: int) -> tuple[int, int]:
+        """Where a tag stands."""
+        return self._starts[index - 1], self._stops[index]
+
+    def end(self, at: int) -> int | None:
+        """The tag that closes what is open at `at`: the last one that nothing after `at` opened."""
+        before = self.index(at)
+        lowest = self._lowest[before]
+        return lowest if self.depths[lowest] < self.depths[before] else None
+
+    def stop(self, at: int) -> int | None:
+        """Where what is open at `at` ends; None where nothing closes it."""
+        end = self.end(at)
+        return None if end is None else self._stops[end]
 
 
 class TurnScan:
@@ -42,22 +95,19 @@ class TurnScan:
 
     Args:
         text, tools: As the attributes.
-        opens_late: Whether a tag that closes reasoning which nothing has opened says that all
-            before it is reasoning; else it is text.
     """
 
-    def __init__(
-        self,
-        text: str,
-        tools: Sequence[Mapping[str, Any]] | None,
-        *,
-        opens_late: bool = True,
-    ) -> None:
+    def __init__(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> None:
         self.text = text
-        self._opens_late = opens_late
         self.tools = tools or ()
         self.budget = ReadingBudget()
         self._content: list[str] = []
+        self._written: list[str] = []  # the content, and what is no call
+        self._has_invalid = False
+        self._fences = 0
+        self._end_of_call = -1
+        self._tails: dict[tuple[str, ...], int] = {}
+        self._nestings: dict[re.Pattern[str], Nesting] = {}
         self._reasoning: list[str] = []
         self._calls: list[ToolCall | InvalidToolCall] = []
         self._ids: set[str] = set()
@@ -72,7 +122,14 @@ class TurnScan:
             content=encodable(between.join(self._content)).strip(),
             reasoning=reasoning,
             calls=tuple(self._calls),
+            written=encodable(between.join(self._written)).strip() if self._has_invalid else None,
         )
+
+    def nesting(self, tags: re.Pattern[str]) -> Nesting:
+        """Where calls open and close; see `Nesting`."""
+        if tags not in self._nestings:
+            self._nestings[tags] = Nesting(self.text, tags)
+        return self._nestings[tags]
 
     def skip_space(self, at: int) -> int:
         """The first position from `at` that is not white space."""
@@ -109,10 +166,64 @@ class TurnScan:
         """Whether nothing has been said yet on the line that content has reached."""
         return not self._content or self._content[-1].rstrip(" \t")[-1:] in ("", "\n")
 
-    def add_content(self, start: int, stop: int) -> None:
-        """The text from `start` to `stop` is said to the user."""
+    @property
+    def is_in_fence(self) -> bool:
+        """Whether content has opened a fence of Markdown that it has not closed."""
+        return self._fences % 2 == 1
+
+    @property
+    def has_said_nothing(self) -> bool:
+        """Whether there is no content and no call yet."""
+        return not self._calls and not any(map(str.strip, self._content))
+
+    def follows_call(self, at: int) -> bool:
+        """Whether a call, or what closes it, stands right before `at`, white space aside."""
+        return self._end_of_call >= 0 and self.skip_space(self._end_of_call) == at
+
+    def skip_end(self, at: int) -> int:
+        """What ends at `at` belongs to the call before it; return `at`."""
+        self._end_of_call = at
+        return at
+
+    def tail(self, tags: tuple[str, ...]) -> int:
+        """From where on nothing but `tags` and white space stands."""
+        if tags not in self._tails:
+            stop = len(self.text)
+            while stop and (self.text[stop - 1].isspace() or self.text.endswith(tags, 0, stop)):
+                tag = next((tag for tag in tags if self.text.endswith(tag, 0, stop)), " ")
+                stop -= len(tag)
+            self._tails[tags] = stop
+        return self._tails[tags]
+
+    def is_meant(self, at: int, end: str) -> bool:
+        """Whether what stands between an opening tag and `end`, and is no call, was meant as one.
+
+        It begins as JSON, or it stands where templates put it: on lines of its own, or on the line
+        that the tag begins, and is no sentence. Else the tag is spoken of.
+
+        Args:
+            at: After the tag.
+            end: Its end tag.
+        """
+        text = self.text
+        if _JSON.match(text, self.skip_space(at)) is not None:
+            return True
+        if self.is_in_fence:
+            return False
+        word = _WORD.match(text, at)
+        if word is not None and text.startswith(end, word.end()):
+            return self.is_at_line_start or text.startswith("\n", at)
+        tight = _TIGHT.match(text, at) if self.is_at_line_start else None
+        return tight is not None and text.startswith(end, tight.end())
+
+    def add_content(self, start: int, stop: int) -> int:
+        """The text from `start` to `stop` is said to the user; return `stop`."""
         if start < stop:
-            self._content.append(self.text[start:stop])
+            piece = self.text[start:stop]
+            self._content.append(piece)
+            self._written.append(piece)
+            self._fences += piece.count("```")
+        return stop
 
     def add_reasoning(self, start: int, stop: int, *, opening: str = "") -> None:
         """The text from `start` to `stop` is reasoning; it may be opened once more by `opening`."""
@@ -120,17 +231,6 @@ class TurnScan:
         if opening and piece.startswith(opening):
             piece = piece[len(opening) :].strip()
         self._reasoning.append(piece)
-
-    def begin_with_reasoning(self, stop: int) -> bool:
-        """Whether all up to `stop` can be reasoning; if so it is, and no call of it remains."""
-        if self._reasoning or not self._opens_late:
-            return False
-        self._content.clear()
-        self._calls.clear()
-        self._ids.clear()
-        self._number = 0
-        self.add_reasoning(0, stop)
-        return True
 
     def add_call(
         self, start: int, stop: int, name: str, arguments: Mapping[str, Any], call_id: object = None
@@ -151,12 +251,15 @@ class TurnScan:
             call_id = f"call_{self._number}"
         self._ids.add(call_id)
         self._add(start, ToolCall(name=name, arguments=arguments, id=call_id, raw=raw))
-        return stop
+        return self.skip_end(stop)
 
     def add_invalid(self, start: int, stop: int, reason: str) -> int:
         """Record that what stands in the place of a call is none; return `stop`."""
-        self._add(start, InvalidToolCall(raw=self.text[start:stop], reason=encodable(reason)))
-        return stop
+        raw = self.text[start:stop]
+        self._add(start, InvalidToolCall(raw=raw, reason=encodable(reason)))
+        self._written.append(raw)
+        self._has_invalid = True
+        return self.skip_end(stop)
 
     def _add(self, start: int, call: ToolCall | InvalidToolCall) -> None:
         if len(self._calls) == MAX_CALLS:
@@ -167,6 +270,8 @@ class TurnScan:
         """Nothing is read after a call too many, and none of the turn's calls remains."""
         reason = f"more than {MAX_CALLS:,} calls in a turn; none is executed"
         self._calls = [InvalidToolCall(raw=self.text[error.at :], reason=reason)]
+        self._written = [*self._content, self.text[error.at :]]
+        self._has_invalid = True
 
 
 def _is_id(value: object) -> TypeGuard[str]:
@@ -177,8 +282,8 @@ class TaggedParser(ABC):
     """A format in which tags open calls and reasoning; reads it in time linear in the text.
 
     Reasoning may stand anywhere outside a call, and a call drafted inside it is never a call.
-    What is never closed reaches to the end. A closing tag of reasoning that nothing opened closes
-    what the prompt had opened: all before it is reasoning.
+    What is never closed reaches to the end. A closing tag of reasoning that nothing opened, neither
+    the prompt nor the text, is text.
 
     Attributes:
         stop_tokens: Special tokens that end a turn in this format.
@@ -222,38 +327,18 @@ class TaggedParser(ABC):
         in_reasoning: bool = False,
     ) -> ParsedTurn:
         """See `ToolParser.parse`."""
-        return self._parsed(text, tools, in_reasoning, opens_late=True)
+        scan = TurnScan(without_end(text), tools)
+        try:
+            self._read(scan, in_reasoning)
+        except TooManyCalls as error:
+            scan.refuse_calls(error)
+        return scan.turn()
 
     def listen(self, *, in_reasoning: bool) -> Listener | None:
         """See `ListenedParser`."""
         if self._marks is None or type(self).parse is not TaggedParser.parse:
             return None
         return TaggedListener(self._marks, self.reasoning_tags, in_reasoning=in_reasoning)
-
-    def parse_heard(
-        self,
-        text: str,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        in_reasoning: bool = False,
-    ) -> ParsedTurn:
-        """See `ListenedParser`."""
-        return self._parsed(text, tools, in_reasoning, opens_late=False)
-
-    def _parsed(
-        self,
-        text: str,
-        tools: Sequence[Mapping[str, Any]] | None,
-        in_reasoning: bool,
-        *,
-        opens_late: bool,
-    ) -> ParsedTurn:
-        scan = TurnScan(without_end(text), tools, opens_late=opens_late)
-        try:
-            self._read(scan, in_reasoning)
-        except TooManyCalls as error:
-            scan.refuse_calls(error)
-        return scan.turn()
 
     def _read(self, scan: TurnScan, in_reasoning: bool) -> None:
         at = self._read_reasoning(scan, 0, self.reasoning_tags) if in_reasoning else 0
@@ -272,9 +357,7 @@ class TaggedParser(ABC):
         pairs = [pair for pair in self.reasoning_tags if tag[0] == pair[0]]
         if pairs:
             return self._read_reasoning(scan, tag.end(), pairs)
-        if not scan.begin_with_reasoning(tag.start()):
-            scan.add_content(*tag.span())
-        return tag.end()
+        return scan.add_content(*tag.span())  # it closes nothing
 
     def _read_reasoning(self, scan: TurnScan, start: int, pairs: Sequence[tuple[str, str]]) -> int:
         """Read reasoning that one of `pairs` has opened before `start`."""

@@ -6,7 +6,7 @@ import re
 from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
-from rollout.chat.parsers.json_calls import arguments_of, value_at
+from rollout.chat.parsers.json_calls import arguments_of, is_cut, value_at
 from rollout.chat.parsers.markup import CallMarkup, FaultyCall, without_own_lines
 from rollout.chat.parsers.registry import register_tool_parser
 from rollout.chat.parsers.scan import TaggedParser
@@ -19,19 +19,24 @@ class SectionParser(TaggedParser):
     """Reads the calls of a section one by one; one that is faulty leaves the others alone.
 
     The end of a section may be missing, the end of a call may not. Text in a section that is no
-    call is an invalid call.
+    call is an invalid call. A tag that no call follows is content; an end tag right after a call,
+    or after the last word of the turn, is nothing.
 
     Attributes:
         section: What opens and closes a section.
         call: Regular expression of what opens a call.
         end_call: What closes it.
         is_call_special: Whether what opens a call is a special token, which counts on its own.
+        begun: Regular expression of how a call begins.
+        nested: Finds where calls open and close; see `Nesting`.
     """
 
     section: ClassVar[tuple[str, str]]
     call: ClassVar[str]
     end_call: ClassVar[str]
     is_call_special: ClassVar[bool] = True
+    begun: ClassVar[re.Pattern[str]]
+    nested: ClassVar[re.Pattern[str]]
     _call: ClassVar[re.Pattern[str]]
     _next: ClassVar[re.Pattern[str]]
 
@@ -58,7 +63,11 @@ class SectionParser(TaggedParser):
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
         begin, end = self.section
         if opening[0] in (end, self.end_call):
-            return opening.end()  # closes nothing
+            if self._is_dropped(scan, opening):
+                return scan.skip_end(opening.end())
+            return scan.add_content(*opening.span())  # it closes nothing
+        if not self._is_meant(scan, opening):
+            return scan.add_content(*opening.span())
         if opening[0] != begin:
             return self._read_one(scan, opening.start())
         first = at = scan.skip_space(opening.end())
@@ -67,6 +76,29 @@ class SectionParser(TaggedParser):
         if at == first:
             return scan.add_invalid(opening.start(), at, f"no call stands before {end}")
         return at
+
+    def _is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
+        """Whether what `opening` opens was meant as calls, right or wrong."""
+        begin, end = self.section
+        if opening[0] != begin:
+            return self.begun.match(scan.text, opening.start()) is not None
+        following = self._next.search(scan.text, opening.end())
+        if following is None:
+            return False
+        if self.begun.match(scan.text, following.start()) is not None:
+            return True
+        gap = scan.text[opening.end() : following.start()]
+        if not gap.strip() and self._call.match(scan.text, following.start()) is not None:
+            return "\n" in gap or not gap or scan.is_at_line_start
+        return scan.is_meant(opening.end(), end)
+
+    def _is_dropped(self, scan: TurnScan, end: re.Match[str]) -> bool:
+        """Whether an end tag that closes nothing is no word of the model's."""
+        if scan.follows_call(end.start()):
+            return True
+        tail = scan.tail((self.section[1], self.end_call))
+        is_last = self.is_call_special and end.start() >= tail
+        return is_last and not scan.text[tail].isspace()
 
     def _read_one(self, scan: TurnScan, start: int) -> int:
         try:
@@ -79,17 +111,38 @@ class SectionParser(TaggedParser):
             return self._add_invalid(scan, start, fault)
 
     def _add_invalid(self, scan: TurnScan, start: int, fault: FaultyCall) -> int:
+        stop = self.end_of_faulty(scan, fault)
+        if stop is not None:
+            return scan.add_invalid(start, stop, str(fault))
         tag = self._next.search(scan.text, fault.at)
         if tag is None:
             return scan.add_invalid(start, len(scan.text), str(fault))
         stop = tag.end() if tag[0] == self.end_call else tag.start()
         return scan.add_invalid(start, stop, str(fault))
 
+    @abstractmethod
+    def end_of_faulty(self, scan: TurnScan, fault: FaultyCall) -> int | None:
+        """Where a call with a fault ends, with all that it quotes; None: at the next tag."""
+
 
 class JsonSectionParser(SectionParser):
     """Calls are a head, a separator and the arguments as JSON."""
 
     separator: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        head = rf"{cls.call}[^<]{{0,300}}{re.escape(cls.separator)}"
+        cls.begun = re.compile(rf"{head}\s*(?:[{{\[\"]|\w[^\s<]*\s*\n)")
+        cls.nested = re.compile(rf"(?P<opens>{head})|(?P<closes>{re.escape(cls.end_call)})")
+
+    def end_of_faulty(self, scan: TurnScan, fault: FaultyCall) -> int | None:
+        if is_cut(str(fault)):
+            return len(scan.text)
+        if self._next.match(scan.text, fault.at) is not None:
+            return None
+        stop = scan.nesting(self.nested).stop(fault.at)
+        return len(scan.text) if stop is None and fault.is_in_value else stop
 
     def read_one(self, scan: TurnScan, opening: re.Match[str]) -> int:
         tag = self._next.search(scan.text, opening.end())
@@ -103,10 +156,10 @@ class JsonSectionParser(SectionParser):
             value, stop = value_at(scan.text, scan.skip_space(body))
             arguments = arguments_of(value)
         except ValueError as error:
-            raise FaultyCall(str(error), body) from None
+            raise FaultyCall(str(error), body, is_in_value=True) from None
         end = scan.skip_space(self.skip_tail(scan, scan.skip_space(stop)))
         if not scan.text.startswith(self.end_call, end):
-            raise FaultyCall(f"the call is not closed by {self.end_call}", end)
+            raise FaultyCall(f"the call is not closed by {self.end_call}", end, is_in_value=True)
         return scan.add_call(
             opening.start(), end + len(self.end_call), name, arguments, call_id=call_id
         )
@@ -174,12 +227,18 @@ class MiniMaxM2Parser(SectionParser):
     end_call = "</invoke>"
     is_call_special = False
     _markup = CallMarkup(
-        parameter=re.compile(r"<parameter name=[\"']?([^\"'<>\n]+)[\"']?>"),
+        call=r"<invoke name=[\"']?[^\"'<>\n]*[\"']?>",
+        parameter=r"<parameter name=[\"']?([^\"'<>\n]+)[\"']?>",
         end_parameter="</parameter>",
         end_call="</invoke>",
-        tag=re.compile(r"</?(?:minimax:tool_call|invoke|parameter)(?: name=|>)"),
+        block=section,
+        tag=r"</?(?:minimax:tool_call|invoke|parameter)(?: name=|>)",
         trimmed=without_own_lines,
     )
+    begun = re.compile(rf"{call}\s*(?:<parameter name=|</invoke>)")
+
+    def end_of_faulty(self, scan: TurnScan, fault: FaultyCall) -> int | None:
+        return self._markup.end_of_faulty(scan, fault)
 
     def read_one(self, scan: TurnScan, opening: re.Match[str]) -> int:
         name = opening["name"].strip()
