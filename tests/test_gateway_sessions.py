@@ -859,7 +859,10 @@ async def test_session_agent_that_asks_for_nothing_has_an_empty_row() -> None:
         pass
 
     found = await tried(trial, HELLO)
-    assert found.trajectory.outcome is Outcome.COMPLETED
+    assert (found.trajectory.outcome, found.trajectory.reason) == (
+        Outcome.FAILED,
+        "never_generated",
+    )
     assert found.trained() == 0
 
 

@@ -92,7 +92,8 @@ async def test_history_each_generation_stands_behind_what_its_template_renders(
     path = Path(__file__).parent / "chat_formats" / f"{family}.jinja"
     template = ChatTemplate(simulated_tokenizer(), chat_template=path.read_text("utf-8"))
     opening = "" if template.opens_reasoning else "<think>\n"
-    behind = opening and "<think>\n"
+    # Behind the answers of tools no template opens it.
+    behind = "<think>\n"
     said = (
         f"{opening}I must look.\n</think>\n\n{CALL}",
         f"{behind}Seen.\n</think>\n\nIt is blue.",

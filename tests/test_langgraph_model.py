@@ -234,6 +234,7 @@ async def test_chat_model_sync_use_says_what_to_use() -> None:
     async def trial(model: RolloutChatModel) -> None:
         with pytest.raises(NotImplementedError, match="use ainvoke"):
             model.invoke("question")
+        await model.ainvoke("question")
 
     (trajectory,) = (await tried(trial)).trajectories
     assert trajectory.outcome is Outcome.COMPLETED

@@ -732,7 +732,7 @@ async def test_turn_that_begins_with_a_placeholder_is_empty_and_trains_nothing(
 ) -> None:
     batch = await play(config_of(folder, ("<|image_pad|>words",)), image(picture()))
     (trajectory,) = batch.trajectories
-    assert trajectory.outcome is Outcome.COMPLETED, trajectory.cause
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "never_generated")
     assert trajectory.transcript.generated_length == 0
     assert not batch.tensors["response_mask"].any()
     assert len(batch.multi_modal_inputs[0]["image_grid_thw"]) == 1

@@ -146,6 +146,21 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], bool]] = {
 }
 
 
+def _change(
+    messages: list[dict[str, Any]], at: int, change: Callable[[dict[str, Any]], Any]
+) -> None:
+    """Change a turn; its results follow where its first call has another id."""
+    before = [call["id"] for call in messages[at].get("tool_calls") or ()]
+    change(messages[at])
+    after = [call["id"] for call in messages[at].get("tool_calls") or ()]
+    if before[:1] != after[:1] and after:
+        for message in messages[at + 1 :]:
+            if message["role"] == "assistant":
+                break
+            if message.get("tool_call_id") == before[0]:
+                message["tool_call_id"] = after[0]
+
+
 def errors() -> dict[str, Any]:
     """Turns that were taken for others, and turns that were not recognised."""
     messages = conversation(12)
@@ -155,7 +170,7 @@ def errors() -> dict[str, Any]:
     for name, (change, is_same) in CHANGES.items():
         for at in turns:
             changed = copy.deepcopy(messages)
-            change(changed[at])
+            _change(changed, at, change)
             is_found = known.find(body_of(changed)).found.depth == known.depth
             if is_found != is_same:
                 wrong["matches_false" if is_found else "forks_false"].append(f"{name} at {at}")

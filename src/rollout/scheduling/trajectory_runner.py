@@ -42,7 +42,7 @@ logger = logging.getLogger("rollout.scheduling")
 
 #: Reason of a failure that is the engine's, not the agent's, even where it passed through its code.
 ENGINE = "engine"
-#: Reason of a failure by an agent that returned and never had the model generate.
+#: Reason of a failure by an agent that returned without one generated token.
 NEVER_GENERATED = "never_generated"
 
 
@@ -230,7 +230,7 @@ def _judged(run: AgentRun) -> tuple[Ending, Cause | None]:
     ending = _natural_ending(context)
     if ending.outcome is not Outcome.COMPLETED or run.tokens or run.member.identity.validate:
         return ending, cause
-    message = f"{run.what} returned and never had the model generate"
+    message = f"{run.what} returned, and the model generated no token for it"
     cause = Cause(type=AgentError.__qualname__, message=message)
     return Ending(outcome=Outcome.FAILED, reason=NEVER_GENERATED), cause
 
