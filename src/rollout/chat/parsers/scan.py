@@ -26,6 +26,11 @@ MAX_CALLS = 10_000
 _SPACE = re.compile(r"\s*")
 #: How JSON begins; the dots that stand for some in prose are none.
 _JSON = re.compile(r"[{\[](?!\s*(?:\.\.\.|…))")
+#: Dots in the place of a call, or of a value of its JSON, up to an end tag.
+_DOTS = re.compile(
+    r"""\s{0,16}(?:[{\[](?:[^"<.…]|"(?:[^"\\\n]|\\.){0,100}"|\.(?!\.\.)){0,200}+(?<=[:,{\[\s]))?"""
+    r"""(?:\.\.\.|…)(?=\s{0,16}[],}<])[^<]{0,200}(?=<)"""
+)
 #: What stands in the place of a call and was meant as one: nothing, a word, code, text as written
 #: between tags. Each is bounded, so that none is looked at for long.
 _WORD = re.compile(r"\s{0,16}(?:\w[^\s<]{0,200}|\w[\w.]{0,100}\([^\n]{0,400}\))?\s{0,16}(?=<|\[)")
@@ -51,6 +56,7 @@ class Nesting:
     """
 
     def __init__(self, text: str, tags: re.Pattern[str]) -> None:
+        self._text = text
         found = list(tags.finditer(text))
         #: The tags; the first stands for the beginning of the text.
         self.kinds = [None, *(tag.lastgroup for tag in found)]
@@ -83,6 +89,48 @@ class Nesting:
         """Where what is open at `at` ends; None where nothing closes it."""
         end = self.end(at)
         return None if end is None else self._stops[end]
+
+    def before_calls(self, at: int, call: re.Pattern[str], layout: re.Pattern[str]) -> int | None:
+        """Where what is open at `at` ends, if it quotes beginnings of calls and not their ends.
+
+        It ends before calls that reach, one right after the other, to the end of the text. Those
+        whose functions it quotes may be quoted as well.
+
+        Args:
+            at: A place in a value.
+            call: What opens a call and names its function.
+            layout: What may stand between calls.
+        """
+        before, at_tag, stop = self.index(at), len(self.kinds) - 1, len(self._text)
+        named: dict[str, int] = {}  # where each function is called first
+        for tag in range(before + 1, len(self.kinds)):
+            if self.kinds[tag] in ("opens", "empty"):
+                named.setdefault(self._name(tag, call), tag)
+        found, first, opens = None, len(self.kinds), None
+        while at_tag > before and self.kinds[at_tag] in ("closes", "empty"):
+            if layout.fullmatch(self._text, self._stops[at_tag], stop) is None:
+                break
+            if opens is not None and opens <= first:
+                found = self._stops[at_tag]
+            opens = self._opens(at_tag, before)
+            if opens is None:
+                break
+            first = min(first, named[self._name(opens, call)])
+            at_tag, stop = opens - 1, self._starts[opens - 1]
+        return found
+
+    def _opens(self, end: int, before: int) -> int | None:
+        """The tag after `before` that opens what `end` closes."""
+        depth, tag = self.depths[end], end
+        while tag > before:
+            if self.kinds[tag] in ("opens", "empty") and self.depths[tag - 1] == depth:
+                return tag
+            tag -= 1
+        return None
+
+    def _name(self, tag: int, call: re.Pattern[str]) -> str:
+        named = call.match(self._text, self._starts[tag - 1])
+        return "" if named is None else named[0].strip()
 
 
 class TurnScan:
@@ -198,14 +246,17 @@ class TurnScan:
     def is_meant(self, at: int, end: str) -> bool:
         """Whether what stands between an opening tag and `end`, and is no call, was meant as one.
 
-        It begins as JSON, or it stands where templates put it: on lines of its own, or on the line
-        that the tag begins, and is no sentence. Else the tag is spoken of.
+        It begins as JSON without dots for a value, or it stands where templates put it: on lines of
+        its own, or on the line that the tag begins, and is no sentence. Else the tag is spoken of.
 
         Args:
             at: After the tag.
             end: Its end tag.
         """
         text = self.text
+        dots = _DOTS.match(text, at)
+        if dots is not None and text.startswith(end, dots.end()):
+            return False
         if _JSON.match(text, self.skip_space(at)) is not None:
             return True
         if self.is_in_fence:
