@@ -96,8 +96,8 @@ def _read_tagged(scan: TurnScan, opening: re.Match[str]) -> int:
     except SyntaxFault as fault:
         tag = _TAG.match(scan.text, fault.at) if is_read else None
         if tag is not None:
-            stop = tag.start() if tag[0] in _ENDS else tag.end()
-            return scan.add_invalid(start, stop, str(fault))
+            at = tag.start() if tag[0] in _ENDS else tag.end()
+            return scan.add_invalid(start, at, str(fault))
         # Where it is not closed, all that follows may be quoted in it.
         nesting = scan.nesting(_NESTED[opening[0]])
         stop = nesting.stop(opening.end())
