@@ -109,6 +109,16 @@ def test_gemma_value_without_a_sound_reading_is_told(family: str, body: str) -> 
     assert parsed(family, body) is InvalidToolCall
 
 
+def test_gemma_call_that_the_other_family_closes_is_told_whole() -> None:
+    for text in (
+        "<|tool_call>call:f{a:'b'}<end_function_call>",
+        "<start_function_call>call:f{a:'b'}<tool_call|>",
+    ):
+        turn = get_tool_parser("gemma").parse(text)
+        assert turn.content == ""
+        assert [(type(call), call.raw) for call in turn.calls] == [(InvalidToolCall, text)]
+
+
 TEXTS = st.text(max_size=8) | st.text("ab'\"\\,:{}[]()<|> \n/", max_size=8)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)

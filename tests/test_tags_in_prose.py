@@ -138,6 +138,31 @@ def test_malformed_call_is_told_and_not_taken_for_prose(name: str, text: str) ->
     assert turn.content in ("", "So", "So.", "Now.")
 
 
+@pytest.mark.parametrize(
+    "name", ["gemma", "glm4", "hermes", "minimax_m2", "qwen3_coder", "seed_oss"]
+)
+def test_dots_in_the_place_of_a_call_are_content(name: str) -> None:
+    call = WRITE[name]("add", {"a": 1, "b": 2})
+    opening, closing = OPENING[name][0], CLOSING[name][0]
+    for dots in ("...", "…", '{"name": ..., "arguments": {...}}', '{"name": "add", "a": ...}'):
+        for said in (f"{opening}{dots}{closing}", f"`{opening}{dots}{closing}` is it."):
+            assert parse_of(name, said) == (said, [])
+            assert parse_of(name, f"{said}\n{call}") == (said, ["add"])
+            assert parse_of(name, f"{call}\n{said}") == (said, ["add"])
+
+
+def parse_of(name: str, text: str) -> tuple[str, list[str]]:
+    """The content, and names of calls, all of them right."""
+    turn = get_tool_parser(name).parse(text, TOOLS)
+    return turn.content, [getattr(call, "name", "invalid") for call in turn.calls]
+
+
+def test_empty_function_in_code_is_content() -> None:
+    for text in ("Write `<function=exec></function>`.", "```\n<function=exec>\n</function>\n```"):
+        assert parse_of("qwen3_coder", text) == (text, [])
+    assert parse_of("qwen3_coder", "So.\n<function=exec>\n</function>") == ("So.", ["exec"])
+
+
 @pytest.mark.parametrize("name", sorted(set(FORMATS) - {"gpt_oss"}))
 def test_closing_tag_of_reasoning_that_nothing_opened_is_content(name: str) -> None:
     parser = get_tool_parser(name)

@@ -74,6 +74,9 @@ class FunctionTagParser(TaggedParser):
         if scan.nesting(self.markup.nested).end(opening.end()) is not None:
             return True
         is_begun = scan.text.startswith(("<parameter=", "</function>"), at)
+        is_code = scan.is_in_fence or scan.text.endswith("`", 0, opening.start())
+        if is_code and not is_block and scan.text.startswith("</function>", at):
+            return False
         is_cut = at == len(scan.text) or _CUT.match(scan.text, at) is not None
         if is_begun or (is_block and (is_cut or self.markup.tag.match(scan.text, at) is not None)):
             return not is_spaced or scan.is_at_line_start

@@ -24,6 +24,8 @@ _NESTED = {
     opening: re.compile(rf"(?P<opens>{re.escape(opening)}\s*call:)|(?P<closes>{re.escape(end)})")
     for opening, end in _ENDS.items()
 }
+_NAMED = re.compile(r"<[|_a-z]+>\s*call:\s*[\w.\-]*")
+_GAP = re.compile(r"\s*+")
 _NESTED_FENCE = re.compile(r"(?P<opens>```tool_code\b)|(?P<closes>```)")
 _TAG = re.compile(r"<\|tool_call>|<start_function_call>|<tool_call\|>|<end_function_call>")
 
@@ -92,10 +94,15 @@ def _read_tagged(scan: TurnScan, opening: re.Match[str]) -> int:
         if not reader.take(end):
             reader.fail(f"the call is not closed by {end}")
     except SyntaxFault as fault:
-        if is_read and _TAG.match(scan.text, fault.at) is not None:
-            return scan.add_invalid(start, fault.at, str(fault))
+        tag = _TAG.match(scan.text, fault.at) if is_read else None
+        if tag is not None:
+            at = tag.start() if tag[0] in _ENDS else tag.end()
+            return scan.add_invalid(start, at, str(fault))
         # Where it is not closed, all that follows may be quoted in it.
-        stop = scan.nesting(_NESTED[opening[0]]).stop(opening.end())
+        nesting = scan.nesting(_NESTED[opening[0]])
+        stop = nesting.stop(opening.end())
+        if stop is None:
+            stop = nesting.before_calls(opening.end(), _NAMED, _GAP)
         return scan.add_invalid(start, len(scan.text) if stop is None else stop, str(fault))
     return scan.add_call(start, reader.at, name, arguments)
 

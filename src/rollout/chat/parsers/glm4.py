@@ -12,7 +12,7 @@ from rollout.chat.parsers.scan import TaggedParser
 if TYPE_CHECKING:
     from rollout.chat.parsers.scan import TurnScan
 
-_NAME = re.compile(r"[^\s{}\"']+")
+_NAME = re.compile(r"(?!\.\.\.|…)[^\s{}\"']+")
 _END_CALL = "</tool_call>"
 _MARKUP = CallMarkup(
     call=r"<tool_call>[^<]*",

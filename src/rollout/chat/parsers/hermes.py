@@ -37,6 +37,8 @@ class HermesParser(TaggedParser):
             return self._add_invalid(scan, start, body, str(error))
         follower = scan.skip_space(stop)
         if scan.text.startswith(CALL, follower):
+            end = scan.nesting(_NESTED).stop(body)  # else the next one is no part of it
+            stop = stop if end is None else end
             return scan.add_invalid(start, stop, f"the call is not closed by {END_CALL}")
         if not scan.text.startswith(END_CALL, follower):
             return self._add_invalid(

@@ -75,6 +75,8 @@ class CallMarkup:
             rf"(?P<empty>{call}\s*{end_of_call})|(?P<opens>{call}\s*{nameless})"
             rf"|(?P<closes>{end_value}\s*{end_of_call})|(?P<splits>{end_value}\s*{nameless})"
         )
+        self._call = re.compile(call)
+        self._layout = re.compile(rf"(?:\s|{begin}|{end})*+")
         #: The end of a call whose last value was never closed, before another call or the end.
         self._bare_end = re.compile(
             rf"{end_value}\s*{end_of_call}|{call}\s*{end_of_call}"
@@ -116,7 +118,8 @@ class CallMarkup:
         for end in self._bare_end.finditer(scan.text, fault.at):
             if end["bare"] is not None:
                 return end.end()
-        return len(scan.text)
+        stop = scan.nesting(self.nested).before_calls(fault.at, self._call, self._layout)
+        return len(scan.text) if stop is None else stop
 
     def _expected(self, scan: TurnScan, at: int) -> str:
         if at == len(scan.text):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from bisect import bisect_left
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 from rollout.chat.parsers.argument_types import ArgumentTypes, function_name
 from rollout.chat.parsers.listening import TaggedListener, marks_of
+from rollout.chat.parsers.nesting import Nesting
 from rollout.chat.parsers.reader import ReadingBudget
 from rollout.chat.parsers.registry import ParsedTurn
 from rollout.chat.parsers.text import without_end
@@ -26,6 +26,11 @@ MAX_CALLS = 10_000
 _SPACE = re.compile(r"\s*")
 #: How JSON begins; the dots that stand for some in prose are none.
 _JSON = re.compile(r"[{\[](?!\s*(?:\.\.\.|…))")
+#: Dots in the place of a call, or of a value of its JSON, up to an end tag.
+_DOTS = re.compile(
+    r"""\s{0,16}(?:[{\[](?:[^"<.…]|"(?:[^"\\\n]|\\.){0,100}"|\.(?!\.\.)){0,200}+(?<=[:,{\[\s]))?"""
+    r"""(?:\.\.\.|…)(?=\s{0,16}[],}<])[^<]{0,200}(?=<)"""
+)
 #: What stands in the place of a call and was meant as one: nothing, a word, code, text as written
 #: between tags. Each is bounded, so that none is looked at for long.
 _WORD = re.compile(r"\s{0,16}(?:\w[^\s<]{0,200}|\w[\w.]{0,100}\([^\n]{0,400}\))?\s{0,16}(?=<|\[)")
@@ -37,52 +42,6 @@ class TooManyCalls(Exception):
 
     def __init__(self, at: int) -> None:
         self.at = at
-
-
-class Nesting:
-    """Where the calls of a text open and close, those that are quoted in a value included.
-
-    A value may quote whole calls, and lone tags of its own format. What is balanced in it is
-    quoted; of end tags that nothing opened, the last one closes the value.
-
-    Args:
-        text: The turn.
-        tags: Finds the tags, in groups ``opens``, ``closes`` and others, which do neither.
-    """
-
-    def __init__(self, text: str, tags: re.Pattern[str]) -> None:
-        found = list(tags.finditer(text))
-        #: The tags; the first stands for the beginning of the text.
-        self.kinds = [None, *(tag.lastgroup for tag in found)]
-        self._starts = [tag.start() for tag in found]
-        self._stops = [0, *(tag.end() for tag in found)]
-        self.depths = [0]
-        for kind in self.kinds[1:]:
-            self.depths.append(self.depths[-1] + (kind == "opens") - (kind == "closes"))
-        #: Of each tag the first of the least depth from it on.
-        self._lowest = list(range(len(self.depths)))
-        for at in range(len(self.depths) - 2, -1, -1):
-            if self.depths[self._lowest[at + 1]] < self.depths[at]:
-                self._lowest[at] = self._lowest[at + 1]
-
-    def index(self, at: int) -> int:
-        """The last tag before `at`."""
-        return bisect_left(self._starts, at)
-
-    def span(self, index: int) -> tuple[int, int]:
-        """Where a tag stands."""
-        return self._starts[index - 1], self._stops[index]
-
-    def end(self, at: int) -> int | None:
-        """The tag that closes what is open at `at`: the last one that nothing after `at` opened."""
-        before = self.index(at)
-        lowest = self._lowest[before]
-        return lowest if self.depths[lowest] < self.depths[before] else None
-
-    def stop(self, at: int) -> int | None:
-        """Where what is open at `at` ends; None where nothing closes it."""
-        end = self.end(at)
-        return None if end is None else self._stops[end]
 
 
 class TurnScan:
@@ -198,14 +157,17 @@ class TurnScan:
     def is_meant(self, at: int, end: str) -> bool:
         """Whether what stands between an opening tag and `end`, and is no call, was meant as one.
 
-        It begins as JSON, or it stands where templates put it: on lines of its own, or on the line
-        that the tag begins, and is no sentence. Else the tag is spoken of.
+        It begins as JSON without dots for a value, or it stands where templates put it: on lines of
+        its own, or on the line that the tag begins, and is no sentence. Else the tag is spoken of.
 
         Args:
             at: After the tag.
             end: Its end tag.
         """
         text = self.text
+        dots = _DOTS.match(text, at)
+        if dots is not None and text.startswith(end, dots.end()):
+            return False
         if _JSON.match(text, self.skip_space(at)) is not None:
             return True
         if self.is_in_fence:
