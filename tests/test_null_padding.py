@@ -18,6 +18,7 @@ import pytest
 import rollout
 from chat_material import chat
 from rollout import Message, Outcome, Prompt, ToolCall, function_tool
+from rollout.config import AgentConfig
 from rollout.integrations.openrlhf.response import prompt_of_arguments
 from rollout.integrations.repeated_prompts import prompt_of_columns
 from rollout.integrations.skyrl.output import prompts_of as skyrl_prompts
@@ -321,3 +322,97 @@ async def test_runtime_user_gets_its_kwargs_without_padding() -> None:
     assert batch.trajectories[0].outcome is Outcome.COMPLETED
     assert Heard.told.kwargs == {"name": "heard", "level": 3}
     assert prompt.extra == {"interaction_kwargs": kwargs}
+
+
+async def opened(context: rollout.AgentContext, messages: Any) -> Any:
+    async with context.open_segment(messages) as segment:
+        await segment.generate()
+        return segment.transcript
+
+
+async def compacted(context: rollout.AgentContext, messages: Any) -> Any:
+    await context.compact(messages)
+    return context.transcript
+
+
+async def beside(context: rollout.AgentContext, messages: Any) -> Any:
+    return (await context.subagent(messages)).transcript
+
+
+DOORS = {each.__name__: each for each in (opened, compacted, beside)}
+TRIALS: dict[str, Any] = {}
+
+
+@rollout.register_agent("gives_padding")
+class GivesPadding(rollout.AgentLoop):
+    """Does what its test says."""
+
+    async def run(self, context: rollout.AgentContext) -> None:
+        await TRIALS["it"](context)
+
+
+async def tried(trial: Any, prompt: Prompt) -> rollout.Trajectory:
+    TRIALS["it"] = trial
+    said = tool_call("lookup", city="Rome", expr=None)
+    scenario = Scenario(seed=1).reply("now", said).reply("", "Fine.")
+    config = scenario.config(agent=AgentConfig(name="gives_padding"))
+    async with rollout.open_rollout(config, [lookup]) as runtime:
+        (trajectory,) = (await runtime.generate([prompt], samples=1, step=1)).trajectories
+    assert trajectory.cause is None
+    return trajectory
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("door", DOORS)
+async def test_segment_messages_with_padding_get_the_ids_of_those_without(door: str) -> None:
+    """As of examples that a prompt holds in its `extra`, which is left alone."""
+    rows = []
+
+    async def trial(context: rollout.AgentContext) -> None:
+        await context.generate()
+        transcript = await DOORS[door](context, context.prompt.extra["examples"])
+        spans = [span for span in transcript.spans if span.kind != "generated"]
+        rows.append(transcript.ids()[spans[-1].start : spans[-1].stop].tolist())
+
+    for messages in (PADDED, MESSAGES):
+        go = [{"role": "user", "content": "Go."}]
+        await tried(trial, Prompt(messages=go, uid="a", extra={"examples": messages}))
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.anyio
+async def test_begun_messages_with_padding_get_the_ids_of_those_without() -> None:
+    rows = []
+
+    async def trial(context: rollout.AgentContext) -> None:
+        await context.begin(context.prompt.extra["examples"])
+        rows.append(context.transcript.ids().tolist())
+        await context.generate()
+
+    for messages in (PADDED, MESSAGES):
+        await tried(trial, Prompt(messages=MESSAGES[3:], extra={"examples": messages}))
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.anyio
+async def test_segment_of_what_the_model_sampled_keeps_it() -> None:
+    async def trial(context: rollout.AgentContext) -> None:
+        turn = await context.generate()
+        await context.call_tools(turn.calls)
+        async with context.open_segment(list(context.messages)) as segment:
+            await segment.generate()
+            arguments = segment.messages[1].tool_calls[0].arguments
+            assert arguments == {"city": "Rome", "expr": None}
+
+    await tried(trial, Prompt(messages=MESSAGES[3:]))
+
+
+@pytest.mark.anyio
+async def test_segment_sampling_with_none_is_that_without() -> None:
+    async def trial(context: rollout.AgentContext) -> None:
+        async with context.open_segment(MESSAGES, sampling=PADDED_SAMPLING) as segment:
+            assert segment.sampling.top_p == 0.5
+            assert segment.sampling.temperature == context.sampling.temperature
+            await segment.generate()
+
+    await tried(trial, Prompt(messages=MESSAGES[3:]))

@@ -100,7 +100,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     extra: Mapping[str, Any] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._drop("messages", _drop_from_messages(self.messages))
+        self._drop("messages", without_padding(self.messages))
         self._drop("sampling", without_null_keys(self.sampling))
         self._drop("tools_kwargs", without_null_keys(self.tools_kwargs))
 
@@ -149,7 +149,8 @@ def _is_flat(value: Any) -> bool:
     return type(value) is dict and _ATOMS.issuperset(map(type, value.values()))
 
 
-def _drop_from_messages(messages: Any) -> Any:
+def without_padding(messages: Any) -> Any:
+    """Messages without null keys, as `Prompt` says; themselves where they have none."""
     if type(messages) is not list and type(messages) is not tuple:
         return messages
     for message in messages:

@@ -24,6 +24,7 @@ from rollout.chat.messages import template_messages
 from rollout.chat.trajectory import BRANCH, MAIN, SUBAGENT
 from rollout.chat.transcript import Transcript
 from rollout.errors import AgentError
+from rollout.types import without_padding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -244,11 +245,11 @@ class AgentContext:
         """
         if self.transcript and ids is None and not self._is_whole:
             if messages is not None:  # a segment begins as it is opened
-                await self._main.begin_with(messages)
+                await self._main.begin_with(without_padding(messages))
             return
         if self.transcript:
             raise AgentError("begin: the trajectory has begun already")
-        given = self._state.given.messages if messages is None else messages
+        given = self._state.given.messages if messages is None else without_padding(messages)
         wording = self._state.wording
         if ids is None:
             worded = await wording.prompt(given, is_shared=messages is None)
@@ -335,8 +336,8 @@ class AgentContext:
     async def subagent(
         self, messages: Given, *, purpose: str = SUBAGENT, tools: Schemas | None = None
     ) -> Conversation:
-        """As `Conversation.subagent`."""
-        return await self._main.subagent(messages, purpose=purpose, tools=tools)
+        """As `Conversation.subagent`; null keys are dropped as from a prompt's messages."""
+        return await self._main.subagent(without_padding(messages), purpose=purpose, tools=tools)
 
     def open_segment(
         self,
@@ -351,21 +352,20 @@ class AgentContext:
         Leaving the block closes it; what was said stays, as a segment.
 
         Args:
-            messages: With which it begins.
+            messages: With which it begins; null keys are dropped as from a prompt's.
             purpose: Of its segment.
-            tools: Names among the trajectory's tools, or schemas of tools that the agent answers by
-                itself; None: those that this one has.
+            tools: Names of its tools, or schemas of some that the agent answers; None: as this one.
             sampling: Fields of `sampling` that differ there, or all of it; None: as this one.
 
         Raises:
             LimitExceeded: The messages are more than fits.
             AgentError: They cannot be rendered, or an argument is wrong.
         """
-        return open_segment(self, messages, purpose, tools, sampling)
+        return open_segment(self, without_padding(messages), purpose, tools, sampling)
 
     async def compact(self, messages: Given) -> None:
-        """As `Conversation.compact`."""
-        await self._main.compact(messages)
+        """As `Conversation.compact`; null keys are dropped as from a prompt's messages."""
+        await self._main.compact(without_padding(messages))
 
     async def check_tokens(self) -> Drift | None:
         """How transcripts differ from their conversations rendered again: the worst difference.

@@ -12,6 +12,7 @@ import attrs
 from rollout.config import RolloutConfig, SamplingConfig
 from rollout.engine.core import EngineInfo, SamplingParams
 from rollout.errors import AgentError, ConfigError
+from rollout.types import without_null_keys
 
 if TYPE_CHECKING:
     from rollout.agents.identity import Identity
@@ -76,7 +77,7 @@ def sampling_given(
 
     Args:
         what: Who was given it, for messages.
-        sampling: Fields of `sampling`, or all of it.
+        sampling: Fields of `sampling`, of which None says nothing; or all of it.
 
     Raises:
         AgentError: It names no field of `sampling`, or has a value that cannot be.
@@ -85,7 +86,7 @@ def sampling_given(
         return sampling
     if not isinstance(sampling, Mapping):
         raise AgentError(f"{what}: sampling = {sampling!r:.80}; expected a mapping")
-    overrides = {**prompt.sampling, **sampling}
+    overrides = {**prompt.sampling, **without_null_keys(sampling)}
     try:
         drawn = sampling_of(services.config, overrides, validate=validate)
     except ConfigError as error:
