@@ -268,19 +268,15 @@ class BlockingRollout(BlockingGroups):
     def _wait(self, function: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """What a call returns; an exception that reaches this thread meanwhile ends the call."""
         self._refuse_own_thread()
-        call = LoopCall(function)
-        try:
-            self._hand_over(call)
-            result: T = call.future.result()
-        except BaseException:
-            self._abandon(call)
-            raise
+        result: T = self._finish(LoopCall(function), is_new=True)
         return result
 
-    def _finish(self, call: LoopCall) -> None:
+    def _finish(self, call: LoopCall, *, is_new: bool = False) -> Any:
         """Wait for the end of a call; an exception that reaches this thread brings it about."""
         try:
-            call.future.result()
+            if is_new:
+                self._hand_over(call)
+            return call.future.result()
         except BaseException:
             self._abandon(call)
             raise
