@@ -9,7 +9,7 @@ import threading
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 
 import anyio
 
@@ -268,8 +268,7 @@ class BlockingRollout(BlockingGroups):
     def _wait(self, function: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """What a call returns; an exception that reaches this thread meanwhile ends the call."""
         self._refuse_own_thread()
-        result: T = self._finish(LoopCall(function), is_new=True)
-        return result
+        return cast("T", self._finish(LoopCall(function), is_new=True))
 
     def _finish(self, call: LoopCall, *, is_new: bool = False) -> Any:
         """Wait for the end of a call; an exception that reaches this thread brings it about."""
