@@ -171,6 +171,7 @@ SGLANG_FAULTS: dict[str, tuple[list[Event], str]] = {
     "finish_of_text": ([sglang(IDS, "stop")], "finish_reason"),
     "version_of_list": ([sglang(IDS, STOP, weight_version=[3])], "weight_version"),
     "finish_missing": ([sglang(IDS, finish_reason=LEFT_OUT)], "finish reason"),
+    "finish_unknown": ([sglang(IDS, {"type": "new"})], "{'type': 'new'}"),
     "cached_tokens_of_text": ([sglang(IDS, STOP, cached_tokens="many")], "cached_tokens"),
 }
 #: Of servers that say that their events have new tokens only.
@@ -211,6 +212,14 @@ VLLM_FAULTS: dict[str, tuple[list[Event], str]] = {
     "id_negative": ([vllm(IDS, "stop", token_ids=[*IDS[:2], -1])], "token_ids[2]"),
     "ids_empty_beside_text": ([vllm([], "stop", text="yes")], "token_ids"),
     "ids_empty_streamed_beside_text": ([vllm([], text="ye"), vllm([], "stop")], "token_ids"),
+    "ids_empty_beside_the_first_text": (
+        [vllm([], text="ye"), vllm(IDS[2:], "stop", text="s")],
+        "token_ids",
+    ),
+    "ids_empty_beside_later_text": (
+        [vllm(IDS[:1], text="y"), vllm([], text="e"), vllm(IDS[2:], "stop", text="s")],
+        "token_ids",
+    ),
     "ids_empty_beside_usage": (
         [vllm([], "stop", usage={"completion_tokens": 3})],
         "completion_tokens",
@@ -231,6 +240,8 @@ VLLM_FAULTS: dict[str, tuple[list[Event], str]] = {
         [vllm(IDS, "stop", tokens=["token_id:7", "token_id:8", "token_id:9"])],
         "logprobs.tokens[0]",
     ),
+    "names_of_none": ([vllm(IDS, "stop", tokens=[])], "logprobs.tokens"),
+    "finish_unknown": ([vllm(IDS, "new")], "'new'"),
     "choices_missing": ([vllm(IDS, "stop", choices=LEFT_OUT)], "choices"),
     "choices_null": ([vllm(IDS, "stop", choices=None)], "choices"),
     "finish_missing": ([vllm(IDS, finish_reason=LEFT_OUT)], "finish reason"),
@@ -288,10 +299,13 @@ SOUND: dict[Api, list[list[Event]]] = {
         [sglang(IDS, STOP)],
         [sglang(IDS[:1]), sglang(IDS[:1]), sglang(IDS, STOP)],
         [sglang(IDS, STOP, completion_tokens=None)],
+        [sglang(IDS, STOP, output_top_logprobs=None)],
+        [sglang(IDS, STOP, output_top_logprobs=[None] * 3)],
     ],
     "vllm": [
         [vllm(IDS, "stop")],
         [vllm(IDS[:2], text="ye"), vllm(IDS[2:]), vllm([], "stop", logprobs=None)],
+        [vllm(IDS[:2], text="y"), vllm(IDS[2:]), vllm([], "stop", text="es")],
         [vllm(IDS, "stop", tokens=["y", "e", "s"])],
         [
             vllm(IDS[:2], usage={"completion_tokens": 2}),

@@ -9,7 +9,7 @@ import threading
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 
 import anyio
 
@@ -140,13 +140,13 @@ class BlockingRollout(BlockingGroups):
         Cancellation, or any other exception that reaches the awaiting task, ends the call's
         trajectories and passes through.
         """
-        call = self._start(
+        call = LoopCall(
             lambda: self._runtime.generate(
                 prompts, samples=samples, step=step, validate=validate, layout=layout, trim=trim
-            ),
-            is_awaited=True,
+            )
         )
         try:
+            self._hand_over(call)
             batch: RolloutBatch = await wait_future(call.future)
         except BaseException:
             if not call.future.done():  # a cancellation, or a Ctrl-C in this thread
@@ -247,9 +247,11 @@ class BlockingRollout(BlockingGroups):
             if not opened.done():
                 opened.set_exception(ended.exception() or RolloutError("the runtime is closed"))
 
-        call = self._start(keep_open)
+        self._refuse_own_thread()
+        call = LoopCall(keep_open)
         call.future.add_done_callback(give_up)
         try:
+            self._hand_over(call)
             given, leave = opened.result()
 
             def end() -> None:
@@ -265,15 +267,15 @@ class BlockingRollout(BlockingGroups):
 
     def _wait(self, function: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """What a call returns; an exception that reaches this thread meanwhile ends the call."""
-        call = self._start(function)
-        self._finish(call)
-        result: T = call.future.result()
-        return result
+        self._refuse_own_thread()
+        return cast("T", self._finish(LoopCall(function), is_new=True))
 
-    def _finish(self, call: LoopCall) -> None:
+    def _finish(self, call: LoopCall, *, is_new: bool = False) -> Any:
         """Wait for the end of a call; an exception that reaches this thread brings it about."""
         try:
-            call.future.result()
+            if is_new:
+                self._hand_over(call)
+            return call.future.result()
         except BaseException:
             self._abandon(call)
             raise
@@ -292,27 +294,25 @@ class BlockingRollout(BlockingGroups):
                 "run, and which it would wait for; expected another thread"
             )
 
-    def _start(
-        self, function: Callable[[], Awaitable[Any]], *, is_awaited: bool = False
-    ) -> LoopCall:
-        """Have it called on the loop.
-
-        Args:
-            is_awaited: Whether the caller awaits its end, in place of blocking its thread.
-        """
-        if not is_awaited:
-            self._refuse_own_thread()
+    def _start(self, function: Callable[[], Awaitable[Any]]) -> LoopCall:
+        """Have it called on the loop, to its end."""
+        self._refuse_own_thread()
         call = LoopCall(function)
+        self._hand_over(call)
+        return call
+
+    def _hand_over(self, call: LoopCall) -> None:
+        """Have the loop perform a call; a Ctrl-C in here says nothing about whether it will."""
         self._calls.add(call)
         call.future.add_done_callback(lambda _: self._calls.discard(call))
         self._post(lambda: self._accept(call))
         # The thread may end before the callback runs, and its own sweep may have passed by then.
         if not self._thread.is_alive():
             self._fail_calls()
-        return call
 
     def _accept(self, call: LoopCall) -> None:
         """On the loop, but in no task of it: the call is handed to one that can start tasks."""
+        call.is_accepted = True
         try:
             self._inbox.send_nowait(call)
         except (anyio.ClosedResourceError, anyio.BrokenResourceError):

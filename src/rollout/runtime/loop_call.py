@@ -24,12 +24,14 @@ class LoopCall:
 
     Attributes:
         future: What it returns or raises; a RolloutError where it was ended.
+        is_accepted: The loop is going to perform it.
     """
 
     def __init__(self, function: Callable[[], Awaitable[Any]]) -> None:
         self._function = function
         self._scope: anyio.CancelScope | None = None
         self._is_abandoned = False
+        self.is_accepted = False
         self.future: Future[Any] = Future()
 
     async def run(self) -> None:
@@ -58,11 +60,13 @@ class LoopCall:
         self._is_abandoned = True
         if self._scope is not None:
             self._scope.cancel()
+        elif not self.is_accepted:  # its caller was interrupted before it was handed over
+            self.fail("the call was cancelled")
 
-    def fail(self) -> None:
-        """It came too late: no loop is going to perform it."""
+    def fail(self, why: str = "the runtime is closed") -> None:
+        """No loop is going to perform it."""
         if not self.future.done():
-            self.future.set_exception(RolloutError("the runtime is closed"))
+            self.future.set_exception(RolloutError(why))
 
     async def settled(self) -> None:
         """Wait for its end on a loop of the caller's, whatever comes of it."""

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import msgspec
 
 from rollout.engine.core import Chunk, EngineInfo, EngineLoad, GenerationRequest
 from rollout.engine.cores.http.client import HttpClient, HttpError, open_client
@@ -265,7 +266,11 @@ class HttpCore:
         """What the next event adds; once there is no next one, the end of the request."""
         try:
             with entry.waiting():
-                return entry.read(await anext(events))
+                chunks = entry.read(await anext(events))
+                if entry.is_over and chunks[-1].finish_reason == "error":
+                    text = f"{self._url}{self._api.path}: {chunks[-1].error}"
+                    return [*chunks[:-1], msgspec.structs.replace(chunks[-1], error=text)]
+                return chunks
         except StopAsyncIteration:
             text = f"{self._url}{self._api.path}: the answer ended without a finish reason"
             await self._lose_if_refused(text)

@@ -153,12 +153,11 @@ class _Event(msgspec.Struct):
 class VllmReader:
     """Reads the events of one request: each has the new tokens only."""
 
-    __slots__ = ("_has_text", "request_id", "tokens")
+    __slots__ = ("request_id", "tokens")
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.tokens = 0
-        self._has_text = False
 
     def read(self, answer: Mapping[str, Any]) -> list[Chunk]:
         """The chunk that an event adds.
@@ -196,16 +195,17 @@ class VllmReader:
             raise EngineError("choices[0].logprobs is missing or null; expected log-probs")
         if scored is not None:
             check_log_probs(LOG_PROBS, len(scored.token_logprobs), IDS, len(ids))
-            if scored.tokens:
+            if scored.tokens is not None:
                 check_log_probs(TOKENS, len(scored.tokens), IDS, len(ids))
                 check_scored_ids(TOKENS, [_id_of(token) for token in scored.tokens], IDS, ids)
         count = self.tokens + len(ids)
         total = usage and usage.completion_tokens
         if total is not None and total != count:
             raise EngineError(f"{IDS} had {count} ids; expected {total}, as {COUNT} says")
-        self._has_text = self._has_text or bool(choice.text)
-        if choice.finish_reason is not None and self._has_text and not count:
-            raise EngineError(f"{IDS} had no ids; expected those of the text")
+        # The last event may have text that was held back, of tokens that came before.
+        is_of_none = not ids and (not count or choice.finish_reason is None)
+        if choice.text and is_of_none:
+            raise EngineError(f"{IDS} has no ids; expected those of the text")
 
 
 def _id_of(token: str) -> int | None:

@@ -115,7 +115,8 @@ class AnswerReader:
         if (own := [entry[1] for entry in scored]) != ids:
             check_scored_ids(LOG_PROBS, own, IDS, ids, start)
         self.tokens = end
-        likely = [entry for row in meta.get("output_top_logprobs", ())[start:end] for entry in row]
+        rows: Sequence[Any] = meta.get("output_top_logprobs") or ()
+        likely = [entry for row in rows[start:end] for entry in row or ()]
         return Chunk(
             request_id=self.request_id,
             offset=start,
