@@ -96,7 +96,7 @@ SPOILERS: dict[str, Callable[[Any], object]] = {
     "tool rewards": lambda context: setattr(context, "tool_rewards", None),
     "turns": lambda context: setattr(context, "user_turns", "two"),
     "ending": lambda context: setattr(context, "ending", "completed"),
-    "outcome": lambda context: context.end("completed", "because"),
+    "outcome": lambda context: context.end("finished", "because"),
     "cut": lambda context: setattr(context, "cut_by", 3),
     "reward": lambda context: setattr(context.main, "reward", "good"),
     "trainable": lambda context: setattr(context.main, "trainable", 1),

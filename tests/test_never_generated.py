@@ -60,6 +60,8 @@ class NeverGenerates(AgentLoop):
                 other.reward = 0.5
         elif way in ("completed", "limit", "length", "deadline", "cancelled", "rejected"):
             context.end(Outcome(way), "its_own")
+        elif way == "ends":
+            context.end("completed")
 
 
 @register_agent("only_a_sub_agent_generates")
@@ -180,11 +182,14 @@ async def test_other_outcomes_without_a_generation_keep_their_names_and_are_not_
     check_not_learned(first)
 
 
-async def test_agent_that_ends_as_completed_stays_so_and_is_not_learned_from() -> None:
+@pytest.mark.parametrize(("way", "reason"), [("completed", "its_own"), ("ends", "")])
+async def test_agent_that_ends_as_completed_stays_so_and_is_not_learned_from(
+    way: str, reason: str
+) -> None:
     async with rollout.open_rollout(config(), reward=lambda trajectory: 1.0) as runtime:
-        batch = await runtime.generate([go(way="completed")])
+        batch = await runtime.generate([go(way=way)])
     first = batch.trajectories[0]
-    assert (first.outcome, first.reason) == (Outcome.COMPLETED, "its_own")
+    assert (first.outcome, first.reason) == (Outcome.COMPLETED, reason)
     check_not_learned(first)
     assert group_relative(batch).tolist() == [0.0] * 4
 

@@ -339,7 +339,13 @@ async def beside(context: rollout.AgentContext, messages: Any) -> Any:
     return (await context.subagent(messages)).transcript
 
 
-DOORS = {each.__name__: each for each in (opened, compacted, beside)}
+async def observed(context: rollout.AgentContext, messages: Any) -> Any:
+    context.observe(messages)
+    await context.settle()
+    return context.transcript
+
+
+DOORS = {each.__name__: each for each in (opened, compacted, beside, observed)}
 TRIALS: dict[str, Any] = {}
 
 
@@ -364,7 +370,7 @@ async def tried(trial: Any, prompt: Prompt) -> rollout.Trajectory:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("door", DOORS)
-async def test_segment_messages_with_padding_get_the_ids_of_those_without(door: str) -> None:
+async def test_messages_of_agents_with_padding_get_the_ids_of_those_without(door: str) -> None:
     """As of examples that a prompt holds in its `extra`, which is left alone."""
     rows = []
 

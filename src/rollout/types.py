@@ -145,8 +145,9 @@ def _drop_null_keys(value: Any) -> Any:
 
 
 def _is_flat(value: Any) -> bool:
-    """Whether it is a dict of single values, as messages mostly are, none of them None."""
-    return type(value) is dict and _ATOMS.issuperset(map(type, value.values()))
+    """Whether it is a mapping of single values, as messages mostly are, none of them None."""
+    is_mapping = type(value) is dict or isinstance(value, Mapping)
+    return is_mapping and _ATOMS.issuperset(map(type, value.values()))
 
 
 def without_padding(messages: Any) -> Any:

@@ -226,7 +226,9 @@ class AgentContext:
         """Takes what happens to those who want to know."""
         return self.services.events
 
-    def end(self, outcome: Outcome, reason: str, *, limit_source: str | None = None) -> None:
+    def end(
+        self, outcome: Outcome | str, reason: str = "", *, limit_source: str | None = None
+    ) -> None:
         """Settle the outcome; return from `run` afterwards. The first call counts.
 
         Raises:

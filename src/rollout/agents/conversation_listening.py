@@ -16,6 +16,7 @@ from rollout.chat.result_order import message_ids, result_order
 from rollout.chat.trajectory import MAIN
 from rollout.errors import AgentError
 from rollout.reward_values import finite_number
+from rollout.types import without_padding
 
 if TYPE_CHECKING:
     from rollout.agents.conversation_log import ConversationLog
@@ -125,7 +126,7 @@ class ListeningConversation(ConversationView):
         self._check_idle("answer")
         if self._unsettled:
             await self._settle()
-        await self._observe(messages if is_ordered else self._ordered(messages))
+        await self._observe(messages if is_ordered else self._ordered(without_padding(messages)))
         self.user_turns += 1
 
     def observe(self, messages: Given) -> None:
@@ -135,7 +136,8 @@ class ListeningConversation(ConversationView):
         ones, a turn without words stands between. A text of more than 16,000 characters is encoded
         beside the event loop: `settle` and whatever else of the conversation is awaited append it.
 
-        Results of tools that name their calls are put into the order of the calls.
+        Results of tools that name their calls are put into the order of the calls. Null keys are
+        dropped as from a prompt's messages.
 
         Raises:
             LimitExceeded: They would leave no room for one more token; nothing is appended. Of a
@@ -145,7 +147,7 @@ class ListeningConversation(ConversationView):
                 is appended.
         """
         self._check_idle("observe")
-        messages = self._ordered(messages)
+        messages = self._ordered(without_padding(messages))
         given: Worded | Given = messages
         if not self._unsettled:
             with self._settling_limits:

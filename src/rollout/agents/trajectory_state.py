@@ -193,21 +193,19 @@ class TrajectoryState:
         services = self.services
         return Wording(services, TurnReader(services.template, services.parser, tuple(tools)))
 
-    def end(self, outcome: Outcome, reason: str, *, limit_source: str | None = None) -> None:
+    def end(self, outcome: Outcome | str, reason: str, *, limit_source: str | None = None) -> None:
         """Settle the outcome; return from `run` afterwards. The first call counts.
 
         Raises:
             AgentError: An argument is of another kind; nothing is settled.
         """
-        if not isinstance(outcome, Outcome):
-            raise AgentError(
-                f"end: outcome = {outcome!r:.80}; expected a member of rollout.Outcome"
-            )
+        if outcome not in tuple(Outcome):  # the text of a member is equal to it
+            raise AgentError(f"end: outcome = {outcome!r:.80}; expected a member of Outcome")
         for name, text in (("reason", reason), ("limit_source", limit_source or "")):
             if not isinstance(text, str) or not is_encodable(text):
                 raise AgentError(f"end: {name} = {text!r:.80}; expected a string in UTF-8")
         if self.ending is None:
-            self.ending = Ending(outcome=outcome, reason=reason, limit_source=limit_source)
+            self.ending = Ending(outcome=Outcome(outcome), reason=reason, limit_source=limit_source)
 
     def count_calls(self, count: int) -> None:
         """The model asks for so many calls more.
