@@ -346,6 +346,23 @@ def test_function_tool_every_fault_is_reported_at_once() -> None:
     )
 
 
+def test_function_tool_without_descriptions_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def f(a: int, b: int, c: int) -> None:
+        """Do it.
+
+        Args:
+            c: C.
+        """
+
+    tool = function_tool(f)
+    assert list(tool.schema["function"]["parameters"]["properties"]) == ["a", "b", "c"]
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "'f': the model sees no description of 'a', 'b'" in record.getMessage()
+
+
 def unannotated(a):  # type: ignore[no-untyped-def]
     """Do it.
 
