@@ -342,7 +342,8 @@ def test_function_tool_every_fault_is_reported_at_once() -> None:
         "function tool 'f': it has no docstring: write one that tells the model what the tool "
         "does; a is positional-only, and calls name their arguments: remove the `/`; b is "
         "positional-only, and calls name their arguments: remove the `/`; *args has no schema: "
-        "write `args: list[...]` instead; **rest has no schema: write `rest: dict[str, ...]` instead"
+        "write `args: list[...]` instead; **rest has no schema: write `rest: dict[str, ...]` "
+        "instead"
     )
 
 

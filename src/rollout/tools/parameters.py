@@ -180,8 +180,9 @@ def inspect_parameters(
     """The parameters of `function`, from its annotations and its docstring.
 
     One warning names the parameters that the docstring does not describe: a model then sees their
-    names and types only. With ``is_documented=False`` (the schema is given by hand) neither is required: a parameter
-    without an annotation takes any value, and ``**kwargs`` whatever else the schema lists.
+    names and types only. With ``is_documented=False`` (the schema is given by hand) neither a
+    docstring nor annotations are required: a parameter without one takes any value, and
+    ``**kwargs`` whatever else the schema lists.
 
     Raises:
         ToolError: It lists everything that must be written first.
