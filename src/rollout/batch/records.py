@@ -179,7 +179,7 @@ def trajectory_from_line(line: bytes) -> Trajectory:
     return Trajectory(
         transcript=transcript,
         cause=record.cause,
-        prompt=_prompt(record.prompt),
+        prompt=_prompt(record.prompt),  # type: ignore[arg-type]
         messages=record.messages,
         history=record.history,
         segments=(

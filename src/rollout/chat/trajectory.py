@@ -81,7 +81,7 @@ class Trajectory(msgspec.Struct, kw_only=True, weakref=True):
         metrics: Seconds, tokens and calls of this trajectory by name; ``tools/TOOL/NAME`` sums what
             a tool measured over its calls.
         extra: What the prompt, the agent and the reward function attached.
-        prompt: What it started from.
+        prompt: What it started from; a `Prompt` for every reward, agent and caller of a runtime.
         messages: The whole conversation as the agent and its tools saw it; decoded as it is read.
     """
 
@@ -100,7 +100,7 @@ class Trajectory(msgspec.Struct, kw_only=True, weakref=True):
     num_turns: int = 1
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     extra: dict[str, Any] = msgspec.field(default_factory=dict)
-    prompt: Prompt | None = None
+    prompt: Prompt = None  # type: ignore[assignment]  # of records without one
     messages: Sequence[Message] = msgspec.field(default_factory=list)
     history: str = "append_only"
     segments: list[Segment] = []

@@ -109,7 +109,7 @@ def _add_demo(commands: Commands) -> None:
         EXIT_CODES,
     )
     parser.add_argument(
-        "--prompts", type=positive, default=16, metavar="N", help="sums to solve (16)"
+        "--prompts", type=positive, default=8, metavar="N", help="sums to solve (8)"
     )
     parser.add_argument(
         "--samples", type=positive, default=4, metavar="M", help="trajectories for each sum (4)"

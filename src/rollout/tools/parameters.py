@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 import typing
 from typing import Any
@@ -19,6 +20,8 @@ from rollout.tools.tool import ToolContext
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+logger = logging.getLogger("rollout")
 
 #: How msgspec words a fault: what is wrong, and where within the argument.
 _FAULT = re.compile(r"(?P<problem>.*?)(?: - at (?P<key>`key` in )?`\$(?P<path>.*)`)?", re.DOTALL)
@@ -176,8 +179,10 @@ def inspect_parameters(
 ) -> Parameters:
     """The parameters of `function`, from its annotations and its docstring.
 
-    With ``is_documented=False`` (the schema is given by hand) neither is required: a parameter
-    without an annotation takes any value, and ``**kwargs`` whatever else the schema lists.
+    One warning names the parameters that the docstring does not describe: a model then sees their
+    names and types only. With ``is_documented=False`` (the schema is given by hand) neither a
+    docstring nor annotations are required: a parameter without one takes any value, and
+    ``**kwargs`` whatever else the schema lists.
 
     Raises:
         ToolError: It lists everything that must be written first.
@@ -204,6 +209,14 @@ def inspect_parameters(
         found.append(parameter)
     if faults:
         raise ToolError(f"function tool {tool!r}: " + "; ".join(faults))
+    undescribed = [parameter.name for parameter in found if not parameter.description]
+    if is_documented and undescribed:
+        logger.warning(
+            "function tool %r: the model sees no description of %s: write one under `Args:` in "
+            "the docstring",
+            tool,
+            quoted(undescribed),
+        )
     return Parameters(tool, found, context_name, takes_others=takes_others)
 
 
@@ -248,11 +261,6 @@ def _faults_of(
         faults.append(f"parameter {name!r} has no type: write `{name}: str` or what it is")
     elif is_documented or raw.annotation is not raw.empty:
         faults += _unsupported(parameter, annotation)
-    if is_documented and not parameter.description:
-        faults.append(
-            f"parameter {name!r} is not documented: write `{name}: ...` under `Args:` in the "
-            f"docstring"
-        )
     return faults
 
 

@@ -267,7 +267,12 @@ def trajectory_of(
         for each, transcript in zip(record.segments, transcripts, strict=True)
     ]
     own = {name: getattr(record, name) for name in _SHARED}
-    return Trajectory(prompt=prompt, segments=segments, messages=conversations[0], **own)
+    return Trajectory(
+        prompt=prompt,  # type: ignore[arg-type]
+        segments=segments,
+        messages=conversations[0],
+        **own,
+    )
 
 
 def _transcript(segment: _Segment, rows: Rows) -> Transcript:
