@@ -105,6 +105,11 @@ DIFFERENCES = {
     "theirs drops text after a call, or keeps tags as text": """
         deepseek_v3/stray_end_tags glm4/text_after hermes/text_after hermes/duplicated_closing
         kimi_k2/text_after mistral/text_after
+        deepseek_v3/end_of_reasoning_that_nothing_opened hermes/end_of_reasoning_that_nothing_opened
+    """,
+    "theirs takes the last of a text that is given twice, which a value may have quoted": """
+        glm4/a_text_twice_may_quote_its_own_tags minimax_m2/a_text_twice_may_quote_its_own_tags
+        qwen3_coder/a_text_twice_may_quote_its_own_tags
     """,
     "theirs gives a text without a call back with its tokens; another parser reads it there": """
         gpt_oss/final gpt_oss/plain_text gpt_oss/plain_text_with_an_end_token gpt_oss/empty
