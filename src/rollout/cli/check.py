@@ -122,8 +122,8 @@ def _package_faults(config: RolloutConfig) -> Iterator[str]:
                 yield f"engine.kind = 'transformers' needs the package {name}: pip install {name}"
     if isinstance(config.engine, SGLangEngine) and not is_importable("sglang"):
         yield (
-            "engine.kind = 'sglang' needs the package sglang in the engines' interpreter; "
-            "placement.python names another one than this"
+            "engine.kind = 'sglang': this interpreter has no package sglang; install it here, or "
+            "set placement.python to the interpreter of the environment that has it"
         )
     if isinstance(config.engine, CustomEngine):
         module = config.engine.core.partition(":")[0]
