@@ -119,7 +119,7 @@ async def test_async_client_conversation_is_one_exact_row(agent: str) -> None:
 
 async def test_address_is_there_before_anything_is_asked() -> None:
     """As programs look for it: with HEAD, and without a key."""
-    done = await run(_look, Scenario().then("Hello."))
+    done = await run(_look, Scenario().reply("Hello?", "Hello."))
     assert done.result == 200
 
 
