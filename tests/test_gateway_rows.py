@@ -187,6 +187,8 @@ async def test_what_the_model_cannot_read_is_refused_in_the_clients_words(is_fir
         given = {"role": "user", "content": [PICTURE]}
         responses = client.post("/v1/responses", instructions="Look.", input=[given])
         long = client.post("/v1/responses", input="x" * 5000)
+        if is_first:
+            said(client, user("One"))
         return [each.json()["error"] for each in (chat, responses, long)]
 
     chat, responses, long = (await rows_of(ask)).extra["result"]
