@@ -882,6 +882,7 @@ async def test_sessions_keys_open_their_own_trajectory_only() -> None:
         assert (caught.value.status, caught.value.code) == (403, "trajectory_ended")
         late.delivered("x")
         late.left("x")
+        await ask(session, user("question"))
 
     assert (await tried(trial, HELLO)).trajectory.outcome is Outcome.COMPLETED
 
