@@ -31,7 +31,6 @@ from rollout.observe.events import (
 from rollout.observe.report.call_times import CallTimes
 from rollout.observe.report.trajectory_times import (
     DECODE,
-    NOT_PARSED,
     PLACE,
     PREFILL,
     QUEUE,
@@ -44,6 +43,7 @@ from rollout.observe.report.trajectory_times import (
 )
 from rollout.observe.report.under_way import UnderWay
 from rollout.session_names import split_session
+from rollout.types import NOT_PARSED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rollout.observe.report.finding import NOTABLE, SEVERE, Finding, Run, percent, quoted
-from rollout.observe.report.trajectory_times import NOT_PARSED
 from rollout.plurals import count
+from rollout.types import NOT_PARSED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
