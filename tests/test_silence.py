@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 import pytest
@@ -88,7 +88,7 @@ async def test_tool_raises_it_is_said_once_with_its_count_and_its_first_tracebac
 async def test_tool_cannot_be_opened_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     class Closed(rollout.tools.Tool):
         name = "closed"
-        schema: Any = {"type": "function", "function": {"name": "closed", "parameters": {}}}
+        schema: ClassVar = {"type": "function", "function": {"name": "closed", "parameters": {}}}
 
         async def open(self, context: Any) -> Any:
             raise OSError("no such port")
