@@ -161,9 +161,17 @@ class Conversation(OpeningConversation):
                 self._arrived(generation, seed, end, stays_open=is_over)
             if waits:
                 await self._until_room()
-            return self._say()
+            return self._counted(self._say())
         finally:
             self._is_generating = False
+
+    def _counted(self, turn: AssistantTurn) -> AssistantTurn:
+        """Count a turn in which tools could be called."""
+        if self._wording.reader.schemas:
+            tally = self._state.services.tally
+            tally.turns_with_tools += 1
+            tally.turns_with_calls += bool(turn.calls)
+        return turn
 
     def _told_start(self) -> float:
         """When the turn begins, which those learn who want to know."""

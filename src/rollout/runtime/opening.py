@@ -176,9 +176,9 @@ async def _open_runtime(
     threads = WorkerThreads(
         max_threads=config.tools.max_threads, max_abandoned=config.tools.max_abandoned_threads
     )
-    executor = tool_executor(config, tools, threads)
-    processes = reward_processes(config, rewards, threads)
     tally, events = Tally(), EventStream()
+    executor = tool_executor(config, tools, threads, tally)
+    processes = reward_processes(config, rewards, threads)
     run_seed = seed_of_run(config, None if file is None else file.contents)
     try:
         if processes is not None:
@@ -276,7 +276,10 @@ def check_abilities(config: RolloutConfig, info: EngineInfo) -> None:
 
 
 def tool_executor(
-    config: RolloutConfig, tools: Sequence[Any], threads: WorkerThreads
+    config: RolloutConfig,
+    tools: Sequence[Any],
+    threads: WorkerThreads,
+    tally: Tally | None = None,
 ) -> ToolExecutor:
     """The tools, checked and ready to open sessions.
 
@@ -292,6 +295,7 @@ def tool_executor(
         tool_s=config.limits.tool_s,
         cleanup_s=config.limits.cleanup_s,
         max_processes=config.tools.max_processes,
+        tally=tally,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from types import CoroutineType
+from types import CoroutineType, MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from rollout.agents.identity import RejectedPrompt
@@ -15,7 +15,7 @@ from rollout.supervised import Supervised, Supervisor, is_given_up
 from rollout.types import Cause, Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine, Mapping
 
     from rollout.agents.agent_loop import AgentLoop
     from rollout.agents.context import AgentContext
@@ -43,12 +43,14 @@ class Before(NamedTuple):
     Attributes:
         attempts: How many there were.
         discarded, resumes, restarts: What a trajectory says of them, of these attempts.
+        calls: What it says of their calls; see `rollout.scheduling.finished.calls_of`.
     """
 
     attempts: int = 0
     discarded: int = 0
     resumes: int = 0
     restarts: tuple[str, ...] = ()
+    calls: Mapping[str, float] = MappingProxyType({})
 
 
 _NONE_BEFORE = Before()
@@ -169,8 +171,12 @@ class AgentRun(Supervised[Cause]):
         if self._is_within:
             self.__exit__(None, None, None)
 
-    def again(self) -> AgentRun:
-        """Another attempt, from the start; what this one sampled is discarded."""
+    def again(self, calls: Mapping[str, float]) -> AgentRun:
+        """Another attempt, from the start; what this one sampled is discarded.
+
+        Args:
+            calls: What there is to say of the calls so far.
+        """
         context, before = self.context, self.before
         run = AgentRun(
             self._supervision, self.member, self.home, self.batch_deadline, self._conclude
@@ -181,6 +187,7 @@ class AgentRun(Supervised[Cause]):
             before.discarded + context.discarded_tokens + self.tokens,
             before.resumes + context.resumes,
             (*before.restarts, *context.restarts),
+            calls,
         )
         return run
 
