@@ -29,6 +29,8 @@ class ToolAgent(AgentLoop):
 
     __slots__ = ()
 
+    is_shared = True
+
     async def run(self, context: AgentContext) -> None:
         """Run it until it ends; between two of its steps it holds nothing of the conversation."""
         await context.begin()
