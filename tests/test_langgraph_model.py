@@ -9,8 +9,8 @@ import pytest
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 
-from race_situations import user
 import rollout
+from race_situations import user
 from rollout import AgentContext, AgentError, AgentLoop, Outcome, RolloutBatch, register_agent
 from rollout.config import AgentConfig, GatewayConfig, LengthsConfig, LimitsConfig
 from rollout.gateway.calls import GatewayError

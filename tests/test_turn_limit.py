@@ -208,7 +208,9 @@ def asking_messages(client: Client) -> None:
 @pytest.mark.parametrize("program", [chatting, asking_anew, asking_responses, asking_messages])
 async def test_turn_limit_ends_clients_of_the_gateway(program: Any) -> None:
     PROGRAMS["endless"] = program
-    check(await limited("http_agent", program="endless"))
+    batch = await limited("http_agent", program="endless")
+    check(batch)
+    assert len(batch.trajectories[0].segments) == (1 if program is chatting else 3)
 
 
 @rollout.agent("endless_function")

@@ -131,7 +131,7 @@ class Conversation(OpeningConversation):
             AgentError: It is generating already, or has not begun.
         """
         self._check_idle("generate")
-        self._check_turns()
+        self.check_turns()
         self._is_generating = True
         self._state.generations += 1  # now, since several conversations may generate at once
         before = self.assistant_turns
@@ -170,8 +170,12 @@ class Conversation(OpeningConversation):
             self._is_generating = False
             self._state.generations -= self.assistant_turns == before  # no token came
 
-    def _check_turns(self) -> None:
-        """Settle the outcome where no turn is left, before anything is appended for the next."""
+    def check_turns(self) -> None:
+        """Let another turn be prepared for, in this conversation or another of the trajectory.
+
+        Raises:
+            LimitExceeded: `agent.max_assistant_turns` is reached; let it pass.
+        """
         try:
             self._state.check_turns()
         except LimitExceeded as error:
@@ -305,7 +309,7 @@ class Conversation(OpeningConversation):
         drawn = None
         if sampling is not None:
             drawn = self._state.sampling_given("generate_ids", sampling)
-        self._check_turns()
+        self.check_turns()
         await self._settle()
         beyond = self._beyond(prompt_ids)
         if beyond:
