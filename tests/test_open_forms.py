@@ -44,8 +44,8 @@ async def test_open_rollout_used_before_it_is_entered_says_how_it_is_entered(nam
 
 async def test_open_rollout_blocking_awaited_or_entered_by_async_with_is_closed() -> None:
     with pytest.raises(RolloutError, match=WORDS):
-        async with rollout.open_rollout_blocking(CONFIG):  # type: ignore[misc]
+        async with rollout.open_rollout_blocking(CONFIG):
             pass
     with pytest.raises(RolloutError, match=WORDS):
-        await rollout.open_rollout_blocking(CONFIG)  # type: ignore[misc]
+        await rollout.open_rollout_blocking(CONFIG)
     assert "rollout" not in [thread.name for thread in threading.enumerate()]

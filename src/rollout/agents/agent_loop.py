@@ -123,7 +123,9 @@ def _fault(loop: Any) -> str:
         made = made.func
     if isinstance(made, type) and not issubclass(made, AgentLoop):
         return f"{made!r:.200} is not a subclass of AgentLoop; {expected}"
-    if isinstance(made, type) and (inspect.isabstract(made) or not callable(made.run)):
+    if isinstance(made, type) and (
+        inspect.isabstract(made) or not callable(getattr(made, "run", None))
+    ):
         return f"{made.__qualname__} has no run; expected async def run(self, context)"
     if not callable(made):
         return f"{loop!r:.200} is not a subclass of AgentLoop; {expected}"
