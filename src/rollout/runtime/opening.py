@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio.to_thread
 
-from rollout.agents import get_agent
+from rollout.agents import AgentLoop, get_agent
 from rollout.agents.long_texts import LongTexts
 from rollout.agents.media_intake import MediaFetcher, MediaIntake
 from rollout.agents.prompt_sampling import top_log_probs_fault
@@ -21,6 +21,7 @@ from rollout.engine.driver.engine_opening import open_engines
 from rollout.engine.driver.pool import EnginePool
 from rollout.engine.driver.replica_supervisor import FactsGiver
 from rollout.errors import AgentError, ConfigError
+from rollout.function_refs import refuse_while_imported
 from rollout.interactions import InteractionRegistry
 from rollout.observe.event_stream import EventStream
 from rollout.observe.tally import Tally
@@ -126,6 +127,7 @@ def open_rollout_on(
     resume: bool = False,
 ) -> AbstractAsyncContextManager[RolloutRuntime]:
     """`open_rollout` on the engines that `engines` opens."""
+    refuse_while_imported("open_rollout")
     opening = _open(engines, config, tools, rewards, interactions, media_fetcher, resume)
     return OneTask("open_rollout", opening)
 
@@ -252,7 +254,7 @@ async def check_agent(name: str) -> None:
         ConfigError: It says that it cannot.
     """
     agent = get_agent(name)
-    if isinstance(agent, type):  # has no settings to look at yet
+    if not isinstance(agent, AgentLoop):  # has no settings to look at yet
         return
     try:
         await agent.check()

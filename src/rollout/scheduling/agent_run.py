@@ -6,6 +6,7 @@ from functools import cache
 from types import CoroutineType, MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
+from rollout.agents.agent_loop import AgentLoop, class_of, make_agent
 from rollout.agents.identity import RejectedPrompt
 from rollout.drives import UnresponsiveError
 from rollout.errors import EngineError, LimitExceeded
@@ -17,7 +18,7 @@ from rollout.types import Cause, Outcome
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Mapping
 
-    from rollout.agents.agent_loop import AgentLoop
+    from rollout.agents.agent_loop import Registered
     from rollout.agents.context import AgentContext
     from rollout.chat.trajectory import Trajectory
     from rollout.limits import Deadline
@@ -139,10 +140,9 @@ class AgentRun(Supervised[Cause]):
         self._error = why
         self._conclude(self)
 
-    def begin(self, loop: type[AgentLoop] | AgentLoop, context: AgentContext) -> None:
+    def begin(self, loop: Registered, context: AgentContext) -> None:
         """Run the agent; cancelling the member ends it."""
-        kind = loop if isinstance(loop, type) else type(loop)
-        self._context, self.what = context, _name_of(kind)
+        self._context, self.what = context, _name_of(loop)
         self.member.concluding_since = None
         context.deadline.govern(self)
         self.member.give_scope(self)
@@ -229,8 +229,10 @@ class _CleanUp(Supervised[None]):
 
 
 @cache
-def _name_of(loop: type[AgentLoop]) -> str:
-    return f"agent {loop.__name__}"
+def _name_of(loop: Registered) -> str:
+    kind = class_of(loop)
+    name = getattr(loop, "__name__", "") if kind is AgentLoop else kind.__name__
+    return f"agent {name or type(loop).__name__}"
 
 
 class _Beginning:
@@ -241,7 +243,7 @@ class _Beginning:
 
     __slots__ = ("_loop", "_run")
 
-    def __init__(self, run: AgentRun, loop: type[AgentLoop] | AgentLoop) -> None:
+    def __init__(self, run: AgentRun, loop: Registered) -> None:
         self._run, self._loop = run, loop
 
     def send(self, value: None) -> Any:
@@ -251,7 +253,7 @@ class _Beginning:
         if context.events.is_on:
             enter_trajectory(context.events, context.identity.number)
         try:
-            code: Any = (loop() if isinstance(loop, type) else loop).run(context)
+            code: Any = make_agent(loop).run(context)
         except StopIteration as error:
             raise RuntimeError("the agent raised StopIteration") from error
         if not isinstance(code, CoroutineType):

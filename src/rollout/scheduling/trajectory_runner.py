@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from rollout.agents.agent_loop import AgentLoop, get_agent
+from rollout.agents.agent_loop import get_agent
 from rollout.agents.context import AgentContext
 from rollout.agents.identity import Ending, RejectedPrompt
 from rollout.agents.kept_messages import KeptMessages
@@ -41,6 +41,7 @@ from rollout.scopes import passing_of
 from rollout.types import DRIFT, Cause, Outcome
 
 if TYPE_CHECKING:
+    from rollout.agents.agent_loop import Registered
     from rollout.chat.trajectory import Trajectory
     from rollout.scheduling.agent_run import AgentRun
     from rollout.scheduling.prompts import Member
@@ -138,9 +139,7 @@ class TrajectoryRunner:
         for each in run.stuck:  # it is no cause of the trajectory's, and nothing else would name it
             logger.warning("%s: %s", run.member.identity.session_id, each)
 
-    def _prepare(
-        self, run: AgentRun, deadline: Deadline
-    ) -> tuple[type[AgentLoop] | AgentLoop, AgentContext]:
+    def _prepare(self, run: AgentRun, deadline: Deadline) -> tuple[Registered, AgentContext]:
         """The loop, and its context.
 
         Raises:

@@ -92,6 +92,10 @@ class ToolExecutor:
         """
         for tool in self._tools.values():
             await tool.prepare()
+        tools = [tool for tool in self._tools.values() if isinstance(tool, FunctionTool)]
+        refs = [tool.function_ref for tool in tools if tool.function_ref is not None]
+        if refs:
+            await self._processes.prepare(refs, self._kit.limits.tool_s)
 
     def schemas(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """Schemas of the tools offered, in the order of `names`; None takes all.
