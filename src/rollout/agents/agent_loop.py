@@ -82,6 +82,11 @@ def agent_names() -> tuple[str, ...]:
     return tuple(sorted(_registry))
 
 
+def registered_agents() -> dict[str, type[AgentLoop] | AgentLoop]:
+    """The loops that are registered now, by their names."""
+    return dict(_registry)
+
+
 def get_agent(name: str) -> type[AgentLoop] | AgentLoop:
     """The loop registered under `name`: a class, or an instance that serves all trajectories.
 
