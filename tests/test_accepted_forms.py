@@ -127,7 +127,10 @@ async def test_generate_takes_fields_of_sampling_for_one_turn() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"temprature": 0.2}, "generate: sampling.temprature: unknown field; known: max_new_tokens"),
+        (
+            {"temprature": 0.2},
+            "generate: sampling.temprature: unknown field; known: max_new_tokens",
+        ),
         ({"stop": ["\n"]}, "generate: sampling.stop: unknown field; "),
         ({"temperature": "hot"}, "sampling.temperature = 'hot': expected `float`, got `str`"),
         ({"top_p": 2.0}, "sampling.top_p = 2.0: expected `float` <= 1.0"),

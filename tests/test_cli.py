@@ -902,7 +902,10 @@ def test_cli_tools_of_one_name_in_two_files_are_refused_naming_both(
     (folder / "other.py").write_text(MORE_TOOLS.format(name="once"))
     (folder / "finishing.py").write_text(MORE_TOOLS.format(name="finish"))
     for options, said in (
-        (("--tools", "more.py", "--tools", "other.py"), "other.py: the tool 'once' is also in more"),
+        (
+            ("--tools", "more.py", "--tools", "other.py"),
+            "other.py: the tool 'once' is also in more",
+        ),
         (("--tools", "finish,finishing.py"), "finishing.py: the tool 'finish' is also in finish;"),
     ):
         assert run(*options) == 2

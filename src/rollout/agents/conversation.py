@@ -118,9 +118,7 @@ class Conversation(OpeningConversation):
         )
         self._settles_lengths = False
 
-    async def generate(
-        self, options: TurnOptions = AS_EVER, **sampling: Any
-    ) -> AssistantTurn:
+    async def generate(self, options: TurnOptions = AS_EVER, **sampling: Any) -> AssistantTurn:
         """Have the model generate; its tokens are in the transcript then, also when cut short.
 
         Args:

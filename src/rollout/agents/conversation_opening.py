@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 
 class OpeningConversation(CallingConversation):
-    """The part of a `Conversation` that opens others, which take over its settings.
-
-    """
+    """The part of a `Conversation` that opens others, which take over its settings."""
 
     __slots__ = ("_asked_for", "_group_id", "_sampling")
 

@@ -11,6 +11,7 @@ import msgspec
 
 from rollout.errors import AgentError
 from rollout.types import InvalidToolCall, Message, ToolCall
+from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
     from rollout.tools import ToolResult
@@ -59,6 +60,12 @@ class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
     versions: tuple[tuple[int, int], ...]
     finish_reason: str
     cut_by: str | None = None
+
+
+def written_content(turn: AssistantTurn) -> str:
+    """The content of a turn as a message has it: what could not be parsed stays, as written."""
+    invalid = [call.raw for call in turn.calls if isinstance(call, InvalidToolCall)]
+    return encodable(turn.written or "\n".join(filter(None, [turn.content, *invalid])))
 
 
 def answer(call: ToolCall | InvalidToolCall, result: ToolResult) -> Message:
@@ -114,7 +121,9 @@ def _read_call(where: str, call: object) -> ToolCall | InvalidToolCall:
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise AgentError(f"{where}.name = {name!r:.80}; expected the name of a tool: {_CALL}")
-    if "arguments" not in function and (others := sorted(map(str, {*function} - _BESIDE_ARGUMENTS))):
+    if "arguments" not in function and (
+        others := sorted(map(str, {*function} - _BESIDE_ARGUMENTS))
+    ):
         raise AgentError(f"{where} has no arguments, but {', '.join(others)}; {_CALL}")
     arguments = _read_arguments(f"{where}.arguments", function.get("arguments"))
     return ToolCall(name=name, arguments=arguments, id=call_id or "")
