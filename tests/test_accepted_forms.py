@@ -37,7 +37,7 @@ def test_prompt_takes_its_messages_without_a_name_and_nothing_else() -> None:
     kept = Prompt("x", ground_truth="42", extra={"a": None})
     assert pickle.loads(pickle.dumps(kept)) == kept
     assert msgspec.structs.replace(kept, uid="b").messages == kept.messages
-    assert list(inspect.signature(Prompt).parameters)[0] == "messages"
+    assert next(iter(inspect.signature(Prompt).parameters)) == "messages"
     with pytest.raises(TypeError):
         Prompt("question", "42")  # type: ignore[misc]
 
@@ -129,7 +129,7 @@ async def test_generate_takes_fields_of_sampling_for_one_turn() -> None:
     [
         (
             {"temprature": 0.2},
-            "generate: sampling.temprature: unknown field; known: max_new_tokens",
+            "generate: sampling.temprature: unknown field; known: max_new",
         ),
         ({"stop": ["\n"]}, "generate: sampling.stop: unknown field; "),
         ({"temperature": "hot"}, "sampling.temperature = 'hot': expected `float`, got `str`"),

@@ -904,7 +904,7 @@ def test_cli_tools_of_one_name_in_two_files_are_refused_naming_both(
     for options, said in (
         (
             ("--tools", "more.py", "--tools", "other.py"),
-            "other.py: the tool 'once' is also in more",
+            "other.py: the tool 'once' is also in",
         ),
         (("--tools", "finish,finishing.py"), "finishing.py: the tool 'finish' is also in finish;"),
     ):

@@ -10,7 +10,7 @@ import pytest
 
 import rollout
 
-PROGRAM = '''
+PROGRAM = """
 import rollout
 
 
@@ -51,7 +51,7 @@ with rollout.open_rollout_blocking(rollout.Scenario(seed=1).config(), reward=sco
     batch = runtime.generate(prompts)
 print(rollout.group_relative(batch), [row.prompt.extra for row in batch.trajectories])
 policy = rollout.GroupPolicy(accept=rollout.has_signal)
-'''
+"""
 
 
 def test_program_of_every_form_passes_strict_type_checks(tmp_path: Path) -> None:
