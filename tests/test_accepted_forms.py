@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import pickle
+import pickle  # noqa: TID251  (as user code may)
 from typing import Any
 
 import msgspec

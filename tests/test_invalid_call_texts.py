@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import pickle  # noqa: TID251  (as user code may)
 from pathlib import Path
 from typing import Any
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import pickle
+import pickle  # noqa: TID251  (as user code may)
 from pathlib import Path
 from typing import Any
 
