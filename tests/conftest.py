@@ -110,6 +110,7 @@ WITH_PROCESSES = (
     "testing_plugin",
     "tls",
     "transformers_core",
+    "typed_programs",
     "unauthenticated",
     "vision_rows",
     "wrapping",
@@ -136,7 +137,7 @@ SHARED = frozenset(
         "ray_placement readme real_processes recorder replay report report_steps "
         "reward_processes router_benchmark sampling sandbox_attacks sandbox_tools "
         "segments selection serve_gateway soak template_properties testing_plugin "
-        "tool_executor transformers_core unencodable_calls vision_core vision_rows "
+        "tool_executor transformers_core typed_programs unencodable_calls vision_core vision_rows "
         "wake_ups word_ids wrapping"
     ).split()
 )

@@ -828,3 +828,86 @@ def test_cli_demo_solves_most_and_shows_what_is_trained(
     solved = sum(row.reward == 1.0 and row.extra["is_right_call"] for row in samples)
     assert summary.split()[:3] == [str(solved), "of", "4"]
     assert solved >= 2
+
+
+MORE_TOOLS = """
+from rollout import function_tool
+
+@function_tool
+def {name}(a: int) -> int:
+    "Once more."
+    return a
+"""
+OWN_AGENTS = """
+from rollout import AgentLoop, register_agent
+
+@register_agent("cli_{name}")
+class Own(AgentLoop):
+    async def run(self, context):
+        context.extra["tools"] = sorted(context.tools.names)
+        await context.generate()
+"""
+
+
+def test_cli_agents_names_the_files_that_register_agents(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "own_agents.py").write_text(OWN_AGENTS.format(name="own"))
+    (folder / "agents_package.py").write_text(OWN_AGENTS.format(name="packaged"))
+    asked = ("--set", "agent.name=cli_own")
+    assert run(*CODE, *asked) == 2
+    assert "no agent is registered as 'cli_own'" in capsys.readouterr().err
+    both = ("--agents", "own_agents.py", "--agents", "agents_package")
+    assert run(*CODE, *both, *asked) == 0
+    assert {str(row.extra["tools"]) for row in RolloutBatch.load(folder / "out").samples} != set()
+    assert run(*CODE, *both, "--set", "agent.name=cli_packaged", "--overwrite") == 0
+    assert main(["check", "config.py", *both, *asked]) == 0
+
+
+def test_cli_agents_file_without_an_agent_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "no_agents.py").write_text("x = 1\n")
+    for name, said in (
+        ("no_agents.py", "registers no agent; expected functions decorated with @rollout.agent"),
+        ("missing.py", "missing.py is no file"),
+        ("missing_module", "ModuleNotFoundError: No module named 'missing_module'"),
+    ):
+        assert run(*CODE, "--agents", name) == 2
+        assert f"error: --agents {name}: {said}" in capsys.readouterr().err
+
+
+def test_cli_tools_of_several_files_are_offered_together(folder: Path) -> None:
+    (folder / "all_tools.py").write_text(OWN_AGENTS.format(name="all"))
+    (folder / "more.py").write_text(MORE_TOOLS.format(name="once"))
+    (folder / "again.py").write_text("from more import once\n" + MORE_TOOLS.format(name="twice"))
+    options = ("--agents", "all_tools.py", "--set", "agent.name=cli_all", "--overwrite")
+    for several in (
+        ("--tools", "more.py", "--tools", "tools.py", "--tools", "finish"),
+        ("--tools", "more.py,tools.py,finish"),
+        ("--tools", "more.py", "--tools", "tools.py,finish", "--tools", "./more.py"),
+    ):
+        assert run(*several, *options) == 0
+        for row in RolloutBatch.load(folder / "out").samples:
+            assert {"once", "finish"} < {*row.extra["tools"]}
+    # A module that one file imports and another option names is not run as one.
+    assert run("--tools", "again.py", *options) == 0
+    assert RolloutBatch.load(folder / "out").samples[0].extra["tools"] == ["once", "twice"]
+
+
+def test_cli_tools_of_one_name_in_two_files_are_refused_naming_both(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "more.py").write_text(MORE_TOOLS.format(name="once"))
+    (folder / "other.py").write_text(MORE_TOOLS.format(name="once"))
+    (folder / "finishing.py").write_text(MORE_TOOLS.format(name="finish"))
+    for options, said in (
+        (
+            ("--tools", "more.py", "--tools", "other.py"),
+            "other.py: the tool 'once' is also in",
+        ),
+        (("--tools", "finish,finishing.py"), "finishing.py: the tool 'finish' is also in finish;"),
+    ):
+        assert run(*options) == 2
+        assert f"error: --tools {said}" in capsys.readouterr().err
+        assert not (folder / "out").exists()

@@ -5,10 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 
 from race_situations import user
-from rollout import AgentError, EnvironmentAgent, Outcome, RolloutBatch, register_agent
+from rollout import (
+    AgentError,
+    EnvironmentAgent,
+    Message,
+    Outcome,
+    RolloutBatch,
+    register_agent,
+)
 from rollout.config import AgentConfig, LengthsConfig, LimitsConfig
 from rollout.testing import Recorder, Scenario
 
@@ -222,3 +230,92 @@ def test_environment_agent_refuses_what_is_no_environment() -> None:
         EnvironmentAgent(5)  # type: ignore[arg-type]
     with pytest.raises(AgentError, match="EnvironmentAgent has no method reset and no step"):
         EnvironmentAgent()
+
+
+def message(text: str, role: str = "user") -> dict[str, str]:
+    return {"role": role, "content": text}
+
+
+class Gym(Maze):
+    """As gymnasium has it: what it begins with and how it ends is said by its subclasses."""
+
+    first: Any = ("You see a door.", {"level": 3})
+    last: tuple[Any, Any] = (True, False)
+
+    async def reset(self, prompt: Any) -> Any:
+        self.log.append("reset")
+        return self.first
+
+    async def step(self, action: str) -> Any:
+        self.log.append(action)
+        steps = len(self.log) - 1
+        ends = self.last if steps == 2 else (False, False)
+        return (f"Room {steps}.", 0.25, *ends, {"rooms": steps})
+
+
+@pytest.mark.parametrize(
+    "last", [(True, False), (False, True), (np.bool_(False), np.bool_(True)), (True, True)]
+)
+async def test_environment_of_gymnasium_is_played_until_it_terminates_or_truncates(
+    last: tuple[Any, Any],
+) -> None:
+    class Ends(Gym):
+        pass
+
+    Ends.last = last
+    (trajectory,) = (await played(Ends)).trajectories
+    assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
+    assert Ends.log == ["reset", "left", "right", "close"]
+    assert (trajectory.reward, trajectory.extra) == (0.5, {"level": 3, "rooms": 2})
+    assert [m.content for m in trajectory.messages[:3]] == [
+        "Find the way out.",
+        "You see a door.",
+        "left",
+    ]
+
+
+PAIR = (message("Rules.", "user"), message("A door."))
+RESETS: list[tuple[Any, list[str], dict[str, Any]]] = [
+    (("A door.", {}), ["A door."], {}),
+    (("A door.", None), ["A door."], {}),
+    (("A door.", {"role": "knight"}), ["A door."], {"role": "knight"}),
+    ((message("A door."), {"level": 1}), ["A door."], {"level": 1}),
+    (([message("A door.")], {"role": "knight"}), ["A door."], {"role": "knight"}),
+    ((None, {"level": 1}), [], {"level": 1}),
+    ((PAIR, {"level": 1}), ["Rules.", "A door."], {"level": 1}),
+    # Observations, and no info: two messages, whatever they are made of.
+    (PAIR, ["Rules.", "A door."], {}),
+    ((Message(role="user", content="Rules."), PAIR[1]), ["Rules.", "A door."], {}),
+    (tuple(Message(role="user", content=each) for each in ("a", "b")), ["a", "b"], {}),
+    (list(PAIR), ["Rules.", "A door."], {}),
+    ((*PAIR, message("c")), ["Rules.", "A door.", "c"], {}),
+]
+
+
+@pytest.mark.parametrize(("first", "said", "info"), RESETS)
+async def test_environment_reset_tells_an_info_from_an_observation_of_two_messages(
+    first: Any, said: list[str], info: dict[str, Any]
+) -> None:
+    class Begins(Gym):
+        pass
+
+    Begins.first = first
+    scenario = Scenario(seed=1).reply("way", "left").then("right").then("open")
+    (trajectory,) = (await played(Begins, scenario=scenario)).trajectories
+    assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
+    found = [m.content for m in trajectory.messages]
+    assert found[1 : found.index("left")] == said
+    assert {key: trajectory.extra[key] for key in info} == info
+    assert len(trajectory.extra) == len(info) + 1
+
+
+@pytest.mark.parametrize("first", [("a", "b"), ("a", 1), (1, {}), ("a", "b", {})])
+async def test_environment_reset_of_another_form_is_refused(first: Any) -> None:
+    class Wrong(Gym):
+        pass
+
+    Wrong.first = first
+    (trajectory,) = (await played(Wrong)).trajectories
+    assert trajectory.outcome is Outcome.FAILED
+    assert trajectory.cause.message.startswith("reset of the environment returned")
+    assert trajectory.cause.message.endswith("and from reset also (observation, info)")

@@ -129,7 +129,7 @@ async def test_generate_ids_that_do_not_extend_the_transcript_are_refused(
     [
         ({"heat": 1}, "generate_ids: sampling.heat: unknown key"),
         ({"temperature": -1}, "temperature = -1"),
-        (3, "generate_ids: sampling = 3; expected a mapping"),
+        (3, "generate_ids: sampling = 3; expected SamplingParams, or a mapping"),
     ],
 )
 async def test_generate_ids_with_bad_sampling_is_refused(sampling: Any, said: str) -> None:

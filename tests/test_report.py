@@ -19,8 +19,8 @@ from report_runs import MadeUpRun
 from rollout import RolloutBatch, open_rollout
 from rollout.batch.records import trajectory_from_line
 from rollout.cli import main
-from rollout.cli.tokenizers import load_tokenizer_of
 from rollout.config import ObserveConfig, SchedulingConfig, SimulatedEngine
+from rollout.engine.model_tokenizer import load_tokenizer_of
 from rollout.errors import RolloutError
 from rollout.observe import read_events
 from rollout.observe.event_file import EVENTS

@@ -194,7 +194,7 @@ async def test_open_segment_sampling_is_its_own() -> None:
         ({"tools": ["dig"]}, "open_segment: the tool 'dig' is none of the trajectory's ('add', 'n"),
         ({"tools": "add"}, "open_segment: tools = 'add'; expected a list"),
         ({"sampling": {"heat": 1}}, "open_segment: sampling.heat: unknown key"),
-        ({"sampling": 3}, "open_segment: sampling = 3; expected a mapping"),
+        ({"sampling": 3}, "open_segment: sampling = 3; expected SamplingParams, or a mapping"),
         ({"purpose": ""}, "purpose = ''; expected a non-empty string"),
         ({"purpose": "\ud800"}, r"purpose = '\ud800'; expected a non-empty string in UTF-8"),
     ],

@@ -11,19 +11,23 @@ from typing import TYPE_CHECKING
 from rollout.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from rollout.advantages import group_relative
     from rollout.agents import (
         AgentContext,
         AgentLoop,
         AgentTask,
+        AssistantTurn,
         Conversation,
         EnvironmentAgent,
         ProgramAgent,
+        ToolAgent,
         agent,
         register_agent,
     )
     from rollout.batch import RolloutBatch, collate
     from rollout.chat.group import Group
     from rollout.chat.trajectory import Segment, Trajectory
+    from rollout.chat.transcript import Transcript
     from rollout.config import (
         AgentConfig,
         ChannelConfig,
@@ -53,6 +57,7 @@ if TYPE_CHECKING:
         dump_config,
         load_config,
     )
+    from rollout.engine.core import SamplingParams
     from rollout.engine.model_files import resolve_model
     from rollout.engine.weights import DiskWeights, DistributedWeights, TensorWeights
     from rollout.errors import (
@@ -75,18 +80,24 @@ if TYPE_CHECKING:
     from rollout.runtime.blocking import BlockingRollout, open_rollout_blocking
     from rollout.runtime.opening import open_rollout
     from rollout.runtime.runtime import RolloutRuntime
+    from rollout.scheduling.prompt_files import read_prompts
     from rollout.scheduling.saved_trajectories import load_trajectories
+    from rollout.scheduling.selection import has_signal
+    from rollout.testing import Scenario
     from rollout.tools import Tool, ToolResult, ToolSession, function_tool
     from rollout.types import Cause, InvalidToolCall, Message, Outcome, Prompt, Reward, ToolCall
 
 _HOMES = {
+    "rollout.advantages": ("group_relative",),
     "rollout.agents": (
         "AgentContext",
         "AgentLoop",
         "AgentTask",
+        "AssistantTurn",
         "Conversation",
         "EnvironmentAgent",
         "ProgramAgent",
+        "ToolAgent",
         "agent",
         "register_agent",
     ),
@@ -94,6 +105,7 @@ _HOMES = {
     "rollout.runtime.blocking": ("BlockingRollout", "open_rollout_blocking"),
     "rollout.chat.group": ("Group",),
     "rollout.chat.trajectory": ("Segment", "Trajectory"),
+    "rollout.chat.transcript": ("Transcript",),
     "rollout.config": (
         "AgentConfig",
         "ChannelConfig",
@@ -123,6 +135,7 @@ _HOMES = {
         "dump_config",
         "load_config",
     ),
+    "rollout.engine.core": ("SamplingParams",),
     "rollout.engine.model_files": ("resolve_model",),
     "rollout.engine.weights": ("DiskWeights", "DistributedWeights", "TensorWeights"),
     "rollout.errors": (
@@ -144,7 +157,10 @@ _HOMES = {
     "rollout.observe.user_spans": ("trace",),
     "rollout.runtime.opening": ("open_rollout",),
     "rollout.runtime.runtime": ("RolloutRuntime",),
+    "rollout.scheduling.prompt_files": ("read_prompts",),
     "rollout.scheduling.saved_trajectories": ("load_trajectories",),
+    "rollout.scheduling.selection": ("has_signal",),
+    "rollout.testing": ("Scenario",),
     "rollout.tools": ("Tool", "ToolResult", "ToolSession", "function_tool"),
     "rollout.types": (
         "Cause",
@@ -164,6 +180,7 @@ __all__ = [
     "AgentError",
     "AgentLoop",
     "AgentTask",
+    "AssistantTurn",
     "BlockingRollout",
     "Cause",
     "ChannelConfig",
@@ -208,6 +225,8 @@ __all__ = [
     "RouterConfig",
     "SGLangEngine",
     "SamplingConfig",
+    "SamplingParams",
+    "Scenario",
     "SchedulingConfig",
     "Segment",
     "SimulatedEngine",
@@ -215,23 +234,28 @@ __all__ = [
     "TemplateError",
     "TensorWeights",
     "Tool",
+    "ToolAgent",
     "ToolCall",
     "ToolError",
     "ToolResult",
     "ToolSession",
     "ToolsConfig",
     "Trajectory",
+    "Transcript",
     "TransformersEngine",
     "agent",
     "collate",
     "config_from_dict",
     "dump_config",
     "function_tool",
+    "group_relative",
+    "has_signal",
     "load_config",
     "load_trajectories",
     "open_gateway",
     "open_rollout",
     "open_rollout_blocking",
+    "read_prompts",
     "register_agent",
     "resolve_model",
     "trace",

@@ -10,7 +10,7 @@ import enum
 import operator
 import traceback as traceback_module
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -65,7 +65,13 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     parts: Sequence[str | Media] = ()
 
 
-class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+class _PositionalMessages(msgspec.Struct, frozen=True):
+    """The field of a `Prompt` that needs no name."""
+
+    messages: Sequence[Message | Mapping[str, Any]]
+
+
+class Prompt(_PositionalMessages, frozen=True, kw_only=True):
     """What one group of trajectories starts from.
 
     The members of a group share it, and those of another attempt: agents must not change what it
@@ -76,7 +82,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     which a model sampled, keep theirs, and so do `ground_truth` and every `extra`.
 
     Attributes:
-        messages: The conversation so far, as `Message` objects or OpenAI-style dicts.
+        messages: The conversation so far, as `Message` objects or OpenAI-style dicts; a text, as
+            in ``Prompt("What is 17 + 25?")``, is what a user says. The one field without a name.
         uid: Names the prompt in seeds, outcomes and `cancel`; unique within a call. None takes
             ``prompt-<index>``.
         agent_name: Registered agent loop; None takes ``agent.name`` of the configuration.
@@ -90,7 +97,6 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
         extra: Whatever else travels with the prompt to agents, tools and rewards.
     """
 
-    messages: Sequence[Message | Mapping[str, Any]]
     uid: str | None = None
     agent_name: str | None = None
     sampling: Mapping[str, Any] = msgspec.field(default_factory=dict)
@@ -101,7 +107,27 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     extra: Mapping[str, Any] = msgspec.field(default_factory=dict)
 
+    if TYPE_CHECKING:  # the messages may be given as a text, and are never read as one
+
+        def __init__(
+            self,
+            messages: str | Sequence[Message | Mapping[str, Any]],
+            *,
+            uid: str | None = None,
+            agent_name: str | None = None,
+            sampling: Mapping[str, Any] = ...,
+            tools: Sequence[str] | None = None,
+            tools_kwargs: Mapping[str, Mapping[str, Any]] = ...,
+            ground_truth: Any = None,
+            data_source: str | None = None,
+            priority: int = 0,
+            extra: Mapping[str, Any] = ...,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
+        given: object = self.messages
+        if isinstance(given, str):
+            self._drop("messages", [Message(role="user", content=given)])
         self._drop("messages", without_padding(self.messages))
         self._drop("sampling", without_null_keys(self.sampling))
         self._drop("tools_kwargs", without_null_keys(self.tools_kwargs))
@@ -238,11 +264,17 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Reward(msgspec.Struct, frozen=True, kw_only=True):
+class _PositionalValue(msgspec.Struct, frozen=True):
+    """The field of a `Reward` that needs no name."""
+
+    value: float
+
+
+class Reward(_PositionalValue, frozen=True, kw_only=True):
     """A reward with what the trainer may want beside its value.
 
     Attributes:
-        value: The scalar reward.
+        value: The scalar reward; ``Reward(1.0)`` needs no name for it.
         extra: Merged into the trajectory's `extra`, e.g. sub-scores.
         token_values: A reward for each token after the prompt of `trajectory.transcript`
             (`Transcript.response_length` of them); or, by the index of a segment, for each token
@@ -254,7 +286,6 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True):
         segment_values: Rewards of segments by their index, in the place of `value`.
     """
 
-    value: float
     extra: Mapping[str, Any] = msgspec.field(default_factory=dict)
     token_values: Sequence[float] | Mapping[int, Sequence[float]] | None = None
     turn_values: Sequence[float] | Mapping[int, Sequence[float]] | None = None

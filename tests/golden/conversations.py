@@ -217,7 +217,7 @@ async def tokens(context: AgentContext) -> None:
     sampled = await context.generate_ids([*context.transcript.ids().tolist()])
     context.extra["cut_by"] = sampled.cut_by
     context.observe([{"role": "user", "content": "way main"}])
-    context.sampling = {"temperature": 0.25, "max_new_tokens": 9}  # type: ignore[assignment]
+    context.sampling = {"temperature": 0.25, "max_new_tokens": 9}
     await context.generate()
     context.end(rollout.Outcome.COMPLETED, "as planned")
 

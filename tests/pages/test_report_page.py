@@ -17,8 +17,8 @@ from browser import Browser, find_chromium
 import observed
 from report_runs import MadeUpRun
 from report_segments import write_segments
-from rollout.cli.tokenizers import load_tokenizer_of
 from rollout.config import ObserveConfig
+from rollout.engine.model_tokenizer import load_tokenizer_of
 from rollout.observe import read_events
 from rollout.observe.events import RequestEnded
 from rollout.observe.report.report import write_report

@@ -164,6 +164,11 @@ def agent_names() -> tuple[str, ...]:
     return tuple(sorted(_registry))
 
 
+def registered_agents() -> dict[str, Registered]:
+    """What is registered now, by its names."""
+    return dict(_registry)
+
+
 def get_agent(name: str) -> Registered:
     """What is registered under `name`: makes agents, or is one that serves all trajectories.
 

@@ -53,7 +53,6 @@ class AgentContext:
     """One trajectory from the inside.
 
     Attributes:
-        sampling: How the next generation is sampled; assign to change it.
         on_tokens: Called with the `Generation` under way at each of its chunks.
         extra: Becomes the trajectory's `extra`; tools, users and rewards see it too.
         turn_scores: What the simulated user gave.
@@ -74,7 +73,6 @@ class AgentContext:
     # What an agent keeps on it is its own, and so is what it does to `__dict__`.
     __slots__ = ("__dict__", "__weakref__", *_INNER)
 
-    sampling: OfMain[SamplingParams] = OfMain()
     on_tokens: OfMain[list[Callable[[Generation], object]]] = OfMain()
     extra = Shared[dict[str, Any]]()
     turn_scores = Shared[list[float]]()
@@ -206,6 +204,22 @@ class AgentContext:
         return self._main.cut_by
 
     @property
+    def sampling(self) -> SamplingParams:
+        """How the next generation is sampled; assign `SamplingParams` or a mapping to change it.
+
+        A mapping gives fields as a prompt's `sampling` does: what it leaves out is what the prompt
+        and the configuration say. `generate` takes fields for one turn.
+
+        Raises:
+            AgentError: What is assigned has a name that is no field, or a value that cannot be.
+        """
+        return self._main.sampling
+
+    @sampling.setter
+    def sampling(self, sampling: SamplingParams | Mapping[str, Any]) -> None:
+        self._main.sampling = sampling
+
+    @property
     def reward(self) -> Any:
         """What the agent itself gives; assign to set it. Of a segment's context, the segment's.
 
@@ -267,13 +281,19 @@ class AgentContext:
         if self._interaction is not None:
             await self._interaction.start(interaction_context(self))
 
-    def generate(self) -> Coroutine[Any, Any, AssistantTurn]:
-        """As `Conversation.generate`, awaited; begins the trajectory where nobody has."""
-        return self._main.generate() if self.transcript else self._begin_and_generate()
+    def generate(self, **sampling: Any) -> Coroutine[Any, Any, AssistantTurn]:
+        """As `Conversation.generate`, awaited; begins the trajectory where nobody has.
 
-    async def _begin_and_generate(self) -> AssistantTurn:
+        Args:
+            sampling: Fields of `sampling` that differ in this turn, such as ``temperature=0.2``.
+        """
+        if self.transcript:
+            return self._main.generate(**sampling)
+        return self._begin_and_generate(sampling)
+
+    async def _begin_and_generate(self, sampling: Mapping[str, Any]) -> AssistantTurn:
         await self.begin()
-        return await self._main.generate()
+        return await self._main.generate(**sampling)
 
     async def generate_ids(
         self,
@@ -285,8 +305,10 @@ class AgentContext:
             await self.begin(ids=prompt_ids)
         return await self._main.generate_ids(prompt_ids, sampling)
 
-    async def call_tools(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[ToolResult]:
-        """As `Conversation.call_tools`."""
+    async def call_tools(
+        self, calls: Sequence[ToolCall | InvalidToolCall | Mapping[str, Any]]
+    ) -> list[ToolResult]:
+        """As `Conversation.call_tools`: calls of a turn, or dicts of their names and arguments."""
         return await self._main.call_tools(calls)
 
     async def ask_user(self) -> InteractionTurn:

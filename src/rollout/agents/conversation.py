@@ -6,11 +6,13 @@ from array import array
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from rollout.agents.conversation_opening import OpeningConversation
 from rollout.agents.on_demand import NOT_MADE, ListOnDemand
 from rollout.agents.openings import begun, first_log, reopened
 from rollout.agents.places import check_ids
-from rollout.agents.prompt_sampling import warn_of_truncation
+from rollout.agents.prompt_sampling import sampling_with, warn_of_truncation
 from rollout.agents.turn import AssistantTurn, SampledTokens
 from rollout.agents.turn_end import TurnEnd
 from rollout.agents.turn_events import tell_turn_ended, tell_turn_started
@@ -57,8 +59,6 @@ class Conversation(OpeningConversation):
     once, each by one task. Open those of one conversation in a fixed order: seeds derive from it.
 
     Attributes:
-        sampling: How the next generation is sampled; assign to change it. Its `max_new_tokens`
-            is lowered to what the lengths leave, its `seed` set for each turn.
         trainable: Whether a trainer may learn from it; None: as the trajectory.
         reward: Its own; None: the trajectory's.
         on_tokens: Called on the loop with the `Generation` under way at each of its chunks. They
@@ -118,19 +118,23 @@ class Conversation(OpeningConversation):
         )
         self._settles_lengths = False
 
-    async def generate(self, options: TurnOptions = AS_EVER) -> AssistantTurn:
+    async def generate(self, options: TurnOptions = AS_EVER, **sampling: Any) -> AssistantTurn:
         """Have the model generate; its tokens are in the transcript then, also when cut short.
 
         Args:
             options: What is particular to this turn.
+            sampling: Fields of `sampling` that differ in this turn, such as ``temperature=0.2``;
+                None says nothing.
 
         Raises:
             LimitExceeded: A length leaves no room for a token, `agent.max_assistant_turns` is
                 reached, or a deadline fired; let it pass.
-            EngineError: The engine failed or was lost.
-            AgentError: It is generating already, or has not begun.
+            EngineError: The engine failed or was lost, or a field has a value that cannot be.
+            AgentError: It is generating already, or has not begun; a field is unknown.
         """
         self._check_idle("generate")
+        if sampling:
+            options = self._options_with(options, sampling)
         self.check_turns()
         self._is_generating = True
         self._state.generations += 1  # now, since several conversations may generate at once
@@ -189,6 +193,12 @@ class Conversation(OpeningConversation):
             tally.turns_with_tools += 1
             tally.turns_with_calls += bool(turn.calls)
         return turn
+
+    def _options_with(self, options: TurnOptions, fields: Mapping[str, Any]) -> TurnOptions:
+        services = self._state.services
+        drawn = sampling_with(options.sampling or self.sampling, fields, services)
+        seed = drawn.seed if fields.get("seed") is not None else options.seed
+        return msgspec.structs.replace(options, sampling=drawn, seed=seed)
 
     def _told_start(self) -> float:
         """When the turn begins, which those learn who want to know."""

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rollout.agents.conversation_listening import ListeningConversation
-from rollout.agents.turn import answer
+from rollout.agents.turn import answer, read_calls
 from rollout.holds import NEVER
 from rollout.limits import fail_at_deadline
 from rollout.supervised import Duty
@@ -15,7 +15,8 @@ from rollout.tools.results import show_something
 from rollout.types import ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+    from typing import Any
 
     from rollout.agents.conversation_log import ConversationLog
     from rollout.agents.identity import Identity
@@ -42,12 +43,20 @@ class CallingConversation(ListeningConversation):
         self.assistant_turns = 0
         self._errors_in_a_row = 0
 
-    async def call_tools(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[ToolResult]:
+    async def call_tools(
+        self, calls: Sequence[ToolCall | InvalidToolCall | Mapping[str, Any]]
+    ) -> list[ToolResult]:
         """Run the calls side by side and append what they answer; results in the order of calls.
+
+        Args:
+            calls: Of a turn; or dicts, ``{"name": …, "arguments": …}`` or as OpenAI writes them,
+                with arguments that are a mapping or JSON of one.
 
         Raises:
             LimitExceeded: A deadline fired, or the answers leave no room for another token.
+            AgentError: A call is none; nothing has run.
         """
+        calls = read_calls("call_tools", calls)
         results = await self.run_tools(calls)
         told: Given = [answer(call, r) for call, r in zip(calls, results, strict=True)]
         if len(told) > 1:
@@ -55,12 +64,19 @@ class CallingConversation(ListeningConversation):
         await self.answer(told, is_ordered=True)
         return results
 
-    async def run_tools(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[ToolResult]:
+    async def run_tools(
+        self, calls: Sequence[ToolCall | InvalidToolCall | Mapping[str, Any]]
+    ) -> list[ToolResult]:
         """Run the calls side by side; nothing is appended. Results in the order of calls.
+
+        Args:
+            calls: As for `call_tools`.
 
         Raises:
             LimitExceeded: A deadline fired.
+            AgentError: A call is none; nothing has run.
         """
+        calls = read_calls("run_tools", calls)
         self._check_idle("run_tools")
         if self._unsettled:
             await self._settle()

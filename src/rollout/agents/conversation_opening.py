@@ -11,8 +11,8 @@ from rollout.chat.trajectory import BRANCH, SUBAGENT
 from rollout.holds import NEVER
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import Self
+    from collections.abc import Mapping, Sequence
+    from typing import Any, Self
 
     from rollout.agents.conversation_log import ConversationLog
     from rollout.agents.identity import Identity
@@ -22,13 +22,9 @@ if TYPE_CHECKING:
 
 
 class OpeningConversation(CallingConversation):
-    """The part of a `Conversation` that opens others, which take over its settings.
+    """The part of a `Conversation` that opens others, which take over its settings."""
 
-    Attributes:
-        sampling: How the next generation is sampled.
-    """
-
-    __slots__ = ("_asked_for", "_group_id", "sampling")
+    __slots__ = ("_asked_for", "_group_id", "_sampling")
 
     def __init__(
         self,
@@ -41,10 +37,27 @@ class OpeningConversation(CallingConversation):
         group_id: str = "",
     ) -> None:
         super().__init__(state, log, identity, wording)
-        self.sampling = sampling
+        self._sampling = sampling
         self._group_id = group_id
         self._turn_deadline = state.deadline.now if state.hold is None else NEVER
         self._asked_for = 0
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How the next generation is sampled; assign to change it.
+
+        Its `max_new_tokens` is lowered to what the lengths leave, its `seed` set for each turn. A
+        mapping gives fields as a prompt's `sampling` does: what it leaves out is what the prompt
+        and the configuration say, and not what was assigned before.
+
+        Raises:
+            AgentError: What is assigned has a name that is no field, or a value that cannot be.
+        """
+        return self._sampling
+
+    @sampling.setter
+    def sampling(self, sampling: SamplingParams | Mapping[str, Any]) -> None:
+        self._sampling = self._state.sampling_given("sampling", sampling)
 
     async def branch(
         self,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("rollout.agents")
 
 Messages = list[Message | Mapping[str, Any]]
-_STEP = "expected (observation, reward, done, info)"
+_STEP = "expected (observation, reward, done, info), or gymnasium's five values"
 
 
 class EnvironmentAgent(AgentLoop):
@@ -31,10 +31,13 @@ class EnvironmentAgent(AgentLoop):
 
     The environment has, sync (in a worker thread) or async:
 
-    - ``reset(prompt) -> observation``: begins an episode; the observation is said after the
-      prompt's messages, in an opened segment after those that it was opened with.
-    - ``step(action) -> (observation, reward, done, info)``: the action is the text of the model's
-      turn; see `action_of`.
+    - ``reset(prompt) -> observation``, or gymnasium's ``(observation, info)``: begins an episode;
+      the observation is said after the prompt's messages, in an opened segment after those that it
+      was opened with. A tuple of two with a mapping or None as its second is ``(observation,
+      info)``, unless both are messages, that is `Message` objects or mappings with a ``role``.
+    - ``step(action) -> (observation, reward, done, info)``, or gymnasium's five values
+      ``(observation, reward, terminated, truncated, info)``, of which either ends the episode: the
+      action is the text of the model's turn; see `action_of`.
     - ``close()``, where it has one: called once at the end, whatever that is.
 
     An observation is a text, which a user says, a message, a list of messages, or None. The
@@ -81,7 +84,8 @@ class EnvironmentAgent(AgentLoop):
             await _close(environment, context)
 
     async def _play(self, environment: Any, context: AgentContext) -> None:
-        observation = await _call(context, environment, "reset", context.prompt)
+        observation, info = _begun(await _call(context, environment, "reset", context.prompt))
+        context.extra.update(info)
         before = context.messages if context.transcript else context.prompt.messages
         await context.begin([*before, *_messages(observation, "reset")])
         scores: list[float] = []
@@ -141,6 +145,20 @@ def _check(environment: Any) -> None:
         raise AgentError(f"the environment {name} has no method {' and no '.join(missing)}")
 
 
+def _begun(value: Any) -> tuple[Any, Mapping[str, Any]]:
+    """The observation that a reset returned, and the info beside it."""
+    if not isinstance(value, tuple) or len(value) != 2:
+        return value, {}
+    observation, info = value
+    if not isinstance(info, Mapping | None) or (_is_message(observation) and _is_message(info)):
+        return value, {}
+    return observation, info or {}
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Message) or (isinstance(value, Mapping) and "role" in value)
+
+
 def _stepped(value: Any) -> tuple[Any, float, bool, Mapping[str, Any]]:
     """What a step returned, once it is known to be right.
 
@@ -148,12 +166,13 @@ def _stepped(value: Any) -> tuple[Any, float, bool, Mapping[str, Any]]:
         AgentError: It is not.
         BadRewardError: The reward is no finite number.
     """
-    if not isinstance(value, tuple) or len(value) != 4:
+    if not isinstance(value, tuple) or len(value) not in (4, 5):
         raise AgentError(f"step of the environment returned {value!r:.80}; {_STEP}")
-    observation, reward, is_done, info = value
+    observation, reward, *ends, info = value
     if not isinstance(info, Mapping | None):
         raise AgentError(f"step of the environment returned the info {info!r:.80}; {_STEP}")
-    return observation, finite_number(reward, "step of the environment"), bool(is_done), info or {}
+    is_done = any(map(bool, ends))
+    return observation, finite_number(reward, "step of the environment"), is_done, info or {}
 
 
 def _messages(observation: Any, where: str) -> Messages:
@@ -169,5 +188,5 @@ def _messages(observation: Any, where: str) -> Messages:
         return list(observation)
     raise AgentError(
         f"{where} of the environment returned the observation {observation!r:.80}; expected a "
-        "text, a message, a list of messages or None"
+        "text, a message, a list of messages or None, and from reset also (observation, info)"
     )

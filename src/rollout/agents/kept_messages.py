@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import msgspec
 
-from rollout.agents.turn import AssistantTurn
+from rollout.agents.turn import AssistantTurn, written_content
 from rollout.types import Message, ToolCall
 
 if TYPE_CHECKING:
@@ -152,6 +152,11 @@ class KeptMessages(Sequence[Message]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (list(self),)  # who gets it elsewhere has no tokenizer
+
+    @property
+    def decode(self) -> Callable[[Sequence[int]], str]:
+        """Ids to text, by the tokenizer that wrote them."""
+        return self._reader.template.decode
 
     @property
     def said(self) -> list[int]:
@@ -340,7 +345,7 @@ def _from_end(content: str | None, text: str) -> int:
 
 def _message_of(turn: AssistantTurn) -> Message:
     calls = tuple(call for call in turn.calls if isinstance(call, ToolCall))
-    return Message(role="assistant", content=turn.content, tool_calls=calls)
+    return Message(role="assistant", content=written_content(turn), tool_calls=calls)
 
 
 def _with_text(message: Message, content: str | None) -> Message:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rollout.agents.kept_messages import KeptMessages
+from rollout.agents.turn import written_content
 from rollout.chat.messages import template_messages, with_results_as_user
 from rollout.chat.row_beginnings import append_split, common_length
 from rollout.chat.token_bounds import TooManyTokens
@@ -16,7 +17,7 @@ from rollout.chat.transcript import Transcript
 from rollout.errors import TemplateError
 from rollout.media import Media
 from rollout.token_prefix import TokenPrefix
-from rollout.types import InvalidToolCall, Message, ToolCall
+from rollout.types import Message, ToolCall
 from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
@@ -147,11 +148,9 @@ def said_again(turn: AssistantTurn) -> Mapping[str, Any]:
 
     What could not be parsed stays in the text, as written.
     """
-    invalid = [call.raw for call in turn.calls if isinstance(call, InvalidToolCall)]
-    written = turn.written or "\n".join(filter(None, [turn.content, *invalid]))
     return {
         "role": "assistant",
-        "content": encodable(written),
+        "content": written_content(turn),
         "reasoning_content": turn.reasoning,
         "tool_calls": [call for call in turn.calls if isinstance(call, ToolCall)],
     }

@@ -8,9 +8,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import msgspec
 
 from rollout.config import RolloutConfig, SamplingConfig
 from rollout.engine.core import EngineInfo, SamplingParams
+from rollout.engine.driver.sampling_faults import check_sampling
 from rollout.errors import AgentError, ConfigError
 from rollout.types import without_null_keys
 
@@ -85,7 +87,9 @@ def sampling_given(
     if isinstance(sampling, SamplingParams):
         return sampling
     if not isinstance(sampling, Mapping):
-        raise AgentError(f"{what}: sampling = {sampling!r:.80}; expected a mapping")
+        raise AgentError(
+            f"{what}: sampling = {sampling!r:.80}; expected SamplingParams, or a mapping of fields"
+        )
     overrides = {**prompt.sampling, **without_null_keys(sampling)}
     try:
         drawn = sampling_of(services.config, overrides, validate=validate)
@@ -94,6 +98,33 @@ def sampling_given(
     fault = top_log_probs_fault(drawn.top_log_probs, services.engines.info)
     if fault:
         raise AgentError(f"{what}: {fault}")
+    return drawn
+
+
+def sampling_with(
+    sampling: SamplingParams, fields: Mapping[str, Any], services: Services
+) -> SamplingParams:
+    """`sampling` with other values of these fields; None says nothing.
+
+    Raises:
+        AgentError: A name is none of its fields, or the engines cannot tell so many log-probs.
+        EngineError: A value is not of its field's type, or out of its range.
+    """
+    known = SamplingParams.__struct_fields__
+    for name in fields:
+        if name not in known:
+            instead = SamplingConfig.instead_of(name) or f"known: {', '.join(known)}"
+            raise AgentError(f"generate: sampling.{name}: unknown field; {instead}")
+    given = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in fields.items()
+        if value is not None
+    }
+    drawn = msgspec.structs.replace(sampling, **given)
+    check_sampling(drawn)
+    fault = top_log_probs_fault(drawn.top_log_probs, services.engines.info)
+    if fault:
+        raise AgentError(f"generate: {fault}")
     return drawn
 
 

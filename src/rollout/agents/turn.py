@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from array import array
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from rollout.errors import AgentError
 from rollout.types import InvalidToolCall, Message, ToolCall
+from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
     from rollout.tools import ToolResult
+
+_CALL = "expected {'name': …, 'arguments': …}, or OpenAI's form of a call"
+#: Keys of a call beside its arguments.
+_BESIDE_ARGUMENTS = frozenset(("name", "id", "type", "index"))
 
 
 class AssistantTurn(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +62,12 @@ class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
     cut_by: str | None = None
 
 
+def written_content(turn: AssistantTurn) -> str:
+    """The content of a turn as a message has it: what could not be parsed stays, as written."""
+    invalid = [call.raw for call in turn.calls if isinstance(call, InvalidToolCall)]
+    return encodable(turn.written or "\n".join(filter(None, [turn.content, *invalid])))
+
+
 def answer(call: ToolCall | InvalidToolCall, result: ToolResult) -> Message:
     """The message that tells the model what became of a call."""
     if isinstance(call, InvalidToolCall):
@@ -67,3 +81,63 @@ def answer(call: ToolCall | InvalidToolCall, result: ToolResult) -> Message:
         extra=result.extra,
         parts=(*shown, *filter(None, [result.text])) if shown else (),
     )
+
+
+def read_calls(what: str, calls: object) -> Sequence[ToolCall | InvalidToolCall]:
+    """The calls that an agent gives, those in dicts as records; themselves where all are records.
+
+    Args:
+        what: Who was given them, for messages.
+        calls: Records, ``{"name": …, "arguments": …}``, or OpenAI's ``{"id": …, "type":
+            "function", "function": {"name": …, "arguments": …}}``; arguments are a mapping, or JSON
+            of one.
+
+    Raises:
+        AgentError: One of them is neither; names its field.
+    """
+    if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
+        raise AgentError(f"{what}: calls = {calls!r:.80}; expected a list of calls")
+    for each in calls:
+        if not isinstance(each, ToolCall | InvalidToolCall):
+            return [_read_call(f"{what}: calls[{at}]", call) for at, call in enumerate(calls)]
+    return calls
+
+
+def _read_call(where: str, call: object) -> ToolCall | InvalidToolCall:
+    if isinstance(call, ToolCall | InvalidToolCall):
+        return call
+    if not isinstance(call, Mapping):
+        raise AgentError(f"{where} = {call!r:.80}; {_CALL}")
+    kind, call_id = call.get("type", "function"), call.get("id")
+    if kind != "function":
+        raise AgentError(f"{where}.type = {kind!r:.80}; expected 'function'")
+    if not isinstance(call_id, str | None):
+        raise AgentError(f"{where}.id = {call_id!r:.80}; expected a string")
+    function = call
+    if "function" in call:
+        function, where = call["function"], f"{where}.function"
+        if not isinstance(function, Mapping):
+            raise AgentError(f"{where} = {function!r:.80}; {_CALL}")
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise AgentError(f"{where}.name = {name!r:.80}; expected the name of a tool: {_CALL}")
+    if "arguments" not in function and (
+        others := sorted(map(str, {*function} - _BESIDE_ARGUMENTS))
+    ):
+        raise AgentError(f"{where} has no arguments, but {', '.join(others)}; {_CALL}")
+    arguments = _read_arguments(f"{where}.arguments", function.get("arguments"))
+    return ToolCall(name=name, arguments=arguments, id=call_id or "")
+
+
+def _read_arguments(where: str, arguments: object) -> Mapping[str, Any]:
+    read = arguments
+    if isinstance(arguments, str):
+        try:
+            read = json.loads(arguments) if arguments.strip() else None
+        except (ValueError, RecursionError) as error:
+            raise AgentError(f"{where} = {arguments!r:.80}: no JSON: {error}") from None
+    if read is None:
+        return {}
+    if not isinstance(read, Mapping):
+        raise AgentError(f"{where} = {arguments!r:.80}; expected a mapping, or JSON of one")
+    return read

@@ -11,6 +11,7 @@ from tensordict import TensorDict
 
 from rollout.batch.multi_modal import MultiModalInputs, media_of_rows
 from rollout.batch.sample import Sample
+from rollout.batch.saved_tokenizer import BatchTokenizer
 from rollout.batch.storage import read_batch, write_batch
 from rollout.chat.processors import MediaProcessor  # noqa: TC001  (a Struct looks its names up)
 from rollout.chat.trajectory import Trajectory
@@ -43,6 +44,7 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
             has several rows stands here once.
         decode: Ids to text; `save` then writes the text of every span.
         events_path: Where the events of its run are written, `observe.path`; None: nowhere.
+        tokenizer: Which one wrote it, kept by `save` and given back by `load`; None: not known.
         number: Its call's among those of the run, from 0, in these events; None: not known.
         multi_modal_inputs: Of each row a dict of the tensors that its images and videos become,
             made when it is asked for; see `MultiModalInputs`.
@@ -55,6 +57,7 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
     decode: Callable[[Sequence[int]], str] | None = None
     events_path: Path | None = None
     number: int | None = None
+    tokenizer: BatchTokenizer | None = None
     multi_modal_inputs: MultiModalInputs = msgspec.field(default_factory=MultiModalInputs)
 
     def __len__(self) -> int:
@@ -73,7 +76,8 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
         """Write the batch; files of an earlier batch in `directory` are replaced.
 
         Writes ``tensors.safetensors``, ``samples.jsonl``, ``trajectories.jsonl`` (spans with
-        kind, ids, text, log-probs, versions), ``metrics.json`` and ``meta.json``; where there are
+        kind, ids, text, log-probs, versions), ``metrics.json`` and ``meta.json``, which names the
+        model whose tokenizer it is, with fingerprints of vocabulary and template; where there are
         images or videos ``media.safetensors``, each once by its hash. Everything is
         written beside its place first and renamed, ``meta.json`` with the others' checksums
         last: a save that is cut short leaves the earlier batch or a directory that `load`
@@ -91,18 +95,27 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
 
     @classmethod
     def load(
-        cls, directory: str | Path, *, processor: MediaProcessor | None = None
+        cls,
+        directory: str | Path,
+        *,
+        processor: MediaProcessor | None = None,
+        tokenizer: str | None = None,
     ) -> RolloutBatch:
-        """The batch that `save` wrote to `directory`, without `decode`. Never unpickles.
+        """The batch that `save` wrote to `directory`. Never unpickles.
+
+        Its `decode` and ``print(trajectory)`` load the tokenizer that the batch was written with
+        once they need it, and say where it cannot be found: `decode` as a `RolloutError`. It is
+        None of batches that were written before they knew it.
 
         Args:
             directory: Where it is.
             processor: Of the model, for `multi_modal_inputs`.
+            tokenizer: Directory or hub name, where the tokenizer is elsewhere now.
 
         Raises:
             RolloutError: A file is missing, damaged or not of this batch; names it and says why.
         """
-        parts = read_batch(Path(directory))
+        parts = read_batch(Path(directory), tokenizer)
         media = media_of_rows(parts["trajectories"])
         batch = cls(**parts, multi_modal_inputs=MultiModalInputs(media, processor))
         if (Path(directory) / EVENTS).exists():

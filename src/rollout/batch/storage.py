@@ -21,6 +21,7 @@ from rollout.batch.records import (
     trajectory_from_line,
     trajectory_line,
 )
+from rollout.batch.saved_tokenizer import BatchTokenizer, TokenizerRecord, make_decodable
 from rollout.chat.media_records import KnownContents, contents_of
 from rollout.disk_room import unwritable
 from rollout.errors import RolloutError
@@ -66,6 +67,13 @@ class _Meta(msgspec.Struct, kw_only=True):
     rows: int
     jagged: list[str]
     files: dict[str, _File]
+    tokenizer: TokenizerRecord | None = None
+
+
+class _TokenizerPart(msgspec.Struct):
+    """What is read of a `_Meta` for its tokenizer."""
+
+    tokenizer: TokenizerRecord | None = None
 
 
 class Parts(Protocol):
@@ -76,6 +84,7 @@ class Parts(Protocol):
     metrics: dict[str, float]
     trajectories: list[Trajectory]
     decode: Callable[[Sequence[int]], str] | None
+    tokenizer: BatchTokenizer | None
 
 
 def write_batch(directory: Path, batch: Parts) -> None:
@@ -90,8 +99,13 @@ def write_batch(directory: Path, batch: Parts) -> None:
         raise unwritable(path, failure, files.needed) from failure
 
 
-def read_batch(directory: Path) -> dict[str, Any]:
-    """The fields of a `RolloutBatch`; see its `load`."""
+def read_batch(directory: Path, moved_to: str | None = None) -> dict[str, Any]:
+    """The fields of a `RolloutBatch`; see its `load`.
+
+    Args:
+        directory: Where it is.
+        moved_to: Where its tokenizer is; None: where `meta.json` says.
+    """
     with _reading(directory):
         meta = _read_meta(directory / META)
         for name in (*FILES, *({MEDIA} & meta.files.keys())):
@@ -101,12 +115,33 @@ def read_batch(directory: Path) -> dict[str, Any]:
         trajectories = _read_lines(directory / TRAJECTORIES, trajectory_from_line)
         _say_segments(samples, trajectories)
         _restore_media(directory / MEDIA, trajectories, is_listed=MEDIA in meta.files)
+        tokenizer = _tokenizer_of(meta.tokenizer, moved_to)
+        if tokenizer is not None:
+            make_decodable(trajectories, tokenizer)
         return {
+            "tokenizer": tokenizer,
+            "decode": None if tokenizer is None else tokenizer.decode_ids,
             "tensors": _read_tensors(directory / TENSORS, meta),
             "samples": samples,
             "metrics": {name: float(value) for name, value in metrics.items()},
             "trajectories": trajectories,
         }
+
+
+def _tokenizer_of(record: TokenizerRecord | None, moved_to: str | None) -> BatchTokenizer | None:
+    if moved_to is not None:
+        fingerprint = "" if record is None else record.fingerprint
+        chat_template = "" if record is None else record.chat_template
+        return BatchTokenizer(moved_to, fingerprint=fingerprint, chat_template=chat_template)
+    return None if record is None else BatchTokenizer(**msgspec.structs.asdict(record))
+
+
+def tokenizer_record(directory: Path) -> TokenizerRecord | None:
+    """Which tokenizer the batch in a directory was written with; None where it does not say."""
+    try:
+        return msgspec.json.decode((directory / META).read_bytes(), type=_TokenizerPart).tokenizer
+    except (OSError, msgspec.MsgspecError):
+        return None
 
 
 def _restore_media(path: Path, trajectories: Sequence[Trajectory], *, is_listed: bool) -> None:
@@ -131,9 +166,12 @@ def _write_files(files: NewFiles, batch: Parts) -> None:
     entries, jagged = _entries(batch.tensors)
     files.write_tensors(TENSORS, entries)
     files.write(SAMPLES, (sample_line(sample) + b"\n" for sample in batch.samples))
+    tokenizer, decode = batch.tokenizer, batch.decode
+    if tokenizer is not None and not tokenizer.is_at_hand():
+        decode = None  # a loaded batch is saved again where its tokenizer is not
     files.write(
         TRAJECTORIES,
-        (trajectory_line(row, batch.decode) + b"\n" for row in batch.trajectories),
+        (trajectory_line(row, decode) + b"\n" for row in batch.trajectories),
     )
     metrics = {name: number(value) for name, value in batch.metrics.items()}
     files.write(METRICS, [_formatted(metrics)])
@@ -143,7 +181,13 @@ def _write_files(files: NewFiles, batch: Parts) -> None:
         names = (*FILES, MEDIA)
     if files.failure is None:
         listed = {name: _file(files.aside(name)) for name in names}
-        meta = _Meta(format=FORMAT, rows=len(batch.samples), jagged=jagged, files=listed)
+        meta = _Meta(
+            format=FORMAT,
+            rows=len(batch.samples),
+            jagged=jagged,
+            files=listed,
+            tokenizer=None if tokenizer is None else tokenizer.record,
+        )
         files.write(META, [_formatted(meta)])
     if files.failure is None:
         files.put_in_place((*names, META))
@@ -198,7 +242,11 @@ def read_trajectories(path: Path) -> list[Trajectory]:
         RolloutError: The file cannot be read, or a line describes no trajectory; names it.
     """
     with _reading(path):
-        return _read_lines(path, trajectory_from_line, may_be_cut=True)
+        trajectories = _read_lines(path, trajectory_from_line, may_be_cut=True)
+    tokenizer = _tokenizer_of(tokenizer_record(path.parent), None)
+    if tokenizer is not None:
+        make_decodable(trajectories, tokenizer)
+    return trajectories
 
 
 def _read_lines(path: Path, read: Callable[[bytes], T], *, may_be_cut: bool = False) -> list[T]:

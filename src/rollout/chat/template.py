@@ -53,6 +53,7 @@ class ChatTemplate:
 
     Attributes:
         tokenizer: As given.
+        source: The template itself, Jinja text.
         encoder: Its text to ids.
         processor: As given.
 
@@ -71,6 +72,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.processor = processor
         source = chat_template if chat_template is not None else own_template(tokenizer)
+        self.source = source
         self._renderer = Renderer(
             tokenizer, source, chat_template_kwargs or {}, reads_media=processor is not None
         )

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from rollout.chat.trajectory_text import trajectory_text
 from rollout.chat.transcript import Transcript
+from rollout.plurals import count
 from rollout.types import Cause, Message, Outcome, Prompt
 
 #: Purposes of segments that this library opens. Agents may give others.
@@ -59,6 +61,9 @@ class Segment(msgspec.Struct, kw_only=True):
 
 class Trajectory(msgspec.Struct, kw_only=True, weakref=True):
     """One finished run of an agent: its tokens, its outcome and its reward.
+
+    ``print(trajectory)`` shows its transcripts, which tokens are trained and which the model only
+    read; where no tokenizer is at hand, as in a process of `rewards.processes`, its messages.
 
     Attributes:
         uid: The prompt's uid.
@@ -116,6 +121,16 @@ class Trajectory(msgspec.Struct, kw_only=True, weakref=True):
             main = msgspec.structs.replace(self.segments[at], transcript=self.transcript)
             self.segments = [*self.segments[:at], main, *self.segments[at + 1 :]]
         self._check_parents()
+
+    def __str__(self) -> str:
+        return trajectory_text(self)
+
+    def __repr__(self) -> str:
+        reward = "no reward" if self.reward is None else f"reward {self.reward:g}"
+        return (
+            f"<Trajectory {self.uid}/{self.member}: {self.outcome}, {reward}, "
+            f"{count(len(self.segments), 'segment')}, {self.generated_length:,} tokens sampled>"
+        )
 
     @property
     def main_index(self) -> int:

@@ -241,10 +241,12 @@ def _add_replay(commands: Commands) -> None:
     )
     parser.add_argument(
         "--tools",
+        action="append",
+        default=[],
         metavar="FILE.py",
-        help="Python file that registers the agent, and defines simulated users; its tools do "
-        "not run",
+        help="as --agents: its tools do not run",
     )
+    _add_agents(parser)
     parser.add_argument(
         "--config", metavar="CONFIG", help="of the run, where that registers the agent"
     )
@@ -273,11 +275,14 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 def _add_code(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tools",
+        action="append",
+        default=[],
         metavar="FILE.py",
         help="Python file with tools (@rollout.function_tool functions, Tool objects); agents and "
-        "interactions that it defines are known too. Or names of shipped tools, such as "
-        "python,shell,finish",
+        "interactions that it defines are known too. Or a shipped tool, such as finish. Several "
+        "with commas between them, python,finish,my_tools.py; may be repeated",
     )
+    _add_agents(parser)
     parser.add_argument(
         "--reward",
         metavar="REF",
@@ -289,6 +294,17 @@ def _add_code(parser: argparse.ArgumentParser) -> None:
         metavar="REF",
         help="path.py:function or package.module:function, called with each rollout.Group once its "
         "members have ended",
+    )
+
+
+def _add_agents(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--agents",
+        action="append",
+        default=[],
+        metavar="FILE.py",
+        help="Python file, or package.module, that registers agents (@rollout.agent, "
+        "@rollout.register_agent); interactions that it defines are known too. May be repeated",
     )
 
 

@@ -239,9 +239,9 @@ def _code_of(
         None if arguments.reward is None else code.reward(arguments.reward),
         None if arguments.group_reward is None else code.group_reward(arguments.group_reward),
     )
-    if arguments.tools is None:
-        return [], [], rewards
-    return list(code.tools(arguments.tools)), list(code.interactions(arguments.tools)), rewards
+    tools = code.tools(arguments.tools)
+    code.agents(arguments.agents)
+    return tools, code.interactions(), rewards
 
 
 def _cannot_run(what: str, faults: Sequence[str]) -> ConfigError:

@@ -38,11 +38,10 @@ def replay_command(arguments: argparse.Namespace, output: Console) -> int:
     path = path / JOURNAL if path.is_dir() else path
     if arguments.config is not None:
         load_config(arguments.config)  # what it registers is known from now on
-    interactions = []
-    if arguments.tools is not None:
-        code = UserCode()
-        code.agents(arguments.tools)
-        interactions = list(code.interactions(arguments.tools))
+    code = UserCode()
+    code.run_tool_files(arguments.tools)
+    code.agents(arguments.agents)
+    interactions = code.interactions()
     record = find_record(
         path, uid, member, arguments.step, arguments.call, validate=arguments.validate
     )

@@ -6,8 +6,8 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout.cli.tokenizers import load_tokenizer_of
 from rollout.cli.wrapping import print_line
+from rollout.engine.model_tokenizer import load_tokenizer_of
 from rollout.errors import ConfigError, RolloutError
 from rollout.observe.event_file import EVENTS, read_events
 from rollout.observe.events import RunStarted
@@ -77,9 +77,12 @@ def _decode(directory: Path, tokenizer: str | None, output: Console) -> Decode |
 
 
 def _model_of(directory: Path) -> dict[str, Any]:
-    """The section `model` of the run's configuration, as far as it is recorded."""
+    """The section `model` of the run's configuration, or what its saved batch says of it."""
     if not (directory / EVENTS).exists():
-        return {}
+        from rollout.batch.storage import tokenizer_record  # which imports torch
+
+        record = tokenizer_record(directory)
+        return {} if record is None else {"path": record.path, "revision": record.revision}
     runs = [event for event in read_events(directory) if isinstance(event, RunStarted)]
     model = runs[-1].config.get("model") if runs else None
     return model if isinstance(model, dict) else {}

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from rollout.plurals import count
+from rollout.chat.trajectory_text import MEANINGS, span_texts, transcript_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -21,13 +21,6 @@ STYLES: dict[SpanKind, str] = {
     "generated": "bold green",
     "observation": "yellow",
 }
-MEANINGS: dict[SpanKind, str] = {
-    "prompt": "prompt, not trained",
-    "generated": "trained",
-    "observation": "observation, not trained",
-}
-#: A longer prompt is shown by this many characters at either end.
-PROMPT_END = 400
 
 
 def print_transcript(
@@ -42,7 +35,7 @@ def print_transcript(
         console.print(_legend())
         text = Text().join(_coloured(transcript, decode))
     else:
-        text = Text("\n".join(_marked(transcript, decode)))
+        text = Text(transcript_text(transcript, decode))
     console.print(text, soft_wrap=True, highlight=False)
 
 
@@ -51,26 +44,6 @@ def _legend() -> Text:
     return Text(" · ").join(parts)
 
 
-def _pieces(
-    transcript: Transcript, decode: Callable[[Sequence[int]], str]
-) -> Iterator[tuple[SpanKind, int, str]]:
-    for span in transcript.spans:
-        text = decode(transcript.span_ids(span))
-        yield span.kind, len(span), _shortened(text) if span.kind == "prompt" else text
-
-
 def _coloured(transcript: Transcript, decode: Callable[[Sequence[int]], str]) -> Iterator[Text]:
-    for kind, _, text in _pieces(transcript, decode):
+    for kind, _, text in span_texts(transcript, decode):
         yield Text(text, STYLES[kind])
-
-
-def _marked(transcript: Transcript, decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
-    for kind, length, text in _pieces(transcript, decode):
-        yield f"[{MEANINGS[kind]}] {count(length, 'token')}\n{text}"
-
-
-def _shortened(text: str) -> str:
-    left_out = len(text) - 2 * PROMPT_END
-    if left_out <= 0:
-        return text
-    return f"{text[:PROMPT_END]}\n… {left_out:,} characters …\n{text[-PROMPT_END:]}"

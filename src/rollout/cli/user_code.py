@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from rollout.agents.agent_loop import registered_agents
 from rollout.errors import ConfigError
 from rollout.interactions import Interaction
 from rollout.scheduling.reward_signatures import check_group_reward, check_reward
@@ -17,6 +19,8 @@ from rollout.tools.tool_loading import tools_of
 from rollout.user_files import UserCodeError, import_module, make_importable, run_file
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rollout.scheduling.rewards import GroupRewardFunction, RewardFunction
     from rollout.tools import Tool
 
@@ -30,48 +34,86 @@ class UserCode:
     """
 
     _modules: dict[Path, ModuleType] = attrs.field(factory=dict)
+    #: Those that ``--tools`` and ``--agents`` name, in which users are looked for.
+    _named: list[ModuleType] = attrs.field(factory=list)
 
-    def tools(self, path: str) -> list[Tool]:
-        """The `Tool` objects that a file has at its top level, decorated functions included.
+    def tools(self, values: Sequence[str]) -> list[Tool]:
+        """The tools of the files and the shipped tools that values of ``--tools`` name.
 
-        Or the shipped tools of these names, separated by commas: ``python,finish``.
-
-        Raises:
-            ConfigError: It cannot be read or run, or has none.
-        """
-        if is_shipped(path):
-            return shipped_tools(path.split(","))
-        option = f"--tools {path}"
-        found = tools_of(self._file(path, option))
-        if not found:
-            raise ConfigError(
-                f"{option}: no tools; expected functions decorated with "
-                "@rollout.function_tool, or Tool objects, at the top level of the file"
-            )
-        return found
-
-    def agents(self, path: str) -> None:
-        """Have the agents known that a file registers.
+        Those of a file are the `Tool` objects at its top level, decorated functions included.
 
         Raises:
-            ConfigError: It cannot be read or run.
+            ConfigError: A file cannot be read or run, or has none; or two have one of the same
+                name.
         """
-        if not is_shipped(path):
-            self._file(path, f"--tools {path}")
+        found: dict[str, tuple[Tool, str]] = {}
+        tools: list[Tool] = []
+        for source in _sources(values):
+            for tool in self._tools_of(source):
+                other, where = found.setdefault(tool.name, (tool, source))
+                if other is tool and tool in tools:  # imported by another file
+                    continue
+                if where != source:
+                    raise ConfigError(
+                        f"--tools {source}: the tool {tool.name!r} is also in {where}; expected "
+                        "another name, or one of the two"
+                    )
+                tools.append(tool)
+        return tools
 
-    def interactions(self, path: str) -> list[type[Interaction]]:
-        """The named `Interaction` classes that a file defines, for `open_rollout`."""
-        if is_shipped(path):
-            return []
-        module = self._file(path, f"--tools {path}")
+    def run_tool_files(self, values: Sequence[str]) -> None:
+        """Run the files that values of ``--tools`` name, for the agents that they register.
+
+        Raises:
+            ConfigError: One cannot be read or run.
+        """
+        for source in _sources(values):
+            if not is_shipped(source):
+                self._named.append(self._file(source, f"--tools {source}"))
+
+    def agents(self, sources: Sequence[str]) -> None:
+        """Have the agents known that files and modules register.
+
+        Raises:
+            ConfigError: One cannot be read or run, or registers none.
+        """
+        for source in sources:
+            option, before = f"--agents {source}", registered_agents()
+            is_file = source.endswith(".py") or Path(source).is_file()
+            is_known = Path(source).resolve() in self._modules or source in sys.modules
+            module = self._file(source, option) if is_file else _imported(source, option)
+            if not is_known and registered_agents() == before:
+                raise ConfigError(
+                    f"{option}: registers no agent; expected functions decorated with "
+                    "@rollout.agent, or classes with @rollout.register_agent"
+                )
+            self._named.append(module)
+
+    def interactions(self) -> list[type[Interaction]]:
+        """The named `Interaction` classes that these files define, for `open_rollout`."""
         return [
             value
+            for module in {id(each): each for each in self._named}.values()
             for value in vars(module).values()
             if inspect.isclass(value)
             and issubclass(value, Interaction)
             and value.__module__ == module.__name__
             and hasattr(value, "name")
         ]
+
+    def _tools_of(self, source: str) -> list[Tool]:
+        if is_shipped(source):
+            return shipped_tools([source])
+        option = f"--tools {source}"
+        module = self._file(source, option)
+        self._named.append(module)
+        found = tools_of(module)
+        if not found:
+            raise ConfigError(
+                f"{option}: no tools; expected functions decorated with "
+                "@rollout.function_tool, or Tool objects, at the top level of the file"
+            )
+        return found
 
     def reward(self, reference: str) -> RewardFunction:
         """The function named ``path.py:function`` or ``package.module:function``.
@@ -117,6 +159,15 @@ class UserCode:
             except UserCodeError as error:
                 raise ConfigError(f"{option}: {error}") from error
         return self._modules[file]
+
+
+def _sources(values: Sequence[str]) -> list[str]:
+    """The files and shipped tools that these values name, each once, in order."""
+    sources: dict[Path | str, str] = {}
+    for value in values:
+        for source in [value] if Path(value).is_file() else value.split(","):
+            sources.setdefault(source if is_shipped(source) else Path(source).resolve(), source)
+    return list(sources.values())
 
 
 def _imported(name: str, option: str) -> ModuleType:

@@ -11,10 +11,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from rollout.batch import RolloutBatch
+    from rollout.batch.saved_tokenizer import BatchTokenizer
     from rollout.batch.tensor_memory import TensorMemory
     from rollout.chat import ChatTemplate
     from rollout.chat.trajectory import Trajectory
-    from rollout.config import LengthsConfig
+    from rollout.config import LengthsConfig, ModelConfig
     from rollout.runtime.batch_watch import BatchWindow
     from rollout.runtime.long_work import LongWork
     from rollout.tensor_layout import Layout, Trim
@@ -33,11 +34,15 @@ class Collation:
         long_work: LongWork,
         events_path: str | None,
         position_rows: int = 3,
+        *,
+        model: ModelConfig,
     ) -> None:
         self._events_path = None if events_path is None else Path(events_path)
         self._lengths = lengths
         self._position_rows = position_rows
         self._template = template
+        self._model = model
+        self._tokenizer: BatchTokenizer | None = None
         self._long_work = long_work
         self._memory: TensorMemory | None = None
         self._has_packed = False
@@ -69,6 +74,7 @@ class Collation:
         self._has_packed |= is_packed  # now: what came meanwhile would wait for these imports
         window.found = batch.metrics
         batch.number, batch.events_path = window.batch, self._events_path
+        batch.tokenizer = self._tokenizer
         return batch
 
     async def attach(
@@ -90,9 +96,13 @@ class Collation:
         trim: Trim,
     ) -> RolloutBatch:
         from rollout.batch import collate  # torch, loaded while the runtime opens
+        from rollout.batch.saved_tokenizer import BatchTokenizer
         from rollout.batch.tensor_memory import TensorMemory
 
         self._memory = self._memory or TensorMemory()
+        self._tokenizer = self._tokenizer or BatchTokenizer(
+            self._model.path, self._model.revision, template=self._template
+        )
         return collate(
             trajectories,
             self._lengths,

@@ -105,6 +105,7 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
             self._long_work,
             config.observe.path,
             config.media.position_rows,
+            model=config.model,
         )
         services, self._run_seed = runner.services, run_seed
         self._journal = journal

@@ -154,8 +154,7 @@ def is_priority(value: object) -> bool:
 
 def _faults_of(prompt: Prompt, path: str) -> list[str]:
     faults = [
-        f"{path}.{field} = {value!r:.80}: expected "
-        + " or ".join(_SPOKEN[t] for t in types if t is not tuple)
+        f"{path}.{field} = {value!r:.80}: expected {_expected(field)}"
         for field, types in _FIELD_TYPES.items()
         if type(value := getattr(prompt, field)) not in _USUAL_TYPES[field]
         and not isinstance(value, types)
@@ -173,6 +172,12 @@ def _faults_of(prompt: Prompt, path: str) -> list[str]:
             if not isinstance(name, str)
         ]
     return faults
+
+
+def _expected(field: str) -> str:
+    if field == "messages":
+        return "a text or a list of messages"
+    return " or ".join(_SPOKEN[kind] for kind in _FIELD_TYPES[field] if kind is not tuple)
 
 
 def _check_uids(uids: list[str]) -> None:

@@ -1,0 +1,145 @@
+"""Which tokenizer wrote a batch, so that its tokens can be read where it is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rollout.engine.model_tokenizer import decoder_of, load_model_tokenizer
+from rollout.errors import RolloutError
+from rollout.types import Message
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from rollout.chat import ChatTemplate
+    from rollout.chat.trajectory import Trajectory
+
+
+class TokenizerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a saved batch says of its tokenizer.
+
+    Attributes:
+        path, revision: Of its model, as `model.path` and `model.revision`; a directory absolute.
+        fingerprint: 16 hex digits of its vocabulary.
+        chat_template: 16 hex digits of the template that rendered the messages.
+    """
+
+    path: str
+    revision: str | None = None
+    fingerprint: str = ""
+    chat_template: str = ""
+
+
+class BatchTokenizer:
+    """The tokenizer of a batch: the runtime's, or one that is loaded when somebody decodes.
+
+    Args:
+        path, revision: Of its model.
+        template: The runtime's; None in a batch that was loaded.
+        fingerprint, chat_template: As a `TokenizerRecord` has them, of a batch that was loaded.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        revision: str | None = None,
+        *,
+        template: ChatTemplate | None = None,
+        fingerprint: str = "",
+        chat_template: str = "",
+    ) -> None:
+        self.path = str(Path(path).resolve()) if Path(path).is_dir() else path
+        self.revision = revision
+        self._template = template
+        self._known = (fingerprint, chat_template)
+
+    def __repr__(self) -> str:
+        return f"<BatchTokenizer {self.path}>"
+
+    @cached_property
+    def record(self) -> TokenizerRecord:
+        """What `RolloutBatch.save` writes of it."""
+        fingerprint, chat_template = self._known
+        if self._template is not None:
+            fingerprint = _fingerprint_of(self._template.tokenizer)
+            chat_template = _digest(self._template.source)
+        return TokenizerRecord(
+            path=self.path,
+            revision=self.revision,
+            fingerprint=fingerprint,
+            chat_template=chat_template,
+        )
+
+    @cached_property
+    def decode(self) -> Callable[[Sequence[int]], str]:
+        """Ids to text, special tokens spelled out; loads the tokenizer where it is not at hand.
+
+        Raises:
+            RolloutError: It cannot be loaded, or is another one than that of the batch.
+        """
+        if self._template is not None:
+            return self._template.decode
+        of = f" (revision {self.revision})" if self.revision else ""
+        instead = "give RolloutBatch.load(..., tokenizer=) where it is now"
+        try:
+            tokenizer = load_model_tokenizer(self.path, self.revision)
+        except RolloutError as error:
+            raise RolloutError(
+                f"the batch's tokenizer, that of {self.path}{of}, cannot be loaded: {error}; "
+                f"{instead}"
+            ) from error
+        expected, found = self._known[0], _fingerprint_of(tokenizer)
+        if expected and found != expected:
+            raise RolloutError(
+                f"the tokenizer of {self.path}{of} is not the batch's: its vocabulary has the "
+                f"fingerprint {found}, the batch was written with {expected}; {instead}"
+            )
+        return decoder_of(tokenizer)
+
+    def decode_ids(self, ids: Sequence[int]) -> str:
+        """As `decode`, which is looked up when it is called."""
+        return self.decode(ids)
+
+    def is_at_hand(self) -> bool:
+        """Whether it can decode."""
+        try:
+            return callable(self.decode)
+        except RolloutError:
+            return False
+
+
+class DecodableMessages(list[Message]):
+    """Messages of a loaded trajectory, with what decodes its tokens."""
+
+    __slots__ = ("decode",)
+
+    def __init__(self, messages: Iterable[Message], decode: Callable[[Sequence[int]], str]) -> None:
+        super().__init__(messages)
+        self.decode = decode
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)  # who gets it elsewhere has no tokenizer
+
+
+def make_decodable(trajectories: Iterable[Trajectory], tokenizer: BatchTokenizer) -> None:
+    """Let loaded trajectories be printed with their tokens."""
+    for trajectory in trajectories:
+        before = trajectory.messages
+        trajectory.messages = DecodableMessages(before, tokenizer.decode_ids)
+        for segment in trajectory.segments:
+            if segment.messages is before:
+                segment.messages = trajectory.messages
+
+
+def _fingerprint_of(tokenizer: Any) -> str:
+    return _digest(json.dumps(sorted(tokenizer.get_vocab().items())))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]

@@ -1,0 +1,108 @@
+"""A trajectory for people: which tokens are trained on, and which the model only read."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from rollout.plurals import count
+from rollout.types import Message, Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from rollout.chat.spans import SpanKind
+    from rollout.chat.transcript import Transcript
+
+    Decode = Callable[[Sequence[int]], str]
+
+MEANINGS: dict[SpanKind, str] = {
+    "prompt": "prompt, not trained",
+    "generated": "trained",
+    "observation": "observation, not trained",
+}
+#: A longer prompt is shown by this many characters at either end.
+PROMPT_END = 400
+
+
+def span_texts(transcript: Transcript, decode: Decode) -> Iterator[tuple[SpanKind, int, str]]:
+    """Of each span its kind, its tokens and its text; a long prompt without its middle."""
+    for span in transcript.spans:
+        text = decode(transcript.span_ids(span))
+        yield span.kind, len(span), _shortened(text) if span.kind == "prompt" else text
+
+
+def transcript_text(transcript: Transcript, decode: Decode) -> str:
+    """Every span of `transcript`, decoded from its own ids, under headings like ``[trained]``."""
+    return "\n".join(
+        f"[{MEANINGS[kind]}] {count(length, 'token')}\n{text}"
+        for kind, length, text in span_texts(transcript, decode)
+    )
+
+
+def trajectory_text(trajectory: Any) -> str:
+    """The transcripts of a `Trajectory`, or its messages where no tokenizer is at hand.
+
+    Never raises.
+    """
+    try:
+        return "\n".join(_lines(trajectory))
+    except Exception:  # what agents and tools left in it may raise anything
+        return repr(trajectory)
+
+
+def _lines(trajectory: Any) -> Iterator[str]:
+    texts = _segment_texts(trajectory)
+    if not texts:
+        messages = trajectory.messages or getattr(trajectory.prompt, "messages", ())
+        texts = [_message_text(each) for each in messages]
+    yield from texts
+    if trajectory.outcome in (Outcome.FAILED, Outcome.REJECTED):
+        why = [f"({trajectory.reason})"] if trajectory.reason else []
+        if trajectory.cause is not None:
+            why.append(f"{trajectory.cause.type}: {trajectory.cause.message}")
+        yield f"[{trajectory.outcome}] {' '.join(why)}".rstrip()
+    elif not texts:
+        yield repr(trajectory)
+
+
+def _segment_texts(trajectory: Any) -> list[str]:
+    """Those of its segments; none where there are no tokens, or where nothing decodes them."""
+    texts = []
+    for at, segment in enumerate(trajectory.segments):
+        if len(trajectory.segments) > 1:
+            parent = segment.parent
+            where = "" if parent is None else f", from token {parent[1]} of segment {parent[0]}"
+            texts.append(f"[segment {at}: {segment.purpose}{where}]")
+        if segment.transcript.spans:
+            try:
+                messages = segment.messages
+                decode = getattr(messages, "decode", None) or trajectory.messages.decode
+                texts.append(transcript_text(segment.transcript, decode))
+            except Exception:  # its tokenizer is not at hand, or cannot be loaded
+                return []
+    return texts if any(each.transcript.spans for each in trajectory.segments) else []
+
+
+def _message_text(message: Any) -> str:
+    if isinstance(message, Message):
+        role, content, calls = message.role, message.content, message.tool_calls
+    else:
+        role, content, calls = (message.get(key) for key in ("role", "content", "tool_calls"))
+    words = [] if content is None else [content if isinstance(content, str) else repr(content)]
+    words += [_call_text(each) for each in calls or ()]
+    return "\n".join([f"[{role}]", *words])
+
+
+def _call_text(call: Any) -> str:
+    if isinstance(call, dict):
+        return json.dumps(call.get("function", call), ensure_ascii=False, default=repr)
+    called = {"name": call.name, "arguments": call.arguments}
+    return json.dumps(called, ensure_ascii=False, default=repr)
+
+
+def _shortened(text: str) -> str:
+    left_out = len(text) - 2 * PROMPT_END
+    if left_out <= 0:
+        return text
+    return f"{text[:PROMPT_END]}\n… {left_out:,} characters …\n{text[-PROMPT_END:]}"

@@ -1,0 +1,51 @@
+"""The tokenizer of a model, for who only reads texts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rollout.chat.fast_tokenizer import AnyTokenizer
+
+#: As `engine.driver.model_template.SIMULATED_MODEL`.
+_SIMULATED_MODEL = "simulated"
+
+
+def load_model_tokenizer(model: str, revision: str | None = None) -> AnyTokenizer:
+    """The tokenizer of a model; code of its repository is never run.
+
+    Raises:
+        RolloutError: There is no such model, or its tokenizer cannot be loaded.
+    """
+    from rollout.chat.template_loading import load_tokenizer
+    from rollout.engine.cores.simulated.tokenizer import simulated_fast_tokenizer
+    from rollout.engine.model_files import resolve_model
+
+    if model == _SIMULATED_MODEL:
+        return simulated_fast_tokenizer()
+    return load_tokenizer(resolve_model(model, revision, needs_weights=False), revision=revision)
+
+
+def load_tokenizer_of(model: str, revision: str | None = None) -> Callable[[Sequence[int]], str]:
+    """Ids to text, special tokens spelled out; code of a model's repository is never run.
+
+    Raises:
+        RolloutError: There is no such model, or its tokenizer cannot be loaded.
+    """
+    tokenizer = load_model_tokenizer(model, revision)
+    return decoder_of(tokenizer)
+
+
+def decoder_of(tokenizer: AnyTokenizer) -> Callable[[Sequence[int]], str]:
+    """Ids to text by a tokenizer, special tokens spelled out."""
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(
+            tokenizer.decode(
+                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+
+    return decode
