@@ -49,6 +49,7 @@ FLOORS = (
     "engine.driver",
     "engine",
     "interactions",
+    "sandbox",
     "tools",
     "agents",
     "scheduling",
