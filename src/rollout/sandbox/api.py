@@ -11,7 +11,6 @@ import os
 import shlex
 import stat
 import tarfile
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -29,6 +28,8 @@ from rollout.errors import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from rollout.sandbox.spec import SandboxSpec
 
 Keep = Literal["head", "tail"]
@@ -84,7 +85,7 @@ class Sandbox(Protocol):
         self,
         command: Sequence[str] | str,
         *,
-        input: bytes | str = b"",  # noqa: A002
+        input: bytes | str = b"",
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
         user: str | None = None,
@@ -177,6 +178,13 @@ class SandboxProvider(Protocol):
     #: How many sandboxes may be open at once unless somebody says otherwise.
     max_open: int
 
+    async def check(self) -> None:
+        """Find out whether it can be used here, before anything is opened.
+
+        Raises:
+            SandboxUnavailable: It cannot; what it lacks.
+        """
+
     async def open(self, spec: SandboxSpec) -> Sandbox:
         """A new sandbox; cancellation leaves none behind.
 
@@ -241,7 +249,7 @@ class BaseSandbox:
         self,
         command: Sequence[str] | str,
         *,
-        input: bytes | str = b"",  # noqa: A002
+        input: bytes | str = b"",
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
         user: str | None = None,
@@ -294,7 +302,7 @@ class BaseSandbox:
         for relative, source, archive in await anyio.to_thread.run_sync(_pack, Path(local)):
             if source is not None:
                 data = await anyio.to_thread.run_sync(source.read_bytes)
-                mode = stat.S_IMODE(source.stat().st_mode)  # noqa: ASYNC240  (it was just read)
+                mode = stat.S_IMODE(source.stat().st_mode)
                 await self.write_file(
                     os.path.join(target, relative) if relative else target, data, mode=mode
                 )
@@ -307,7 +315,7 @@ class BaseSandbox:
     async def download(self, path: str, local: str | Path, *, max_bytes: int = 64 * MIB) -> None:
         """See `Sandbox.download`."""
         target = Path(local)
-        if os.path.lexists(target):
+        if os.path.lexists(target):  # noqa: ASYNC240  (at once)
             raise FileExistsError(17, "File exists", str(target))
         try:
             data = await self.read_file(path, max_bytes=max_bytes)
@@ -447,7 +455,7 @@ def _pack(local: Path) -> list[tuple[str, Path | None, bytes]]:
         raise SandboxError(f"upload of {local}: neither a file nor a directory")
     parts: list[tuple[str, Path | None, bytes]] = []
     buffer = io.BytesIO()
-    archive = tarfile.open(fileobj=buffer, mode="w")
+    archive = tarfile.open(fileobj=buffer, mode="w")  # noqa: SIM115  (one after another)
     for root, folders, files in os.walk(local):
         for name in sorted([*folders, *files]):
             path = Path(root, name)
@@ -463,7 +471,7 @@ def _pack(local: Path) -> list[tuple[str, Path | None, bytes]]:
                 archive.close()
                 parts.append(("", None, buffer.getvalue()))
                 buffer = io.BytesIO()
-                archive = tarfile.open(fileobj=buffer, mode="w")
+                archive = tarfile.open(fileobj=buffer, mode="w")  # noqa: SIM115
     archive.close()
     return [*parts, ("", None, buffer.getvalue())]
 
@@ -477,7 +485,7 @@ def _without_owner(member: tarfile.TarInfo) -> tarfile.TarInfo:
 def _unpack(data: bytes, local: Path, path: str, max_bytes: int) -> None:
     """Extract an archive that the sandbox made: nothing in it is trusted."""
     try:
-        archive = tarfile.open(fileobj=io.BytesIO(data))
+        archive = tarfile.open(fileobj=io.BytesIO(data))  # noqa: SIM115  (below)
         members = archive.getmembers()
     except tarfile.TarError as error:
         raise SandboxError(f"download of {path}: {error}") from error
@@ -487,7 +495,7 @@ def _unpack(data: bytes, local: Path, path: str, max_bytes: int) -> None:
             parts = PurePosixPath(member.name).parts
             if member.name.startswith("/") or ".." in parts:
                 raise SandboxError(f"download of {path}: {member.name!r} leads out of it")
-            if not member.isreg() and not member.isdir() or member.issparse():
+            if (not member.isreg() and not member.isdir()) or member.issparse():
                 raise SandboxError(f"download of {path}: {member.name!r} is no regular file")
             total += member.size
         if total > max_bytes:

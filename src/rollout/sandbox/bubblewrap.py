@@ -11,12 +11,9 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import anyio
 
 from rollout.errors import ConfigError, SandboxError, SandboxUnavailable, SandboxUnsupported
 from rollout.sandbox.api import MIB
@@ -25,6 +22,8 @@ from rollout.sandbox.local import LocalSandbox, Relay, limits_of, run_host
 from rollout.sandbox.spec import SandboxSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from anyio.abc import Process
 
 #: Whom a driver that is root becomes: nobody.
@@ -205,7 +204,7 @@ class BubblewrapProvider:
             for name in _ACCOUNTS:
                 words += ["--ro-bind", str(directory / name), f"/etc/{name}"]
         words += ["--proc", "/proc", "--dev", "/dev"]
-        for place in dict.fromkeys(("/dev/shm", "/tmp", workdir)):  # noqa: S108
+        for place in dict.fromkeys(("/dev/shm", "/tmp", workdir)):
             words += ["--perms", "1777", "--size", size, "--tmpfs", place]
         # Last, for nothing can be mounted afterwards: else / and /dev are memory without a bound.
         return [*words, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", workdir]
@@ -280,21 +279,5 @@ def _bind_system() -> list[str]:
 
 
 def _bind_image(image: str) -> list[str]:
-    """A directory as root, which stays as it is: what is mounted over it needs places of its own."""
+    """A directory as root; it stays as it is, and places for mounts are made in memory over it."""
     return ["--overlay-src", os.path.abspath(image), "--tmp-overlay", "/"]
-
-
-@asynccontextmanager
-async def open_bubblewrap(**options: Any) -> AsyncIterator[BubblewrapProvider]:
-    """A provider whose walls were tried; `BubblewrapProvider` has the options.
-
-    Raises:
-        SandboxUnavailable: There is no ``bwrap``, or it does not hold here.
-    """
-    provider = BubblewrapProvider(**options)
-    try:
-        await provider.check()
-        yield provider
-    finally:
-        with anyio.CancelScope(shield=True):
-            await provider.close()

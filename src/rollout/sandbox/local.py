@@ -36,7 +36,7 @@ _FILE_ERRORS: dict[str, type[OSError]] = {
 _START = (
     "import os,sys;n=int(sys.argv[1]);p=b''\n"
     "while len(p)<n:p+=os.read(0,n-len(p)) or sys.exit()\n"
-    "exec(compile(p,'host','exec'))"
+    "import json;settings,program=json.loads(p);exec(compile(program,'host','exec'))"
 )
 #: Seconds that a host has to answer once a command was killed.
 _KILL_S = 5.0
@@ -247,7 +247,7 @@ async def run_host(
 
     The program comes through standard input, so that ``ps`` inside shows a short line.
     """
-    program = f"SETTINGS = {settings!r}\n{read_program('host')}".encode()
+    program = json.dumps([settings, read_program("host")]).encode()
     command = [*wrapper, python, "-I", "-S", "-c", _START, str(len(program))]
     with anyio.CancelScope(shield=True):
         try:
@@ -286,12 +286,7 @@ class Relay:
                     self._janitor = await anyio.open_process(
                         [*command, str(directory)], stdout=None, stderr=None, start_new_session=True
                     )
-                directory.chmod(0o755)
-                (directory / "door").mkdir()
-                for name, text in (files or {}).items():
-                    (directory / name).write_text(text)
-                for place in directory.iterdir():
-                    place.chmod(0o755 if place.is_dir() else 0o644)
+                _fill(directory, files or {})
                 self._directory = directory
         return self._directory
 
@@ -340,9 +335,19 @@ class Relay:
             self._janitor = None
 
 
+def _fill(directory: Path, files: Mapping[str, str]) -> None:
+    """Make what every user may read, whatever the umask."""
+    directory.chmod(0o755)
+    (directory / "door").mkdir()
+    (directory / "door").chmod(0o755)
+    for name, text in files.items():
+        (directory / name).write_text(text)
+        (directory / name).chmod(0o644)
+
+
 def _find_open_place() -> str:
     """A directory for temporary files that every user can reach, as nobody must."""
-    for place in (tempfile.gettempdir(), "/tmp", "/var/tmp"):  # noqa: S108
+    for place in (tempfile.gettempdir(), "/tmp", "/var/tmp"):
         path = Path(place).resolve()
         if all(each.stat().st_mode & 0o001 for each in (path, *path.parents)):
             return place

@@ -10,8 +10,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from rollout.errors import SandboxError
@@ -35,6 +33,9 @@ class NoneProvider:
     def __init__(self, *, cleanup_s: float = 10.0) -> None:
         self._cleanup_s = cleanup_s
         self._count = 0
+
+    async def check(self) -> None:
+        """See `SandboxProvider.check`: there is nothing to lack."""
 
     async def open(self, spec: SandboxSpec) -> LocalSandbox:
         """See `SandboxProvider.open`."""
@@ -71,9 +72,3 @@ class NoneProvider:
 
     async def close(self) -> None:
         """See `SandboxProvider.close`."""
-
-
-@asynccontextmanager
-async def open_none(*, cleanup_s: float = 10.0) -> AsyncIterator[NoneProvider]:
-    """A provider of directories without walls."""
-    yield NoneProvider(cleanup_s=cleanup_s)

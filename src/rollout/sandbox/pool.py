@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,8 @@ from rollout.errors import SandboxError, SandboxUnavailable
 from rollout.sandbox.spec import SandboxSpec
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from rollout.sandbox.api import Sandbox, SandboxProvider
 
 #: Seconds before the second attempt to open one; doubled before each further.

@@ -71,7 +71,9 @@ _NAME = "a non-empty string, or None"
 
 @attrs.frozen(kw_only=True)
 class SandboxSpec:
-    """What a sandbox is to be. None leaves a thing to the provider, which refuses what it cannot do.
+    """What a sandbox is to be; None leaves a thing to the provider.
+
+    A provider refuses what it cannot do.
 
     Raises:
         ConfigError: A value is wrong.
@@ -135,7 +137,7 @@ class SandboxSpec:
         for key in values:
             if key not in known:
                 raise ConfigError(f"sandbox: unknown key {key!r}; known: {', '.join(known)}")
-        merged = {}
+        merged: dict[str, Any] = {}
         for key, value in values.items():
             before = getattr(self, key)
             is_both = isinstance(before, Mapping) and isinstance(value, Mapping)

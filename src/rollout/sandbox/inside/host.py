@@ -1,20 +1,22 @@
 """Process 1 of a local sandbox: starts commands, collects what they print, reads and writes files.
 
-The driver sends this text, with `SETTINGS` above it, through standard input; it imports nothing but
-the standard library and runs on Python 3.8. Frames on standard input and output, little-endian: u32 length of the header,
-u32 length of the body, the header as JSON, the body. Requests and their answers carry an "id":
+The driver sends this text through standard input, with `settings` beside it. It imports nothing but
+the standard library, and runs on Python 3.8. Frames follow on standard input and output: u32 length
+of the header and u32 length of the body, little-endian, the header as JSON, the body. Requests and
+their answers carry an "id":
 
-    exec   argv, cwd, env, cap, keep; body: standard input -> exit, out (bytes of stdout), truncated;
-                                                             body: stdout, then stderr
+    exec   argv, cwd, env, cap, keep; body: standard input
+           -> exit, out (bytes of stdout), truncated; body: stdout, then stderr
     kill   target: the id of an exec, which then answers
-    read   path, offset, size                              -> body
-    write  path, append, mode; body                        -> nothing more
-    close                                                  -> no answer: everything here ends
+    read   path, offset, size -> body
+    write  path, append, mode; body -> nothing more
 
-A failed request is answered with "error", an exception's name, and "text". The driver's death is
-the end of standard input, and ends everything too: so nothing here may block, neither the pipes of
-commands nor the driver's.
+A failed request is answered with "error", an exception's name, "errno", "text" and "path". The
+driver's death is the end of standard input, and ends everything here: so nothing in this process
+may block, neither on the pipes of commands nor on the driver's.
 """
+
+from __future__ import annotations
 
 import ctypes
 import json
@@ -24,16 +26,21 @@ import selectors
 import signal
 import stat
 import struct
-import sys
+from contextlib import suppress
+
+TYPE_CHECKING = False  # importing typing takes as long as the rest
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
 
 CHUNK = 65536
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
-#: `PATH`, `HOME` and the like; what the environment of this process has is not handed on.
-ENVIRONMENT = SETTINGS["env"]
+#: "env": `PATH`, `HOME` and the like, for this process's environment is not handed on; "limits":
+#: resource limits of commands; "remove": a directory that goes with a host that is not process 1.
+SETTINGS: dict[str, Any] = globals()["settings"]
 
 selector = selectors.DefaultSelector()
-commands = {}  # by id
-by_pid = {}
+commands: dict[int, Command] = {}  # by id
+by_pid: dict[int, Command] = {}
 outgoing = bytearray()
 incoming = bytearray()
 
@@ -41,19 +48,19 @@ incoming = bytearray()
 class Command:
     """One running command: its pipes, and the bounded ends or beginnings of its output."""
 
-    def __init__(self, request, body):
+    def __init__(self, request: dict[str, Any], body: bytes) -> None:
         self.id = request["id"]
         self.cap = request["cap"]
         self.keeps_tail = request["keep"] == "tail"
-        self.outputs = {}  # descriptor -> 0 for stdout, 1 for stderr
+        self.outputs: dict[int, int] = {}  # descriptor -> 0 for stdout, 1 for stderr
         self.texts = [bytearray(), bytearray()]
         self.truncated = False
         self.input = memoryview(body)
-        self.input_fd = None
+        self.input_fd: int | None = None
         self.start(request)
 
-    def start(self, request):
-        pipes = []
+    def start(self, request: dict[str, Any]) -> None:
+        pipes: list[int] = []
         try:
             stdout, stderr = os.pipe(), os.pipe()
             pipes += [*stdout, *stderr]
@@ -82,7 +89,7 @@ class Command:
             os.set_blocking(self.input_fd, False)
             selector.register(self.input_fd, selectors.EVENT_WRITE, self.write)
 
-    def write(self, descriptor):
+    def write(self, descriptor: int) -> None:
         try:
             self.input = self.input[os.write(descriptor, self.input[:CHUNK]) :]
         except BlockingIOError:
@@ -92,20 +99,20 @@ class Command:
         if not self.input:
             self.close_input()
 
-    def close_input(self):
+    def close_input(self) -> None:
         if self.input_fd is not None:
             selector.unregister(self.input_fd)
             os.close(self.input_fd)
             self.input_fd = None
 
-    def read(self, descriptor):
+    def read(self, descriptor: int) -> bool:
         """Take what there is; whether there may be more."""
         try:
             data = os.read(descriptor, CHUNK)
         except BlockingIOError:
             return False
         if not data:
-            number = self.outputs.pop(descriptor)
+            del self.outputs[descriptor]
             selector.unregister(descriptor)
             os.close(descriptor)
             return False
@@ -120,13 +127,13 @@ class Command:
             self.truncate(text)
         return True
 
-    def truncate(self, text):
+    def truncate(self, text: bytearray) -> None:
         """Keep the last bytes alone."""
         if len(text) > self.cap:
             self.truncated = True
             del text[: len(text) - self.cap]
 
-    def end(self, status):
+    def end(self, status: int) -> None:
         """Answer. What is left running may hold the pipes: what is in them now is taken."""
         for descriptor in list(self.outputs):
             # Not without end: a background process may go on writing.
@@ -145,7 +152,7 @@ class Command:
         send(head, bytes(stdout + stderr))
 
 
-def run_child(request, *streams):
+def run_child(request: dict[str, Any], *streams: int) -> NoReturn:
     """Become the command; never returns."""
     try:
         os.setsid()
@@ -159,7 +166,7 @@ def run_child(request, *streams):
         for name, value in SETTINGS["limits"].items():
             resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
         argv = request["argv"]
-        environment = {**ENVIRONMENT, **request["env"]}
+        environment = {**SETTINGS["env"], **request["env"]}
         os.execvpe(argv[0], argv, {k: v for k, v in environment.items() if v is not None})
     except BaseException as error:
         missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
@@ -168,9 +175,9 @@ def run_child(request, *streams):
         os._exit(127 if missing else 126)
 
 
-def read_processes():
+def read_processes() -> dict[int, tuple[int, int, bytes]]:
     """Parent and session of every process that can be seen, by id."""
-    found = {}
+    found: dict[int, tuple[int, int, bytes]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
@@ -182,7 +189,7 @@ def read_processes():
     return found
 
 
-def find_tree(root):
+def find_tree(root: int) -> set[int]:
     """The process, what it has started, and what is in their sessions."""
     processes = read_processes()
     tree, sessions = {root}, {root}
@@ -198,9 +205,9 @@ def find_tree(root):
         sessions |= {processes[pid][1] for pid in more if processes[pid][1] in tree}
 
 
-def kill_tree(root):
+def kill_tree(root: int) -> None:
     """Stop everything first: what is stopped starts no more, and its children can be found."""
-    stopped = set()
+    stopped: set[int] = set()
     for _ in range(100):
         new = find_tree(root) - stopped - {os.getpid()}
         if not new:
@@ -212,14 +219,12 @@ def kill_tree(root):
         kill(pid, signal.SIGKILL)
 
 
-def kill(pid, number):
-    try:
+def kill(pid: int, number: int) -> None:
+    with suppress(OSError):
         os.kill(pid, number)
-    except OSError:
-        pass
 
 
-def reap(_):
+def reap(_: int) -> None:
     os.read(wakeup, 4096)
     while True:
         try:
@@ -234,7 +239,7 @@ def reap(_):
             command.end(status)
 
 
-def read_file(request):
+def read_file(request: dict[str, Any]) -> None:
     descriptor = open_regular(request["path"], os.O_RDONLY)
     try:
         send({"id": request["id"]}, os.pread(descriptor, request["size"], request["offset"]))
@@ -242,7 +247,7 @@ def read_file(request):
         os.close(descriptor)
 
 
-def write_file(request, body):
+def write_file(request: dict[str, Any], body: bytes) -> None:
     path = request["path"]
     os.makedirs(os.path.dirname(path) or "/", exist_ok=True)
     append = request["append"]
@@ -260,7 +265,7 @@ def write_file(request, body):
     send({"id": request["id"]})
 
 
-def open_regular(path, flags):
+def open_regular(path: str, flags: int) -> int:
     """A pipe or a device would make this process wait."""
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o644)
     mode = os.fstat(descriptor).st_mode
@@ -272,7 +277,7 @@ def open_regular(path, flags):
     raise PermissionError(13, "Not a regular file", path)
 
 
-def handle(request, body):
+def handle(request: dict[str, Any], body: bytes) -> None:
     do = request["do"]
     try:
         if do == "exec":
@@ -286,8 +291,6 @@ def handle(request, body):
             read_file(request)
         elif do == "write":
             write_file(request, body)
-        else:
-            leave()
     except (OSError, ValueError) as error:
         answer = {"id": request["id"], "error": type(error).__name__, "text": str(error)}
         if isinstance(error, OSError) and error.errno:
@@ -297,7 +300,7 @@ def handle(request, body):
         )
 
 
-def send(head, body=b""):
+def send(head: dict[str, Any], body: bytes = b"") -> None:
     header = json.dumps(head).encode()
     was_empty = not outgoing
     outgoing.extend(struct.pack("<II", len(header), len(body)) + header + body)
@@ -307,7 +310,7 @@ def send(head, body=b""):
             selector.register(1, selectors.EVENT_WRITE, flush)
 
 
-def flush(descriptor):
+def flush(_: int) -> None:
     try:
         while outgoing:
             with memoryview(outgoing) as view:
@@ -321,7 +324,7 @@ def flush(descriptor):
         selector.unregister(1)
 
 
-def receive(descriptor):
+def receive(_: int) -> None:
     try:
         data = os.read(0, 16 * CHUNK)
     except BlockingIOError:
@@ -339,7 +342,7 @@ def receive(descriptor):
         handle(request, payload)
 
 
-def leave():
+def leave() -> NoReturn:
     """End, and everything here with it: as process 1 by that alone."""
     directory = SETTINGS.get("remove")
     if directory:
@@ -350,10 +353,8 @@ def leave():
                 break
             for pid in children:
                 kill(pid, signal.SIGKILL)
-                try:
+                with suppress(ChildProcessError):
                     os.waitpid(pid, 0)
-                except ChildProcessError:
-                    pass
         os.execvp("rm", ["rm", "-rf", "--", directory])
     os._exit(0)
 

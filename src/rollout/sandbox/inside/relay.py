@@ -8,13 +8,15 @@ once it listens. Outside it ends with its standard input; inside, where the thir
 "detach", it goes on in the background.
 """
 
+from __future__ import annotations
+
 import asyncio
 import os
 import socket
 import sys
 
 
-async def carry(reader, writer):
+async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     try:
         while True:
             data = await reader.read(65536)
@@ -27,17 +29,17 @@ async def carry(reader, writer):
         writer.close()
 
 
-async def connect(kind, address):
+async def connect(kind: str, address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     if kind == "unix":
         return await asyncio.open_unix_connection(address)
     host, _, port = address.rpartition(":")
     return await asyncio.open_connection(host, int(port))
 
 
-async def serve(listener, target):
-    async def handle(reader, writer):
+async def serve(listener: socket.socket, target: list[str]) -> None:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            far_reader, far_writer = await connect(*target)
+            far_reader, far_writer = await connect(target[0], target[1])
         except OSError:
             writer.close()
             return
@@ -45,8 +47,10 @@ async def serve(listener, target):
         far_writer.close()
         writer.close()
 
-    start = asyncio.start_unix_server if listener.family == socket.AF_UNIX else asyncio.start_server
-    server = await start(handle, sock=listener)
+    if listener.family == socket.AF_UNIX:
+        server: asyncio.Server = await asyncio.start_unix_server(handle, sock=listener)
+    else:
+        server = await asyncio.start_server(handle, sock=listener)
     if "detach" in sys.argv:
         await server.serve_forever()
     else:
@@ -54,7 +58,7 @@ async def serve(listener, target):
         os._exit(0)
 
 
-def main():
+def main() -> None:
     (kind, address), target = (each.split(":", 1) for each in sys.argv[1:3])
     if kind == "unix":
         listener = socket.socket(socket.AF_UNIX)
