@@ -102,7 +102,9 @@ WITH_PROCESSES = (
     "replay",
     "reward_processes",
     "router",
+    "bubblewrap",
     "sandbox_attacks",
+    "sandbox_protocol",
     "sandbox_tools",
     "serve_gateway",
     "simulated_engine",
@@ -135,7 +137,7 @@ SHARED = frozenset(
         "mcp_servers media_batches media_refusals media_trajectories mistral_reference "
         "parser_floods parser_fuzz planted_bugs program_agent program_prompts "
         "ray_placement readme real_processes recorder replay report report_steps "
-        "reward_processes router_benchmark sampling sandbox_attacks sandbox_tools "
+        "reward_processes router_benchmark sampling sandbox_attacks sandbox_protocol sandbox_tools "
         "segments selection serve_gateway soak template_properties testing_plugin "
         "tool_executor transformers_core typed_programs unencodable_calls vision_core vision_rows "
         "wake_ups word_ids wrapping"

@@ -53,6 +53,7 @@ FLOORS = (
     "engine.driver",
     "engine",
     "interactions",
+    "sandbox",
     "tools",
     "agents",
     "scheduling",
