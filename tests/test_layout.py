@@ -50,6 +50,7 @@ FLOORS = (
     "engine",
     "interactions",
     "tools",
+    "environments",
     "agents",
     "scheduling",
     "observe",

@@ -69,6 +69,7 @@ if TYPE_CHECKING:
         TemplateError,
         ToolError,
     )
+    from rollout.environments.tool_set import ToolSet
     from rollout.gateway.gateway import open_gateway
     from rollout.interactions import Interaction, InteractionTurn
     from rollout.observe.user_spans import trace
@@ -139,6 +140,7 @@ _HOMES = {
         "TemplateError",
         "ToolError",
     ),
+    "rollout.environments.tool_set": ("ToolSet",),
     "rollout.gateway.gateway": ("open_gateway",),
     "rollout.interactions": ("Interaction", "InteractionTurn"),
     "rollout.observe.user_spans": ("trace",),
@@ -219,6 +221,7 @@ __all__ = [
     "ToolError",
     "ToolResult",
     "ToolSession",
+    "ToolSet",
     "ToolsConfig",
     "Trajectory",
     "TransformersEngine",

@@ -244,7 +244,11 @@ class _Beginning:
         if context.events.is_on:
             enter_trajectory(context.events, context.identity.number)
         try:
-            code: Any = (loop() if isinstance(loop, type) else loop).run(context)
+            agent = loop() if isinstance(loop, type) else loop
+            if context.services.tools.opens_first:
+                code: Any = _run_opened(agent, context)
+            else:
+                code = agent.run(context)
         except StopIteration as error:
             raise RuntimeError("the agent raised StopIteration") from error
         if not isinstance(code, CoroutineType):
@@ -258,6 +262,11 @@ class _Beginning:
 
     def close(self) -> None:
         """The same."""
+
+
+async def _run_opened(agent: AgentLoop, context: AgentContext) -> None:
+    await context.open_first()
+    await agent.run(context)
 
 
 async def _awaited(code: Awaitable[None]) -> None:

@@ -55,6 +55,7 @@ class Toolkit(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         checks, gates: By tool.
         has_states: Whether any of them has a state; see `Tool.stateful`.
+        opens_first: Whether any of them does; see `Tool.opens_first`.
         threads, processes: Where sync and isolated code runs.
     """
 
@@ -64,6 +65,7 @@ class Toolkit(msgspec.Struct, frozen=True, kw_only=True):
     threads: WorkerThreads
     processes: ToolProcesses
     has_states: bool = True
+    opens_first: bool = False
 
     def fault(self, call: ToolCall, known: Collection[str], contexts: ToolContexts) -> str | None:
         """Why this call cannot be run as it is, where only `known` tools may be called."""
