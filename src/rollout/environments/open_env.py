@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -24,7 +23,12 @@ from rollout.types import text_of
 from rollout.worker_threads import ASYNCIO_CLEANUP_S
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
     from rollout.types import Prompt, ToolCall
+
+#: Observation, reward, whether the episode is done, and what an agent keeps.
+Step = tuple[str, float, bool, dict[str, Any]]
 
 logger = logging.getLogger("rollout.environments")
 
@@ -56,9 +60,9 @@ class OpenEnv(ToolProvider):
     - By text: ``register_agent("echo")(EnvironmentAgent(OpenEnv(url)))``. The text of a turn is the
       one text field of the server's action; observations are said by a user.
     - By a tool: ``open_rollout(config, tools=[OpenEnv(url)])``. The tool's parameters are the
-      action's fields. The first observation is appended to the prompt's last message; the sum of the
-      rewards is the trajectory's, where neither its agent nor `open_rollout` has another; an episode
-      that is done ends it. An action that the server refuses is an error that the model reads.
+      action's fields. The first observation is appended to the prompt's last message; the sum of
+      the rewards is the trajectory's, where neither its agent nor `open_rollout` has another; an
+      episode that is done ends it. What the server refuses is an error that the model reads.
 
     `reset` gets what JSON can hold of the prompt's `extra`, and a ``seed``, which the members of a
     group share, where that has none. A server that has as many sessions as it can is asked again,
@@ -332,7 +336,7 @@ class OpenEnvSession:
             pass
         await socket.close()
 
-    def _observed(self, data: dict[str, Any]) -> tuple[str, float, bool, dict[str, Any]]:
+    def _observed(self, data: dict[str, Any]) -> Step:
         observation = data.get("observation")
         if not isinstance(observation, dict):
             raise OpenEnvError(self._server.url, "BAD_ANSWER", f"observation: {observation!r:.200}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import anyio.to_thread
 
-from rollout.bridge import AsyncioThread
+from rollout.bridge import AsyncioThread, has_virtual_clock
 from rollout.chat.messages import template_messages
 from rollout.errors import TemplateError, ToolError
 from rollout.reward_values import BadRewardError, finite_number
@@ -322,12 +322,12 @@ async def _kind_made_by(factory: Factory) -> type:
     """
     title = _name_of(factory)
     try:
-        instance = await anyio.to_thread.run_sync(factory, abandon_on_cancel=True)
+        instance = await _run(factory)
     except Exception as error:
         raise ToolError(f"ToolSet: {title} raised {type(error).__name__}: {error}") from error
     close = getattr(instance, "close", None)
     if callable(close) and not is_async(close):
-        await anyio.to_thread.run_sync(close, abandon_on_cancel=True)
+        await _run(close)
     elif callable(close):
         loop = AsyncioThread(cleanup_s=ASYNCIO_CLEANUP_S)
         try:
@@ -335,6 +335,13 @@ async def _kind_made_by(factory: Factory) -> type:
         finally:
             loop.close()
     return type(instance)
+
+
+async def _run(function: Callable[[], Any]) -> Any:
+    """What it returns, called in a thread; in virtual time at once."""
+    if has_virtual_clock():
+        return function()
+    return await anyio.to_thread.run_sync(function, abandon_on_cancel=True)
 
 
 def _name_of(factory: Factory) -> str:
