@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio  # noqa: TID251  (as environments written for TRL do)
 import functools
+import json
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ class Wordle:
 
     def reset(self, **row: Any) -> str | None:
         self.log.append(("reset", row))
-        self.secret = row["secret"]
+        self.secret: str = row["secret"]
         return f" It has {len(self.secret)} letters."
 
     def guess(self, word: str) -> str:
@@ -123,7 +125,7 @@ async def test_environment_of_trl_is_reset_played_and_rewarded_unchanged() -> No
     assert [text for role, text in said if role == "tool"][1:] == ["t", "tool"]
     assert (trajectory.reward, trajectory.tool_rewards) == (1.0, [1.0])
     assert trajectory.prompt is not None
-    assert trajectory.prompt.messages[-1]["content"] == "Guess it. It has 4 letters."  # type: ignore[index, call-overload]
+    assert trajectory.prompt.messages[-1]["content"] == "Guess it. It has 4 letters."  # type: ignore[index]
 
 
 async def test_tool_set_schemas_are_those_of_its_public_methods() -> None:
@@ -273,7 +275,7 @@ async def test_tool_set_of_several_takes_the_one_that_the_row_names() -> None:
     assert "expected one of 'count', 'other'" in rejected.cause.message
 
 
-class Pair(Other):
+class Pair:
     def add(self, by: int) -> int:
         """Count on."""
         return by
@@ -378,13 +380,29 @@ class Steps(rollout.AgentLoop):
     async def run(self, context: rollout.AgentContext) -> None:
         turn = await context.generate()
         await context.call_tools(turn.calls)
-        context.extra["asked"] = context.prompt.messages[-1]["content"]  # type: ignore[index, call-overload]
+        context.extra["asked"] = context.prompt.messages[-1]["content"]  # type: ignore[index]
 
 
 @real
 async def test_tool_set_serves_an_agent_that_calls_tools_itself() -> None:
     register_agent("steps_with_tool_set")(Steps)
     agent = AgentConfig(name="steps_with_tool_set")
+    (trajectory,) = await play(rollout.ToolSet(Wordle), agent=agent)
+    assert trajectory.extra["asked"] == "Guess it. It has 4 letters."
+    assert (trajectory.outcome, trajectory.reward) == (Outcome.COMPLETED, 0.25)
+
+
+@real
+async def test_tool_set_is_begun_for_a_function_that_speaks_http() -> None:
+    @rollout.agent("http_with_tool_set")
+    def says(task: rollout.AgentTask) -> None:
+        task.extra["asked"] = task.messages[-1]["content"]
+        body = json.dumps({"model": task.model, "messages": task.messages}).encode()
+        headers = {"authorization": f"Bearer {task.api_key}", "content-type": "application/json"}
+        url = f"{task.base_url}/chat/completions"
+        urllib.request.urlopen(urllib.request.Request(url, body, headers)).close()
+
+    agent = AgentConfig(name="http_with_tool_set")
     (trajectory,) = await play(rollout.ToolSet(Wordle), agent=agent)
     assert trajectory.extra["asked"] == "Guess it. It has 4 letters."
     assert (trajectory.outcome, trajectory.reward) == (Outcome.COMPLETED, 0.25)

@@ -144,7 +144,7 @@ class OpenEnv(ToolProvider):
         try:
             answer = await anyio.to_thread.run_sync(read, abandon_on_cancel=True)
         except (OSError, ValueError) as error:
-            raise OpenEnvError(self.url, "CONNECTION", f"GET /schema: {text_of(error)}") from error
+            raise OpenEnvError(self.url, "CONNECTION", f"GET /schema: {text_of(error)}") from None
         action = answer.get("action") if isinstance(answer, dict) else None
         if not isinstance(action, dict):
             raise OpenEnvError(self.url, "BAD_ANSWER", f"GET /schema: {answer!r:.200}")
@@ -303,11 +303,12 @@ class OpenEnvSession:
                 await self._socket.send(message)
             except _closed():
                 pass  # what the server said before it closed is still to be read
-            answer = json.loads(await self._socket.recv())
+            answer: Any = json.loads(await self._socket.recv())
         is_answer = isinstance(answer, dict) and isinstance(answer.get("data"), dict)
         if not is_answer or answer.get("type") not in ("observation", "error"):
             raise ValueError(f"{answer!r:.200}")
-        return answer
+        found: dict[str, Any] = answer
+        return found
 
     async def _connect(self) -> None:
         """Runs on asyncio."""
@@ -322,7 +323,7 @@ class OpenEnvSession:
                 ping_timeout=None,  # a server that computes says nothing; `timeout_s` bounds that
             )
         except (OSError, _refused()) as error:
-            raise OpenEnvError(server.url, "CONNECTION", text_of(error)) from error
+            raise OpenEnvError(server.url, "CONNECTION", text_of(error)) from None
 
     async def _disconnect(self) -> None:
         """Runs on asyncio."""
