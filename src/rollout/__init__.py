@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     )
     from rollout.engine.model_files import resolve_model
     from rollout.engine.weights import DiskWeights, DistributedWeights, TensorWeights
+    from rollout.environments.tool_set import ToolSet
     from rollout.errors import (
         AgentError,
         ChannelError,
@@ -69,7 +70,6 @@ if TYPE_CHECKING:
         TemplateError,
         ToolError,
     )
-    from rollout.environments.tool_set import ToolSet
     from rollout.gateway.gateway import open_gateway
     from rollout.interactions import Interaction, InteractionTurn
     from rollout.observe.user_spans import trace
