@@ -55,6 +55,7 @@ FLOORS = (
     "interactions",
     "sandbox",
     "tools",
+    "environments",
     "agents",
     "scheduling",
     "observe",

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from rollout.engine.core import SamplingParams
     from rollout.engine.model_files import resolve_model
     from rollout.engine.weights import DiskWeights, DistributedWeights, TensorWeights
+    from rollout.environments.tool_set import ToolSet
     from rollout.errors import (
         AgentError,
         ChannelError,
@@ -152,6 +153,7 @@ _HOMES = {
         "TemplateError",
         "ToolError",
     ),
+    "rollout.environments.tool_set": ("ToolSet",),
     "rollout.gateway.gateway": ("open_gateway",),
     "rollout.interactions": ("Interaction", "InteractionTurn"),
     "rollout.observe.user_spans": ("trace",),
@@ -239,6 +241,7 @@ __all__ = [
     "ToolError",
     "ToolResult",
     "ToolSession",
+    "ToolSet",
     "ToolsConfig",
     "Trajectory",
     "Transcript",

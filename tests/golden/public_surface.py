@@ -30,6 +30,7 @@ PACKAGES = (
     "rollout.chat",
     "rollout.config",
     "rollout.engine",
+    "rollout.environments",
     "rollout.interactions",
     "rollout.media",
     "rollout.observe",

@@ -253,6 +253,17 @@ class AgentContext:
         """
         self._state.end(outcome, reason, limit_source=limit_source)
 
+    async def open_first(self) -> None:
+        """Open the tools that are open before the agent begins; the prompt goes on with what they
+        observe.
+
+        Raises:
+            ToolError: One could not be opened.
+        """
+        observations = await self.tools.open_first()
+        if observations:
+            self._state.continue_prompt(observations)
+
     async def begin(
         self, messages: Given | None = None, *, ids: Sequence[int] | None = None
     ) -> None:
@@ -415,6 +426,8 @@ class AgentContext:
             await each.settle()
         if any(row.transcript.generated_length for each in conversations for row in each.rows):
             self.tool_rewards += await self.tools.calc_rewards()
+            if self.reward is None:
+                self.reward = self.tools.reward
 
     async def close(self) -> None:
         """End the tools and the simulated user; shielded, bounded, never raises."""

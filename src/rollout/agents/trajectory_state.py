@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 import msgspec
 
 from rollout.agents.budget import generation_budget
-from rollout.agents.identity import Ending, Identity, named
+from rollout.agents.identity import Ending, Identity, continued, named
 from rollout.agents.kept_messages import TurnReader
 from rollout.agents.on_demand import NOT_MADE, ListOnDemand
 from rollout.agents.prompt_sampling import sampling_given
@@ -123,7 +123,7 @@ class TrajectoryState:
         self.sampled_placeholders = self.truncated_tokens = 0
         self._prompt = prompt
         self.identity = identity
-        if prompt.tools is not None or prompt.tools_kwargs:
+        if prompt.tools is not None or prompt.tools_kwargs or services.tools.opens_first:
             names = self.tools.names  # now, since what the prompt says of them may be wrong
         else:
             names = services.tools.names
@@ -147,6 +147,17 @@ class TrajectoryState:
         self._prompt = prompt = named(self._prompt, self.identity.uid)
         return prompt
 
+    def continue_prompt(self, observations: Sequence[str | Sequence[Mapping[str, Any]]]) -> None:
+        """The last message of the prompt goes on with what tools observed.
+
+        Raises:
+            AgentError: It cannot.
+        """
+        *before, last = self._prompt.messages
+        for observation in observations:
+            last = continued(last, observation)
+        self._prompt = msgspec.structs.replace(self._prompt, messages=[*before, last])
+
     @property
     def given(self) -> Prompt:
         """The same as its caller gave it, perhaps without a uid."""
@@ -163,9 +174,10 @@ class TrajectoryState:
             self._tools = self.services.tools.open_session(
                 uid=self.identity.uid,
                 member=self.identity.member,
-                names=self._prompt.tools,
+                names=self.services.tools.names_for(self._prompt),
                 tools_kwargs=self._prompt.tools_kwargs,
                 extra=self.extra,
+                prompt=self._prompt,
             )
         return self._tools
 

@@ -253,7 +253,11 @@ class _Beginning:
         if context.events.is_on:
             enter_trajectory(context.events, context.identity.number)
         try:
-            code: Any = make_agent(loop).run(context)
+            agent = make_agent(loop)
+            if context.services.tools.opens_first:
+                code: Any = _run_opened(agent, context)
+            else:
+                code = agent.run(context)
         except StopIteration as error:
             raise RuntimeError("the agent raised StopIteration") from error
         if not isinstance(code, CoroutineType):
@@ -267,6 +271,11 @@ class _Beginning:
 
     def close(self) -> None:
         """The same."""
+
+
+async def _run_opened(agent: AgentLoop, context: AgentContext) -> None:
+    await context.open_first()
+    await agent.run(context)
 
 
 async def _awaited(code: Awaitable[None]) -> None:

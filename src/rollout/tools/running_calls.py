@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from rollout.tools.gate import ToolGate
     from rollout.tools.tool import Tool, ToolSession
     from rollout.tools.toolkit import Toolkit
+    from rollout.types import Prompt
 
 logger = logging.getLogger("rollout")
 
@@ -68,6 +69,7 @@ class RunningCalls:
         "_member",
         "_metrics",
         "_opening",
+        "_prompt",
         "_serial",
         "_sessions",
         "_tools",
@@ -92,12 +94,13 @@ class RunningCalls:
         member: int,
         kwargs: Mapping[str, Mapping[str, Any]],
         extra: dict[str, Any],
+        prompt: Prompt | None = None,
     ) -> None:
         self.seconds, self.idle_since, self.is_closed = 0.0, 0.0, False
         self._under_way: dict[tuple[CallTurn, int], tuple[ToolCall, float]] | None = None
         self.calls = self.errors = self.invalid_in_a_row = self._turns_under_way = 0
         self._clock, self._is_on_trio = loop_clock(), runs_on_trio()
-        self.kit, self._tools = kit, tools
+        self.kit, self._tools, self._prompt = kit, tools, prompt
         self._uid, self._member, self._kwargs, self._extra = uid, member, kwargs, extra
         # Made when they are needed: many trajectories wait long before their first call.
         self._metrics: dict[str, float] | None = None
@@ -131,6 +134,7 @@ class RunningCalls:
                 uid=self._uid,
                 member=self._member,
                 threads=self.kit.threads,
+                prompt=self._prompt,
                 processes=self.kit.processes,
                 extra=self._extra,
             )
