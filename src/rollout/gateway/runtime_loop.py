@@ -1,7 +1,8 @@
-"""Between the loop that serves HTTP, asyncio's, and that of the runtime."""
+"""Between the loop that serves HTTP, in its thread, and that of the runtime."""
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from contextvars import copy_context
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 
-from rollout.bridge import Post, loop_poster, runs_on_trio, wait_future
+from rollout.bridge import loop_poster, wait_future
 from rollout.gateway.calls import GatewayError
 from rollout.scopes import open_task_group
 
@@ -25,16 +26,17 @@ T = TypeVar("T")
 class RuntimeLoop:
     """Runs functions where the runtime runs, for handlers of requests; made by `open_runtime_loop`.
 
-    Under asyncio both loops are one, and nothing is between them.
+    For code on the runtime's own loop nothing is between them.
     """
 
     def __init__(self, tasks: TaskGroup) -> None:
         self._tasks = tasks
-        self._post: Post | None = loop_poster() if runs_on_trio() else None
+        self._post = loop_poster()
+        self._thread = threading.get_ident()
 
     async def run(self, function: Callable[..., Awaitable[T]], *args: object) -> T:
         """``await function(*args)``; cancelling the caller cancels it."""
-        if self._post is None:
+        if self._is_here:
             return await function(*args)
         visit = _Visit(function, args)
         self._post(lambda: visit.begin(self._tasks))
@@ -46,7 +48,7 @@ class RuntimeLoop:
 
     def back(self, function: Callable[..., object]) -> Callable[..., object]:
         """What the runtime may call, from its loop, to have `function` called soon on this one."""
-        if self._post is None:
+        if self._is_here:
             return function
         # Run in the caller's context: in that of the runtime's task, anyio would think of trio.
         post, context = loop_poster(), copy_context()
@@ -54,10 +56,14 @@ class RuntimeLoop:
 
     def post(self, function: Callable[..., object], *args: object) -> None:
         """`function(*args)`, soon."""
-        if self._post is None:
+        if self._is_here:
             function(*args)
         else:
             self._post(lambda: function(*args))
+
+    @property
+    def _is_here(self) -> bool:
+        return threading.get_ident() == self._thread
 
 
 class _Visit:
