@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import threading
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -13,6 +15,7 @@ import anyio
 
 from rollout.bridge import loop_poster, wait_future
 from rollout.gateway.calls import GatewayError
+from rollout.observe.blocking_code import find_blocking_code, is_running
 from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
@@ -20,7 +23,22 @@ if TYPE_CHECKING:
 
     from anyio.abc import TaskGroup
 
+    from rollout.observe.blocking_code import BlockingCode
+
 T = TypeVar("T")
+
+
+class LoopBlockedError(GatewayError):
+    """The code that asks blocks the loop that would have to answer."""
+
+    def __init__(self, seconds: float, code: BlockingCode) -> None:
+        remedy = "" if code.remedy else "; use an async client, such as AsyncOpenAI"
+        super().__init__(
+            503,
+            "loop_blocked",
+            f"the request waited for {seconds:g} s, since its own agent blocks the event loop that "
+            f"answers it: {code.text}{remedy}",
+        )
 
 
 class RuntimeLoop:
@@ -34,14 +52,34 @@ class RuntimeLoop:
         self._post = loop_poster()
         self._thread = threading.get_ident()
 
-    async def run(self, function: Callable[..., Awaitable[T]], *args: object) -> T:
-        """``await function(*args)``; cancelling the caller cancels it."""
+    async def run(
+        self,
+        function: Callable[..., Awaitable[T]],
+        *args: object,
+        begin_s: float = math.inf,
+        activity: str = "",
+    ) -> T:
+        """``await function(*args)``; cancelling the caller cancels it.
+
+        Args:
+            function: Is called there.
+            args: Of the function.
+            begin_s: How long `activity`, as the watchdog names it, may keep that loop from calling
+                the function.
+
+        Raises:
+            LoopBlockedError: It was kept from that longer.
+        """
         if self._is_here:
             return await function(*args)
         visit = _Visit(function, args)
         self._post(lambda: visit.begin(self._tasks))
         try:
-            return await wait_future(visit.future)
+            while True:
+                with anyio.move_on_after(begin_s):
+                    return await wait_future(visit.future)
+                if not visit.has_begun:
+                    self._check_blocked(begin_s, activity)
         except BaseException:
             self._post(visit.cancel)
             raise
@@ -61,22 +99,36 @@ class RuntimeLoop:
         else:
             self._post(lambda: function(*args))
 
+    def _check_blocked(self, seconds: float, activity: str) -> None:
+        frame = sys._current_frames().get(self._thread)
+        if frame is None or not is_running(frame, activity):
+            return
+        code = find_blocking_code(frame)
+        if code is not None:
+            raise LoopBlockedError(seconds, code)
+
     @property
     def _is_here(self) -> bool:
         return threading.get_ident() == self._thread
 
 
 class _Visit:
-    """A call on the runtime's loop, seen from the other one."""
+    """A call on the runtime's loop, seen from the other one.
+
+    Attributes:
+        has_begun: Whether that loop has come to it.
+    """
 
     def __init__(self, function: Callable[..., Awaitable[Any]], args: tuple[object, ...]) -> None:
         self._function = function
         self._args = args
         self._scope: anyio.CancelScope | None = None
         self._is_cancelled = False
+        self.has_begun = False
         self.future: Future[Any] = Future()
 
     def begin(self, tasks: TaskGroup) -> None:
+        self.has_begun = True
         try:
             tasks.start_soon(self._run)
         except RuntimeError:  # the group has ended, and nothing may be raised here

@@ -35,12 +35,14 @@ class BlockingCode:
     """Code that blocks the loop.
 
     Attributes:
-        text: For people: whose code, doing what, with file and line, and what to do about it.
+        text: For people: whose code, doing what, with file and line, and the remedy.
         place: The function of theirs, whichever trajectory called it and at whichever line it is.
+        remedy: What its author can do about it, where that is known.
     """
 
     text: str
     place: tuple[str, str]
+    remedy: str = ""
 
 
 def find_blocking_code(innermost: FrameType) -> BlockingCode | None:
@@ -56,9 +58,14 @@ def find_blocking_code(innermost: FrameType) -> BlockingCode | None:
     place = _line(innermost)
     if own is not innermost:
         place += f", called from {_line(own)}"
-    remedies = _told(innermost, REMEDY)
-    advice = f"; {remedies[0]}" if remedies else ""
-    return BlockingCode(f"{_who(innermost, own)} at {place}{advice}", _place(own.f_code))
+    remedy = next(iter(_told(innermost, REMEDY)), "")
+    text = f"{_who(innermost, own)} at {place}" + (f"; {remedy}" if remedy else "")
+    return BlockingCode(text, _place(own.f_code), remedy)
+
+
+def is_running(innermost: FrameType, activity: str) -> bool:
+    """Whether the thread at this frame is in code that this library does as `activity`."""
+    return activity in _told(innermost, ACTIVITY)
 
 
 def stack_of_task(innermost: FrameType) -> str:
