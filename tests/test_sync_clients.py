@@ -24,9 +24,7 @@ from rollout.testing import Scenario
 BACKENDS = pytest.mark.parametrize("backend", ["asyncio", "trio"])
 #: Past this, a test that would hang fails.
 HANG_S = 60.0
-LONG = LimitsConfig(
-    generation_s=20, tool_s=20, turn_s=20, trajectory_s=20, batch_s=60, cleanup_s=2
-)
+LONG = LimitsConfig(generation_s=20, tool_s=20, turn_s=20, trajectory_s=20, batch_s=60, cleanup_s=2)
 SHORT = LimitsConfig(
     generation_s=0.3, tool_s=0.3, turn_s=0.5, trajectory_s=0.6, batch_s=60, cleanup_s=0.5
 )
@@ -76,8 +74,8 @@ class BlocksAsALoop(rollout.AgentLoop):
 
 def finished(backend: str, trial: Callable[..., Any], *agents: str, limits: Any) -> RolloutBatch:
     """A batch of one trajectory an agent; the test fails where it hangs."""
-    config = Scenario(seed=1).reply("", "Well.").config(
-        placement=InProcessPlacement(), limits=limits
+    config = (
+        Scenario(seed=1).reply("", "Well.").config(placement=InProcessPlacement(), limits=limits)
     )
     go = [{"role": "user", "content": "go"}]
     prompts = [Prompt(messages=go, agent_name=name, uid=name) for name in agents]
