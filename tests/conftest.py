@@ -107,6 +107,7 @@ WITH_PROCESSES = (
     "serve_gateway",
     "simulated_engine",
     "soak",
+    "sync_clients",
     "testing_plugin",
     "tls",
     "transformers_core",

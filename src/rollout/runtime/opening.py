@@ -14,6 +14,7 @@ from rollout.agents.long_texts import LongTexts
 from rollout.agents.media_intake import MediaFetcher, MediaIntake
 from rollout.agents.prompt_sampling import top_log_probs_fault
 from rollout.agents.services import Services
+from rollout.bridge import has_virtual_clock
 from rollout.chat import get_tool_parser, tool_parser_names
 from rollout.chat.parsers import stop_token_ids
 from rollout.config import RolloutConfig
@@ -24,6 +25,7 @@ from rollout.errors import AgentError, ConfigError
 from rollout.function_refs import refuse_while_imported
 from rollout.interactions import InteractionRegistry
 from rollout.observe.event_stream import EventStream
+from rollout.observe.loop_lag import LoopLag
 from rollout.observe.tally import Tally
 from rollout.runtime.driver_model import DriverModel, load_driver_model, warn_of_end_token
 from rollout.runtime.gateway_opening import gateway_of
@@ -176,7 +178,9 @@ async def _open_runtime(
     file: JournalFile | None,
 ) -> AsyncIterator[RolloutRuntime]:
     threads = WorkerThreads(
-        max_threads=config.tools.max_threads, max_abandoned=config.tools.max_abandoned_threads
+        max_threads=config.tools.max_threads,
+        max_abandoned=config.tools.max_abandoned_threads,
+        watch=None if has_virtual_clock() else LoopLag().watch,
     )
     tally, events = Tally(), EventStream()
     executor = tool_executor(config, tools, threads, tally)
