@@ -19,8 +19,8 @@ from rollout.config import (
     SimulatedEngine,
     TransformersEngine,
 )
+from rollout.config.sections import SIMULATED_MODEL
 from rollout.engine.driver.engine_opening import core_spec
-from rollout.engine.driver.model_template import SIMULATED_MODEL
 from rollout.engine.model_files import model_path_fault
 from rollout.errors import AgentError, ConfigError, EngineError, ToolError
 from rollout.interactions import InteractionRegistry
@@ -68,11 +68,8 @@ def config_faults(
 
 def _model_faults(config: RolloutConfig) -> Iterator[str]:
     model, kind = config.model, config.engine.kind
-    is_simulated = isinstance(config.engine, SimulatedEngine)
-    if is_simulated and model.path != SIMULATED_MODEL:
+    if isinstance(config.engine, SimulatedEngine) and model.path != SIMULATED_MODEL:
         yield f"model.path = {model.path!r}: engine.kind = {kind!r} expects {SIMULATED_MODEL!r}"
-    elif isinstance(config.engine, TransformersEngine) and model.path == SIMULATED_MODEL:
-        yield f"model.path = {model.path!r}: engine.kind = {kind!r} needs a model with files"
     elif model.path != SIMULATED_MODEL:
         needs_weights = config.engine.loads_weights
         fault = model_path_fault(model.path, model.revision, needs_weights=needs_weights)

@@ -17,8 +17,8 @@ def load_tokenizer_of(model: str, revision: str | None = None) -> Callable[[Sequ
         RolloutError: There is no such model, or its tokenizer cannot be loaded.
     """
     from rollout.chat.template_loading import load_tokenizer
+    from rollout.config.sections import SIMULATED_MODEL
     from rollout.engine.cores.simulated.tokenizer import simulated_fast_tokenizer
-    from rollout.engine.driver.model_template import SIMULATED_MODEL
     from rollout.engine.model_files import resolve_model
 
     tokenizer: AnyTokenizer
