@@ -112,6 +112,7 @@ WITH_PROCESSES = (
     "unauthenticated",
     "vision_rows",
     "wrapping",
+    "memory_check",
 )
 
 

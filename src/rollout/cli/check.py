@@ -11,6 +11,7 @@ from rollout.agents import get_agent
 from rollout.chat import tool_parser_names
 from rollout.chat.template_loading import holds_tokenizer
 from rollout.cli.gpus import gpu_faults
+from rollout.cli.memory import memory_faults
 from rollout.cli.sizing import context_tokens
 from rollout.config import (
     CustomEngine,
@@ -58,6 +59,7 @@ def config_faults(
         *_opening_faults(config),
         *_package_faults(config),
         *gpu_faults(config, asks=asks_for_gpus),
+        *memory_faults(config, asks=asks_for_gpus),
         *_length_faults(config),
         *_name_faults(config, interactions),
         *_corpus_faults(config),
