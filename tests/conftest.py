@@ -88,6 +88,7 @@ WITH_PROCESSES = (
     "local_process",
     "long_text_attacks",
     "loop_lag",
+    "main_guard",
     "mcp",
     "mcp_servers",
     "media_refusals",
@@ -130,7 +131,7 @@ SHARED = frozenset(
         "group_choices group_rewards growing_text harmony_reference heap http_answers "
         "http_core http_liveness idle_memory imports isolated_tools journal_epochs "
         "journal_groups kept_messages langgraph_model length_and_exceptions listening "
-        "live_weights local_process long_text_attacks long_texts loop_lag mcp "
+        "live_weights local_process long_text_attacks long_texts loop_lag main_guard mcp "
         "mcp_servers media_batches media_refusals media_trajectories mistral_reference "
         "parser_floods parser_fuzz planted_bugs program_agent program_prompts "
         "ray_placement readme real_processes recorder replay report report_steps "

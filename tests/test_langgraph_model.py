@@ -9,6 +9,7 @@ import pytest
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 
+import rollout
 from race_situations import user
 from rollout import AgentContext, AgentError, AgentLoop, Outcome, RolloutBatch, register_agent
 from rollout.config import AgentConfig, GatewayConfig, LengthsConfig, LimitsConfig
@@ -263,6 +264,21 @@ async def test_graph_agent_runs_a_graph_and_keeps_what_it_is_asked_to() -> None:
     (trajectory,) = (await tried(None, "a_graph")).trajectories
     assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
     assert trajectory.extra == {"answer": "It is 42."}
+
+
+async def test_graph_agent_at_its_turn_limit_ends_with_that() -> None:
+    class Endless(Graph):
+        async def ainvoke(self, state: Any, config: Any) -> Any:
+            while True:
+                await self.model.ainvoke("question")
+
+    register_agent("an_endless_graph")(GraphAgent(Endless))
+    config = SCENARIO.config(agent=AgentConfig(name="an_endless_graph", max_assistant_turns=2))
+    async with rollout.open_rollout(config) as runtime:
+        (trajectory,) = (await runtime.generate([user("question")])).trajectories
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.LIMIT, "turns")
+    assert trajectory.limit_source == "agent.max_assistant_turns"
+    assert len(trajectory.segments) == 2
 
 
 async def test_graph_agent_at_its_deadline_is_cancelled() -> None:

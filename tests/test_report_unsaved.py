@@ -53,11 +53,34 @@ def test_report_of_a_call_that_raised_says_what_failed_without_trajectories(
     found = {each["kind"]: each for each in data["findings"]}
     calls, failures = found["failed_calls"], found["failures"]
     assert calls["title"] == "1 call of 1 ended with an error"
-    assert calls["text"].startswith("generate() of step 3 raised LimitExceeded: ")
+    assert "1 × generate() of step 3 raised LimitExceeded: " in calls["text"]
     assert failures["filter"] == ""
-    assert "by 'reward'. It says: RuntimeError: no judge" in failures["text"]
+    assert failures["text"].endswith("\n20 × failed (reward): RuntimeError: no judge")
     assert data["summary"][0] == ["trajectories", "20", "of 2 prompts"]
     assert any("Trajectories were not saved" in note for note in data["notes"])
+
+
+def test_report_names_every_cause_of_failure_with_its_count(tmp_path: Path) -> None:
+    long = "x" * 1000
+
+    async def reward(trajectory: Any) -> float:
+        number = trajectory.group
+        if number < 12:
+            raise RuntimeError(f"cause {number // 2} {long}")
+        return 1.0
+
+    async def body() -> None:
+        async with open_rollout(observed.SCENARIO.config(), [observed.add], reward) as runtime:
+            batch = await runtime.generate(observed.prompts(*map(str, range(100))))
+            batch.save(tmp_path)
+
+    run_virtual(body)
+    (failures,) = [each for each in data_of(tmp_path)["findings"] if each["kind"] == "failures"]
+    causes = failures["text"].splitlines()[1:]
+    assert [each.partition(" × ")[2] for each in causes] == [
+        f"failed (reward): RuntimeError: cause {number} {long}" for number in range(6)
+    ]
+    assert len({each.partition(" × ")[0] for each in causes}) == 1
 
 
 def test_report_of_events_alone_says_what_was_looked_at(tmp_path: Path) -> None:

@@ -249,7 +249,7 @@ async def test_run_faulty_calls_are_answered_and_siblings_do_not_notice(executor
         failed("invalid arguments for 'wait': seconds = \"2\": expected float, got str"),
         failed("invalid arguments for 'wait': missing 'seconds'"),
     ]
-    assert (tools.calls, tools.errors) == (2, 5)
+    assert (tools.calls, tools.errors) == (6, 5)
 
 
 @pytest.mark.anyio
@@ -321,7 +321,7 @@ async def test_run_calls_past_the_cap_are_answered_unexecuted(executor: Open) ->
     )
     assert results == [ToolResult("a done"), ToolResult("a done"), refused, refused]
     assert log == ["a.open", "a.execute", "a.execute"]
-    assert (tools.calls, tools.errors) == (2, 2)
+    assert (tools.calls, tools.errors) == (4, 2)
 
 
 @pytest.mark.anyio
@@ -672,7 +672,7 @@ async def test_session_open_failure_answers_the_calls_and_is_tried_again(executo
     assert log == ["a.open"]
     recorder.actions.clear()
     assert await run(tools, call("a")) == [ToolResult("a done")]
-    assert (tools.calls, tools.errors) == (2, 2)
+    assert (tools.calls, tools.errors) == (4, 2)
 
 
 @pytest.mark.anyio

@@ -7,6 +7,7 @@ trajectory: of a batch `Trajectory.reward`; of plain tensors that of its first r
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 from contextlib import suppress
@@ -20,8 +21,12 @@ if TYPE_CHECKING:
 
     from rollout.batch.rollout_batch import RolloutBatch
 
+logger = logging.getLogger("rollout")
+
 #: Added to a standard deviation, so that nothing is divided by 0.
 EPSILON = 1e-6
+#: Functions that have said that a batch has no rewards.
+_hinted: set[str] = set()
 
 
 def group_relative(
@@ -69,7 +74,7 @@ def group_relative(
             return centred
         return centred / (values.std() + added)
 
-    return _rows_of(rewards, groups, trainable, trajectories).mapped(advantages)
+    return _rewarded("group_relative", rewards, groups, trainable, trajectories).mapped(advantages)
 
 
 def leave_one_out(
@@ -96,7 +101,7 @@ def leave_one_out(
         others = max(len(values) - 1, 1)
         return _centred(values) * len(values) / others
 
-    return _rows_of(rewards, groups, trainable, trajectories).mapped(advantages)
+    return _rewarded("leave_one_out", rewards, groups, trainable, trajectories).mapped(advantages)
 
 
 def pass_at_k(
@@ -165,6 +170,24 @@ def mean_at_k(
     """
     rows = _rows_of(rewards, groups, trainable, trajectories)
     return rows.averaged(lambda values: float(values.mean()), k)
+
+
+def _rewarded(
+    what: str, rewards: RolloutBatch | torch.Tensor, groups: Any, trainable: Any, trajectories: Any
+) -> _Rows:
+    """The rows; that none of them has a reward is said."""
+    rows = _rows_of(rewards, groups, trainable, trajectories)
+    count = rows.rewards.numel()
+    if count and rows.rewards.isnan().all() and what not in _hinted:
+        _hinted.add(what)
+        logger.warning(
+            "%s: none of %d rows has a reward, so that every advantage is 0 and nothing is "
+            "learned. Give one as open_rollout(…, reward=…), or have the agent set context.reward; "
+            "trajectories that failed have none. (Said once.)",
+            what,
+            count,
+        )
+    return rows
 
 
 def _centred(values: torch.Tensor) -> torch.Tensor:

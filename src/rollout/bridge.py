@@ -12,15 +12,20 @@ import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import CancelledError as FutureCancelledError
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import copy_context
 from functools import lru_cache
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import anyio
 import sniffio
 from anyio.lowlevel import current_token
 
 from rollout.errors import ToolError
+from rollout.wait_places import await_frames
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 T = TypeVar("T")
 Post = Callable[[Callable[[], object]], None]
@@ -222,6 +227,12 @@ class AsyncioThread:
             # Also a task that was cancelled before its first step, and never enters `call`, ends.
             task.add_done_callback(lambda _: post(finished))
 
+        def elsewhere() -> list[FrameType]:  # see `wait_places`
+            with suppress(NameError):  # it has not begun
+                return await_frames(task.get_coro())
+            return []
+
+        activity = f"the asyncio task of {name}"  # noqa: F841  (see `wait_places`)
         loop.call_soon_threadsafe(start)
         try:
             await done.wait()

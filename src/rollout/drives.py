@@ -8,13 +8,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rollout.loop_tasks import Interruptible
+from rollout.wait_places import await_frames, describe_place
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
-    from types import FrameType
-
-#: Where a coroutine waits in these says nothing about whose it is.
-_LIBRARIES = {"rollout", "anyio", "trio", "asyncio", "outcome"}
 
 
 class Ends:
@@ -88,12 +85,8 @@ class Drive(Interruptible, Generator[Any, Any, Any], Generic[Owner]):
         self.interrupt(unresponsive, lambda child: Drive(self.owner, child, unresponsive))
 
     def place(self) -> str:
-        """Where the coroutine waits: the innermost place in foreign code, where there is one."""
-        frames = [coroutine.cr_frame for coroutine in self._chain() if coroutine.cr_frame]
-        foreign = [frame for frame in frames if not _is_of_library(frame)] or frames
-        return (
-            f"{foreign[-1].f_code.co_filename}:{foreign[-1].f_lineno}" if foreign else "its start"
-        )
+        """Where the coroutine waits; see `describe_place`."""
+        return describe_place(await_frames(self._coroutine))
 
     @property
     def cr_frame(self) -> Any:
@@ -186,7 +179,3 @@ def keep_for_ever(coroutine: Any) -> None:
     whatever happens and tries again would never let the process go.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(coroutine))
-
-
-def _is_of_library(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in _LIBRARIES

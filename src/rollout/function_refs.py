@@ -7,18 +7,53 @@ import importlib
 import inspect
 import os
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from rollout.errors import RolloutError
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import ModuleType
 
 
 class NotImportableError(Exception):
     """Another process cannot find a function; says what to do about it."""
+
+
+class MainGuardError(RolloutError):
+    """A module that a process imports for what it defines starts the work of a script."""
+
+
+class _Import:
+    """A module or file that is imported here for what it defines, and what it was refused."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.refusal: MainGuardError | None = None
+
+
+#: Those under way, the innermost last.
+_imports: list[_Import] = []
+
+
+def refuse_while_imported(what: str) -> None:
+    """Let a module start work, unless this process imports it only for what it defines.
+
+    Raises:
+        MainGuardError: It does; the work belongs to the process that runs the module as a script.
+    """
+    if _imports:
+        current = _imports[-1]
+        current.refusal = MainGuardError(
+            f"{what}: {current.source} is imported by a process that needs only what it defines, "
+            "and would start everything once more; put what the script starts under "
+            '`if __name__ == "__main__":`'
+        )
+        raise current.refusal
 
 
 class FunctionRef(msgspec.Struct, frozen=True):
@@ -33,6 +68,11 @@ class FunctionRef(msgspec.Struct, frozen=True):
     module: str
     file: str
     qualname: str
+
+    @property
+    def home(self) -> str:
+        """The module or file, for messages."""
+        return self.file or self.module
 
 
 def check_top_level(function: Callable[..., Any]) -> None:
@@ -130,11 +170,31 @@ def function_at(ref: FunctionRef) -> Any:
 def _module_of(module: str, file: str) -> ModuleType:
     from rollout.user_files import run_file
 
+    with importing(file or module):
+        try:
+            if module:
+                return importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            is_itself = error.name is not None and f"{module}.".startswith(f"{error.name}.")
+            if not file or not is_itself:
+                raise
+        return run_file(Path(file))
+
+
+@contextmanager
+def importing(source: str) -> Iterator[None]:
+    """Have the block's import refused what `refuse_while_imported` says.
+
+    Raises:
+        MainGuardError: The import failed by that, whatever the module made of it.
+    """
+    entry = _Import(source)
+    _imports.append(entry)
     try:
-        if module:
-            return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        is_itself = error.name is not None and f"{module}.".startswith(f"{error.name}.")
-        if not file or not is_itself:
+        yield
+    except BaseException as error:
+        if entry.refusal is None:
             raise
-    return run_file(Path(file))
+        raise entry.refusal from error
+    finally:
+        _imports.remove(entry)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import anyio
 
@@ -68,10 +68,19 @@ def is_cancelled_from_outside() -> bool:
     return anyio.current_effective_deadline() == -math.inf
 
 
+#: What those are told who use a runtime before it is open.
+HOW_TO_OPEN = "write `async with rollout.open_rollout(...) as runtime:`"
+
+
+class NotEnteredError(RolloutError, AttributeError):
+    """A runtime is used otherwise than in the block of a `with` statement."""
+
+
 class OneTask(AbstractAsyncContextManager[T]):
     """A context manager that must be left in the task that entered it; elsewhere nothing happens.
 
-    trio would wait for ever where a task that the block waits for leaves it.
+    trio would wait for ever where a task that the block waits for leaves it. Used as if it were
+    what it opens, it says how it is entered.
     """
 
     def __init__(self, name: str, manager: AbstractAsyncContextManager[T]) -> None:
@@ -96,6 +105,18 @@ class OneTask(AbstractAsyncContextManager[T]):
                 "which entered it (an agent, a tool or a reward cannot close its own runtime)"
             )
         return await self._manager.__aexit__(kind, error, traceback)
+
+    def __await__(self) -> NoReturn:
+        raise NotEnteredError(f"{self._name} is awaited; {HOW_TO_OPEN}")
+
+    def __enter__(self) -> NoReturn:
+        raise NotEnteredError(f"{self._name} is entered by `with`; {HOW_TO_OPEN}")
+
+    def __exit__(self, *_error: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise NotEnteredError(f"{self._name}(...).{name}: it must be entered first; {HOW_TO_OPEN}")
 
 
 @asynccontextmanager

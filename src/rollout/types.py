@@ -22,6 +22,8 @@ MAX_TRACEBACK_CHARACTERS = 2000
 
 #: Begins the name of a trajectory's metric that says how its text compares with a full rendering.
 DRIFT = "tokenization/"
+#: As which tool calls are counted that were in no format, and those of tools that there are not.
+NOT_PARSED, UNKNOWN_TOOL = "(not parsed)", "(unknown)"
 
 _ATOMS = frozenset((str, int, float, bool, bytes))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import queue
+import sys
 import threading
 from collections import Counter
 from concurrent.futures import Future
@@ -16,9 +17,11 @@ import anyio
 from rollout.bridge import AsyncioThread, loop_poster, result_of
 from rollout.errors import ToolError
 from rollout.scopes import give_back
+from rollout.wait_places import thread_frames
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
+    from types import FrameType
 
 T = TypeVar("T")
 
@@ -42,7 +45,12 @@ class _Worker:
     def __init__(self, idle: list[_Worker]) -> None:
         self._idle = idle
         self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="rollout-worker", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="rollout-worker", daemon=True)
+        self._thread.start()
+
+    def frames(self) -> list[FrameType]:
+        """Where it is, from the outermost frame in."""
+        return thread_frames(sys._current_frames().get(self._thread.ident or 0))
 
     def _run(self) -> None:
         while True:
@@ -181,6 +189,7 @@ class WorkerThreads:
                 self.close()
             post(finished)
 
+        elsewhere, activity = worker.frames, f"a thread of {name}"  # noqa: F841  (see `wait_places`)
         worker.jobs.put(job)
         try:
             await done.wait()

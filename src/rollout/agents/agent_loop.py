@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 from rollout.errors import AgentError
+from rollout.worker_threads import is_async
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rollout.agents.context import AgentContext
 
 
 class AgentLoop(ABC):
     """One trajectory's program: subclass it, write `run`, and register it under a name.
 
-    Of a class that is registered, an instance serves exactly one trajectory, so its attributes are
-    that trajectory's own. An instance that is registered serves all of them.
+    Of a class or factory that is registered, an instance serves exactly one trajectory, so its
+    attributes are that trajectory's own.
 
     Attributes:
         needs_gateway: Whether it works through `AgentContext.door`: `open_rollout` then fails where
             the gateway cannot be opened, and not the first trajectory.
+        is_shared: Whether one instance may serve all trajectories, since it keeps nothing of any:
+            only then an instance can be registered. A subclass with an `__init__` of its own says
+            it again.
     """
 
     __slots__ = ()
 
     needs_gateway: ClassVar[bool] = False
+    is_shared: bool = False
 
     async def check(self) -> None:  # noqa: B027  (most have nothing to check)
         """Raise where this machine cannot run it; by default it can.
@@ -45,22 +51,27 @@ class AgentLoop(ABC):
         """
 
 
-#: A class, of which each trajectory gets an instance, or an instance for all.
-Loop = TypeVar("Loop", bound="type[AgentLoop] | AgentLoop")
-_registry: dict[str, type[AgentLoop] | AgentLoop] = {}
+#: Makes an agent for each trajectory, such as its class, or is one that all may share.
+Registered: TypeAlias = Callable[[], AgentLoop] | AgentLoop
+Loop = TypeVar("Loop", bound=Registered)
+_registry: dict[str, Registered] = {}
 
 
 def register_agent(name: str) -> Callable[[Loop], Loop]:
-    """Decorator of a class, or of an instance: prompts with ``agent_name=name`` run this loop.
+    """Decorator of a class or a factory: prompts with ``agent_name=name`` run this loop.
+
+    Each trajectory gets an agent of its own: an instance of the class, or what the factory, such as
+    ``functools.partial(MyAgent, tries=3)``, returns. An instance is taken where its class says
+    `AgentLoop.is_shared`; it serves all trajectories.
 
     Raises:
-        AgentError: Another one has the name, or it is no `AgentLoop`.
+        AgentError: Another one has the name, or it is none of these.
     """
 
     def register(loop: Loop) -> Loop:
-        is_class = isinstance(loop, type) and issubclass(loop, AgentLoop)
-        if not (is_class or isinstance(loop, AgentLoop)):
-            raise AgentError(f"register_agent({name!r}): {loop!r} is not a subclass of AgentLoop")
+        fault = _fault(loop)
+        if fault:
+            raise AgentError(f"register_agent({name!r}): {fault}")
         taken = _registry.setdefault(name, loop)
         # A reloaded module (a notebook's cell run again) may replace its own class.
         if _home(taken) != _home(loop):
@@ -71,10 +82,81 @@ def register_agent(name: str) -> Callable[[Loop], Loop]:
     return register
 
 
-def _home(loop: type[AgentLoop] | AgentLoop) -> str:
-    """Where a loop was written."""
-    kind = loop if isinstance(loop, type) else type(loop)
-    return f"{kind.__module__}.{kind.__qualname__}"
+def make_agent(registered: Registered) -> AgentLoop:
+    """The agent of one trajectory.
+
+    Raises:
+        AgentError: The factory made something else.
+    """
+    if isinstance(registered, AgentLoop):
+        return registered
+    agent: object = registered()
+    if not isinstance(agent, AgentLoop):
+        raise AgentError(f"{_home(registered)} made {agent!r:.80}; expected an AgentLoop")
+    return agent
+
+
+def class_of(registered: Registered) -> type[AgentLoop]:
+    """The class of what is registered, as far as it is known before an agent is made."""
+    if isinstance(registered, AgentLoop):
+        return type(registered)
+    made: object = registered
+    while isinstance(made, functools.partial):
+        made = made.func
+    return made if isinstance(made, type) and issubclass(made, AgentLoop) else AgentLoop
+
+
+def _fault(loop: Any) -> str:
+    """Why something cannot be registered; empty where it can."""
+    expected = "expected a subclass of AgentLoop, or a factory without arguments that makes one"
+    if isinstance(loop, AgentLoop):
+        if _says_shared(type(loop)) and loop.is_shared:
+            return ""
+        kind = type(loop).__qualname__
+        return (
+            f"{kind} is registered as an instance, which all trajectories would share: register "
+            f"the class, {kind}, or functools.partial({kind}, ...), so that each trajectory gets "
+            f"its own (a class that keeps nothing of a trajectory may say is_shared = True)"
+        )
+    made = loop
+    while isinstance(made, functools.partial):
+        made = made.func
+    if isinstance(made, type) and not issubclass(made, AgentLoop):
+        return f"{made!r:.200} is not a subclass of AgentLoop; {expected}"
+    if isinstance(made, type) and (
+        inspect.isabstract(made) or not callable(getattr(made, "run", None))
+    ):
+        return f"{made.__qualname__} has no run; expected async def run(self, context)"
+    if not callable(made):
+        return f"{loop!r:.200} is not a subclass of AgentLoop; {expected}"
+    if is_async(made) or inspect.isgeneratorfunction(made):
+        return f"{loop!r:.200} is not a subclass of AgentLoop, and makes none at once; {expected}"
+    try:
+        inspect.signature(loop).bind()
+    except TypeError as error:
+        return f"{loop!r:.200} cannot be called without arguments ({error}); {expected}"
+    except ValueError:  # it has no signature to look at
+        pass
+    return ""
+
+
+def _says_shared(kind: type) -> bool:
+    """Whether a class says `is_shared`, for all that it and those above it keep."""
+    for each in kind.__mro__:
+        if "is_shared" in vars(each):
+            return vars(each)["is_shared"] is True
+        if "__init__" in vars(each):
+            return False
+    return False
+
+
+def _home(registered: Any) -> str:
+    """Where an agent was written."""
+    while isinstance(registered, functools.partial):
+        registered = registered.func
+    kind = type(registered) if isinstance(registered, AgentLoop) else registered
+    qualname = getattr(kind, "__qualname__", type(kind).__qualname__)
+    return f"{kind.__module__}.{qualname}"
 
 
 def agent_names() -> tuple[str, ...]:
@@ -82,8 +164,8 @@ def agent_names() -> tuple[str, ...]:
     return tuple(sorted(_registry))
 
 
-def get_agent(name: str) -> type[AgentLoop] | AgentLoop:
-    """The loop registered under `name`: a class, or an instance that serves all trajectories.
+def get_agent(name: str) -> Registered:
+    """What is registered under `name`: makes agents, or is one that serves all trajectories.
 
     Raises:
         AgentError: There is none; the message lists the known ones.

@@ -40,6 +40,8 @@ class CompactingAgent(ToolAgent):
     that is said after the summary. After `agent.max_compactions` the trajectory ends as `length`.
     """
 
+    is_shared = False
+
     def __init__(self) -> None:
         super().__init__()
         self._compactions = 0

@@ -59,6 +59,8 @@ class AgentContext:
         turn_scores: What the simulated user gave.
         tool_rewards: What the tools gave.
         ending: The outcome, where it is settled already.
+        generations: Turns of the model, over all conversations, with those under way;
+            `agent.max_assistant_turns` bounds them.
         generation_s: Seconds spent waiting for engines, queueing included, over all conversations.
         resumes: How often a generation continued elsewhere because its replica was lost.
         restarts: Why generations began again then, each time one did.
@@ -78,6 +80,7 @@ class AgentContext:
     turn_scores = Shared[list[float]]()
     tool_rewards = Shared[list[float]]()
     ending = Shared[Ending | None]()
+    generations = Shared[int]()
     generation_s = Shared[float]()
     cached_tokens = Shared[int]()
     resumes = Shared[int]()

@@ -125,12 +125,16 @@ class Conversation(OpeningConversation):
             options: What is particular to this turn.
 
         Raises:
-            LimitExceeded: A length leaves no room for a token, or a deadline fired; let it pass.
+            LimitExceeded: A length leaves no room for a token, `agent.max_assistant_turns` is
+                reached, or a deadline fired; let it pass.
             EngineError: The engine failed or was lost.
             AgentError: It is generating already, or has not begun.
         """
         self._check_idle("generate")
+        self.check_turns()
         self._is_generating = True
+        self._state.generations += 1  # now, since several conversations may generate at once
+        before = self.assistant_turns
         try:
             if self._unsettled:
                 await self._settle()
@@ -161,9 +165,30 @@ class Conversation(OpeningConversation):
                 self._arrived(generation, seed, end, stays_open=is_over)
             if waits:
                 await self._until_room()
-            return self._say()
+            return self._counted(self._say())
         finally:
             self._is_generating = False
+            self._state.generations -= self.assistant_turns == before  # no token came
+
+    def check_turns(self) -> None:
+        """Let another turn be prepared for, in this conversation or another of the trajectory.
+
+        Raises:
+            LimitExceeded: `agent.max_assistant_turns` is reached; let it pass.
+        """
+        try:
+            self._state.check_turns()
+        except LimitExceeded as error:
+            self._settling_limits.settle(error)
+            raise
+
+    def _counted(self, turn: AssistantTurn) -> AssistantTurn:
+        """Count a turn in which tools could be called."""
+        if self._wording.reader.schemas:
+            tally = self._state.services.tally
+            tally.turns_with_tools += 1
+            tally.turns_with_calls += bool(turn.calls)
+        return turn
 
     def _told_start(self) -> float:
         """When the turn begins, which those learn who want to know."""
@@ -283,7 +308,7 @@ class Conversation(OpeningConversation):
             sampling: Fields of `sampling` that differ in this generation, or all of it.
 
         Raises:
-            LimitExceeded: A length leaves no room for a token, or a deadline fired; let it pass.
+            LimitExceeded: As `generate`.
             EngineError: The engine failed or was lost.
             AgentError: The ids do not begin with the transcript, or are none; an argument is wrong;
                 it is generating already, or has not begun. Nothing has been appended.
@@ -292,6 +317,7 @@ class Conversation(OpeningConversation):
         drawn = None
         if sampling is not None:
             drawn = self._state.sampling_given("generate_ids", sampling)
+        self.check_turns()
         await self._settle()
         beyond = self._beyond(prompt_ids)
         if beyond:

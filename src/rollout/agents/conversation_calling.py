@@ -124,7 +124,6 @@ class CallingConversation(ListeningConversation):
             names = sorted({repr(call.name) for call in calls if isinstance(call, ToolCall)})
             with self.answering(f"tools {', '.join(names)}"):
                 results = await tools.run(calls, turn_deadline=NEVER, offered=offered, told=told)
-        state.services.tally.tool_calls += len(calls)
         if show_something(results):
             results = await self._seen(calls, results)
         if asked is not None and log is not None:

@@ -42,8 +42,8 @@ class EnvironmentAgent(AgentLoop):
     in its token rewards, and their sum is its reward where `open_rollout` has no reward function;
     what `info` has joins its `extra`. A turn that was cut ends the episode.
 
-    Register an instance, ``register_agent("maze")(EnvironmentAgent(Maze))``, or a subclass that
-    has `reset` and `step` itself.
+    Register an instance, ``register_agent("maze")(EnvironmentAgent(Maze))``, or the class of a
+    subclass that has `reset` and `step` itself.
 
     Args:
         environment: Makes one environment for each trajectory, such as its class; None: this
@@ -53,14 +53,18 @@ class EnvironmentAgent(AgentLoop):
         AgentError: It makes none.
     """
 
+    is_shared = True
+
     def __init__(self, environment: Callable[[], Any] | None = None) -> None:
-        if environment is not None and not callable(environment):
+        is_one = not (isinstance(environment, type) or _missing(environment))
+        if environment is not None and (is_one or not callable(environment)):
             raise AgentError(
                 f"EnvironmentAgent: environment = {environment!r:.80}; expected what makes one for "
-                "each trajectory, such as its class"
+                "each trajectory: register the class"
             )
         if environment is None:
             _check(self)
+            self.is_shared = False
         self._make = environment
 
     def action_of(self, turn: AssistantTurn) -> Any:
@@ -126,8 +130,12 @@ async def _close(environment: Any, context: AgentContext) -> None:
         logger.warning("%s: %s failed: %s", context.identity.session_id, what, error)
 
 
+def _missing(environment: Any) -> list[str]:
+    return [name for name in ("reset", "step") if not callable(getattr(environment, name, None))]
+
+
 def _check(environment: Any) -> None:
-    missing = [name for name in ("reset", "step") if not callable(getattr(environment, name, None))]
+    missing = _missing(environment)
     if missing:
         name = type(environment).__name__
         raise AgentError(f"the environment {name} has no method {' and no '.join(missing)}")

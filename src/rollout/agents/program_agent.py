@@ -89,6 +89,7 @@ class ProgramAgent(AgentLoop):
     """
 
     needs_gateway = True
+    is_shared = True
 
     def __init__(
         self,

@@ -29,6 +29,8 @@ class ToolAgent(AgentLoop):
 
     __slots__ = ()
 
+    is_shared = True
+
     async def run(self, context: AgentContext) -> None:
         """Run it until it ends; between two of its steps it holds nothing of the conversation."""
         await context.begin()
@@ -68,7 +70,7 @@ def has_reached_turn_limit(context: AgentContext) -> bool:
     """Settle the outcome where the turns are used up and the model wanted to continue."""
     config = context.config
     counts = (
-        (context.assistant_turns, config.max_assistant_turns, "agent.max_assistant_turns"),
+        (context.generations, config.max_assistant_turns, "agent.max_assistant_turns"),
         (context.user_turns, config.max_user_turns, "agent.max_user_turns"),
     )
     for count, most, source in counts:

@@ -48,8 +48,8 @@ class TrajectoryState:
 
     Attributes:
         services: What all trajectories share.
-        prompt, identity, tools, extra, reward, turn_scores, tool_rewards, ending, generation_s,
-            cached_tokens, resumes, restarts, discarded_tokens: As in `AgentContext`.
+        prompt, identity, tools, extra, reward, turn_scores, tool_rewards, ending, generations,
+            generation_s, cached_tokens, resumes, restarts, discarded_tokens: As in `AgentContext`.
         wording: Renders, encodes and reads where the trajectory's own tools are offered.
         clock: The loop's time.
         cut_prompt_tokens: Tokens that the prompt has lost, to fit.
@@ -81,6 +81,7 @@ class TrajectoryState:
         "discarded_tokens",
         "ending",
         "generation_s",
+        "generations",
         "hold",
         "identity",
         "idle_since",
@@ -115,6 +116,7 @@ class TrajectoryState:
         self.ending: Ending | None = None
         self.generation_s = self.idle_since = 0.0
         self.cached_tokens = 0
+        self.generations = 0
         self.resumes = 0
         self.discarded_tokens = 0
         self.cut_prompt_tokens = 0
@@ -206,6 +208,25 @@ class TrajectoryState:
                 raise AgentError(f"end: {name} = {text!r:.80}; expected a string in UTF-8")
         if self.ending is None:
             self.ending = Ending(outcome=Outcome(outcome), reason=reason, limit_source=limit_source)
+
+    @property
+    def has_turns_left(self) -> bool:
+        """Whether `agent.max_assistant_turns` allows another generation."""
+        most = self.config.max_assistant_turns
+        return most is None or self.generations < most
+
+    def check_turns(self) -> None:
+        """Let another generation begin.
+
+        Raises:
+            LimitExceeded: There are as many as `agent.max_assistant_turns`.
+        """
+        if not self.has_turns_left:
+            raise LimitExceeded(
+                f"agent.max_assistant_turns = {self.config.max_assistant_turns} is reached",
+                source="agent.max_assistant_turns",
+                reason="turns",
+            )
 
     def count_calls(self, count: int) -> None:
         """The model asks for so many calls more.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 config = RolloutConfig(
     engine=TransformersEngine(max_running=64),
     sampling=SamplingConfig(temperature=0.8),
-    lengths=LengthsConfig(prompt=768, response=256, turn=96),
+    lengths=LengthsConfig(prompt=768, response=256, turn=64),
     agent=AgentConfig(max_assistant_turns=4),
     scheduling=SchedulingConfig(samples_per_prompt=4, max_in_flight=64),
     seed=0,
@@ -42,7 +42,7 @@ DIFFICULTY = {"min_terms": 2, "max_terms": 3, "min_digits": 2, "max_digits": 3}
 SYSTEM = "Use the calculator for every calculation, then state its result."
 QUESTION = "State the final answer to the following arithmetic problem: {expression} ="
 #: A model of 135 million parameters learns the format from examples, not from a description.
-EXAMPLES = ("57 + 86", "914 - 350 + 28", "31 - 74", "263 - 518 - 140")
+EXAMPLES = ("914 - 350 + 28", "31 - 74", "57 + 86")
 ANSWER = "The answer is {result}."
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")

@@ -41,6 +41,7 @@ def summary_lines(
         ("rows", _rows(batch, seconds, is_resumed)),
         ("outcomes", _outcomes(batch)),
         ("tokens", _tokens(batch, 0.0 if is_resumed else seconds)),
+        ("tools", _tools(batch)),
         ("reward", _reward(batch)),
         *(("cause", cause) for cause in _causes(batch)),
         ("files", _files(directory, files)),
@@ -74,6 +75,26 @@ def _tokens(batch: RolloutBatch, seconds: float) -> str:
     observed = sum(transcript.response_length for transcript in transcripts) - generated
     speed = f" ({generated / seconds:,.0f} a second)" if seconds > 0 else ""
     return f"{prompt:,} prompt, {generated:,} generated{speed}, {observed:,} observed"
+
+
+def _tools(batch: RolloutBatch) -> str:
+    """Calls and errors: of all, and of each tool that answered with errors."""
+    metrics: Counter[str] = Counter()
+    for row in batch.trajectories:
+        metrics.update(row.metrics)
+    calls, errors = int(metrics["tool_calls"]), int(metrics["tool_errors"])
+    if not calls:
+        return "no calls"
+    erring = {
+        name.removeprefix("tool/").removesuffix("/errors"): (int(number), int(metrics[of]))
+        for name, number in metrics.items()
+        if name.startswith("tool/") and name.endswith("/errors") and number
+        for of in [f"{name.removesuffix('/errors')}/calls"]
+    }
+    listed = sorted(erring.items(), key=lambda each: -each[1][0])
+    told = ", ".join(f"{name} {failed:,} of {of:,}" for name, (failed, of) in listed)
+    said = count(errors, "error") if errors else "no errors"
+    return f"{count(calls, 'call')}, {said}" + (f" ({told})" if told else "")
 
 
 def _reward(batch: RolloutBatch) -> str:

@@ -131,7 +131,7 @@ class AgentConfig(Section):
     section: ClassVar[str] = "agent"
     #: Registered agent loop of prompts that name none.
     name: Text = "tool_agent"
-    #: Generations of a trajectory.
+    #: Generations of a trajectory, over all its conversations and whatever its agent's loop.
     max_assistant_turns: Count | None = 32
     #: Answers of tools or users in a trajectory, those to one turn counting as one.
     max_user_turns: Count | None = 32

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from rollout.agents.gateway_door import GatewayAddress
+from rollout.function_refs import refuse_while_imported
 from rollout.gateway.asgi import ExchangeLimits
 from rollout.gateway.hosting import prepare
 from rollout.gateway.runtime_loop import open_runtime_loop
@@ -60,6 +61,7 @@ def open_gateway(runtime: RolloutRuntime) -> AbstractAsyncContextManager[Gateway
         ConfigError: A package of the extra `gateway` is not installed, or the address of
             `gateway.host` and `gateway.port` cannot be listened on.
     """
+    refuse_while_imported("open_gateway")
     return serve_trajectories(runtime.services)
 
 

@@ -258,6 +258,7 @@ class GatewaySession:
         missing = [sample for sample in exchange.samples if sample.told is None]
         tell = None if exchange.hear is None else exchange.tell
         for sample in missing:  # in order: trio begins tasks in any
+            trajectory.context.main.check_turns()  # before a row is opened for it
             await sample.take_place(trajectory.places, trajectory.seeding)
             _count(trajectory, work, exchange)
         try:

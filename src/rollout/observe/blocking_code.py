@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import os
 import traceback
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import attrs
 
+from rollout.wait_places import (
+    ACTIVITY,
+    LIBRARY,
+    is_library_frame,
+    is_user_frame,
+    module_name,
+    root_module,
+)
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import CodeType, FrameType
 
-#: Functions on the way to user code hold what they are doing in a local variable of this name: a
-#: text, or what becomes one.
-ACTIVITY = "activity"
 #: Modules of the loops themselves. A thread in them, and in nothing deeper, is between two tasks or
 #: asleep until the next event.
 LOOP_MODULES = ("asyncio.base_events", "asyncio.runners", "trio._core", "uvloop", "anyio._backends")
 #: Packages whose outermost frames in a task only run it.
 TASK_RUNNERS = ("asyncio", "trio", "anyio")
-LIBRARY = __name__.partition(".")[0]
-STDLIB = os.path.dirname(os.__file__) + os.sep
-INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 
 @attrs.frozen
@@ -64,9 +66,9 @@ def stack_of_task(innermost: FrameType) -> str:
 def _frames_of_task(innermost: FrameType) -> list[FrameType]:
     """From the innermost one out, without the loop's; none between tasks."""
     frames = list(takewhile(lambda frame: not _is_loop(frame), _outwards(innermost)))
-    if all(_module(frame) == "selectors" for frame in frames):
+    if all(module_name(frame) == "selectors" for frame in frames):
         return []
-    while len(frames) > 1 and _root(frames[-1]) in TASK_RUNNERS:
+    while len(frames) > 1 and root_module(frames[-1]) in TASK_RUNNERS:
         frames.pop()
     return frames
 
@@ -83,40 +85,24 @@ def _own(frames: list[FrameType]) -> FrameType:
 
     Where all of the task is installed code, a trainer that is a package, its outermost frame.
     """
-    return next((frame for frame in frames if _is_library(frame) or _is_user(frame)), frames[-1])
+    return next(
+        (frame for frame in frames if is_library_frame(frame) or is_user_frame(frame)), frames[-1]
+    )
 
 
 def _who(innermost: FrameType, own: FrameType) -> str:
     doing = [
         str(activity)
         for frame in _outwards(innermost)
-        if _is_library(frame) and (activity := frame.f_locals.get(ACTIVITY)) is not None
+        if is_library_frame(frame) and (activity := frame.f_locals.get(ACTIVITY)) is not None
     ]
     if doing:
         return ", ".join(reversed(doing))
-    return f"{LIBRARY}'s own work" if _is_library(own) else "the caller's own code"
+    return f"{LIBRARY}'s own work" if is_library_frame(own) else "the caller's own code"
 
 
 def _is_loop(frame: FrameType) -> bool:
-    return _module(frame).startswith(LOOP_MODULES)
-
-
-def _is_library(frame: FrameType) -> bool:
-    return _root(frame) == LIBRARY
-
-
-def _is_user(frame: FrameType) -> bool:
-    path = frame.f_code.co_filename
-    is_installed = path.startswith((STDLIB, "<frozen")) or any(part in path for part in INSTALLED)
-    return not is_installed
-
-
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
-
-
-def _root(frame: FrameType) -> str:
-    return _module(frame).partition(".")[0]
+    return module_name(frame).startswith(LOOP_MODULES)
 
 
 def _line(frame: FrameType) -> str:

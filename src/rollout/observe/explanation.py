@@ -92,6 +92,7 @@ class CallWaits:
         seconds: Since it was made.
         groups: Of its trajectories, all of them; 0 where it is not known.
         trajectories: Those of it that have not ended, in their order.
+        waiting: What the call itself waits for, in words; "" where it is its trajectories.
     """
 
     name: str
@@ -99,6 +100,7 @@ class CallWaits:
     seconds: float
     groups: int
     trajectories: tuple[TrajectoryWaits, ...]
+    waiting: str = ""
 
     def lines(self) -> Iterator[str]:
         """A tree of its groups and their members."""
@@ -107,6 +109,8 @@ class CallWaits:
             f"{self.name}, step {self.step}, for {short_seconds(self.seconds)}: "
             f"{count(len(rows), 'trajectory')} not ended{_counted(rows)}"
         )
+        if self.waiting:
+            yield self.waiting
         groups: dict[tuple[int, str], list[TrajectoryWaits]] = {}
         for row in rows:
             if not row.is_unstarted:

@@ -9,18 +9,19 @@ import threading
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast, get_args
 
 import anyio
 
 from rollout.bridge import Post, loop_poster, wait_future
 from rollout.engine.wire.operations import ALL_TAGS
 from rollout.errors import ConfigError, RolloutError
+from rollout.function_refs import refuse_while_imported
 from rollout.runtime.blocking_groups import BlockingGroups
 from rollout.runtime.blocking_views import BlockingEngines, BlockingTrajectories
 from rollout.runtime.loop_call import LoopCall
 from rollout.runtime.opening import open_rollout
-from rollout.scopes import open_task_group
+from rollout.scopes import HOW_TO_OPEN, NotEnteredError, open_task_group
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
@@ -46,6 +47,8 @@ T = TypeVar("T")
 #: The loops of anyio.
 Backend = Literal["trio", "asyncio"]
 
+_HOW = f"{HOW_TO_OPEN}, or `with` in code that is not async"
+
 logger = logging.getLogger("rollout")
 
 
@@ -63,6 +66,7 @@ class BlockingRollout(BlockingGroups):
     """
 
     def __init__(self, open_runtime: Callable[[], Any], backend: Backend) -> None:
+        refuse_while_imported("open_rollout_blocking")
         self._runtime: RolloutRuntime
         self._inbox: MemoryObjectSendStream[LoopCall]
         self._leave: anyio.Event
@@ -92,6 +96,17 @@ class BlockingRollout(BlockingGroups):
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    async def __aenter__(self) -> NoReturn:
+        self.close()
+        raise NotEnteredError(f"open_rollout_blocking is entered by `async with`; {_HOW}")
+
+    async def __aexit__(self, *_error: object) -> None:
+        pass
+
+    def __await__(self) -> NoReturn:
+        self.close()
+        raise NotEnteredError(f"open_rollout_blocking is awaited; {_HOW}")
 
     @property
     def config(self) -> RolloutConfig:

@@ -53,6 +53,7 @@ class ExplainingRuntime:
                     _waits_of(member, requests, now, run.began, waits_for_group=is_waiting)
                     for member, is_waiting in run.unfinished().items()
                 ),
+                waiting="" if isinstance(run, BatchRun) else run.book.waiting,
             )
             for run, call in tuple(self._calls.items())
         ]

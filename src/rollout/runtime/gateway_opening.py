@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from rollout.agents import get_agent
+from rollout.agents.agent_loop import class_of, get_agent
 from rollout.errors import ConfigError
 from rollout.scopes import open_task_group
 
@@ -90,6 +90,6 @@ async def gateway_of(services: Services) -> AsyncIterator[None]:
     gateway = services.gateway.door = GatewayOnDemand(services)
     async with open_task_group() as tasks:
         tasks.start_soon(gateway.serve)
-        if config.gateway.start == "always" or get_agent(config.agent.name).needs_gateway:
+        if config.gateway.start == "always" or class_of(get_agent(config.agent.name)).needs_gateway:
             await gateway.start()
         yield

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio.to_thread
 
-from rollout.agents import get_agent
+from rollout.agents import AgentLoop, get_agent
 from rollout.agents.long_texts import LongTexts
 from rollout.agents.media_intake import MediaFetcher, MediaIntake
 from rollout.agents.prompt_sampling import top_log_probs_fault
@@ -21,6 +21,7 @@ from rollout.engine.driver.engine_opening import open_engines
 from rollout.engine.driver.pool import EnginePool
 from rollout.engine.driver.replica_supervisor import FactsGiver
 from rollout.errors import AgentError, ConfigError
+from rollout.function_refs import refuse_while_imported
 from rollout.interactions import InteractionRegistry
 from rollout.observe.event_stream import EventStream
 from rollout.observe.tally import Tally
@@ -126,6 +127,7 @@ def open_rollout_on(
     resume: bool = False,
 ) -> AbstractAsyncContextManager[RolloutRuntime]:
     """`open_rollout` on the engines that `engines` opens."""
+    refuse_while_imported("open_rollout")
     opening = _open(engines, config, tools, rewards, interactions, media_fetcher, resume)
     return OneTask("open_rollout", opening)
 
@@ -176,9 +178,9 @@ async def _open_runtime(
     threads = WorkerThreads(
         max_threads=config.tools.max_threads, max_abandoned=config.tools.max_abandoned_threads
     )
-    executor = tool_executor(config, tools, threads)
-    processes = reward_processes(config, rewards, threads)
     tally, events = Tally(), EventStream()
+    executor = tool_executor(config, tools, threads, tally)
+    processes = reward_processes(config, rewards, threads)
     run_seed = seed_of_run(config, None if file is None else file.contents)
     try:
         if processes is not None:
@@ -252,7 +254,7 @@ async def check_agent(name: str) -> None:
         ConfigError: It says that it cannot.
     """
     agent = get_agent(name)
-    if isinstance(agent, type):  # has no settings to look at yet
+    if not isinstance(agent, AgentLoop):  # has no settings to look at yet
         return
     try:
         await agent.check()
@@ -276,7 +278,10 @@ def check_abilities(config: RolloutConfig, info: EngineInfo) -> None:
 
 
 def tool_executor(
-    config: RolloutConfig, tools: Sequence[Any], threads: WorkerThreads
+    config: RolloutConfig,
+    tools: Sequence[Any],
+    threads: WorkerThreads,
+    tally: Tally | None = None,
 ) -> ToolExecutor:
     """The tools, checked and ready to open sessions.
 
@@ -292,6 +297,7 @@ def tool_executor(
         tool_s=config.limits.tool_s,
         cleanup_s=config.limits.cleanup_s,
         max_processes=config.tools.max_processes,
+        tally=tally,
     )
 
 

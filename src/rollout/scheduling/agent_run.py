@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from functools import cache
-from types import CoroutineType
+from types import CoroutineType, MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
+from rollout.agents.agent_loop import AgentLoop, class_of, make_agent
 from rollout.agents.identity import RejectedPrompt
 from rollout.drives import UnresponsiveError
 from rollout.errors import EngineError, LimitExceeded
@@ -15,9 +16,9 @@ from rollout.supervised import Supervised, Supervisor, is_given_up
 from rollout.types import Cause, Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine, Mapping
 
-    from rollout.agents.agent_loop import AgentLoop
+    from rollout.agents.agent_loop import Registered
     from rollout.agents.context import AgentContext
     from rollout.chat.trajectory import Trajectory
     from rollout.limits import Deadline
@@ -43,12 +44,14 @@ class Before(NamedTuple):
     Attributes:
         attempts: How many there were.
         discarded, resumes, restarts: What a trajectory says of them, of these attempts.
+        calls: What it says of their calls; see `rollout.scheduling.finished.calls_of`.
     """
 
     attempts: int = 0
     discarded: int = 0
     resumes: int = 0
     restarts: tuple[str, ...] = ()
+    calls: Mapping[str, float] = MappingProxyType({})
 
 
 _NONE_BEFORE = Before()
@@ -137,10 +140,9 @@ class AgentRun(Supervised[Cause]):
         self._error = why
         self._conclude(self)
 
-    def begin(self, loop: type[AgentLoop] | AgentLoop, context: AgentContext) -> None:
+    def begin(self, loop: Registered, context: AgentContext) -> None:
         """Run the agent; cancelling the member ends it."""
-        kind = loop if isinstance(loop, type) else type(loop)
-        self._context, self.what = context, _name_of(kind)
+        self._context, self.what = context, _name_of(loop)
         self.member.concluding_since = None
         context.deadline.govern(self)
         self.member.give_scope(self)
@@ -169,8 +171,12 @@ class AgentRun(Supervised[Cause]):
         if self._is_within:
             self.__exit__(None, None, None)
 
-    def again(self) -> AgentRun:
-        """Another attempt, from the start; what this one sampled is discarded."""
+    def again(self, calls: Mapping[str, float]) -> AgentRun:
+        """Another attempt, from the start; what this one sampled is discarded.
+
+        Args:
+            calls: What there is to say of the calls so far.
+        """
         context, before = self.context, self.before
         run = AgentRun(
             self._supervision, self.member, self.home, self.batch_deadline, self._conclude
@@ -181,6 +187,7 @@ class AgentRun(Supervised[Cause]):
             before.discarded + context.discarded_tokens + self.tokens,
             before.resumes + context.resumes,
             (*before.restarts, *context.restarts),
+            calls,
         )
         return run
 
@@ -222,8 +229,10 @@ class _CleanUp(Supervised[None]):
 
 
 @cache
-def _name_of(loop: type[AgentLoop]) -> str:
-    return f"agent {loop.__name__}"
+def _name_of(loop: Registered) -> str:
+    kind = class_of(loop)
+    name = getattr(loop, "__name__", "") if kind is AgentLoop else kind.__name__
+    return f"agent {name or type(loop).__name__}"
 
 
 class _Beginning:
@@ -234,7 +243,7 @@ class _Beginning:
 
     __slots__ = ("_loop", "_run")
 
-    def __init__(self, run: AgentRun, loop: type[AgentLoop] | AgentLoop) -> None:
+    def __init__(self, run: AgentRun, loop: Registered) -> None:
         self._run, self._loop = run, loop
 
     def send(self, value: None) -> Any:
@@ -244,7 +253,7 @@ class _Beginning:
         if context.events.is_on:
             enter_trajectory(context.events, context.identity.number)
         try:
-            code: Any = (loop() if isinstance(loop, type) else loop).run(context)
+            code: Any = make_agent(loop).run(context)
         except StopIteration as error:
             raise RuntimeError("the agent raised StopIteration") from error
         if not isinstance(code, CoroutineType):

@@ -84,7 +84,7 @@ class BatchRun:
         self._waiting = iter(_by_priority(members))
         self._started = 0
         self._last_deadline = deadline
-        self._bad = BadEndings()
+        self._bad = BadEndings(tally)
         self.has_groups = any(member.identity.member for member in members)
         self._groups: EndedGroups | None = None
         #: Groups whose members are run again, because their reward is not known yet.
@@ -249,7 +249,9 @@ class BatchRun:
             self._met_deadline = True
             if self._config.on_deadline == "drop":
                 trajectory.trainable = False
-        if member.log is not None and not is_recorded:
+        if is_recorded:
+            self._tally.add_calls(trajectory.metrics)
+        elif member.log is not None:
             member.log.end(trajectory)
         self._tally.outcomes[trajectory.outcome] += 1
         self._bad.add(trajectory)

@@ -14,9 +14,14 @@ from rollout.types import Outcome
 if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
     from rollout.config import SchedulingConfig
+    from rollout.observe.tally import Tally
 
 logger = logging.getLogger("rollout.scheduling")
 
+#: Reason of a failure by an agent that returned without one generated token.
+NEVER_GENERATED = "never_generated"
+#: Turns of models that were offered tools and called none, from which on that says something.
+SILENT_TURNS = 4
 #: Causes of failures that are logged, or listed in an error; the others are counted.
 LISTED_CAUSES = 5
 #: Of what an error said, in a line of the log; the trajectory's `cause` has all of it.
@@ -29,11 +34,15 @@ _Cause = tuple[Outcome, str, str]
 class BadEndings:
     """Failed and rejected trajectories of one call, by cause.
 
+    Args:
+        tally: Of the runtime, which knows what was logged before.
+
     Attributes:
         failures: How many failed, by what was raised, of those that are held against the budget.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tally: Tally) -> None:
+        self._tally, self._count = tally, 0
         self.failures: Counter[str] = Counter()
         self._counts: dict[Outcome, Counter[_Cause]] = {
             Outcome.REJECTED: Counter(),
@@ -50,6 +59,7 @@ class BadEndings:
                 started again.
         """
         outcome = trajectory.outcome
+        self._count += 1
         if outcome not in self._counts:
             return
         key: _Cause = (outcome, trajectory.reason, "")  # rejections: one line for each reason
@@ -87,7 +97,12 @@ class BadEndings:
         )
 
     def log(self) -> None:
-        """One line for each reason of rejections, and for each frequent cause of failures."""
+        """One line for each reason of rejections, and for each frequent cause of failures.
+
+        And what else would pass in silence, once in the runtime.
+        """
+        self._hint_at_agents()
+        _hint_at_tools(self._tally)
         for counts, most in zip(self._counts.values(), (None, LISTED_CAUSES), strict=True):
             listed = [
                 (key, number)
@@ -100,6 +115,39 @@ class BadEndings:
             if rest:
                 causes = count(len(counts) - len(listed), "further cause")
                 logger.warning("%s failed of %s", count(rest, "trajectory"), causes)
+
+    def _hint_at_agents(self) -> None:
+        """Those that never had the model generate, which are no others' failures."""
+        failed = self._counts[Outcome.FAILED]
+        for key in [key for key in failed if key[1] == NEVER_GENERATED]:
+            number, (_, _, first) = failed.pop(key), self._first.pop(key)
+            self._tally.hint(
+                key[2],
+                f"{first}. So ended {number:,} of {count(self._count, 'trajectory')}; nothing is "
+                f"learned from them. An agent has the model generate by `await context.generate()`"
+                f", or by requests to its task's `base_url` with its `api_key`.",
+            )
+
+
+def _hint_at_tools(tally: Tally) -> None:
+    """Tools that raised, and tools that no model called."""
+    for name, tool in tally.tools.items():
+        if tool.failed:
+            tally.hint(
+                f"tool {name}",
+                f"The tool {name!r} raised, or took too long, in {tool.failed:,} of "
+                f"{count(tool.calls, 'call')}. The model reads that as the tool's answer, and no "
+                f"trajectory fails of it: mend the tool, or have it return what the model is to "
+                f"read. The first time:\n{tool.first.rstrip()}",
+            )
+    if tally.turns_with_tools >= SILENT_TURNS and not (tally.turns_with_calls or tally.tool_calls):
+        tally.hint(
+            "tools",
+            f"Tools were offered in {tally.turns_with_tools:,} turns, and the model called none in "
+            f"any. Look at a transcript: is agent.tool_format the format that this model calls "
+            f"tools in, does the prompt say what they are for, and is there room for a call "
+            f"(lengths.response)?",
+        )
 
 
 def describe_ending(first: Trajectory) -> str:

@@ -70,6 +70,23 @@ def finished(run: AgentRun, ending: Ending, cause: Cause | None) -> Trajectory:
     )
 
 
+def summed(sums: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
+    """What attempts say of their calls, ``tool/TOOL/…``, of both together."""
+    found = dict(sums)
+    for name, value in more.items():
+        known = found.get(name, 0.0)
+        found[name] = max(known, value) if name.endswith("/seconds_max") else known + value
+    return found
+
+
+def calls_of(run: AgentRun) -> dict[str, float]:
+    """The calls of this attempt and of those before it."""
+    tools = run.context.tools
+    tools.abandon()  # those of code that was given up, which will not end
+    own = {"tool_calls": tools.calls, "tool_errors": tools.errors, **tools.counts}
+    return summed(run.before.calls, own) if run.before.calls else own
+
+
 def _metrics_of(run: AgentRun, restarts: int) -> dict[str, float]:
     context, tools = run.context, run.context.tools
     cut, shown = context.cut_prompt_tokens, context.sampled_placeholders
@@ -77,13 +94,11 @@ def _metrics_of(run: AgentRun, restarts: int) -> dict[str, float]:
     return {
         "generation_s": context.generation_s,
         "tool_s": tools.seconds,
-        "tool_calls": tools.calls,
-        "tool_errors": tools.errors,
+        **calls_of(run),
         "cached_tokens": context.cached_tokens,
         **({"cut_prompt_tokens": cut} if cut else {}),
         **({"sampled_placeholders": shown} if shown else {}),
         **({"truncated_tokens": truncated} if truncated else {}),
-        **tools.counts,
         **tools.metrics,
         "attempts": run.attempt,
         "discarded_tokens": run.before.discarded + context.discarded_tokens,

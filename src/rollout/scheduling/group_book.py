@@ -12,7 +12,7 @@ import attrs
 from rollout.errors import LimitExceeded
 from rollout.scheduling.pulled_group import GroupMember, PulledGroup
 from rollout.scheduling.rewarding import REWARD_REASON
-from rollout.scheduling.staleness import IS_LATE, StalenessBound
+from rollout.scheduling.staleness import IS_LATE, WAITS_FOR_VERSION, StalenessBound
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
@@ -132,6 +132,11 @@ class GroupBook:
         """Whether nothing is under way, and nothing may start before the weights are newer."""
         is_idle = not (self._open or self._ready or self._is_stopped)
         return is_idle and self._bound is not None and not self.wants_group
+
+    @property
+    def waiting(self) -> str:
+        """What it waits for where `waits_for_version`."""
+        return WAITS_FOR_VERSION % self.consumed if self.waits_for_version else ""
 
     @property
     def has_all(self) -> bool:

@@ -43,7 +43,7 @@ class GroupEndings:
         self._deadline, self._config = deadline, config
         self._tally, self._events = tally, events
         self._fail = fail
-        self._bad = BadEndings()
+        self._bad = BadEndings(tally)
         self._count = 0
 
     def add(

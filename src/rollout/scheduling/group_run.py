@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 import anyio
@@ -17,7 +16,7 @@ from rollout.scheduling.group_judging import SURPLUS, GroupJudging
 from rollout.scheduling.member_runs import CLOSED, CLOSED_MEANWHILE
 from rollout.scheduling.pulled_group import GroupMember, PulledGroup
 from rollout.scheduling.selection import Selection
-from rollout.scheduling.staleness import HINT_S, WAITS_FOR_VERSION
+from rollout.scheduling.staleness import HINT_S
 from rollout.scopes import outwait
 
 if TYPE_CHECKING:
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     from rollout.scheduling.prompt_source import PromptSource
     from rollout.scheduling.prompts import Member
     from rollout.scheduling.selection import Accept
-
-logger = logging.getLogger("rollout.scheduling")
 
 
 class GroupRun:
@@ -85,7 +82,6 @@ class GroupRun:
         self._running: dict[GroupMember, None] = {}
         self._at_door: GroupMember | None = None
         self._is_closed = self._met_deadline = self._is_cancelled = False
-        self._has_hinted = False
         self._pause: anyio.CancelScope | None = None
         self._changed = anyio.Event()
         self._is_leaving = anyio.Event()
@@ -112,9 +108,8 @@ class GroupRun:
                 return None
             with anyio.move_on_after(HINT_S) as scope:
                 await self._changed.wait()
-            if scope.cancelled_caught and self.book.waits_for_version and not self._has_hinted:
-                self._has_hinted = True
-                logger.warning(WAITS_FOR_VERSION, self.book.consumed, HINT_S)
+            if scope.cancelled_caught and self.book.waits_for_version:
+                self._tally.hint("update_weights", self.book.waiting)
 
     async def all_groups(self) -> list[PulledGroup]:
         """As many accepted ones as are wanted, or what there is; `failure` says why.
@@ -373,6 +368,7 @@ class GroupRun:
         self._at_door = None
         member.group.refills[member.identity.member] = self.book.wanted.refills
         self._tally.admitted += 1
+        self._tally.add_calls(trajectory.metrics)
         await self._ended(Ended(0, member, trajectory), may_wait=False)
 
     def _restart(self, member: Member) -> None:

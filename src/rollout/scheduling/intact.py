@@ -19,6 +19,7 @@ _KINDS: dict[str, type[Any]] = {
     "turn_scores": list,
     "tool_rewards": list,
     "restarts": list,
+    "generations": int,
     "cached_tokens": int,
     "resumes": int,
     "discarded_tokens": int,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import attrs
 
 #: A consumer that waits for so long, and for itself, is told why.
-HINT_S = 60.0
+HINT_S = 5.0
 WAITS_FOR_VERSION = (
-    "stream_groups: %d groups were taken, and nothing has run for %g s: further ones would be "
-    "older than max_staleness allows; call update_weights, with a version that is one higher, "
-    "after each groups_per_step groups"
+    "stream_groups waits for update_weights: %d groups were taken, and further ones would be older "
+    "than max_staleness allows. Call update_weights, with a version that is one higher, after each "
+    "groups_per_step groups"
 )
 #: Said once in a call.
 IS_LATE = (

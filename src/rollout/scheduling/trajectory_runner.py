@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from rollout.agents.agent_loop import AgentLoop, get_agent
+from rollout.agents.agent_loop import get_agent
 from rollout.agents.context import AgentContext
 from rollout.agents.identity import Ending, RejectedPrompt
 from rollout.agents.kept_messages import KeptMessages
@@ -24,7 +24,14 @@ from rollout.errors import (
 from rollout.limits import Deadline
 from rollout.observe.user_spans import enter_trajectory
 from rollout.reward_values import BadRewardError
-from rollout.scheduling.finished import end_without_reward, exclude, finished, rejected
+from rollout.scheduling.endings import NEVER_GENERATED
+from rollout.scheduling.finished import (
+    calls_of,
+    end_without_reward,
+    exclude,
+    finished,
+    rejected,
+)
 from rollout.scheduling.intact import restore
 from rollout.scheduling.rewarding import Rewarding
 from rollout.scheduling.rewards import apply_reward, reward_of
@@ -34,6 +41,7 @@ from rollout.scopes import passing_of
 from rollout.types import DRIFT, Cause, Outcome
 
 if TYPE_CHECKING:
+    from rollout.agents.agent_loop import Registered
     from rollout.chat.trajectory import Trajectory
     from rollout.scheduling.agent_run import AgentRun
     from rollout.scheduling.prompts import Member
@@ -42,8 +50,6 @@ logger = logging.getLogger("rollout.scheduling")
 
 #: Reason of a failure that is the engine's, not the agent's, even where it passed through its code.
 ENGINE = "engine"
-#: Reason of a failure by an agent that returned without one generated token.
-NEVER_GENERATED = "never_generated"
 
 
 @attrs.frozen(kw_only=True)
@@ -90,11 +96,11 @@ class TrajectoryRunner:
         context, scheduling = run.context, self.services.config.scheduling
         ending, cause = _judged(run)
         if ending.reason == ENGINE and run.attempt <= scheduling.max_retries:
-            return run.again()
+            return run.again(calls_of(run))
         log = run.member.log
         if log is not None and context.tools.unrestored and not run.was_cancelled:
             log.lose_state(context.tools.unrestored)
-            return run.again()
+            return run.again(calls_of(run))
         drift = None
         if ending.outcome in COMPARED:
             drift, fault = await self.tokens.check(context)
@@ -133,9 +139,7 @@ class TrajectoryRunner:
         for each in run.stuck:  # it is no cause of the trajectory's, and nothing else would name it
             logger.warning("%s: %s", run.member.identity.session_id, each)
 
-    def _prepare(
-        self, run: AgentRun, deadline: Deadline
-    ) -> tuple[type[AgentLoop] | AgentLoop, AgentContext]:
+    def _prepare(self, run: AgentRun, deadline: Deadline) -> tuple[Registered, AgentContext]:
         """The loop, and its context.
 
         Raises:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import ToolError
+from rollout.observe.tally import Tally
 from rollout.tools.argument_checks import SchemaCheck
 from rollout.tools.function import FunctionTool
 from rollout.tools.gate import ToolGate
@@ -40,6 +41,7 @@ class ToolExecutor:
         tool_s: Seconds for one call, and for opening one tool; None for no limit.
         cleanup_s: Seconds for closing one session.
         max_processes: Calls with ``isolation="process"`` that run at once.
+        tally: Counts the calls; None where nobody reads that.
 
     Raises:
         ToolError: A function cannot be a tool, a schema is none, or names collide (all are named).
@@ -56,6 +58,7 @@ class ToolExecutor:
         tool_s: float | None,
         cleanup_s: float,
         max_processes: int = 8,
+        tally: Tally | None = None,
     ) -> None:
         self._tools = _by_name([_as_tool(tool) for tool in tools])
         self._warned: set[tuple[str, object]] = set()
@@ -73,6 +76,7 @@ class ToolExecutor:
             threads=threads,
             processes=self._processes,
             has_states=any(tool.stateful for tool in self._tools.values()),
+            tally=tally or Tally(),
         )
 
     @property
@@ -88,6 +92,10 @@ class ToolExecutor:
         """
         for tool in self._tools.values():
             await tool.prepare()
+        tools = [tool for tool in self._tools.values() if isinstance(tool, FunctionTool)]
+        refs = [tool.function_ref for tool in tools if tool.function_ref is not None]
+        if refs:
+            await self._processes.prepare(refs, self._kit.limits.tool_s)
 
     def schemas(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """Schemas of the tools offered, in the order of `names`; None takes all.

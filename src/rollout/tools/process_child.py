@@ -20,7 +20,7 @@ from rollout.tools.function import FunctionTool
 from rollout.tools.parameters import Parameters, inspect_parameters
 from rollout.tools.policy import ToolPolicy
 from rollout.tools.results import normalise_result
-from rollout.tools.tool_process_messages import Reply, Request
+from rollout.tools.tool_process_messages import Load, Reply, Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Answer requests until standard input closes."""
-    serve(lambda body: _encoded(_answer(msgspec.msgpack.decode(body, type=Request))))
+    serve(lambda body: _encoded(_reply(msgspec.msgpack.decode(body, type=Request | Load))))
 
 
 def _encoded(reply: Reply) -> bytes:
@@ -40,6 +40,19 @@ def _encoded(reply: Reply) -> bytes:
         return encoded
     failure = f"the tool's answer has {len(encoded)} bytes; at most {MAX_REPLY}"
     return msgspec.msgpack.encode(Reply(failure=failure))
+
+
+def _reply(message: Request | Load) -> Reply:
+    return _loaded(message) if isinstance(message, Load) else _answer(message)
+
+
+def _loaded(message: Load) -> Reply:
+    for function in message.functions:
+        try:
+            function_at(function)
+        except BaseException as error:
+            return Reply(failure=f"{function.qualname} of {function.home}: {describe(error)}")
+    return Reply()
 
 
 def _answer(request: Request) -> Reply:

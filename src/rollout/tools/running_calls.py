@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import traceback
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from rollout.tools.results import (
     with_call,
 )
 from rollout.tools.tool import ToolContext, ToolContexts
-from rollout.types import InvalidToolCall, ToolCall
+from rollout.types import NOT_PARSED, UNKNOWN_TOOL, InvalidToolCall, ToolCall
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -48,8 +49,8 @@ class RunningCalls:
     Attributes:
         kit: What they share with those of other trajectories.
         seconds: Time in calls, on the loop's clock; calls at the same time add up.
-        calls: Calls that reached a tool.
-        errors: Results that are errors, whatever their cause.
+        calls: Calls of the model's that have ended, also those that no tool could answer.
+        errors: Those of them whose answer is an error, whatever its cause, or that were cancelled.
         is_closed: Whether they were closed.
         idle_since: When the last one ended.
         invalid_in_a_row: Latest calls in a row that could not be run as asked: not parsed, of an
@@ -93,7 +94,7 @@ class RunningCalls:
         extra: dict[str, Any],
     ) -> None:
         self.seconds, self.idle_since, self.is_closed = 0.0, 0.0, False
-        self._under_way: dict[object, tuple[str, float]] | None = None
+        self._under_way: dict[tuple[CallTurn, int], tuple[ToolCall, float]] | None = None
         self.calls = self.errors = self.invalid_in_a_row = self._turns_under_way = 0
         self._clock, self._is_on_trio = loop_clock(), runs_on_trio()
         self.kit, self._tools = kit, tools
@@ -110,7 +111,7 @@ class RunningCalls:
     @property
     def under_way(self) -> Sequence[tuple[str, float]]:
         """Calls that run, or wait for their tool's place: name, and since when."""
-        return tuple((self._under_way or {}).values())
+        return tuple((call.name, since) for call, since in (self._under_way or {}).values())
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -193,7 +194,6 @@ class RunningCalls:
         self, calls: Sequence[ToolCall | InvalidToolCall], results: list[ToolResult]
     ) -> list[ToolResult]:
         for call, result in zip(calls, results, strict=True):
-            self.errors += result.is_error
             if result.metrics and isinstance(call, ToolCall):
                 self._metrics = self._metrics or {}
                 add_metrics(self._metrics, call.name, result.metrics)
@@ -212,14 +212,51 @@ class RunningCalls:
         turn = CallTurn(len(calls), deadline, known, told)
         for position, call in enumerate(calls):
             self._admit(turn, position, call)
-            if told is not None and turn.results[position] is not None:
+            if turn.results[position] is not None:
                 now = self._clock()
-                told.ended(position, call, turn.results[position], now, now, is_refused=True)
+                self._ended(turn, position, call, now, now, is_refused=True)
         return turn
 
-    def _note(self, call: ToolCall, result: ToolResult | None, seconds: float) -> None:
-        """Count a call that a tool was to answer."""
-        self._counts = with_call(self._counts, call.name, result, seconds)
+    def _ended(
+        self,
+        turn: CallTurn,
+        position: int,
+        call: ToolCall | InvalidToolCall,
+        began: float,
+        now: float,
+        *,
+        is_refused: bool = False,
+    ) -> None:
+        """Count a call that has its result, or was cancelled, and tell of it: here and only here.
+
+        Args:
+            is_refused: Whether it did not run.
+        """
+        result, name = turn.results[position], NOT_PARSED
+        if isinstance(call, ToolCall):
+            name = call.name if call.name in self._tools else UNKNOWN_TOOL
+        is_error, tally = result is None or result.is_error, self.kit.tally
+        self.calls += 1
+        self.errors += is_error
+        tally.tool_calls += 1
+        tally.tool_errors += is_error
+        self._counts = with_call(self._counts, name, result, now - began)
+        tally.tool(name).calls += 1
+        if turn.told is not None:
+            turn.told.ended(position, call, result, began, now, is_refused=is_refused)
+
+    def abandon(self) -> None:
+        """Count calls that were given up and will not end, as cancelled ones."""
+        under_way, self._under_way = self._under_way, None
+        for (turn, position), (call, began) in (under_way or {}).items():
+            self._ended(turn, position, call, began, self._clock())
+
+    def _note_failure(self, call: ToolCall, error: CallError) -> None:
+        """A tool raised, or was too late."""
+        tool, cause = self.kit.tally.tool(call.name), error.__cause__
+        tool.failed += 1
+        if not tool.first:
+            tool.first = "".join(traceback.format_exception(cause)) if cause else str(error)
 
     def _admit(self, turn: CallTurn, position: int, call: ToolCall | InvalidToolCall) -> None:
         """Let a call run, or answer it; an invalid one counts, one too many does not."""
@@ -259,13 +296,13 @@ class RunningCalls:
         unopened = turn.unopened(self.sessions)
         for name in dict.fromkeys(call.name for _, call in unopened):
             breaker = self.kit.gates[name].breaker
-            failure = breaker.refusal(self._clock())
+            failure, raised = breaker.refusal(self._clock()), None
             if failure is None:
                 try:
                     is_alone = self._turns_under_way == 1
                     await self.sessions.open(name, turn.deadline, is_alone=is_alone)
                 except OpenFailure as error:
-                    failure = str(error)
+                    failure, raised = str(error), error
                     breaker.fail(failure, error.root, self._breaker_identity(), self._clock())
                 finally:
                     breaker.forget()
@@ -273,6 +310,10 @@ class RunningCalls:
                 for position, call in unopened:
                     if call.name == name:
                         turn.answer(position, error_result(failure))
+                        now = self._clock()
+                        self._ended(turn, position, call, now, now, is_refused=True)
+                        if raised is not None:
+                            self._note_failure(call, raised)
 
     async def _run_lanes(self, turn: CallTurn) -> None:
         lanes = turn.lanes()
@@ -302,21 +343,19 @@ class RunningCalls:
         started = self._clock()
         owner = self.contexts[call.name]
         activity = f"tool {call.name!r} of trajectory {owner.uid}/{owner.member}"  # noqa: F841
-        self.calls += 1
         self._under_way = self._under_way or {}
-        self._under_way[turn, position] = call.name, started
+        self._under_way[turn, position] = call, started
         if turn.told is not None:
             turn.told.started(position, call, started)
         try:
             turn.results[position] = await self._result_of(turn, call, owner.kwargs, started)
         finally:
             self.idle_since = now = self._clock()
-            del self._under_way[turn, position]
-            self._under_way = self._under_way or None
-            self.seconds += now - started
-            self._note(call, turn.results[position], now - started)
-            if turn.told is not None:
-                turn.told.ended(position, call, turn.results[position], started, now)
+            if self._under_way is not None:  # else it was abandoned
+                del self._under_way[turn, position]
+                self._under_way = self._under_way or None
+                self.seconds += now - started
+                self._ended(turn, position, call, started, now)
 
     async def _result_of(
         self, turn: CallTurn, call: ToolCall, kwargs: Mapping[str, Any], now: float
@@ -333,6 +372,7 @@ class RunningCalls:
         except CallError as error:
             logger.debug("tool %r failed: %s", call.name, error, exc_info=error.__cause__)
             gate.breaker.fail(str(error), error.root, self._breaker_identity(), self._clock())
+            self._note_failure(call, error)
             return error_result(str(error))
         except LimitExceeded as limit:
             turn.limit = limit

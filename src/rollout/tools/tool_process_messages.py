@@ -9,12 +9,18 @@ import msgspec
 from rollout.function_refs import FunctionRef
 
 
-class Request(msgspec.Struct):
+class Request(msgspec.Struct, tag=True):
     """One call."""
 
     function: FunctionRef
     name: str
     arguments: dict[str, Any]
+
+
+class Load(msgspec.Struct, tag=True):
+    """Functions to import, before any is called."""
+
+    functions: list[FunctionRef]
 
 
 class Reply(msgspec.Struct, omit_defaults=True):

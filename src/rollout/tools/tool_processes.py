@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import msgspec
 
 from rollout.child_processes import ChildDiedError, ChildProcesses, DiedIdleError
 from rollout.errors import ToolError
 from rollout.tools.policy import TransientError
 from rollout.tools.results import ToolResult
-from rollout.tools.tool_process_messages import Reply, Request
+from rollout.tools.tool_process_messages import Load, Reply, Request
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rollout.function_refs import FunctionRef
 
 
@@ -49,6 +52,30 @@ class ToolProcesses:
             except ChildDiedError as error:
                 raise ToolError(f"the process of {name!r} {error}") from None
         return _result(msgspec.msgpack.decode(reply, type=Reply))
+
+    async def prepare(self, functions: Sequence[FunctionRef], limit_s: float | None) -> None:
+        """Have a process import the functions, in this time.
+
+        Raises:
+            ToolError: It cannot; says why.
+        """
+        try:
+            with anyio.fail_after(limit_s):
+                async with self._processes.worker() as worker:
+                    body = await worker.ask(msgspec.msgpack.encode(Load(list(functions))))
+        except TimeoutError:
+            failure = (
+                f"not imported within limits.tool_s = {limit_s:g} s; what takes long when a script "
+                'is imported belongs under `if __name__ == "__main__":`'
+            )
+        except ChildDiedError as error:
+            failure = f"the process {error}"
+        else:
+            failure = msgspec.msgpack.decode(body, type=Reply).failure
+        if failure:
+            raise ToolError(
+                f"isolation = 'process': a function cannot be imported in its process: {failure}"
+            )
 
     async def close(self) -> None:
         """End all processes; those with a call have ended with it."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rollout.limits import Deadline
+from rollout.observe.tally import Tally
 from rollout.tools.argument_checks import ArgumentsError
 from rollout.tools.gate import ToolGate
 from rollout.tools.tool_processes import ToolProcesses
@@ -56,6 +57,7 @@ class Toolkit(msgspec.Struct, frozen=True, kw_only=True):
         checks, gates: By tool.
         has_states: Whether any of them has a state; see `Tool.stateful`.
         threads, processes: Where sync and isolated code runs.
+        tally: Counts the calls.
     """
 
     checks: Mapping[str, ArgumentCheck]
@@ -64,6 +66,7 @@ class Toolkit(msgspec.Struct, frozen=True, kw_only=True):
     threads: WorkerThreads
     processes: ToolProcesses
     has_states: bool = True
+    tally: Tally = msgspec.field(default_factory=Tally)
 
     def fault(self, call: ToolCall, known: Collection[str], contexts: ToolContexts) -> str | None:
         """Why this call cannot be run as it is, where only `known` tools may be called."""

@@ -21,8 +21,8 @@ class TrajectoryTools(RunningCalls):
 
     Attributes:
         seconds: Time in calls, on the loop's clock; calls at the same time add up.
-        calls: Calls that reached a tool.
-        errors: Results that are errors, whatever their cause.
+        calls: Calls of the model's that have ended, also those that no tool could answer.
+        errors: Those of them whose answer is an error, whatever its cause, or that were cancelled.
         is_closed: Whether they were closed.
         invalid_in_a_row: Latest calls in a row that could not be run as asked: not parsed, of an
             unknown tool, or with wrong arguments.
@@ -59,10 +59,10 @@ class TrajectoryTools(RunningCalls):
     ) -> list[ToolResult]:
         """As `run`, with the answers of before; no tool runs."""
         turn = self._turn(calls, turn_deadline, offered)
-        self.calls += len(turn.pending)
         self.seconds += answers.seconds
         for position, call in turn.pending:
-            self._note(call, answers.results[position], answers.seconds / len(turn.pending))
+            turn.results[position] = answers.results[position]
+            self._ended(turn, position, call, 0.0, answers.seconds / len(turn.pending))
         names = [call.name for _, call in turn.pending]
         self.sessions.recall(names, answers.snapshots, answers.number)
         return self._count(calls, list(answers.results))
@@ -70,6 +70,7 @@ class TrajectoryTools(RunningCalls):
     def note_refused_media(self, name: str) -> None:
         """Count an answer as an error after all: the model is shown none of its media."""
         self.errors += 1
+        self.kit.tally.tool_errors += 1
         if name in self._counts:
             self._counts = with_error(self._counts, name)
 

@@ -32,6 +32,7 @@ from rollout.engine.routing import Router
 from rollout.engine.wire.protocol import Terms
 from rollout.engine.wire.tls import TlsFiles
 from rollout.errors import EngineError
+from rollout.function_refs import refuse_while_imported
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -213,6 +214,7 @@ async def open_engines(
     Raises:
         EngineError: One of them did not start, with what it said.
     """
+    refuse_while_imported("open_engines")
     specs = [replica_spec(config, replica) for replica in range(config.engine.replicas)]
     router = Router(
         strategy=config.router.strategy,

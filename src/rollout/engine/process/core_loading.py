@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rollout.engine.core import EngineBroken
 from rollout.errors import EngineError
+from rollout.function_refs import importing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,9 +23,11 @@ def load_core(path: str) -> Callable[..., EngineCore]:
 
     Raises:
         ImportError: There is no such module or no such class in it.
+        MainGuardError: It is a script that starts a runtime when it is imported.
     """
     module_name, _, class_name = path.partition(":")
-    module = importlib.import_module(module_name)
+    with importing(module_name):
+        module = importlib.import_module(module_name)
     try:
         core: Callable[..., EngineCore] = getattr(module, class_name)
     except AttributeError:

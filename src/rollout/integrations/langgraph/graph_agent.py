@@ -66,6 +66,8 @@ class GraphAgent(AgentLoop):
         AgentError: An argument is wrong.
     """
 
+    is_shared = True
+
     def __init__(
         self,
         build: Callable[[RolloutChatModel], Any],

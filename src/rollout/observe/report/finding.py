@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -11,7 +11,7 @@ import attrs
 import msgspec
 
 from rollout.observe.report.joining import joined
-from rollout.observe.report.rows import Row, shortened
+from rollout.observe.report.rows import Row
 from rollout.observe.report.run_times import RunTimes
 from rollout.observe.report.series import (
     ReplicaFigures,
@@ -72,7 +72,7 @@ class Ending(NamedTuple):
             outcome=event.outcome,
             reason=event.reason,
             limit=event.limit_source,
-            cause=shortened(event.cause),
+            cause=event.cause,
             reward=event.reward,
             generated=event.generated_tokens,
             calls=event.tool_calls,
@@ -84,10 +84,15 @@ class Ending(NamedTuple):
 
 @attrs.frozen
 class Run:
-    """A run as findings see it."""
+    """A run as findings see it.
+
+    Attributes:
+        sums: What the trajectories of its rows say of their calls, ``tool/TOOL/…``, summed up.
+    """
 
     rows: Sequence[Row]
     times: RunTimes
+    sums: Mapping[str, float] = attrs.field(factory=dict)
 
     @cached_property
     def endings(self) -> Sequence[Row | Ending]:
@@ -112,8 +117,15 @@ class Run:
 
     @cached_property
     def tools(self) -> list[ToolFigures]:
-        """As `tool_figures`."""
-        return tool_figures(self.times)
+        """As `tool_figures`.
+
+        Trajectories say how often they called what, as they do to a batch; events, where some of
+        those that have ended are not among the rows.
+        """
+        are_all = len(self.rows) >= len(self.times.endings)
+        calls = sum(value for name, value in self.sums.items() if name.endswith("/calls"))
+        is_whole = are_all and calls == sum(row.calls for row in self.rows)
+        return tool_figures(self.times, self.sums if is_whole else {})
 
     @cached_property
     def replicas(self) -> list[ReplicaFigures]:
@@ -141,10 +153,19 @@ class Run:
             for each in trajectories
         )
 
-    def usual_error(self, tool: str) -> str:
-        """What it said most often when it failed."""
-        said = Counter(call.error for call in self.times.tools[tool] if call.is_error)
-        return said.most_common(1)[0][0]
+    def tool_errors(self, tool: str) -> Counter[str]:
+        """What it said when it failed, and how often."""
+        known = [each.name for each in self.tools]
+        calls = self.times.calls_of(tool, known)
+        return Counter(call.error for call in calls if call.is_error)
+
+
+def listed(causes: Counter[str]) -> str:
+    """Each cause in a line of its own with its count, the most frequent first; all of them."""
+    return "".join(
+        f"\n{number:,} × {' '.join(cause.split()) or 'not known'}"
+        for cause, number in causes.most_common()
+    )
 
 
 def quoted(value: str) -> str:

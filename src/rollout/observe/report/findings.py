@@ -13,8 +13,7 @@ import msgspec
 import numpy as np
 
 from rollout.observe.report.engine_findings import failing, flapping, idle, slow_replica, starved
-from rollout.observe.report.finding import NOTABLE, SEVERE, Finding, Run, percent
-from rollout.observe.report.rows import shortened
+from rollout.observe.report.finding import NOTABLE, SEVERE, Finding, Run, listed, percent
 from rollout.observe.report.tool_findings import erring_tools, slow_tools
 from rollout.plurals import count
 
@@ -161,33 +160,32 @@ def _failed_calls(run: Run) -> Iterable[Finding]:
     if not errors:
         return
     calls = {each.batch: f"{each.call}() of step {each.step}" for each in run.times.batches}
-    first = errors[0]
-    more = f" So did {len(errors) - 1:,} more." if len(errors) > 1 else ""
+    first = {each.error: calls.get(each.batch, "a call") for each in reversed(errors)}
+    raised = Counter(f"{first[each.error]} raised {each.error}" for each in errors)
     yield Finding(
         kind="failed_calls",
         severity=SEVERE,
         title=f"{count(len(errors), 'call')} of {len(run.times.batches):,} ended with an error",
-        text=f"{calls.get(first.batch, 'A call')} raised {shortened(first.error)}{more}",
+        text=f"What each raised, and which call first:{listed(raised)}",
     )
 
 
 def _failures(run: Run) -> Iterable[Finding]:
     ended = [row for row in run.endings if row.outcome in ("failed", "rejected")]
     failed = [row for row in ended if row.reason != "tokenization"]
-    if not failed or len(failed) / len(run.endings) < FAILED_SHARE:
+    if not failed:
         return
-    reasons = Counter(row.reason for row in failed)
-    reason, number = reasons.most_common(1)[0]
-    causes = Counter(row.cause for row in failed if row.reason == reason and row.cause)
-    said = f" It says: {causes.most_common(1)[0][0]}" if causes else ""
+    causes = Counter(
+        f"{row.outcome} ({row.reason})" + (f": {row.cause}" if row.cause else "") for row in failed
+    )
     share = percent(len(failed), len(run.endings))
     yield Finding(
         kind="failures",
         severity=SEVERE if len(failed) / len(run.endings) >= 5 * FAILED_SHARE else NOTABLE,
         title=f"{share} of trajectories failed or were rejected",
         text=(
-            f"{len(failed):,} of {len(run.endings):,}, {number:,} of them by {reason!r}.{said} "
-            f"They have no reward, and nothing is learned from them."
+            f"{len(failed):,} of {len(run.endings):,}. They have no reward, and nothing is learned "
+            f"from them. Every cause:{listed(causes)}"
         ),
         filter="outcome:failed|rejected"
         + (" -reason=tokenization" if len(failed) < len(ended) else ""),

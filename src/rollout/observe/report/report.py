@@ -72,6 +72,7 @@ class RunReport:
     def _forget(self) -> None:
         self._texts = TokenTexts(self._decode)
         self._rows: list[Row] = []
+        self._sums: dict[str, float] = {}
         self._packs: list[str] = []
 
     def write(self, path: Path | str | None = None) -> Path:
@@ -85,7 +86,7 @@ class RunReport:
         times = self._times()
         self._read(self._journal(times))
         self.is_growing = _is_growing(times, saved_at)
-        self.findings = tuple(findings_of(Run(self._rows, times)))
+        self.findings = tuple(findings_of(Run(self._rows, times, self._sums)))
         _replace(path, page_pieces(self._title(), *self._parts(times)))
         return path
 
@@ -114,13 +115,16 @@ class RunReport:
             trajectory = self._lines.decode(line)
             self._packs.append(packed_trajectory(trajectory, self._texts))
             self._rows.append(row_of(trajectory))
+            for name, value in trajectory.metrics.items():
+                if name.startswith("tool/"):
+                    self._sums[name] = self._sums.get(name, 0.0) + float(value)
 
     def _times(self) -> RunTimes:
         there = (self.directory / EVENTS).exists()
         return times_of(read_events(self.directory)) if there else RunTimes()
 
     def _parts(self, times: RunTimes) -> tuple[dict[str, Any], Iterator[tuple[str, str]]]:
-        run = Run(self._rows, times)
+        run = Run(self._rows, times, self._sums)
         known = [
             each or TrajectoryTimes(row.name)
             for row, each in zip(self._rows, run.joined, strict=True)

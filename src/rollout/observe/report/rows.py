@@ -34,7 +34,7 @@ class Row:
         seconds, generation_s, tool_s: None where they were not measured.
         drift: How its text compares with a full rendering; "" where that was not asked.
         limit: The limit that ended it.
-        cause: What was raised, "Type: message".
+        cause: What was raised, "Type: message"; the table has the beginning of it.
         tools: Names of the tools that it called, each once.
         task, answer: The beginnings of the last question and of the last answer.
     """
@@ -130,7 +130,7 @@ def _called(segments: Iterable[SavedSegment]) -> Iterable[str]:
 
 def _cause(trajectory: SavedTrajectory) -> str:
     cause = trajectory.cause or {}
-    return shortened(f"{cause.get('type', '')}: {cause.get('message', '')}" if cause else "")
+    return f"{cause.get('type', '')}: {cause.get('message', '')}" if cause else ""
 
 
 def shortened(text: str) -> str:
@@ -152,7 +152,8 @@ def _last(messages: Sequence[SavedMessage], role: str) -> str:
 def columns_of(rows: Sequence[Row]) -> dict[str, list[Any]]:
     """The rows as columns, numbers rounded to what people read."""
     names = [field.name for field in attrs.fields(Row)]
-    return {name: _column(getattr(row, name) for row in rows) for name in names}
+    columns = {name: _column(getattr(row, name) for row in rows) for name in names}
+    return {**columns, "cause": [shortened(row.cause) for row in rows]}
 
 
 def _column(values: Iterable[Any]) -> list[Any]:

@@ -31,7 +31,6 @@ from rollout.observe.events import (
 from rollout.observe.report.call_times import CallTimes
 from rollout.observe.report.trajectory_times import (
     DECODE,
-    NOT_PARSED,
     PLACE,
     PREFILL,
     QUEUE,
@@ -44,9 +43,10 @@ from rollout.observe.report.trajectory_times import (
 )
 from rollout.observe.report.under_way import UnderWay
 from rollout.session_names import split_session
+from rollout.types import NOT_PARSED, UNKNOWN_TOOL
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
 
 @attrs.define
@@ -128,6 +128,17 @@ class RunTimes:
         start = -math.inf if self.start is None else self.start
         losses = self.replicas[replica].losses
         return [why for at, why in losses if start <= at < self.end]
+
+    def calls_of(self, tool: str, known: Collection[str]) -> list[ToolEnded]:
+        """Calls of a tool that have ended; of tools that there are not, where it stands for them.
+
+        Args:
+            known: Names of all tools.
+        """
+        if tool != UNKNOWN_TOOL:
+            return self.tools.get(tool, [])
+        unknown = [calls for name, calls in self.tools.items() if name not in known]
+        return [call for calls in unknown for call in calls]
 
     def take(self, event: Event) -> None:
         """One more event."""

@@ -10,7 +10,7 @@ import numpy as np
 from rollout.observe.report.trajectory_times import TOOL, covered
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -73,24 +73,32 @@ class ReplicaFigures(msgspec.Struct, frozen=True, kw_only=True):
     losses: int
 
 
-def tool_figures(times: RunTimes) -> list[ToolFigures]:
-    """The run's tools, those first that took the most time."""
-    names = dict.fromkeys((*times.tools, *times.calls_under_way))
-    found = [
-        _tool(
-            name,
-            times.tools.get(name, ()),
-            [times.end - began for began in times.calls_under_way.get(name, ())],
-        )
-        for name in names
-    ]
+def tool_figures(times: RunTimes, sums: Mapping[str, float]) -> list[ToolFigures]:
+    """The run's tools, those first that took the most time.
+
+    Args:
+        sums: Calls and errors of each, as ``tool/TOOL/…``; empty: as many as there are events.
+    """
+    counted = [name[5:-6] for name in sums if name.endswith("/calls")]
+    names = [*counted, *times.calls_under_way] if sums else [*times.tools, *times.calls_under_way]
+    found = []
+    for name in dict.fromkeys(names if times.is_known else ()):
+        under_way = [times.end - began for began in times.calls_under_way.get(name, ())]
+        figures = _tool(name, times.calls_of(name, counted), under_way)
+        if name in counted:
+            figures = msgspec.structs.replace(
+                figures,
+                calls=int(sums[f"tool/{name}/calls"]) + len(under_way),
+                errors=int(sums[f"tool/{name}/errors"]),
+            )
+        found.append(figures)
     return sorted(found, key=lambda each: -each.total)
 
 
 def _tool(name: str, calls: Sequence[ToolEnded], under_way: Sequence[float]) -> ToolFigures:
     took = [call.at - call.began for call in calls if not call.is_refused]
     refused = len(calls) - len(took)
-    ran = [*took, *under_way] or [call.at - call.began for call in calls]
+    ran = [*took, *under_way] or [call.at - call.began for call in calls] or [0.0]
     seconds = np.array(ran)
     return ToolFigures(
         name=name,

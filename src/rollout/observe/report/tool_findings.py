@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollout.observe.report.finding import NOTABLE, SEVERE, Finding, Run, percent, quoted
-from rollout.observe.report.trajectory_times import NOT_PARSED
+from rollout.observe.report.finding import (
+    NOTABLE,
+    SEVERE,
+    Finding,
+    Run,
+    listed,
+    percent,
+    quoted,
+)
 from rollout.plurals import count
+from rollout.types import NOT_PARSED, UNKNOWN_TOOL
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -117,19 +125,26 @@ def _slow_tools_of_rows(run: Run) -> Iterable[Finding]:
 def erring_tools(run: Run) -> Iterable[Finding]:
     for tool in run.tools:
         # What is in no format is no tool's, and an error in any case: it is a part of all calls.
-        is_parsed = tool.name != NOT_PARSED
-        some = [tool] if is_parsed else run.tools
+        is_tool = tool.name not in (NOT_PARSED, UNKNOWN_TOOL)
+        some = [tool] if is_tool else run.tools
         calls = sum(each.calls - each.under_way for each in some)
         if calls >= ERRING_CALLS and tool.errors / calls >= ERRING_SHARE:
             share = percent(tool.errors, calls)
-            of_tool = f"The tool {tool.name!r} answers {share} of its calls with an error"
+            title = f"The tool {tool.name!r} answers {share} of its calls with an error"
+            if not is_tool:
+                is_parsed = tool.name == UNKNOWN_TOOL
+                title = f"{share} of calls " + (
+                    "named tools that there are not" if is_parsed else "could not be parsed"
+                )
             yield Finding(
-                kind="erring_tool" if is_parsed else "calls_not_parsed",
+                kind="calls_not_parsed" if tool.name == NOT_PARSED else "erring_tool",
                 severity=NOTABLE,
-                title=of_tool if is_parsed else f"{share} of calls could not be parsed",
+                title=title,
                 text=(
-                    f"{tool.errors:,} of {count(calls, 'call')}; most often: "
-                    f"{run.usual_error(tool.name)}."
+                    f"{tool.errors:,} of {count(calls, 'call')}; the answers say:"
+                    f"{listed(run.tool_errors(tool.name))}"
                 ),
-                filter=f"tool:{quoted(tool.name)} errors>0",
+                filter="errors>0"
+                if tool.name == UNKNOWN_TOOL
+                else f"tool:{quoted(tool.name)} errors>0",
             )

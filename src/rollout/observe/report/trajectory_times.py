@@ -15,8 +15,6 @@ PLACE, QUEUE, PREFILL, DECODE = "place", "queue", "prefill", "decode"
 TOOL, USER, REWARD, SPAN, OTHER = "tool", "user", "reward", "span", "other"
 #: Those that make up its time, from its place on.
 SPENT = (QUEUE, PREFILL, DECODE, TOOL, USER, REWARD)
-#: The name of a call that was none.
-NOT_PARSED = "(not parsed)"
 #: Digits of a rounded second: a tenth of a millisecond.
 DIGITS = 4
 

@@ -19,8 +19,9 @@ from rollout.observe.events import (
     TurnEnded,
     TurnStarted,
 )
-from rollout.observe.report.trajectory_times import DECODE, NOT_PARSED, QUEUE, TOOL, Interval
+from rollout.observe.report.trajectory_times import DECODE, QUEUE, TOOL, Interval
 from rollout.session_names import split_session
+from rollout.types import NOT_PARSED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
