@@ -114,6 +114,7 @@ WITH_PROCESSES = (
     "vision_rows",
     "wrapping",
     "memory_check",
+    "slow_imports",
 )
 
 
