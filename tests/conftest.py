@@ -115,6 +115,8 @@ WITH_PROCESSES = (
     "unauthenticated",
     "vision_rows",
     "wrapping",
+    "memory_check",
+    "slow_imports",
 )
 
 
