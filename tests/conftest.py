@@ -115,6 +115,7 @@ WITH_PROCESSES = (
     "wrapping",
     "memory_check",
     "slow_imports",
+    "engine_interpreters",
 )
 
 
