@@ -117,6 +117,7 @@ WITH_PROCESSES = (
     "wrapping",
     "memory_check",
     "slow_imports",
+    "engine_interpreters",
 )
 
 
