@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import pickle
+import pickle  # noqa: TID251  (as Ray may send a configuration)
 from typing import TYPE_CHECKING, Any
 
 import anyio
