@@ -202,7 +202,8 @@ class AsyncioThread:
             args: Of the function.
             cleanup_s: In place of the thread's own; infinite where the caller's supervision ends
                 the wait.
-            is_apart: On that loop also where the current one is asyncio's.
+            is_apart: On that loop also where the current one is asyncio's. A call that is cancelled
+                before it began is not made, and not waited for.
 
         Raises:
             ToolError: The call raised SystemExit or the like, or cancelled itself.
@@ -251,7 +252,7 @@ class AsyncioThread:
         try:
             await done.wait()
         except BaseException:
-            if beginning.acquire(blocking=False):
+            if is_apart and beginning.acquire(blocking=False):  # there is nothing to wait for
                 raise
             # By then `start` has run: callbacks keep their order.
             loop.call_soon_threadsafe(lambda: task.cancel())  # noqa: PLW0108
