@@ -118,3 +118,11 @@ def test_simulated_model_with_an_engine_that_loads_weights_is_refused_when_built
         "model.path = 'simulated': expected a directory, a hub name or "
         f"'{EMBEDDED_MODEL}' for engine.kind = {engine.kind!r}, which needs a model with files",
     )
+
+
+def test_engine_class_in_the_place_of_an_engine_is_one_fault() -> None:
+    engine: Any = SimulatedEngine
+    with pytest.raises(ConfigError) as caught:
+        RolloutConfig(engine=engine)
+    (fault,) = caught.value.faults
+    assert fault.startswith("engine = ")

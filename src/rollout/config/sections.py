@@ -331,7 +331,7 @@ class RolloutConfig(Section):
     def _model_faults(self, kind: str) -> Iterator[Fault]:
         """The simulated engine and its model belong together."""
         path = getattr(self.model, "path", None)
-        if not isinstance(path, str):
+        if not isinstance(path, str) or not isinstance(self.engine, EngineConfig):
             return
         is_simulated = path == SIMULATED_MODEL
         if kind == "simulated" and not is_simulated and not path.startswith(_DIRECTORY):

@@ -145,10 +145,15 @@ async def _open(
     resume: bool,
 ) -> AsyncIterator[RolloutRuntime]:
     if not isinstance(config, RolloutConfig):
-        raise ConfigError(f"config: expected a RolloutConfig, got {type(config).__name__}")
+        how = {str: "rollout.load_config(path)", dict: "rollout.config_from_dict(values)"}
+        hint = f"; {how[type(config)]} makes one" if type(config) in how else ""
+        raise ConfigError(f"config: expected a RolloutConfig, got {type(config).__name__}{hint}")
     for name, given in (("tools", tools), ("interactions", interactions)):
         if isinstance(given, str) or not isinstance(given, Iterable):
-            raise ConfigError(f"{name} = {given!r}: expected a sequence, () where there are none")
+            raise ConfigError(
+                f"{name} = {given!r:.200}: expected a sequence, such as [one], () where there are "
+                "none"
+            )
     functions = checked(rewards, config.rewards.processes)
     acceptance(config.scheduling.groups.accept)
     async with journal_file(config, resume=resume) as file:
