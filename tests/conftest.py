@@ -109,6 +109,7 @@ WITH_PROCESSES = (
     "serve_gateway",
     "simulated_engine",
     "soak",
+    "sync_clients",
     "testing_plugin",
     "tls",
     "transformers_core",
@@ -116,6 +117,9 @@ WITH_PROCESSES = (
     "unauthenticated",
     "vision_rows",
     "wrapping",
+    "memory_check",
+    "slow_imports",
+    "engine_interpreters",
 )
 
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 #: The one that no function of a trajectory has.
 _TELLING = "solution_str"
+#: One that TRL's trainer gives to its reward functions.
+_OF_TRL = "completions"
 EXPECTED = (
     "expected reward(trajectory) -> float | Reward, or verl's "
     f"compute_score({', '.join(VERL_ARGUMENTS)})"
@@ -41,10 +43,14 @@ def check_reward(function: Any, what: str = "reward") -> None:
     """
     signature = _signature(function) if callable(function) else None
     fault = _fault(function)
+    if isinstance(function, str):
+        fault = "cannot be called; a function's name is written 'package.module:name'"
     if signature is not None and not fault:
         if _is_of_verl(signature):
             missing = ", ".join(_missing(signature, taken_by_verl(function)))
             fault = f"takes {missing} too, which nobody gives" if missing else ""
+        elif _OF_TRL in signature.parameters:
+            fault = "is called with lists by TRL's trainer, here with one trajectory at a time"
         elif not _binds(signature, object()):
             fault = "cannot be called with one trajectory"
     if fault:

@@ -27,6 +27,7 @@ from rollout.tools.results import (
 )
 from rollout.tools.tool import ToolContext, ToolContexts
 from rollout.types import NOT_PARSED, UNKNOWN_TOOL, InvalidToolCall, ToolCall
+from rollout.wait_places import format_user_frames
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -260,7 +261,11 @@ class RunningCalls:
         tool, cause = self.kit.tally.tool(call.name), error.__cause__
         tool.failed += 1
         if not tool.first:
-            tool.first = "".join(traceback.format_exception(cause)) if cause else str(error)
+            tool.first = str(error)
+            if cause is not None:
+                what = traceback.format_exception_only(cause)
+                frames = ["Traceback (most recent call last):\n", *format_user_frames(cause)]
+                tool.first = "".join([*frames, *what])
 
     def _admit(self, turn: CallTurn, position: int, call: ToolCall | InvalidToolCall) -> None:
         """Let a call run, or answer it; an invalid one counts, one too many does not."""
