@@ -54,10 +54,9 @@ def provider(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    before = directories()
     yield
     assert psutil.Process().children(recursive=True) == []
-    assert directories() <= before
+    assert directories() == set()
     assert containers() == ""
 
 
@@ -400,6 +399,8 @@ async def test_download_of_links_devices_and_too_much_is_refused(
         await sandbox.exec("rm -rf bad; mkdir bad; head -c 3000000 /dev/zero > bad/f")
         with pytest.raises(SandboxLimit):
             await sandbox.download("bad", tmp_path / "much", max_bytes=10**6)
+        if provider == "container":
+            return  # the tar of busybox is part of its shell
         # What makes the archive is the sandbox's own.
         await sandbox.write_file("bin/tar", TAR, mode=0o755)
         path = f"{sandbox.workdir}/bin:/usr/bin:/bin:/usr/local/bin"
@@ -407,7 +408,7 @@ async def test_download_of_links_devices_and_too_much_is_refused(
             sandbox.env = {"PATH": path, "NAME": name}  # type: ignore[attr-defined]
             with pytest.raises(SandboxError, match="leads out"):
                 await sandbox.download("bad", tmp_path / "made" / "in")
-    assert [*tmp_path.iterdir()] == []
+        assert [*tmp_path.iterdir()] == []
 
 
 #: Answers whoever asks with an archive that has one member of the name in $NAME.
@@ -577,7 +578,6 @@ anyio.run(main, backend=sys.argv[3])
 
 async def test_driver_that_is_killed_leaves_nothing(provider: str, anyio_backend: str) -> None:
     token = new_token()
-    before = directories()
     here = str(Path(__file__).parent)
     skip_where_missing(provider)
     command = [sys.executable, "-c", DRIVER, here, provider, anyio_backend, token]
@@ -592,7 +592,7 @@ async def test_driver_that_is_killed_leaves_nothing(provider: str, anyio_backend
             pass
     await wait_for_processes(token, 0)
     with anyio.fail_after(30):
-        while directories() - before or any(is_alive(process) for process in below):
+        while directories(driver.pid) or any(is_alive(process) for process in below):
             await anyio.sleep(0.02)
 
 

@@ -280,11 +280,17 @@ class Relay:
         """The directory, in which ``door`` is for sockets; made once, with `files` in it."""
         async with self._lock:
             if self._directory is None:
-                directory = Path(tempfile.mkdtemp(prefix="rollout-door-", dir=_find_open_place()))
+                directory = Path(
+                    tempfile.mkdtemp(prefix=f"rollout-door-{os.getpid()}-", dir=_find_open_place())
+                )
                 command = ["/bin/sh", "-c", 'cat >/dev/null; exec rm -rf -- "$1"', "sh"]
                 with anyio.CancelScope(shield=True):
                     self._janitor = await anyio.open_process(
-                        [*command, str(directory)], stdout=None, stderr=None, start_new_session=True
+                        [*command, str(directory)],
+                        stdout=None,
+                        stderr=None,
+                        env={"PATH": os.defpath},
+                        start_new_session=True,
                     )
                 _fill(directory, files or {})
                 self._directory = directory

@@ -41,7 +41,7 @@ class NoneProvider:
         """See `SandboxProvider.open`."""
         spec.refuse_unsupported("sandbox provider none", ("network", "max_processes", "memory_mb"))
         self._count += 1
-        directory = tempfile.mkdtemp(prefix="rollout-sandbox-")
+        directory = tempfile.mkdtemp(prefix=f"rollout-sandbox-{os.getpid()}-")
         path = os.environ.get("PATH", os.defpath)
         base = {"PATH": path, "HOME": directory, "LANG": "C.UTF-8", "TMPDIR": directory}
         limits = limits_of(max_processes=spec.max_processes, memory_mb=spec.memory_mb)
