@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time  # noqa: TID251  (real processes take real time)
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -250,22 +251,19 @@ async def test_root_without_setpriv_is_refused(monkeypatch: pytest.MonkeyPatch) 
     await provider.close()
 
 
-async def test_check_names_what_does_not_hold(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_check_names_what_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     # A bwrap that makes no walls: it runs the command.
-    fake = tmp_path / "bwrap"
-    fake.write_text('#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done; shift; exec "$@"\n')
-    for place in (fake, tmp_path, *tmp_path.parents):
-        if place.owner() == Path("/proc/self").owner() and place != Path("/"):
-            place.chmod(0o755)
-    provider = BubblewrapProvider(bwrap=str(fake))
+    with tempfile.NamedTemporaryFile("w", prefix="rollout-", dir="/var/tmp", delete=False) as fake:
+        fake.write('#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done; shift; exec "$@"\n')
+    Path(fake.name).chmod(0o755)
+    provider = BubblewrapProvider(bwrap=fake.name)
     monkeypatch.setattr(bubblewrap, "WORKDIR", "/tmp")
     try:
         with pytest.raises(SandboxUnavailable, match=r"does not hold: the network"):
             await provider.check()
     finally:
         await provider.close()
+        Path(fake.name).unlink()
     for missing in ("/bin/false", "/no/bwrap"):
         provider = BubblewrapProvider(bwrap=missing)
         try:

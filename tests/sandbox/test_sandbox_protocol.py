@@ -568,7 +568,7 @@ sys.path.insert(0, sys.argv[1])
 from sandbox_material import opened
 async def main():
     async with opened(sys.argv[2]) as sandbox:
-        sleep = f"trap '' TERM HUP; sleep {sys.argv[4]}"
+        sleep = f"trap '' TERM HUP; sleep {sys.argv[4][1:]}"
         await sandbox.host_url("http://127.0.0.1:1/")
         await sandbox.exec(f"setsid sh -c \\"{sleep}\\" >/dev/null 2>&1 &")
         await sandbox.exec(f"echo on; {sleep}")
@@ -580,7 +580,7 @@ async def test_driver_that_is_killed_leaves_nothing(provider: str, anyio_backend
     token = new_token()
     here = str(Path(__file__).parent)
     skip_where_missing(provider)
-    command = [sys.executable, "-c", DRIVER, here, provider, anyio_backend, token]
+    command = [sys.executable, "-c", DRIVER, here, provider, anyio_backend, f"-{token}"]
     with subprocess.Popen(command, start_new_session=True) as driver:
         try:
             await wait_for_processes(token, 2)

@@ -19,6 +19,7 @@ may block, neither on the pipes of commands nor on the driver's.
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import resource
@@ -249,7 +250,10 @@ def read_file(request: dict[str, Any]) -> None:
 
 def write_file(request: dict[str, Any], body: bytes) -> None:
     path = request["path"]
-    os.makedirs(os.path.dirname(path) or "/", exist_ok=True)
+    try:
+        os.makedirs(os.path.dirname(path) or "/", exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(20, "Not a directory", path) from None
     append = request["append"]
     descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else 0))
     try:
@@ -267,7 +271,12 @@ def write_file(request: dict[str, Any], body: bytes) -> None:
 
 def open_regular(path: str, flags: int) -> int:
     """A pipe or a device would make this process wait."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o644)
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a pipe that nobody reads, or a socket
+            raise PermissionError(13, "Not a regular file", path) from None
+        raise
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
         return descriptor
