@@ -128,19 +128,33 @@ def main() -> int:
 
 
 def run_as_nobody() -> int:
-    """The local providers once more, as a user that has nothing to give up."""
+    """What needs no engine once more, as a user that has nothing to give up."""
+    python = find_python_of_nobody()
+    if python is None:
+        print("left out as an ordinary user: this Python is not for others (as below /root)")
+        return 0
+    print(f"as an ordinary user, on {python}", flush=True)
     with tempfile.TemporaryDirectory(prefix="nobody-") as home:
         os.chown(home, 65534, 65534)
-        environment = {**os.environ, "HOME": home, "TMPDIR": home, "PYTHONDONTWRITEBYTECODE": "1"}
-        environment.pop("ROLLOUT_TEST_ENGINE", None)
-        tests = [sys.executable, "-m", "pytest", str(HERE), "-p", "no:cacheprovider"]
-        print("as an ordinary user", flush=True)
-        if not works([*NOBODY, sys.executable, "-c", ""]):
-            print(f"left out: {sys.executable} is not for other users")
-            return 0
-        return subprocess.run(
-            [*NOBODY, *tests, *sys.argv[1:]], env=environment, check=False
-        ).returncode
+        packages = [place for place in sys.path if "-packages" in place or place.endswith("src")]
+        environment = {
+            **os.environ,
+            "HOME": home,
+            "TMPDIR": home,
+            "PYTHONPATH": os.pathsep.join(packages),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        tests = [*NOBODY, python, "-m", "pytest", str(HERE), "-p", "no:cacheprovider"]
+        return subprocess.run([*tests, *sys.argv[1:]], env=environment, check=False).returncode
+
+
+def find_python_of_nobody() -> str | None:
+    """An interpreter of this version that nobody can start from a process of nobody's."""
+    again = "import subprocess, sys; subprocess.run([sys.executable, '-c', ''], check=True)"
+    for python in (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}"):
+        if works([*NOBODY, python, "-c", again]):
+            return python
+    return None
 
 
 if __name__ == "__main__":

@@ -155,6 +155,7 @@ class Command:
 
 def run_child(request: dict[str, Any], *streams: int) -> NoReturn:
     """Become the command; never returns."""
+    environment = {**SETTINGS["env"], **request["env"]}
     try:
         os.setsid()
         for number, descriptor in enumerate(streams):
@@ -166,13 +167,15 @@ def run_child(request: dict[str, Any], *streams: int) -> NoReturn:
         os.chdir(request["cwd"])
         for name, value in SETTINGS["limits"].items():
             resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
-        argv = request["argv"]
-        environment = {**SETTINGS["env"], **request["env"]}
-        os.execvpe(argv[0], argv, {k: v for k, v in environment.items() if v is not None})
+        os.execvpe(request["argv"][0], request["argv"], environment)
     except BaseException as error:
+        name = request["argv"][0]
         missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
+        if "/" not in name:  # a directory of PATH that cannot be searched is no reason
+            places = environment.get("PATH", os.defpath).split(":")
+            missing |= not any(os.path.exists(os.path.join(place, name)) for place in places)
         reason = getattr(error, "strerror", None) or error
-        os.write(2, os.fsencode(f"{request['argv'][0]}: {reason}\n"))
+        os.write(2, os.fsencode(f"{name}: {os.strerror(2) if missing else reason}\n"))
         os._exit(127 if missing else 126)
 
 
