@@ -34,6 +34,7 @@ PACKAGES = (
     "rollout.media",
     "rollout.observe",
     "rollout.runtime",
+    "rollout.sandbox",
     "rollout.scheduling",
     "rollout.testing",
     "rollout.tools",

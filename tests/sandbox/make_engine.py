@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PACKAGES = "podman runc crun uidmap netavark catatonit busybox-static"
+PACKAGES = "podman runc crun uidmap netavark iptables catatonit busybox-static"
 INSTALL = f"apt-get install --yes --no-install-recommends {PACKAGES}"
 IMAGE = "localhost/rollout-test:1"
 #: Root without CAP_SYS_RESOURCE cannot raise limits, and crun knows no mixed control groups.

@@ -14,13 +14,13 @@ from rollout.errors import (
     SandboxUnavailable,
     SandboxUnsupported,
 )
-from rollout.sandbox import BaseSandbox, ExecResult, SandboxPool, SandboxSpec
+from rollout.sandbox import ExecResult, Sandbox, SandboxPool, SandboxSpec
 from rollout.sandbox.api import Command
 
 pytestmark = pytest.mark.anyio
 
 
-class FakeSandbox(BaseSandbox):
+class FakeSandbox(Sandbox):
     def __init__(self, provider: FakeProvider, number: int) -> None:
         super().__init__(f"fake-{number}", workdir="/", cleanup_s=2.0)
         self.provider = provider

@@ -405,7 +405,7 @@ async def test_download_of_links_devices_and_too_much_is_refused(
         await sandbox.write_file("bin/tar", TAR, mode=0o755)
         path = f"{sandbox.workdir}/bin:/usr/bin:/bin:/usr/local/bin"
         for name in ("../up", "/abs"):
-            sandbox.env = {"PATH": path, "NAME": name}  # type: ignore[attr-defined]
+            sandbox.env = {"PATH": path, "NAME": name}
             with pytest.raises(SandboxError, match="leads out"):
                 await sandbox.download("bad", tmp_path / "made" / "in")
         assert [*tmp_path.iterdir()] == []
@@ -472,7 +472,7 @@ async def test_close_in_a_cancelled_scope_is_done(provider: str) -> None:
             scope.cancel()
             await sandbox.close()
         await wait_for_processes(token, 0)
-        assert not sandbox.is_leaked  # type: ignore[attr-defined]
+        assert not sandbox.is_leaked
 
 
 async def test_opening_that_is_cancelled_leaves_nothing(provider: str) -> None:
