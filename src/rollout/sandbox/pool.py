@@ -229,6 +229,6 @@ class SandboxPool:
                 await sandbox.close()
         finally:
             self._closed += 1
-            self._leaked += bool(getattr(sandbox, "is_leaked", False))
+            self._leaked += sandbox.is_leaked
             self._slots.release()
             self._wanted.set()
