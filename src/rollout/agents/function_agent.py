@@ -13,6 +13,7 @@ from rollout.agents.agent_loop import AgentLoop, register_agent
 from rollout.agents.openai_messages import openai_messages
 from rollout.errors import AgentError
 from rollout.reward_values import as_reward
+from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
 from rollout.types import Prompt
 from rollout.worker_threads import is_async
 
@@ -45,6 +46,7 @@ class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
         extra: Becomes the trajectory's `extra`; starts as the prompt's. Rewards see it.
         uid: The prompt's uid.
         member: Position within the group.
+        sandbox: The trajectory's; see `AgentContext.sandbox`.
     """
 
     base_url: str
@@ -56,6 +58,7 @@ class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
     extra: dict[str, Any]
     uid: str
     member: int
+    sandbox: TrajectorySandbox = msgspec.field(default_factory=TrajectorySandbox)
 
     @classmethod
     async def of(cls, context: AgentContext, address: GatewayAddress) -> AgentTask:
@@ -75,6 +78,7 @@ class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
             extra=context.extra,
             uid=context.identity.uid,
             member=context.identity.member,
+            sandbox=context.sandbox,
         )
 
 

@@ -13,6 +13,7 @@ import anyio
 
 from rollout.bridge import loop_clock, runs_on_trio
 from rollout.errors import LimitExceeded, ToolError
+from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
 from rollout.tools.attempt import CallError, attempt, attempt_at_once, run_side_by_side
 from rollout.tools.call_turn import CallTurn, PlacedCall, acquire
 from rollout.tools.open_sessions import OpenFailure, OpenSessions, timed_out
@@ -71,6 +72,7 @@ class RunningCalls:
         "_metrics",
         "_opening",
         "_prompt",
+        "_sandbox",
         "_serial",
         "_sessions",
         "_tools",
@@ -96,7 +98,9 @@ class RunningCalls:
         kwargs: Mapping[str, Mapping[str, Any]],
         extra: dict[str, Any],
         prompt: Prompt | None = None,
+        sandbox: TrajectorySandbox | None = None,
     ) -> None:
+        self._sandbox = sandbox or TrajectorySandbox()
         self.seconds, self.idle_since, self.is_closed = 0.0, 0.0, False
         self._under_way: dict[tuple[CallTurn, int], tuple[ToolCall, float]] | None = None
         self.calls = self.errors = self.invalid_in_a_row = self._turns_under_way = 0
@@ -138,6 +142,7 @@ class RunningCalls:
                 prompt=self._prompt,
                 processes=self.kit.processes,
                 extra=self._extra,
+                sandbox=self._sandbox,
             )
             self._contexts = ToolContexts(context, self._kwargs)
         return self._contexts
@@ -422,10 +427,16 @@ class RunningCalls:
         try:
             owns = not self._is_on_trio
             return await attempt(
-                _answer, session, call, deadline=deadline, what=what, owns_task=owns
+                _answer,
+                session,
+                call,
+                deadline=deadline,
+                what=what,
+                owns_task=owns,
+                outer=turn.deadline,
             )
-        except LimitExceeded:
-            if deadline is turn.deadline:
+        except LimitExceeded as limit:
+            if limit.source == turn.deadline.source:
                 raise
             raise CallError(timed_out(deadline)) from None
 
