@@ -111,6 +111,7 @@ WITH_PROCESSES = (
     "soak",
     "testing_plugin",
     "tls",
+    "tools_in_sandbox",
     "transformers_core",
     "typed_programs",
     "unauthenticated",
