@@ -109,6 +109,7 @@ WITH_PROCESSES = (
     "serve_gateway",
     "simulated_engine",
     "soak",
+    "task_directory",
     "testing_plugin",
     "tls",
     "tools_in_sandbox",

@@ -200,7 +200,7 @@ async def test_python_background_output_is_shown_by_the_next_call() -> None:
 
 async def test_python_that_the_sandbox_lacks_is_named(provider: str) -> None:
     async with holding(provider, PythonTool(python="no-such-python")) as hands:
-        with pytest.raises(ToolError, match="cannot start in .*no-such-python.*not found"):
+        with pytest.raises(ToolError, match=r"cannot start in .*no-such-python.*not found"):
             await hands.python("1")
 
 
