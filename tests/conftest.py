@@ -99,6 +99,7 @@ WITH_PROCESSES = (
     "ray_placement",
     "readme",
     "real_processes",
+    "remote_sandboxes",
     "replay",
     "reward_processes",
     "router",
