@@ -107,6 +107,7 @@ WITH_PROCESSES = (
     "sandbox_attacks",
     "sandbox_protocol",
     "sandbox_tools",
+    "sandlock",
     "serve_gateway",
     "simulated_engine",
     "soak",
