@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -92,6 +93,55 @@ async def test_registered_factory_makes_an_agent_for_each_trajectory(
     assert [each.outcome for each in trajectories] == [Outcome.COMPLETED] * 6
     assert [each.extra["runs"] for each in trajectories] == [runs] * 6
     assert len({id(each) for each in Counting.made}) == 6
+
+
+@dataclass
+class Dataclass(AgentLoop):
+    """Compares its fields, and so has no hash."""
+
+    tries: int = 1
+    is_shared = True
+
+    async def run(self, context: AgentContext) -> None:
+        await context.generate()
+
+
+@dataclass
+class MakesDataclass:
+    tries: int = 2
+
+    def __call__(self) -> Dataclass:
+        return Dataclass(self.tries)
+
+
+@pytest.mark.parametrize("given", [Dataclass(), MakesDataclass()])
+async def test_registered_agent_without_hash_runs(given: Any) -> None:
+    name = type(given).__name__
+    register_agent(name)(given)
+    assert [each.outcome for each in await played(name)] == [Outcome.COMPLETED] * 6
+
+
+class WithoutItsInit(EnvironmentAgent):
+    """Is the environment, and does not call `EnvironmentAgent.__init__`."""
+
+    def __init__(self, doors: int = 3) -> None:
+        self.doors = doors
+
+    def reset(self, prompt: Any) -> str:
+        return f"{self.doors} doors."
+
+    def step(self, action: Any) -> Any:
+        return "", 1.0, True, {}
+
+
+async def test_registered_environment_agent_with_an_init_of_its_own_plays_itself() -> None:
+    register_agent("without_its_init")(WithoutItsInit)
+    trajectories = await played("without_its_init")
+    assert [(each.outcome, each.turn_scores) for each in trajectories] == [
+        (Outcome.COMPLETED, [1.0])
+    ] * 6
+    with pytest.raises(AgentError, match="register the class, WithoutItsInit"):
+        register_agent("one_for_all")(WithoutItsInit())
 
 
 async def test_registered_factory_that_makes_no_agent_is_named() -> None:

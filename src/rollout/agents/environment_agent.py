@@ -57,6 +57,7 @@ class EnvironmentAgent(AgentLoop):
     """
 
     is_shared = True
+    _make: Callable[[], Any] | None = None  # also of subclasses that do not call `__init__`
 
     def __init__(self, environment: Callable[[], Any] | None = None) -> None:
         is_one = not (isinstance(environment, type) or _missing(environment))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from types import CoroutineType, MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
@@ -235,7 +234,6 @@ class _CleanUp(Supervised[None]):
         self._run.cleaned_up(self.unresponsive or self._error)
 
 
-@cache
 def _name_of(loop: Registered) -> str:
     kind = class_of(loop)
     name = getattr(loop, "__name__", "") if kind is AgentLoop else kind.__name__
