@@ -74,6 +74,7 @@ WITH_PROCESSES = (
     "faults",
     "foreign_tools",
     "full_disk",
+    "hidden_tests",
     "journal_kills",
     "gateway",
     "gateway_clients",

@@ -534,27 +534,30 @@ async def test_carried_trajectory_keeps_its_sandbox_and_explain_names_it() -> No
 
     scenario = (
         Scenario(seed=1)
-        .reply("quick", "ok")
-        .reply("slow", filler=2000)
-        .timing(base_s=0.1, slope_s=0.0)
+        .reply("slow", filler=3000)
+        .reply("", filler=20)
+        .timing(base_s=0.01, slope_s=0.0, prefill_tokens_per_s=1e9)
     )
-    prompts = [
-        Prompt(messages=[{"role": "user", "content": word}], uid=word) for word in ("quick", "slow")
-    ]
-    limits = LimitsConfig(generation_s=900, turn_s=900, trajectory_s=900, batch_s=2000)
-    config = config_of(scenario, agent="sandbox_carried", limits=limits)
-    policy = GroupPolicy(surplus="carry", concurrent=2)
+    config = config_of(
+        scenario,
+        agent="sandbox_carried",
+        groups=GroupPolicy(surplus="carry", oversample=2.0),
+    )
+    words = ("slow", "quick", "quick", "quick")
+    source = iter(
+        Prompt(messages=[{"role": "user", "content": word}], uid=f"p{n}")
+        for n, word in enumerate(words)
+    )
     async with rollout.open_rollout(config) as runtime:
-        source = iter(prompts)
-        first = await runtime.collect(source, groups=1, policy=policy, step=1)
-        assert [t.uid for t in first.trajectories] == ["quick"]
+        first = await runtime.collect(source, 1, step=0)
+        assert [t.uid for t in first.trajectories] == ["p1"]
         (waiting,) = runtime.explain().carried
         assert waiting.sandbox in FakeProvider.open_now
-        assert f"slow/0 with sandbox {waiting.sandbox}" in str(runtime.explain())
-        second = await runtime.collect(source, groups=1, policy=policy, step=2)
-        assert second.trajectories[0].extra["kept"] == "yes"
-        assert FakeProvider.count == 2
-        assert FakeProvider.open_now == set()
+        assert f"p0/0 with sandbox {waiting.sandbox}" in str(runtime.explain())
+        second = await runtime.collect(source, 1, step=1, policy=GroupPolicy(oversample=1.0))
+        (kept,) = second.trajectories
+        assert (kept.uid, kept.extra["kept"]) == ("p0", "yes")
+        assert waiting.sandbox not in FakeProvider.open_now
 
 
 async def test_sandbox_opens_explain_says_that_it_is_waited_for() -> None:
@@ -573,31 +576,3 @@ async def test_warm_sandboxes_are_there_before_the_first_use() -> None:
         assert counts.warm == 3
         (trajectory,) = (await runtime.generate([doing("ls")])).trajectories
         assert trajectory.outcome is Outcome.COMPLETED
-
-
-class TestNoneProvider:
-    """With real processes."""
-
-    @pytest.fixture(params=["trio", "asyncio"])
-    def anyio_backend(self, request: pytest.FixtureRequest) -> str:
-        """Both, in real time."""
-        return str(request.param)
-
-    async def test_hidden_tests_grade_what_the_agent_wrote(self) -> None:
-        @register_agent("sandbox_coder")
-        class Coder(AgentLoop):
-            async def run(self, context: AgentContext) -> None:
-                await context.generate()
-                code = context.prompt.extra["code"]
-                await context.sandbox.write_file("src/solution.py", code)
-
-        async def hidden(trajectory: Any, sandbox: Any) -> float:
-            async with sandbox.fresh(artifacts=["src"]) as judge:
-                await judge.write_file("check.py", "from src.solution import f\nassert f(2) == 4")
-                result = await judge.exec(["python3", "check.py"], timeout_s=60)
-            return float(result.exit_code == 0)
-
-        codes = {"right": "f = lambda n: n * n", "wrong": "f = lambda n: n + 1"}
-        prompts = [user(uid, extra={"code": code}) for uid, code in codes.items()]
-        batch = await generate(*prompts, provider="none", agent="sandbox_coder", reward=hidden)
-        assert [t.reward for t in batch.trajectories] == [1.0, 0.0]

@@ -41,6 +41,7 @@ class NoneProvider:
         """See `SandboxProvider.open`."""
         spec.refuse_unsupported("sandbox provider none", ("network", "max_processes", "memory_mb"))
         self._count += 1
+        number = self._count
         directory = tempfile.mkdtemp(prefix=f"rollout-sandbox-{os.getpid()}-")
         path = os.environ.get("PATH", os.defpath)
         base = {"PATH": path, "HOME": directory, "LANG": "C.UTF-8", "TMPDIR": directory}
@@ -54,7 +55,7 @@ class NoneProvider:
             os.rmdir(directory)
             raise
         sandbox = _NoSandbox(
-            f"none-{os.getpid()}-{self._count}",
+            f"none-{os.getpid()}-{number}",
             process,
             workdir=directory,
             env=spec.env,

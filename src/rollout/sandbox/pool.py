@@ -88,9 +88,9 @@ class SandboxPool:
         self._attempts = max(1, attempts)
         self._cleanup_s = math.inf if cleanup_s is None else cleanup_s
         self._wanted = anyio.Event()
-        self._in_use: dict[str, Sandbox] = {}
-        #: Ids of those that have no slot.
-        self._beside: set[str] = set()
+        self._in_use: dict[int, Sandbox] = {}  # by identity
+        #: Those of them that have no slot.
+        self._beside: set[int] = set()
         self._waiting = self._opened = self._closed = self._retried = self._leaked = 0
         self._is_closed = False
 
@@ -121,7 +121,7 @@ class SandboxPool:
             sandbox = await self._take_warm() if spec == self.spec else None
             if sandbox is None and is_beside:
                 sandbox = await self._create(spec)
-                self._beside.add(sandbox.id)
+                self._beside.add(id(sandbox))
             elif sandbox is None:
                 await self._take_slot()
                 try:
@@ -134,12 +134,12 @@ class SandboxPool:
         if self._is_closed:
             await self._close_one(sandbox)
             raise SandboxUnavailable("the pool of sandboxes is closed")
-        self._in_use[sandbox.id] = sandbox
+        self._in_use[id(sandbox)] = sandbox
         return sandbox
 
     async def release(self, sandbox: Sandbox) -> None:
         """Close a sandbox that `acquire` gave, and make room; a second time does nothing."""
-        if self._in_use.pop(sandbox.id, None) is not None:
+        if self._in_use.pop(id(sandbox), None) is not None:
             await self._close_one(sandbox)
 
     async def keep_warm(self) -> None:
@@ -255,8 +255,8 @@ class SandboxPool:
         finally:
             self._closed += 1
             self._leaked += is_leaked
-            if sandbox.id in self._beside:
-                self._beside.discard(sandbox.id)
+            if id(sandbox) in self._beside:
+                self._beside.discard(id(sandbox))
             else:
                 self._slots.release()
             self._wanted.set()
