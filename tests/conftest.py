@@ -111,6 +111,7 @@ WITH_PROCESSES = (
     "serve_gateway",
     "simulated_engine",
     "soak",
+    "sync_clients",
     "task_directory",
     "testing_plugin",
     "tls",
@@ -120,6 +121,9 @@ WITH_PROCESSES = (
     "unauthenticated",
     "vision_rows",
     "wrapping",
+    "memory_check",
+    "slow_imports",
+    "engine_interpreters",
 )
 
 

@@ -71,6 +71,8 @@ class FakeSession:
         self.cancelled = 0
         self.pieces, self.pause_s = 1, 0.0
         self.tokens = 11
+        self.activity = "trajectory"
+        self.failures: list[Exception] = []
         self._stored: dict[bytes, Completion] = {}
         self._cut: dict[bytes, Completion] = {}
 
@@ -143,6 +145,9 @@ class FakeSession:
 
     def left(self, completion_id: str) -> None:
         self.left_ids.append(completion_id)
+
+    def fail(self, error: Exception) -> None:
+        self.failures.append(error)
 
     async def count_tokens(self, call: GatewayCall) -> int:
         self.calls.append(call)

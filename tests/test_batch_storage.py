@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -181,10 +182,47 @@ def test_batch_without_rows_comes_back(tmp_path: Path) -> None:
     assert loaded.tensors["input_ids"].shape == (0, 24)
 
 
-def test_batch_save_replaces_the_earlier_batch_and_nothing_else(tmp_path: Path) -> None:
+def test_batch_save_where_another_batch_is_is_refused_and_leaves_it(tmp_path: Path) -> None:
+    first, second = (collate(rows, LENGTHS, 0) for rows in (trajectories(), trajectories()[1:]))
+    first.save(tmp_path)
+    with pytest.raises(RolloutError) as caught:
+        second.save(tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path} holds another batch, of 2 rows (meta.json, tensors.safetensors, "
+        "samples.jsonl, trajectories.jsonl, metrics.json); expected an empty or new directory, or "
+        "save(…, overwrite=True)"
+    )
+    assert len(RolloutBatch.load(tmp_path)) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == FILES
+    second.save(tmp_path / "1")  # beside it, and below
+    first.save(tmp_path)  # it is there already
+    assert (len(RolloutBatch.load(tmp_path / "1")), len(RolloutBatch.load(tmp_path))) == (1, 2)
+
+
+def test_batch_save_of_the_next_step_with_the_same_prompts_is_refused(tmp_path: Path) -> None:
+    collate(trajectories(), LENGTHS, 0).save(tmp_path)
+    later = trajectories()
+    for row in later:
+        row.transcript = spoken([-0.5, -0.25])
+    with pytest.raises(RolloutError, match="holds another batch, of 2 rows"):
+        collate(later, LENGTHS, 0).save(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["metrics.json", "meta.json", "trajectories.jsonl"])
+def test_batch_save_over_files_of_others_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(RolloutError, match=re.escape(f"{tmp_path} holds other files ({name}); ")):
+        collate(trajectories(), LENGTHS, 0).save(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_text() == "{}"
+
+
+def test_batch_save_that_may_overwrite_replaces_the_earlier_batch_and_nothing_else(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     collate(trajectories(), LENGTHS, 0).save(tmp_path)
-    collate(trajectories()[1:], LENGTHS, 0, "packed").save(tmp_path)
+    collate(trajectories()[1:], LENGTHS, 0, "packed").save(tmp_path, overwrite=True)
     assert [row.uid for row in RolloutBatch.load(tmp_path).samples] == ["q"]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*FILES, "notes.txt"])
 
@@ -195,7 +233,7 @@ def test_batch_save_that_fails_leaves_the_earlier_batch(tmp_path: Path) -> None:
 
     collate(trajectories(), LENGTHS, 0).save(tmp_path)
     with pytest.raises(RuntimeError, match="no text"):
-        collate(trajectories()[:1], LENGTHS, 0, decode=broken).save(tmp_path)
+        collate(trajectories()[:1], LENGTHS, 0, decode=broken).save(tmp_path, overwrite=True)
     assert len(RolloutBatch.load(tmp_path)) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == FILES
 

@@ -155,7 +155,7 @@ async def test_generate_many_prompts_are_checked_beside_the_loop() -> None:
 async def test_generate_many_prompts_of_which_one_is_wrong_start_nothing_and_do_not_count() -> None:
     given: list[Any] = [*prompts(600), "hello"]
     async with rollout.open_rollout(SCENARIO.config()) as runtime:
-        with pytest.raises(PromptError, match=r"^prompts\[600\]: expected a Prompt, got str$"):
+        with pytest.raises(PromptError, match=r"^prompts\[600\]: expected a Prompt, got str; "):
             await runtime.generate(given)
         assert runtime.statistics().admitted == 0
         batch = await runtime.generate(prompts(600))

@@ -423,7 +423,10 @@ def test_cli_check_lists_everything_that_is_missing(
         ),
         (
             ("engine.kind=transformers", "placement.kind=local_process"),
-            "model.path = 'simulated': engine.kind = 'transformers' needs a model with files",
+            "1 fault in the configuration config.py with overrides:\n"
+            "  model.path = 'simulated': expected a directory, a hub name or "
+            "'embedded:smollm2-135m-instruct' for engine.kind = 'transformers', which needs a "
+            "model with files",
         ),
     ],
 )

@@ -15,6 +15,7 @@ import rollout
 from rollout import Prompt
 from rollout.config import (
     CustomEngine,
+    InProcessPlacement,
     LengthsConfig,
     ModelConfig,
     RolloutConfig,
@@ -64,7 +65,27 @@ async def test_engine_of_a_smaller_vocabulary_is_refused_at_the_handshake(
     rollout_clock: object,
 ) -> None:
     assert await refusal(claiming(vocab_size=200)) == (
-        f"{REFUSED}the driver's tokenizer knows 259 ids, the engine's model 200"
+        f"{REFUSED}the driver's tokenizer knows 259 ids, the engine's model 200; "
+        f"model.path = 'simulated' is another model than engine.core = '{__name__}:ClaimingCore' "
+        "serves; set it to the directory or hub name of that one"
+    )
+
+
+async def test_simulated_engine_with_another_tokenizer_says_which_model_it_takes(
+    tmp_path: Path,
+) -> None:
+    tokenizer = simulated_tokenizer()
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save_pretrained(tmp_path)
+    config = RolloutConfig(
+        engine=SimulatedEngine(),
+        model=ModelConfig(path=str(tmp_path)),
+        placement=InProcessPlacement(),
+    )
+    assert await refusal(config) == (
+        f"{REFUSED}the driver's tokenizer knows 260 ids, the engine's model 259; "
+        f"model.path = {str(tmp_path)!r} is another model than that of engine.kind = 'simulated'; "
+        "expected 'simulated', or leave it out"
     )
 
 
@@ -79,7 +100,10 @@ async def test_engine_of_another_model_is_refused_at_the_handshake(
     name: str, value: Any, reason: str, monkeypatch: pytest.MonkeyPatch, rollout_clock: object
 ) -> None:
     monkeypatch.setattr(simulated, name, value)
-    assert await refusal(Scenario().config()) == f"{REFUSED}{reason}"
+    assert await refusal(Scenario().config()) == (
+        f"{REFUSED}{reason}; model.path = 'simulated' is another model than that of engine.kind = "
+        "'simulated'; expected 'simulated', or leave it out"
+    )
 
 
 @pytest.mark.parametrize(

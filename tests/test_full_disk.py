@@ -79,7 +79,7 @@ def test_batch_save_without_room_names_path_need_and_room_and_may_be_called_agai
         full = OSError(28, "No space left on device")
         monkeypatch.setattr("tempfile.mkdtemp", _raising(full))
     with files_up_to(room), pytest.raises(RolloutError) as caught:
-        batch.save(tmp_path)
+        batch.save(tmp_path, overwrite=True)
     said = str(caught.value)
     what = WHAT_THERE_IS if named else WHAT_THERE_IS.replace("File too large", "No space .*")
     assert re.fullmatch(f"{re.escape(str(tmp_path / named))} cannot be written: {what}", said)
@@ -87,7 +87,7 @@ def test_batch_save_without_room_names_path_need_and_room_and_may_be_called_agai
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted((*FILES, META))
     assert RolloutBatch.load(tmp_path).samples == earlier.samples
     monkeypatch.undo()
-    batch.save(tmp_path)
+    batch.save(tmp_path, overwrite=True)
     written = sum((tmp_path / name).stat().st_size for name in FILES)
     assert [row.uid for row in load_trajectories(tmp_path / TRAJECTORIES)][-1] == "p59"
     assert abs(_needed(said) - written) < 1000  # the header of the tensors

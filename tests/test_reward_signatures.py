@@ -129,7 +129,16 @@ def verl_and_more(data_source: str, solution_str: str, ground_truth: str, tokeni
     ("reward", "said"),
     [
         (3, "reward = 3: cannot be called"),
-        ("score", "reward = 'score': cannot be called"),
+        (
+            "judges.score",
+            "reward = 'judges.score': cannot be called; a function's name is written "
+            "'package.module:name'",
+        ),
+        (
+            lambda completions, **kwargs: [0.0 for _ in completions],
+            "reward = <lambda>(completions, **kwargs): is called with lists by TRL's trainer, here "
+            "with one trajectory at a time",
+        ),
         (
             two_arguments,
             "reward = two_arguments(question, answer): cannot be called with one trajectory",

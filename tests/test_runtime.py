@@ -356,8 +356,9 @@ async def test_bad_prompt_is_rejected_and_the_others_are_unharmed(
 @pytest.mark.parametrize(
     ("prompts", "said"),
     [
-        ("hello", "prompts: expected a sequence of Prompt, got str"),
-        (["hello"], r"prompts\[0\]: expected a Prompt, got str"),
+        ("hello", r"prompts: expected a sequence of Prompt, got str; write \[Prompt\("),
+        (["hello"], r"prompts\[0\]: expected a Prompt, got str; write \[Prompt\("),
+        ([{"prompt": "hello"}], r"got dict; write .*Prompt\(messages=row\[\"prompt\"\]"),
         ([user("a", uid="x"), user("b", uid="x")], r"prompts\[1\].uid = 'x': the uid of"),
         ([user("a", uid=3)], r"prompts\[0\].uid = 3: expected a string or None"),
         ([user("a", uid="\ud800")], r"prompts\[0\].uid = '\\ud800': expected a text that UTF-8"),
@@ -965,7 +966,9 @@ def test_config_of_another_type_is_refused() -> None:
         async with rollout.open_rollout({"seed": 1}):  # type: ignore[arg-type]
             pytest.fail("opened")
 
-    with pytest.raises(rollout.ConfigError, match="config: expected a RolloutConfig, got dict"):
+    with pytest.raises(
+        rollout.ConfigError, match=r"a RolloutConfig, got dict; rollout\.config_from"
+    ):
         anyio.run(main)
 
 

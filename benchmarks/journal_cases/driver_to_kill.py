@@ -89,7 +89,7 @@ async def run(directory: Path) -> None:
     config = config_of(directory)
     async with rollout.open_rollout(config, [note], reward, resume=True) as runtime:
         batch = await runtime.generate(prompts(), samples=MEMBERS, step=5)
-        batch.save(directory / "batch")
+        batch.save(directory / "batch", overwrite=True)  # killed while it saved
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio  # noqa: TID251  (this is the module that may)
 import math
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import CancelledError as FutureCancelledError
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -160,10 +160,16 @@ class AsyncioThread:
     """An asyncio event loop in a daemon thread, for code that runs on no other.
 
     It starts with the first call. Cancellation and deadlines of the caller cancel the call's task.
+
+    Args:
+        watch: Runs on that loop too, for as long as it does.
     """
 
-    def __init__(self, *, cleanup_s: float) -> None:
+    def __init__(
+        self, *, cleanup_s: float, watch: Callable[[], Coroutine[Any, Any, None]] | None = None
+    ) -> None:
         self._cleanup_s = cleanup_s
+        self._watch = watch
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._leave: asyncio.Event
@@ -182,6 +188,7 @@ class AsyncioThread:
         function: Callable[..., Awaitable[T]],
         *args: object,
         cleanup_s: float | None = None,
+        is_apart: bool = False,
     ) -> T:
         """``await function(*args)`` on that loop, or on the current one where that is asyncio's.
 
@@ -195,14 +202,20 @@ class AsyncioThread:
             args: Of the function.
             cleanup_s: In place of the thread's own; infinite where the caller's supervision ends
                 the wait.
+            is_apart: On that loop also where the current one is asyncio's. A call that is cancelled
+                before it began is not made, and not waited for.
 
         Raises:
             ToolError: The call raised SystemExit or the like, or cancelled itself.
         """
-        loop = (self._loop or self._start()) if runs_on_trio() else asyncio.get_running_loop()
+        if is_apart or runs_on_trio():
+            loop = self._loop or self._start()
+        else:
+            loop = asyncio.get_running_loop()
         post, done = loop_poster(), anyio.Event()
         future: Future[T] = Future()
         task: asyncio.Task[None]
+        beginning = threading.Lock()  # taken by who decides whether the function is called
         was_abandoned = False
         context = copy_context()
         # Where anyio runs trio it says so there, and the call would take its loop for trio's.
@@ -214,6 +227,8 @@ class AsyncioThread:
                 self.abandoned[name] -= 1
 
         async def call() -> None:
+            if not beginning.acquire(blocking=False):  # cancelled while others blocked the loop
+                return
             # The caller's context came along, and may say that this is trio.
             sniffio.current_async_library_cvar.set("asyncio")
             try:
@@ -237,6 +252,8 @@ class AsyncioThread:
         try:
             await done.wait()
         except BaseException:
+            if is_apart and beginning.acquire(blocking=False):  # there is nothing to wait for
+                raise
             # By then `start` has run: callbacks keep their order.
             loop.call_soon_threadsafe(lambda: task.cancel())  # noqa: PLW0108
             limit_s = self._cleanup_s if cleanup_s is None else cleanup_s
@@ -264,8 +281,11 @@ class AsyncioThread:
             self._leave = asyncio.Event()
             loop = asyncio.get_running_loop()
             loop.set_default_executor(_DaemonExecutor(max_workers=1))
+            watch = None if self._watch is None else loop.create_task(self._watch())
             started.set_result(loop)
             await self._leave.wait()
+            if watch is not None:
+                watch.cancel()
 
         self._thread = threading.Thread(
             target=lambda: asyncio.run(serve()), name="rollout-asyncio", daemon=True

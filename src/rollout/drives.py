@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
 
 
+#: How many waits of its clean-up a coroutine that was given up is thrown out of: each task group
+#: that it leaves has one. Loops complain of async generators that are left running.
+CLOSINGS = 16
+
+
 class Ends:
     """Whose code a coroutine is."""
 
@@ -105,6 +110,11 @@ class Drive(Interruptible, Generator[Any, Any, Any], Generic[Owner]):
         with suppress(BaseException):  # a clean-up failed
             self._coroutine.close()
             self._closed()
+        for _ in range(CLOSINGS):  # it waits again: `close` would leave its async generators there
+            if getattr(self._coroutine, "cr_frame", None) is None:
+                break
+            with suppress(BaseException):
+                self._coroutine.throw(UnresponsiveError(*unresponsive.args))
         for coroutine in chain:
             if coroutine.cr_frame is not None:  # it swallowed this too and waits again
                 keep_for_ever(coroutine)

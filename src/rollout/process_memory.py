@@ -22,6 +22,15 @@ def resident_bytes() -> int:
         return most if sys.platform == "darwin" else most * 1024
 
 
+def total_bytes() -> int:
+    """The memory of this machine, or of a container with less."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(machine, int((_CGROUP / "memory.max").read_text()))
+    except (OSError, ValueError):  # there is no container, or no limit ("max")
+        return machine
+
+
 def available_bytes() -> int:
     """What programs can still take: of the machine, or of a container with less.
 

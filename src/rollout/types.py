@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import operator
-import traceback as traceback_module
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ import msgspec
 
 from rollout.lazy import lazy_exports
 from rollout.medium import Media
+from rollout.wait_places import format_user_frames
 
 #: A trajectory's cause keeps this many characters of traceback: enough for the frames that matter.
 MAX_TRACEBACK_CHARACTERS = 2000
@@ -247,6 +247,8 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, error: BaseException) -> Cause:
         """The record of `error`'s root cause, with the tail of that one's traceback.
 
+        That begins in the user's code, where it went through it, and leaves out event loops.
+
         A cancellation is how a time-out reaches the code, and no cause of it; and what says nothing
         explains nothing.
         """
@@ -256,11 +258,13 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
                 root = cause
             seen.add(id(cause))
             cause = cause.__cause__
-        frames = "".join(traceback_module.format_tb(root.__traceback__))
+        frames = format_user_frames(root)
+        while len(frames) > 1 and sum(map(len, frames)) > MAX_TRACEBACK_CHARACTERS:
+            del frames[0]
         return cls(
             type=type(root).__qualname__,
             message=text_of(root),
-            traceback=frames[-MAX_TRACEBACK_CHARACTERS:],
+            traceback="".join(frames)[-MAX_TRACEBACK_CHARACTERS:],
         )
 
 

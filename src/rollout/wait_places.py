@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import traceback
 from types import AsyncGeneratorType, CoroutineType, FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ STDLIB = os.path.dirname(os.__file__) + os.sep
 INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 #: Installed packages that this library waits in: a frame of theirs is not its caller's.
 _AWAITED = {"anyio", "trio", "asyncio", "outcome", "httpx", "httpcore", "mcp"}
+#: Packages that run the code of others: a line of theirs tells nobody anything.
+_LOOPS = {"anyio", "asyncio", "concurrent", "outcome", "sniffio", "trio"}
 #: Awaitables in C that do not say for which coroutine or generator they stand.
 _OPAQUE = {
     "async_generator_asend",
@@ -111,6 +114,20 @@ def describe_place(frames: Sequence[FrameType]) -> str:
     doing = [frame.f_locals.get(ACTIVITY) for frame in reversed(ours)]
     what = next((f", which waits for {each}" for each in doing if each is not None), "")
     return f"{_line(ours[-1])} in {ours[-1].f_code.co_qualname}{what}"
+
+
+def format_user_frames(error: BaseException) -> list[str]:
+    """An error's frames as Python shows them, from the user's first one in; none of an event loop.
+
+    All but the loops' where no code of a user is among them.
+    """
+    frames = [
+        (frame, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if root_module(frame) not in _LOOPS
+    ]
+    starts = (at for at, (frame, _) in enumerate(frames) if is_user_frame(frame))
+    return traceback.StackSummary.extract(iter(frames[next(starts, 0) :])).format()
 
 
 def _of_package(frames: Sequence[FrameType]) -> list[FrameType]:

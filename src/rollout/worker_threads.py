@@ -20,7 +20,7 @@ from rollout.scopes import give_back
 from rollout.wait_places import thread_frames
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Coroutine
     from types import FrameType
 
 T = TypeVar("T")
@@ -69,16 +69,25 @@ class _Worker:
 
 
 class WorkerThreads:
-    """Daemon threads for sync tools and sync reward functions, and one for asyncio code on trio.
+    """Daemon threads for sync tools and sync reward functions, and one with a loop of asyncio's.
 
     A call that is cancelled abandons its thread: the place in the pool is given back at once, the
     thread runs on until its function returns, and it delays neither `close` nor the exit of the
     process. Abandoned threads are counted by name; past `max_abandoned` a name fails fast.
+
+    Args:
+        watch: Runs on the loop of `run_asyncio`'s thread, for as long as that does.
     """
 
-    def __init__(self, *, max_threads: int, max_abandoned: int) -> None:
+    def __init__(
+        self,
+        *,
+        max_threads: int,
+        max_abandoned: int,
+        watch: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    ) -> None:
         self._limiter = anyio.CapacityLimiter(max_threads)
-        self._asyncio = AsyncioThread(cleanup_s=ASYNCIO_CLEANUP_S)
+        self._asyncio = AsyncioThread(cleanup_s=ASYNCIO_CLEANUP_S, watch=watch)
         self._max_abandoned = max_abandoned
         self._idle: list[_Worker] = []
         self._abandoned: dict[str, int] = {}
@@ -96,18 +105,22 @@ class WorkerThreads:
         function: Callable[..., Awaitable[T]],
         *args: object,
         cleanup_s: float | None = None,
+        is_apart: bool = False,
     ) -> T:
         """``await function(*args)`` on asyncio: here, or under trio on one asyncio thread.
 
         For code that needs asyncio. Cancellation cancels it there, and waits a moment for it:
-        `cleanup_s`, where that is given.
+        `cleanup_s`, where that is given. With `is_apart` it runs on that thread under asyncio too:
+        code that blocks its loop then blocks no engine.
 
         Raises:
             ToolError: It raised SystemExit or the like, or cancelled itself, or `max_abandoned`
                 calls of this name are still running.
         """
         self._refuse_beyond_cap(name)
-        return await self._asyncio.run(name, function, *args, cleanup_s=cleanup_s)
+        return await self._asyncio.run(
+            name, function, *args, cleanup_s=cleanup_s, is_apart=is_apart
+        )
 
     async def run(
         self,

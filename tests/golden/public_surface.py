@@ -35,6 +35,7 @@ PACKAGES = (
     "rollout.media",
     "rollout.observe",
     "rollout.runtime",
+    "rollout.sandbox",
     "rollout.scheduling",
     "rollout.testing",
     "rollout.tools",

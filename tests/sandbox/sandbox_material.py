@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -72,12 +73,11 @@ def containers() -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def directories() -> set[Path]:
-    """Directories of sandboxes and their doors, anywhere."""
-    places = {Path("/tmp"), Path(os.environ.get("TMPDIR", "/tmp"))}
+def directories(pid: int | None = None) -> set[Path]:
+    """Directories of the sandboxes and doors of a driver; this process by default."""
     return {
         path
-        for place in places
+        for place in {Path("/tmp"), Path(tempfile.gettempdir())}
         for pattern in ("rollout-sandbox-*", "rollout-door-*")
-        for path in place.glob(pattern)
+        for path in place.glob(pattern.replace("*", f"{pid or os.getpid()}-*"))
     }

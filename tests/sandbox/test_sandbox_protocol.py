@@ -54,10 +54,9 @@ def provider(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    before = directories()
     yield
     assert psutil.Process().children(recursive=True) == []
-    assert directories() <= before
+    assert directories() == set()
     assert containers() == ""
 
 
@@ -400,14 +399,16 @@ async def test_download_of_links_devices_and_too_much_is_refused(
         await sandbox.exec("rm -rf bad; mkdir bad; head -c 3000000 /dev/zero > bad/f")
         with pytest.raises(SandboxLimit):
             await sandbox.download("bad", tmp_path / "much", max_bytes=10**6)
+        if provider == "container":
+            return  # the tar of busybox is part of its shell
         # What makes the archive is the sandbox's own.
         await sandbox.write_file("bin/tar", TAR, mode=0o755)
         path = f"{sandbox.workdir}/bin:/usr/bin:/bin:/usr/local/bin"
         for name in ("../up", "/abs"):
-            sandbox.env = {"PATH": path, "NAME": name}  # type: ignore[attr-defined]
+            sandbox.env = {"PATH": path, "NAME": name}
             with pytest.raises(SandboxError, match="leads out"):
                 await sandbox.download("bad", tmp_path / "made" / "in")
-    assert [*tmp_path.iterdir()] == []
+        assert [*tmp_path.iterdir()] == []
 
 
 #: Answers whoever asks with an archive that has one member of the name in $NAME.
@@ -471,7 +472,7 @@ async def test_close_in_a_cancelled_scope_is_done(provider: str) -> None:
             scope.cancel()
             await sandbox.close()
         await wait_for_processes(token, 0)
-        assert not sandbox.is_leaked  # type: ignore[attr-defined]
+        assert not sandbox.is_leaked
 
 
 async def test_opening_that_is_cancelled_leaves_nothing(provider: str) -> None:
@@ -567,7 +568,7 @@ sys.path.insert(0, sys.argv[1])
 from sandbox_material import opened
 async def main():
     async with opened(sys.argv[2]) as sandbox:
-        sleep = f"trap '' TERM HUP; sleep {sys.argv[4]}"
+        sleep = f"trap '' TERM HUP; sleep {sys.argv[4][1:]}"
         await sandbox.host_url("http://127.0.0.1:1/")
         await sandbox.exec(f"setsid sh -c \\"{sleep}\\" >/dev/null 2>&1 &")
         await sandbox.exec(f"echo on; {sleep}")
@@ -577,10 +578,9 @@ anyio.run(main, backend=sys.argv[3])
 
 async def test_driver_that_is_killed_leaves_nothing(provider: str, anyio_backend: str) -> None:
     token = new_token()
-    before = directories()
     here = str(Path(__file__).parent)
     skip_where_missing(provider)
-    command = [sys.executable, "-c", DRIVER, here, provider, anyio_backend, token]
+    command = [sys.executable, "-c", DRIVER, here, provider, anyio_backend, f"-{token}"]
     with subprocess.Popen(command, start_new_session=True) as driver:
         try:
             await wait_for_processes(token, 2)
@@ -592,7 +592,7 @@ async def test_driver_that_is_killed_leaves_nothing(provider: str, anyio_backend
             pass
     await wait_for_processes(token, 0)
     with anyio.fail_after(30):
-        while directories() - before or any(is_alive(process) for process in below):
+        while directories(driver.pid) or any(is_alive(process) for process in below):
             await anyio.sleep(0.02)
 
 

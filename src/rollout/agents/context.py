@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from rollout.interactions import Interaction, InteractionTurn
     from rollout.limits import Deadline, PausableDeadline
     from rollout.observe.event_stream import EventStream
+    from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
     from rollout.tools import ToolResult, TrajectoryTools
     from rollout.types import InvalidToolCall, Message, Outcome, Prompt, ToolCall
 
@@ -160,6 +161,20 @@ class AgentContext:
     def tools(self) -> TrajectoryTools:
         """The tools offered to the model; `schemas` lists them."""
         return self._state.tools
+
+    @property
+    def sandbox(self) -> TrajectorySandbox:
+        """The trajectory's sandbox, which its tools and its reward see too.
+
+        It is opened when it is first used, and closed after the reward. That it is lost, or cannot
+        be opened, ends the trajectory as failed.
+        """
+        return self._state.sandbox
+
+    @property
+    def sandbox_asked_for(self) -> TrajectorySandbox | None:
+        """The same; None where nobody has asked for it yet."""
+        return self._state.sandbox_asked_for
 
     @property
     def door(self) -> GatewayDoor:

@@ -11,10 +11,9 @@ import msgspec
 
 from rollout.agents.agent_loop import AgentLoop, register_agent
 from rollout.agents.openai_messages import openai_messages
-from rollout.bridge import runs_on_trio
 from rollout.errors import AgentError
 from rollout.reward_values import as_reward
-from rollout.supervised import Duty, in_own_task
+from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
 from rollout.types import Prompt
 from rollout.worker_threads import is_async
 
@@ -30,6 +29,8 @@ Function = TypeVar("Function", bound="Callable[..., Any]")
 #: The share of `limits.cleanup_s` that a cancelled sync function has to return: its next request
 #: gets a final error. Then its thread is abandoned, before the trajectory itself would be.
 _PATIENCE = 0.5
+#: What the watchdog says to an author whose agent blocks the loop that it runs on.
+_REMEDY = "use AsyncOpenAI, or another async client, or make the agent a plain def"
 
 
 class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +46,7 @@ class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
         extra: Becomes the trajectory's `extra`; starts as the prompt's. Rewards see it.
         uid: The prompt's uid.
         member: Position within the group.
+        sandbox: The trajectory's; see `AgentContext.sandbox`.
     """
 
     base_url: str
@@ -56,6 +58,7 @@ class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
     extra: dict[str, Any]
     uid: str
     member: int
+    sandbox: TrajectorySandbox = msgspec.field(default_factory=TrajectorySandbox)
 
     @classmethod
     async def of(cls, context: AgentContext, address: GatewayAddress) -> AgentTask:
@@ -75,6 +78,7 @@ class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
             extra=context.extra,
             uid=context.identity.uid,
             member=context.identity.member,
+            sandbox=context.sandbox,
         )
 
 
@@ -114,20 +118,19 @@ class FunctionAgent(AgentLoop):
         return await self._run_async(context, partial(self.function, task))
 
     async def _run_async(self, context: AgentContext, call: Callable[[], Awaitable[Any]]) -> Any:
+        remedy = _REMEDY  # noqa: F841  (see observe.blocking_code)
         if self.backend == "native":
             return await call()
-        # How long it may take to end is watched by what supervises the trajectory.
-        job = call if runs_on_trio() else partial(self._supervised, call)
-        return await context.services.threads.run_asyncio(self._what, job, cleanup_s=math.inf)
-
-    async def _supervised(self, call: Callable[[], Awaitable[Any]]) -> Any:
-        """For a task of its own on the runtime's loop: it can be given up like the agent's own."""
 
         async def job() -> Any:
-            with Duty(self._what, math.inf):
-                return await call()
+            # What the watchdog says of the code that blocks this loop, which is not the runtime's.
+            activity, remedy = f"{self._what} of {context.identity}", _REMEDY  # noqa: F841
+            return await call()
 
-        return await in_own_task(job)
+        # How long it may take to end is watched by what supervises the trajectory.
+        return await context.services.threads.run_asyncio(
+            self._what, job, cleanup_s=math.inf, is_apart=True
+        )
 
     @property
     def _what(self) -> str:
@@ -143,9 +146,9 @@ def agent(name: str, *, backend: Backend = "asyncio") -> Callable[[Function], Fu
 
     Args:
         name: Of the agent.
-        backend: Where an async function runs on a runtime of trio's: "asyncio" on the runtime's
-            asyncio thread, which most frameworks need; "native" on trio itself. A sync function
-            runs in a worker thread.
+        backend: Where an async function runs: "asyncio" in the runtime's asyncio thread, beside the
+            runtime's loop, where one that blocks holds up other such agents only; "native" on the
+            runtime's loop itself. A sync function runs in a worker thread.
 
     Raises:
         AgentError: The name is taken, the backend unknown, or it is no function of one argument.

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from rollout.batch.multi_modal import MultiModalInputs, media_of_rows
 from rollout.batch.sample import Sample
 from rollout.batch.saved_tokenizer import BatchTokenizer
-from rollout.batch.storage import read_batch, write_batch
+from rollout.batch.storage import check_free, read_batch, write_batch
 from rollout.chat.processors import MediaProcessor  # noqa: TC001  (a Struct looks its names up)
 from rollout.chat.trajectory import Trajectory
 from rollout.errors import RolloutError
@@ -72,8 +72,8 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
             f"{', '.join(shapes[:2])}, …>"
         )
 
-    def save(self, directory: str | Path) -> None:
-        """Write the batch; files of an earlier batch in `directory` are replaced.
+    def save(self, directory: str | Path, *, overwrite: bool = False) -> None:
+        """Write the batch to a directory that holds no other one.
 
         Writes ``tensors.safetensors``, ``samples.jsonl``, ``trajectories.jsonl`` (spans with
         kind, ids, text, log-probs, versions), ``metrics.json`` and ``meta.json``, which names the
@@ -86,11 +86,18 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
         Values of `extra` and prompts become what JSON makes of them (a tuple a list, an array
         nested lists); one that JSON cannot hold is kept as its ``repr`` and logged.
 
+        Args:
+            directory: Made where it is not there; may hold other files, or this batch already.
+            overwrite: Replace the files of another batch.
+
         Raises:
+            RolloutError: The directory holds another batch, or files of such names.
             RolloutError: The directory cannot be written; names the file, and where room lacks,
                 what is needed and what there is. Nothing is left of the attempt: make room and
                 call it again.
         """
+        if not overwrite:
+            check_free(Path(directory), self)
         write_batch(Path(directory), self)
 
     @classmethod

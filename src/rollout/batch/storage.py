@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
@@ -25,9 +25,10 @@ from rollout.batch.saved_tokenizer import BatchTokenizer, TokenizerRecord, make_
 from rollout.chat.media_records import KnownContents, contents_of
 from rollout.disk_room import unwritable
 from rollout.errors import RolloutError
+from rollout.plurals import count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from rollout.batch.sample import Sample
@@ -97,6 +98,37 @@ def write_batch(directory: Path, batch: Parts) -> None:
     if files.failure is not None:  # said now that what stood aside takes up no room
         path, failure = files.failure
         raise unwritable(path, failure, files.needed) from failure
+
+
+def check_free(directory: Path, batch: Parts) -> None:
+    """Whether nothing of others is lost where the batch is written; it may be there already.
+
+    Raises:
+        RolloutError: Files of these names are there, of another batch or of something else.
+    """
+    found = [name for name in (META, *FILES, MEDIA) if (directory / name).exists()]
+    if not found:
+        return
+    what = "other files"
+    with suppress(RolloutError):
+        with _reading(directory):
+            meta = _read_meta(directory / META)
+        if meta.files[SAMPLES].sha256 == _digest(map(sample_line, batch.samples)) and meta.files[
+            TRAJECTORIES
+        ].sha256 == _digest(trajectory_line(row, batch.decode) for row in batch.trajectories):
+            return
+        what = f"another batch, of {count(meta.rows, 'row')}"
+    raise RolloutError(
+        f"{directory} holds {what} ({', '.join(found)}); expected an empty or new directory, or "
+        "save(…, overwrite=True)"
+    )
+
+
+def _digest(lines: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for line in lines:
+        digest.update(line + b"\n")
+    return digest.hexdigest()
 
 
 def read_batch(directory: Path, moved_to: str | None = None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from rollout.agents import get_agent
 from rollout.chat import tool_parser_names
 from rollout.chat.template_loading import holds_tokenizer
 from rollout.cli.gpus import gpu_faults
+from rollout.cli.memory import memory_faults
 from rollout.cli.sizing import context_tokens
 from rollout.config import (
     CustomEngine,
@@ -19,8 +20,8 @@ from rollout.config import (
     SimulatedEngine,
     TransformersEngine,
 )
+from rollout.config.sections import SIMULATED_MODEL
 from rollout.engine.driver.engine_opening import core_spec
-from rollout.engine.driver.model_template import SIMULATED_MODEL
 from rollout.engine.model_files import model_path_fault
 from rollout.errors import AgentError, ConfigError, EngineError, ToolError
 from rollout.interactions import InteractionRegistry
@@ -58,6 +59,7 @@ def config_faults(
         *_opening_faults(config),
         *_package_faults(config),
         *gpu_faults(config, asks=asks_for_gpus),
+        *memory_faults(config, asks=asks_for_gpus),
         *_length_faults(config),
         *_name_faults(config, interactions),
         *_corpus_faults(config),
@@ -68,11 +70,8 @@ def config_faults(
 
 def _model_faults(config: RolloutConfig) -> Iterator[str]:
     model, kind = config.model, config.engine.kind
-    is_simulated = isinstance(config.engine, SimulatedEngine)
-    if is_simulated and model.path != SIMULATED_MODEL:
+    if isinstance(config.engine, SimulatedEngine) and model.path != SIMULATED_MODEL:
         yield f"model.path = {model.path!r}: engine.kind = {kind!r} expects {SIMULATED_MODEL!r}"
-    elif isinstance(config.engine, TransformersEngine) and model.path == SIMULATED_MODEL:
-        yield f"model.path = {model.path!r}: engine.kind = {kind!r} needs a model with files"
     elif model.path != SIMULATED_MODEL:
         needs_weights = config.engine.loads_weights
         fault = model_path_fault(model.path, model.revision, needs_weights=needs_weights)

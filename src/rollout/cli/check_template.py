@@ -14,7 +14,7 @@ from rollout.chat.drift import DRIFT_KINDS
 from rollout.chat.template_conformance import SceneReport, conformance_reports
 from rollout.chat.template_loading import with_template
 from rollout.cli.wrapping import column_widths, print_line, wrapped
-from rollout.engine.driver.model_template import SIMULATED_MODEL
+from rollout.config.sections import SIMULATED_MODEL
 from rollout.engine.model_files import resolve_model
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import os
@@ -273,7 +274,8 @@ class _Run:
     async def _save(self, batch: RolloutBatch) -> RolloutError | None:
         """Why the batch cannot be saved; None where it is."""
         try:
-            await self.threads.run("save", batch.save, self._job.directory)
+            save = functools.partial(batch.save, overwrite=True)  # `--overwrite` was asked before
+            await self.threads.run("save", save, self._job.directory)
         except RolloutError as error:
             return error
         return None

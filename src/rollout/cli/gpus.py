@@ -26,6 +26,11 @@ _DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/nvmap", "/dev/dxg", "/dev/kf
 #: Ray notes here what runs on this machine.
 _RAY_CLUSTER = "/tmp/ray/ray_current_cluster"
 _COUNT = "import torch; print(torch.cuda.device_count())"
+_MEMORY = (
+    "import torch; "
+    "gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count())); "
+    "print(*(gpu.total_memory for gpu in gpus))"
+)
 #: Importing torch takes seconds, on a busy machine many.
 _PATIENCE_S = 120.0
 
@@ -43,16 +48,27 @@ def count_gpus(python: str | None) -> int | None:
     if not has_driver():
         return 0
     try:
-        asked = subprocess.run(
-            [python or sys.executable, "-c", _COUNT],
-            capture_output=True,
-            text=True,
-            timeout=_PATIENCE_S,
-            check=True,
-        )
-        return int(asked.stdout)
+        return int(_printed(python, _COUNT))
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
+
+
+def gpu_memory(python: str | None) -> list[int]:
+    """Bytes of each GPU of this machine, as `count_gpus` asks; none where it cannot be asked."""
+    try:
+        return [*map(int, _printed(python, _MEMORY).split())] if has_driver() else []
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return []
+
+
+def _printed(python: str | None, program: str) -> str:
+    return subprocess.run(
+        [python or sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=_PATIENCE_S,
+        check=True,
+    ).stdout
 
 
 def gpu_faults(config: RolloutConfig, *, asks: bool) -> Iterator[str]:
@@ -68,7 +84,7 @@ def gpu_faults(config: RolloutConfig, *, asks: bool) -> Iterator[str]:
         return
     where = f"engine.device = {engine.device!r}"
     if isinstance(place, RayPlacement):
-        if not _is_started_here(place):
+        if not is_started_here(place):
             return
         needed, why = gpus_of(engine, place) * engine.replicas, " for a Ray cluster started here"
     elif isinstance(place, LocalProcessPlacement):
@@ -89,7 +105,7 @@ def _gpus_of_processes(engine: SGLangEngine | TransformersEngine) -> float:
     return int(index) + 1 if index.isdigit() else 1
 
 
-def _is_started_here(place: RayPlacement) -> bool:
+def is_started_here(place: RayPlacement) -> bool:
     """Whether there is no cluster to join, so that one would be started on this machine."""
     if place.colocate:
         return False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -26,6 +26,8 @@ GIB = 2**30
 EXAMPLE_GPU = 80 * 10**9
 #: Tokens of a context that SGLang keeps to itself.
 SGLANG_KEEPS = 6
+#: Of a safetensors file, in bytes, by that format.
+LONGEST_HEADER = 100_000_000
 _BYTES_OF = {"float32": 4, "float16": 2, "bfloat16": 2}
 #: By the names of safetensors.
 _BYTES_STORED = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}
@@ -100,7 +102,7 @@ def _memory_lines(config: RolloutConfig) -> Iterator[tuple[str, str]]:
             "weights",
             (
                 f"{parameters / 1e9:.3g} billion × {found.bytes_each} bytes{split} = "
-                f"{_gib(weights)} for each replica{' and GPU' if split else ''}{found.origin}"
+                f"{gib(weights)} for each replica{' and GPU' if split else ''}{found.origin}"
             ),
         )
     tokens = config.lengths.prompt + config.lengths.response
@@ -109,7 +111,7 @@ def _memory_lines(config: RolloutConfig) -> Iterator[tuple[str, str]]:
         "kv cache",
         (
             f"{found.kv_text} = {found.kv_bytes / 1024:.3g} KiB a token; {engine.max_running} "
-            f"requests of {tokens} tokens: {_gib(full)} for each replica"
+            f"requests of {tokens} tokens: {gib(full)} for each replica"
         ),
     )
     if isinstance(engine, SGLangEngine) and engine.device == "cuda" and weights:
@@ -119,7 +121,7 @@ def _memory_lines(config: RolloutConfig) -> Iterator[tuple[str, str]]:
             "example",
             (
                 f"of a GPU of {EXAMPLE_GPU / 1e9:.0f} GB, engine.memory_fraction = "
-                f"{engine.memory_fraction:g} leaves {_gib(room)} beside the weights: {fitting} "
+                f"{engine.memory_fraction:g} leaves {gib(room)} beside the weights: {fitting} "
                 f"tokens, {fitting // tokens} such requests"
                 if fitting
                 else f"a GPU of {EXAMPLE_GPU / 1e9:.0f} GB cannot hold the weights; raise "
@@ -162,6 +164,23 @@ def context_tokens(config: RolloutConfig) -> int | None:
     return min(known) - kept if known else None
 
 
+def stored_bytes(config: RolloutConfig) -> int | None:
+    """What a model's weights take as they are stored; None where its files are not here."""
+    files = _files_of(config.model.path, config.model.revision)
+    return None if files is None else _stored(files) or None
+
+
+def is_quantized(config: RolloutConfig) -> bool:
+    """Whether a model's weights stay as they are stored, whatever the engine computes in."""
+    files = _files_of(config.model.path, config.model.revision)
+    try:
+        return files is not None and "quantization_config" in json.loads(
+            (files / "config.json").read_text(encoding="utf-8")
+        )
+    except (OSError, ValueError, TypeError):
+        return False
+
+
 def _facts_in(files: Path | None) -> PublishedFacts | None:
     if files is None:
         return None
@@ -198,23 +217,41 @@ def _files_of(path: str, revision: str | None) -> Path | None:
 
 def _parameters(files: Path) -> int | None:
     """Counted in the headers of the safetensors files."""
-    headers = [_header(file) for file in files.glob("*.safetensors")]
-    tensors = [entry for header in headers for entry in header.values()]
-    total = sum(
-        (end - start) // _BYTES_STORED.get(entry["dtype"], 1)
-        for entry in tensors
-        for start, end in [entry["data_offsets"]]
+    tensors = [entry for file in _weight_files(files) for entry in _tensors_of(file)]
+    return sum(size // _BYTES_STORED.get(dtype, 1) for dtype, size in tensors) or None
+
+
+def _stored(files: Path) -> int:
+    """By the headers, or the size of files without one."""
+    return sum(
+        sum(size for _, size in _tensors_of(file)) or file.stat().st_size
+        for file in _weight_files(files) or [*files.glob("*.bin")]
     )
-    return total or None
 
 
-def _header(file: Path) -> dict[str, Any]:
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        header: dict[str, Any] = json.loads(opened.read(length))
-    header.pop("__metadata__", None)
-    return header
+def _weight_files(files: Path) -> list[Path]:
+    """Those that an index names, where there is one: a directory may hold the weights twice."""
+    try:
+        index = json.loads((files / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        named = [files / name for name in sorted(set(index["weight_map"].values()))]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        named = [files / "model.safetensors"]
+    return [file for file in named if file.is_file()] or [*files.glob("*.safetensors")]
 
 
-def _gib(size: float) -> str:
+def _tensors_of(file: Path) -> list[tuple[str, int]]:
+    """The dtype and the bytes of each tensor, by the file's header; none where it has no header."""
+    try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(length if length <= LONGEST_HEADER else 0))
+        header.pop("__metadata__", None)
+        spans = [(entry["dtype"], entry["data_offsets"]) for entry in header.values()]
+        return [(str(dtype), int(end) - int(start)) for dtype, (start, end) in spans]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return []
+
+
+def gib(size: float) -> str:
+    """A size for people."""
     return f"{size / GIB:.3g} GiB"

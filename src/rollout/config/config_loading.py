@@ -117,6 +117,8 @@ def _override(source: _Source, overrides: Sequence[str]) -> tuple[RolloutConfig,
         values["limits"] = limits_set(source.config.limits)
         if "validation_sampling" not in given_fields(source.config):
             del values["validation_sampling"]  # as in a file that does not have it
+        if "path" not in given_fields(source.config.model):
+            del values["model"]["path"]
     unwritten = apply_overrides(values, overrides) if isinstance(values, dict) else []
     config, faults = build_config(values)
     return config, [*faults, *unwritten]

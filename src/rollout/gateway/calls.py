@@ -237,10 +237,10 @@ class GatewayError(Exception):
     """A request that is refused; each API says it in its own shape.
 
     Attributes:
-        status: Of HTTP; 400, 401, 403, 404, 405, 413 or 500, never what SDKs repeat.
+        status: Of HTTP; 400, 401, 403, 404, 405, 413, 500 or 503. SDKs are told to repeat none.
         code: A word for programs: "invalid_request", "authentication", "permission", "not_found",
             "too_large", "context_length" (each API has its own code for that), "trajectory_ended",
-            "limit", "engine".
+            "limit", "engine", "loop_blocked".
         field: Of the body, where one is at fault.
     """
 

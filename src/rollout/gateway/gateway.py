@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from rollout.agents.context import AgentContext
     from rollout.agents.services import Services
-    from rollout.config import GatewayConfig
+    from rollout.config import GatewayConfig, LimitsConfig
     from rollout.gateway.asgi import Application
     from rollout.gateway.runtime_loop import RuntimeLoop
     from rollout.runtime.runtime import RolloutRuntime
@@ -111,4 +112,11 @@ def _service(services: Services, sessions: Sessions, loop: RuntimeLoop) -> Servi
         keep_alive_s=config.keep_alive_s,
         unenforced=config.unenforced,
         stream_interval_s=services.config.channel.stream_interval_s,
+        begin_s=_begin_s(services.config.limits),
     )
+
+
+def _begin_s(limits: LimitsConfig) -> float:
+    """The shortest limit that a generation is under."""
+    bounds = (limits.generation_s, limits.turn_s, limits.trajectory_s)
+    return min((bound for bound in bounds if bound is not None), default=math.inf)

@@ -1,15 +1,16 @@
-"""Where the server runs: on the runtime's own loop, or under trio on its asyncio thread."""
+"""Where the server runs: on an asyncio loop in a thread of its own."""
 
 from __future__ import annotations
 
 import importlib
 import socket
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from rollout.bridge import loop_poster
+from rollout.bridge import AsyncioThread, loop_poster
 from rollout.errors import ConfigError
 from rollout.lazy import importing
 from rollout.scopes import open_task_group
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from rollout.gateway.asgi import Application
     from rollout.worker_threads import WorkerThreads
 
+#: How long what is being answered has to end when the server does.
+CLEANUP_S = 5.0
 #: Connections that the system holds until they are accepted.
 BACKLOG = 4096
 
@@ -32,9 +35,8 @@ class Host:
         url: Where clients reach it, without a slash at its end.
     """
 
-    def __init__(self, config: GatewayConfig, threads: WorkerThreads, adapter: Any) -> None:
+    def __init__(self, config: GatewayConfig, adapter: Any) -> None:
         self._config = config
-        self._threads = threads
         self._adapter = adapter
         self._listener = _listening(config)
         self.url = (config.public_url or _url_of(self._listener)).rstrip("/")
@@ -56,10 +58,11 @@ class Host:
                 post(started.set)
                 await anyio.sleep_forever()
 
-        async with open_task_group() as tasks:
-            tasks.start_soon(self._threads.run_asyncio, "gateway", serve)
-            await started.wait()
-            yield
+        with closing(AsyncioThread(cleanup_s=CLEANUP_S)) as thread:
+            async with open_task_group() as tasks:
+                tasks.start_soon(partial(thread.run, "gateway", serve, is_apart=True))
+                await started.wait()
+                yield
 
     def close(self) -> None:
         """Give the address back."""
@@ -72,7 +75,7 @@ async def prepare(config: GatewayConfig, threads: WorkerThreads) -> Host:
     Raises:
         ConfigError: A package is missing, or the address cannot be listened on.
     """
-    return Host(config, threads, await threads.run("import", _adapter))
+    return Host(config, await threads.run("import", _adapter))
 
 
 def _adapter() -> Any:

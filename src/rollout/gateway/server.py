@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import attrs
 import msgspec
 
 from rollout.clocks import wall
+from rollout.errors import AgentError
 from rollout.gateway.apis import chat, messages, responses
 from rollout.gateway.apis.writing import AnswerStream, ApiRequest, Teller, openai_error
 from rollout.gateway.asgi import EVENTS, Exchange, ExchangeLimits
 from rollout.gateway.calls import Completion, GatewayCall, GatewayError, check_forced
 from rollout.gateway.live_events import LiveEvents
-from rollout.gateway.runtime_loop import RuntimeLoop
+from rollout.gateway.runtime_loop import LoopBlockedError, RuntimeLoop
 from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
@@ -33,6 +34,9 @@ PREFIX = "/t"
 class Session(Protocol):
     """What of a trajectory's session its routes use; see `sessions.GatewaySession`."""
 
+    @property
+    def activity(self) -> str: ...
+
     async def complete(self, call: GatewayCall) -> Completion: ...
 
     async def count_tokens(self, call: GatewayCall) -> int: ...
@@ -40,6 +44,8 @@ class Session(Protocol):
     def delivered(self, completion_id: str) -> None: ...
 
     def left(self, completion_id: str) -> None: ...
+
+    def fail(self, error: Exception) -> None: ...
 
 
 class SessionFinder(Protocol):
@@ -66,6 +72,7 @@ class Service:
         keep_alive_s: Between two signs of life of a stream.
         stream_interval_s: Least time between two pieces of a streamed answer.
         unenforced: What becomes of a request that would force the model.
+        begin_s: How long an agent may keep the runtime's loop from its own request.
     """
 
     sessions: SessionFinder
@@ -76,6 +83,7 @@ class Service:
     keep_alive_s: float
     stream_interval_s: float = 0.25
     unenforced: Literal["accept", "refuse"] = "accept"
+    begin_s: float = math.inf
 
 
 def routes(service: Service) -> list[tuple[str, Application]]:
@@ -201,12 +209,24 @@ def _is_told_in_events(request: ApiRequest, error: GatewayError) -> bool:
 class _Asked:
     """A call on the runtime's loop; its client may leave at any moment, and is gone then."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, service: Service) -> None:
         self._session = session
+        self._loop, self._begin_s = service.loop, service.begin_s
         self._completion: Completion | None = None
         self._has_left = False
 
-    async def complete(self, call: GatewayCall) -> Completion:
+    async def answer(self, call: GatewayCall) -> Completion:
+        """The session's, from the loop that serves."""
+        session = self._session
+        try:
+            return await self._loop.run(
+                self._complete, call, begin_s=self._begin_s, activity=session.activity
+            )
+        except LoopBlockedError as error:
+            session.fail(AgentError(str(error)))
+            raise
+
+    async def _complete(self, call: GatewayCall) -> Completion:
         completion = await self._session.complete(call)
         self._completion = completion
         if self._has_left:  # while the answer was on its way
@@ -225,7 +245,7 @@ async def _generate(visit: _Visit) -> None:
     session = visit.session()
     request = await visit.read()
     check_forced(request.call, visit.service.unenforced)
-    loop, asked = visit.service.loop, _Asked(session)
+    loop, asked = visit.service.loop, _Asked(session, visit.service)
     try:
         completion = await _completed(visit, asked, request)
         await _deliver(visit, request, completion)
@@ -240,8 +260,7 @@ async def _completed(visit: _Visit, asked: _Asked, request: ApiRequest) -> Compl
     """What the session answers; a client that leaves meanwhile cancels it."""
     service, call = visit.service, request.call
     if not request.is_streamed:
-        complete = partial(service.loop.run, asked.complete, call)
-        return await visit.exchange.while_there(complete)
+        return await visit.exchange.while_there(asked.answer, call)
     async with open_task_group() as tasks:
         live = LiveEvents(
             visit.exchange,
@@ -253,8 +272,7 @@ async def _completed(visit: _Visit, asked: _Asked, request: ApiRequest) -> Compl
         )
         call = msgspec.structs.replace(call, hear=service.loop.back(live.take))
         try:
-            complete = partial(service.loop.run, asked.complete, call)
-            return await visit.exchange.while_there(complete)
+            return await visit.exchange.while_there(asked.answer, call)
         finally:
             live.end()
 

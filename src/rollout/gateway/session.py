@@ -160,6 +160,16 @@ class GatewaySession:
         trajectory = self._running()
         return await count_tokens(trajectory.context, self._matched(trajectory, call))
 
+    @property
+    def activity(self) -> str:
+        """What the agent does, as the watchdog names it; from any thread."""
+        trajectory = self._trajectory
+        return "" if trajectory is None else str(trajectory.context.identity)
+
+    def fail(self, error: Exception) -> None:
+        """Its trajectory ends with this error; from any thread."""
+        self.failure = self.failure or error
+
     def _running(self) -> _Trajectory:
         trajectory = self._trajectory
         if trajectory is None or self._is_closing or self.failure is not None:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import CodeType, FrameType
 
+#: Like `wait_places.ACTIVITY`: what the author of the code can do about it.
+REMEDY = "remedy"
 #: Modules of the loops themselves. A thread in them, and in nothing deeper, is between two tasks or
 #: asleep until the next event.
 LOOP_MODULES = ("asyncio.base_events", "asyncio.runners", "trio._core", "uvloop", "anyio._backends")
@@ -33,12 +35,14 @@ class BlockingCode:
     """Code that blocks the loop.
 
     Attributes:
-        text: For people: whose code, doing what, with file and line.
+        text: For people: whose code, doing what, with file and line, and the remedy.
         place: The function of theirs, whichever trajectory called it and at whichever line it is.
+        remedy: What its author can do about it, where that is known.
     """
 
     text: str
     place: tuple[str, str]
+    remedy: str = ""
 
 
 def find_blocking_code(innermost: FrameType) -> BlockingCode | None:
@@ -54,7 +58,14 @@ def find_blocking_code(innermost: FrameType) -> BlockingCode | None:
     place = _line(innermost)
     if own is not innermost:
         place += f", called from {_line(own)}"
-    return BlockingCode(f"{_who(innermost, own)} at {place}", _place(own.f_code))
+    remedy = next(iter(_told(innermost, REMEDY)), "")
+    text = f"{_who(innermost, own)} at {place}" + (f"; {remedy}" if remedy else "")
+    return BlockingCode(text, _place(own.f_code), remedy)
+
+
+def is_running(innermost: FrameType, activity: str) -> bool:
+    """Whether the thread at this frame is in code that this library does as `activity`."""
+    return activity in _told(innermost, ACTIVITY)
 
 
 def stack_of_task(innermost: FrameType) -> str:
@@ -91,14 +102,19 @@ def _own(frames: list[FrameType]) -> FrameType:
 
 
 def _who(innermost: FrameType, own: FrameType) -> str:
-    doing = [
-        str(activity)
-        for frame in _outwards(innermost)
-        if is_library_frame(frame) and (activity := frame.f_locals.get(ACTIVITY)) is not None
-    ]
+    doing = _told(innermost, ACTIVITY)
     if doing:
         return ", ".join(reversed(doing))
     return f"{LIBRARY}'s own work" if is_library_frame(own) else "the caller's own code"
+
+
+def _told(innermost: FrameType, name: str) -> list[str]:
+    """The values of local variables of this name in frames of this library, from within."""
+    return [
+        str(value)
+        for frame in _outwards(innermost)
+        if is_library_frame(frame) and (value := frame.f_locals.get(name)) is not None
+    ]
 
 
 def _is_loop(frame: FrameType) -> bool:

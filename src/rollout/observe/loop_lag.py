@@ -34,6 +34,8 @@ BLOCKED_S = 0.1
 TICK_S = 0.025
 #: One place is named at most this often.
 REPEAT_S = 60.0
+#: While it goes on blocking the loop it is named again after so long, and then every `REPEAT_S`.
+AGAIN_S = (1.0, 5.0, 30.0)
 #: What blocked it where no single piece of code did.
 GARBAGE = "Python collected garbage for %.2f s (scheduling.freeze_heap makes that rare)"
 BUSY = "many short tasks ran one after the other for %.2f s"
@@ -76,6 +78,7 @@ class _Period:
         began: When the tick was.
         waited_s, loop_cpu_s, process_cpu_s: Readings of the clocks then.
         cause: What the watchdog saw in the way.
+        warnings: How often the watchdog has said so, or could have.
     """
 
     began: float
@@ -83,6 +86,7 @@ class _Period:
     loop_cpu_s: float
     process_cpu_s: float
     cause: str = ""
+    warnings: int = 0
     _claimed: threading.Lock = attrs.field(init=False, factory=threading.Lock)
 
     @classmethod
@@ -94,6 +98,15 @@ class _Period:
     def late_s(self) -> float:
         """Seconds by which the tick that ends it is late so far."""
         return max(0.0, monotonic() - self.began - TICK_S)
+
+    @property
+    def is_warning_due(self) -> bool:
+        """Whether the watchdog has to say something, for the first time or again."""
+        again = self.warnings - 1
+        if again < 0:
+            return True
+        more = again - len(AGAIN_S) + 1
+        return self.late_s >= (AGAIN_S[again] if more <= 0 else AGAIN_S[-1] + more * REPEAT_S)
 
     def claim(self) -> bool:
         """Whether it has not been claimed before."""
@@ -271,10 +284,18 @@ class LoopLag:
     def _look(self, period: _Period, loop_thread: int, loop_times: ThreadTimes) -> None:
         if period.late_s - (self._waited_s() - period.waited_s) <= BLOCKED_S:
             return
+        if not period.is_warning_due:
+            return
         cause = self._seen_cause(period, loop_thread, loop_times)
-        if cause is not None and period is self._period and period.claim():
+        if cause is None or period is not self._period:
+            return
+        if period.warnings:
+            again = f"{cause[0]} (for {period.late_s:.0f} s now)"
+            self._say_blocked(again, (cause[1], period.warnings))
+        elif period.claim():
             period.cause = cause[0]
             self._say_blocked(*cause)
+        period.warnings += 1
 
     def _seen_cause(
         self, period: _Period, loop_thread: int, loop_times: ThreadTimes

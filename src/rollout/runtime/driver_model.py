@@ -11,9 +11,10 @@ import attrs
 
 from rollout.bridge import has_virtual_clock
 from rollout.chat import ChatTemplate
-from rollout.config import SimulatedEngine
+from rollout.config import CustomEngine, SimulatedEngine
+from rollout.config.sections import SIMULATED_MODEL
 from rollout.engine.cores.simulated.vocabulary import FINGERPRINT
-from rollout.engine.driver.model_template import SIMULATED_MODEL, template_of
+from rollout.engine.driver.model_template import template_of
 from rollout.engine.model_files import resolve_model
 from rollout.engine.model_identity import end_ids, model_fingerprint
 from rollout.engine.wire.protocol import DriverFacts
@@ -98,7 +99,34 @@ def _facts(template: ChatTemplate, config: RolloutConfig) -> DriverFacts:
         case _:
             ends.clear()
     return DriverFacts(
-        vocab_size=template.vocab_size, eos_ids=tuple(sorted(ends)), fingerprint=fingerprint
+        vocab_size=template.vocab_size,
+        eos_ids=tuple(sorted(ends)),
+        fingerprint=fingerprint,
+        remedy=_remedy(config),
+    )
+
+
+def _remedy(config: RolloutConfig) -> str:
+    """What to do where the engine's model is another one than the tokenizer's."""
+    path, engine = config.model.path, config.engine
+    match engine:
+        case _ if engine.loads_weights:
+            return (
+                f"expected model.path = {path!r} to hold tokenizer and weights of one model, and "
+                "the same files on the driver's machine and on the engine's"
+            )
+        case SimulatedEngine():
+            return (
+                f"model.path = {path!r} is another model than that of engine.kind = 'simulated'; "
+                f"expected {SIMULATED_MODEL!r}, or leave it out"
+            )
+        case CustomEngine():
+            served = f"engine.core = {engine.core!r} serves"
+        case _:
+            served = "the servers of engine.urls serve"
+    return (
+        f"model.path = {path!r} is another model than {served}; set it to the directory or hub "
+        "name of that one"
     )
 
 

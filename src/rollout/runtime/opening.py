@@ -14,6 +14,7 @@ from rollout.agents.long_texts import LongTexts
 from rollout.agents.media_intake import MediaFetcher, MediaIntake
 from rollout.agents.prompt_sampling import top_log_probs_fault
 from rollout.agents.services import Services
+from rollout.bridge import has_virtual_clock
 from rollout.chat import get_tool_parser, tool_parser_names
 from rollout.chat.parsers import stop_token_ids
 from rollout.config import RolloutConfig
@@ -24,6 +25,7 @@ from rollout.errors import AgentError, ConfigError
 from rollout.function_refs import refuse_while_imported
 from rollout.interactions import InteractionRegistry
 from rollout.observe.event_stream import EventStream
+from rollout.observe.loop_lag import LoopLag
 from rollout.observe.tally import Tally
 from rollout.runtime.driver_model import DriverModel, load_driver_model, warn_of_end_token
 from rollout.runtime.gateway_opening import gateway_of
@@ -102,6 +104,8 @@ def open_rollout(
             a reward function cannot be called like that, or not in `rewards.processes`, or the
             engines cannot do what `sampling` asks of them.
         ToolError: A tool is defined wrongly or cannot run here, or two share a name.
+        SandboxUnavailable: The reward names a sandbox, or `sandbox` a provider or warm ones, and
+            there can be none here.
         EngineError: An engine did not start, or refused to serve with this tokenizer.
         RolloutError: It is left in another task than it was entered in; nothing has happened then.
     """
@@ -143,10 +147,15 @@ async def _open(
     resume: bool,
 ) -> AsyncIterator[RolloutRuntime]:
     if not isinstance(config, RolloutConfig):
-        raise ConfigError(f"config: expected a RolloutConfig, got {type(config).__name__}")
+        how = {str: "rollout.load_config(path)", dict: "rollout.config_from_dict(values)"}
+        hint = f"; {how[type(config)]} makes one" if type(config) in how else ""
+        raise ConfigError(f"config: expected a RolloutConfig, got {type(config).__name__}{hint}")
     for name, given in (("tools", tools), ("interactions", interactions)):
         if isinstance(given, str) or not isinstance(given, Iterable):
-            raise ConfigError(f"{name} = {given!r}: expected a sequence, () where there are none")
+            raise ConfigError(
+                f"{name} = {given!r:.200}: expected a sequence, such as [one], () where there are "
+                "none"
+            )
     functions = checked(rewards, config.rewards.processes)
     acceptance(config.scheduling.groups.accept)
     async with journal_file(config, resume=resume) as file:
@@ -176,7 +185,9 @@ async def _open_runtime(
     file: JournalFile | None,
 ) -> AsyncIterator[RolloutRuntime]:
     threads = WorkerThreads(
-        max_threads=config.tools.max_threads, max_abandoned=config.tools.max_abandoned_threads
+        max_threads=config.tools.max_threads,
+        max_abandoned=config.tools.max_abandoned_threads,
+        watch=None if has_virtual_clock() else LoopLag().watch,
     )
     tally, events = Tally(), EventStream()
     executor = tool_executor(config, tools, threads, tally)
@@ -238,7 +249,11 @@ async def _open_runtime(
                 with closing(services.texts), closing(services.media):
                     async with open_journal(services, file, fingerprint, run_seed) as journal:
                         runtime = RolloutRuntime(config, runner, threads, tally, run_seed, journal)
-                        async with gateway_of(services), runtime.serving():
+                        async with (
+                            services.sandboxes.serving(is_needed=rewards.needs_sandbox),
+                            gateway_of(services),
+                            runtime.serving(),
+                        ):
                             yield runtime
     finally:
         if processes is not None:

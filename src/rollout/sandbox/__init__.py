@@ -12,13 +12,12 @@ from rollout.errors import (
     SandboxUnavailable,
     SandboxUnsupported,
 )
-from rollout.sandbox.api import BaseSandbox, ExecResult, Sandbox, SandboxProvider
+from rollout.sandbox.api import ExecResult, Sandbox, SandboxProvider
 from rollout.sandbox.pool import PoolStatistics, SandboxPool
 from rollout.sandbox.providers import open_provider
 from rollout.sandbox.spec import SandboxSpec
 
 __all__ = [
-    "BaseSandbox",
     "ExecResult",
     "PoolStatistics",
     "Sandbox",

@@ -71,106 +71,6 @@ class ExecResult:
     seconds: float = 0.0
 
 
-class Sandbox(Protocol):
-    """A place for commands and files of one trajectory. Several tasks may use it at once.
-
-    Relative paths are relative to `workdir`. Every method raises `SandboxLost` once the sandbox has
-    ended or is closed.
-    """
-
-    id: str
-    workdir: str
-
-    async def exec(
-        self,
-        command: Sequence[str] | str,
-        *,
-        input: bytes | str = b"",
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        user: str | None = None,
-        timeout_s: float | None = None,
-        max_output_bytes: int = MIB,
-        keep: Keep = "tail",
-    ) -> ExecResult:
-        """Run a command to its end; a text is one for ``/bin/sh``.
-
-        An exit code other than 0 is a result. What the command leaves in the background goes on
-        until the sandbox is closed. Cancellation kills the command and all that it has started.
-
-        Args:
-            command: A program with its arguments, or a text.
-            input: Its standard input.
-            cwd: Where it starts; `workdir` by default.
-            env: Variables on top of those of the sandbox.
-            user: Whom it runs as.
-            timeout_s: Seconds until it is killed; None: no limit.
-            max_output_bytes: Of stdout and of stderr each; more is read and dropped.
-            keep: Which end of longer output is kept.
-
-        Raises:
-            SandboxTimeout: With what was written so far; all that the command had started is
-                killed.
-            FileNotFoundError, NotADirectoryError, PermissionError: Of `cwd`.
-            SandboxLimit: `input` is too large.
-            SandboxUnsupported: The provider has no such user.
-        """
-
-    async def read_file(self, path: str, *, max_bytes: int = 10 * MIB) -> bytes:
-        """The content of a regular file.
-
-        Raises:
-            FileNotFoundError, IsADirectoryError, PermissionError: As of ``open``.
-            SandboxLimit: It has more than `max_bytes`.
-        """
-
-    async def write_file(self, path: str, data: bytes | str, *, mode: int | None = None) -> None:
-        """Write a file, and the directories that it lies in.
-
-        Raises:
-            IsADirectoryError, PermissionError, OSError: As of ``open``; ENOSPC where it is full.
-        """
-
-    async def upload(self, local: str | Path, path: str) -> None:
-        """Copy a file or directory of this machine to `path`.
-
-        Raises:
-            SandboxError: There is a link or device among the files.
-        """
-
-    async def download(self, path: str, local: str | Path, *, max_bytes: int = 64 * MIB) -> None:
-        """Copy a file or directory to `local`, which must not exist.
-
-        Raises:
-            SandboxError: There is something other than regular files and directories among them.
-            SandboxLimit: They have more than `max_bytes`.
-        """
-
-    async def expose_port(self, port: int) -> str:
-        """The URL that reaches a port of the sandbox from here.
-
-        Raises:
-            SandboxUnsupported: The provider cannot.
-        """
-
-    async def host_url(self, url: str) -> str:
-        """The URL under which programs inside reach `url`, of a server on this machine.
-
-        Raises:
-            SandboxUnsupported: The provider cannot.
-        """
-
-    async def snapshot(self) -> str:
-        """Save the file system as an image for `SandboxSpec.image`.
-
-        Raises:
-            SandboxUnsupported: The provider cannot.
-        """
-
-    async def close(self) -> None:
-        """End the sandbox with all its processes and files. Idempotent, shielded and bounded."""
-
-
 class SandboxProvider(Protocol):
     """Where sandboxes come from."""
 
@@ -215,10 +115,13 @@ class Command:
     keep: Keep
 
 
-class BaseSandbox:
-    """What every implementation shares; it is a `Sandbox`.
+class Sandbox:
+    """A place for commands and files of one trajectory. Several tasks may use it at once.
 
-    An implementation has `_run` and `_close`, and may have faster ways for the rest. `_run` is
+    Relative paths are relative to `workdir`. Every method raises `SandboxLost` once the sandbox has
+    ended or is closed.
+
+    A provider's own has `_run` and `_close`, and may have faster ways for the rest. `_run` is
     cancelled from outside; it kills the command then.
     """
 
@@ -257,7 +160,28 @@ class BaseSandbox:
         max_output_bytes: int = MIB,
         keep: Keep = "tail",
     ) -> ExecResult:
-        """See `Sandbox.exec`."""
+        """Run a command to its end; a text is one for ``/bin/sh``.
+
+        An exit code other than 0 is a result. What the command leaves in the background goes on
+        until the sandbox is closed. Cancellation kills the command and all that it has started.
+
+        Args:
+            command: A program with its arguments, or a text.
+            input: Its standard input.
+            cwd: Where it starts; `workdir` by default.
+            env: Variables on top of those of the sandbox.
+            user: Whom it runs as.
+            timeout_s: Seconds until it is killed; None: no limit.
+            max_output_bytes: Of stdout and of stderr each; more is read and dropped.
+            keep: Which end of longer output is kept.
+
+        Raises:
+            SandboxTimeout: With what was written so far; all that the command had started is
+                killed.
+            FileNotFoundError, NotADirectoryError, PermissionError: Of `cwd`.
+            SandboxLimit: `input` is too large.
+            SandboxUnsupported: The provider has no such user.
+        """
         self.check_open()
         argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
         data = input.encode() if isinstance(input, str) else bytes(input)
@@ -285,18 +209,31 @@ class BaseSandbox:
         return attrs.evolve(result, seconds=monotonic() - began)
 
     async def read_file(self, path: str, *, max_bytes: int = 10 * MIB) -> bytes:
-        """See `Sandbox.read_file`."""
+        """The content of a regular file.
+
+        Raises:
+            FileNotFoundError, IsADirectoryError, PermissionError: As of ``open``.
+            SandboxLimit: It has more than `max_bytes`.
+        """
         self.check_open()
         return await self._read(self.join(path), max_bytes)
 
     async def write_file(self, path: str, data: bytes | str, *, mode: int | None = None) -> None:
-        """See `Sandbox.write_file`."""
+        """Write a file, and the directories that it lies in.
+
+        Raises:
+            IsADirectoryError, PermissionError, OSError: As of ``open``; ENOSPC where it is full.
+        """
         self.check_open()
         content = data.encode() if isinstance(data, str) else bytes(data)
         await self._write(self.join(path), content, mode)
 
     async def upload(self, local: str | Path, path: str) -> None:
-        """See `Sandbox.upload`."""
+        """Copy a file or directory of this machine to `path`.
+
+        Raises:
+            SandboxError: There is a link or device among the files.
+        """
         self.check_open()
         target = self.join(path)
         for relative, source, archive in await anyio.to_thread.run_sync(_pack, Path(local)):
@@ -313,7 +250,12 @@ class BaseSandbox:
                 raise SandboxError(f"upload to {path}: {_tell(result)}")
 
     async def download(self, path: str, local: str | Path, *, max_bytes: int = 64 * MIB) -> None:
-        """See `Sandbox.download`."""
+        """Copy a file or directory to `local`, which must not exist.
+
+        Raises:
+            SandboxError: There is something other than regular files and directories among them.
+            SandboxLimit: They have more than `max_bytes`.
+        """
         target = Path(local)
         if os.path.lexists(target):  # noqa: ASYNC240  (at once)
             raise FileExistsError(17, "File exists", str(target))
@@ -336,11 +278,19 @@ class BaseSandbox:
         await anyio.to_thread.run_sync(_unpack, result.stdout, target, path, max_bytes)
 
     async def expose_port(self, port: int) -> str:
-        """See `Sandbox.expose_port`."""
+        """The URL that reaches a port of the sandbox from here.
+
+        Raises:
+            SandboxUnsupported: The provider cannot.
+        """
         raise SandboxUnsupported(f"{self.id}: ports cannot be reached from outside")
 
     async def host_url(self, url: str) -> str:
-        """See `Sandbox.host_url`."""
+        """The URL under which programs inside reach `url`, of a server on this machine.
+
+        Raises:
+            SandboxUnsupported: The provider cannot.
+        """
         self.check_open()
         async with self._host_url_lock:
             if url not in self._host_urls:
@@ -348,11 +298,15 @@ class BaseSandbox:
         return self._host_urls[url]
 
     async def snapshot(self) -> str:
-        """See `Sandbox.snapshot`."""
+        """Save the file system as an image for `SandboxSpec.image`.
+
+        Raises:
+            SandboxUnsupported: The provider cannot.
+        """
         raise SandboxUnsupported(f"{self.id}: its file system cannot be saved as an image")
 
     async def close(self) -> None:
-        """See `Sandbox.close`."""
+        """End the sandbox with all its processes and files. Idempotent, shielded and bounded."""
         if self._closing is not None:
             with anyio.CancelScope(shield=True):
                 await self._closing.wait()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rollout.errors import ConfigError, SandboxError, SandboxUnavailable, SandboxUnsupported
 from rollout.sandbox.api import MIB
 from rollout.sandbox.inside.seccomp import write_filter
-from rollout.sandbox.local import LocalSandbox, Relay, limits_of, run_host
+from rollout.sandbox.local import LocalSandbox, Relay, compile_host, limits_of, run_host
 from rollout.sandbox.spec import SandboxSpec
 
 if TYPE_CHECKING:
@@ -134,6 +134,7 @@ class BubblewrapProvider:
         self._python, shown = (python, []) if python else find_python()
         self._cleanup_s = cleanup_s
         self._count = 0
+        self._compiled: bytes | None = None
         self._filter = write_filter()
         self._relay = Relay(DOOR, self._python)
         self._bound = {str(Path(place).absolute()) for place in (*shown, *readable)}
@@ -173,7 +174,11 @@ class BubblewrapProvider:
         return sandbox
 
     async def _start(self, spec: SandboxSpec, workdir: str, settings: dict[str, Any]) -> Process:
-        python = "/usr/bin/python3" if spec.image is not None else self._python
+        if self._compiled is None:
+            self._compiled = await compile_host(self._python)
+        python, compiled = self._python, self._compiled
+        if spec.image is not None:  # it has one of its own
+            python, compiled = "/usr/bin/python3", None
         fds = []
         words = await self._arguments(spec, workdir)
         if self._filter:
@@ -183,7 +188,8 @@ class BubblewrapProvider:
                 file.write(self._filter)
             words += ["--seccomp", str(reading)]
         try:
-            return await run_host([*drop_root(), self._bwrap, *words, "--"], python, settings, fds)
+            wrapper = [*drop_root(), self._bwrap, *words, "--"]
+            return await run_host(wrapper, python, settings, compiled=compiled, fds=fds)
         finally:
             if self._filter:
                 os.close(reading)

@@ -26,7 +26,7 @@ from rollout.errors import (
     SandboxUnavailable,
     SandboxUnsupported,
 )
-from rollout.sandbox.api import MIB, BaseSandbox, Command, ExecResult, timed_out
+from rollout.sandbox.api import MIB, Command, ExecResult, Sandbox, timed_out
 from rollout.sandbox.local import Relay
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ _CWD_ERRORS: dict[str, type[OSError]] = {
 }
 
 
-class Container(BaseSandbox):
+class Container(Sandbox):
     """A running container; its name is its id."""
 
     max_input_bytes = 2**32

@@ -7,6 +7,7 @@ any order. No task reads in the background: whoever waits for an answer reads fo
 from __future__ import annotations
 
 import json
+import marshal
 import os
 import re
 import signal
@@ -22,7 +23,7 @@ from urllib.parse import urlsplit, urlunsplit
 import anyio
 
 from rollout.errors import SandboxError, SandboxLimit, SandboxLost, SandboxUnsupported
-from rollout.sandbox.api import MIB, BaseSandbox, Command, ExecResult, timed_out
+from rollout.sandbox.api import MIB, Command, ExecResult, Sandbox, timed_out
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,9 +35,16 @@ _FILE_ERRORS: dict[str, type[OSError]] = {
     for each in (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 }
 _START = (
-    "import os,sys;n=int(sys.argv[1]);p=b''\n"
+    "import marshal,os,sys;n=int(sys.argv[1]);p=b''\n"
     "while len(p)<n:p+=os.read(0,n-len(p)) or sys.exit()\n"
-    "import json;settings,program=json.loads(p);exec(compile(program,'host','exec'))"
+    "settings,program=marshal.loads(p)\n"
+    "exec(marshal.loads(program) if type(program) is bytes else program)"
+)
+#: Compiles the host's program with the interpreter that runs it: as long as all else that it does.
+_COMPILE = (
+    "import marshal,sys\n"
+    "code=compile(sys.stdin.buffer.read(),'host','exec',dont_inherit=True,optimize=2)\n"
+    "sys.stdout.buffer.write(marshal.dumps(code))"
 )
 #: Seconds that a host has to answer once a command was killed.
 _KILL_S = 5.0
@@ -48,7 +56,7 @@ def read_program(name: str) -> str:
     return Path(__file__).with_name("inside").joinpath(f"{name}.py").read_text(encoding="utf-8")
 
 
-class LocalSandbox(BaseSandbox):
+class LocalSandbox(Sandbox):
     """A sandbox whose commands ``inside/host.py`` runs."""
 
     def __init__(
@@ -104,10 +112,10 @@ class LocalSandbox(BaseSandbox):
             with anyio.move_on_after(command.timeout_s) as scope:
                 head, body = await self._receive_answer(number)
             if not scope.cancelled_caught:
-                return _read_result(head, body)
+                return _read_result(head, body, command.cwd)
             with anyio.move_on_after(_KILL_S, shield=True):
                 head, body = await self._kill(number)
-                raise timed_out(command, _read_result(head, body))
+                raise timed_out(command, _read_result(head, body, command.cwd))
         except anyio.get_cancelled_exc_class():
             with anyio.move_on_after(_KILL_S, shield=True), suppress(SandboxLost, OSError):
                 await self._kill(number)
@@ -160,7 +168,7 @@ class LocalSandbox(BaseSandbox):
         finally:
             self._waiting.discard(number)
             self._answers.pop(number, None)
-        _raise_error(head, request.get("path", ""))
+        _raise_error(head, answer, request["path"])
         return answer
 
     async def _send(
@@ -171,7 +179,7 @@ class LocalSandbox(BaseSandbox):
         number = self._last_id
         if is_answered:
             self._waiting.add(number)
-        header = json.dumps({**request, "id": number}).encode()
+        header = marshal.dumps({**request, "id": number}, 2)
         frame = struct.pack("<II", len(header), len(body)) + header + body
         assert self._process.stdin is not None
         try:
@@ -213,8 +221,8 @@ class LocalSandbox(BaseSandbox):
             del self._received[:end]
 
 
-def _read_result(head: dict[str, Any], body: bytes) -> ExecResult:
-    _raise_error(head, "")
+def _read_result(head: dict[str, Any], body: bytes, cwd: str) -> ExecResult:
+    _raise_error(head, body, cwd)
     length = head["out"]
     return ExecResult(
         exit_code=head["exit"],
@@ -224,10 +232,10 @@ def _read_result(head: dict[str, Any], body: bytes) -> ExecResult:
     )
 
 
-def _raise_error(head: dict[str, Any], path: str) -> None:
+def _raise_error(head: dict[str, Any], body: bytes, path: str) -> None:
     if "error" in head:
         kind = _FILE_ERRORS.get(head["error"], OSError)
-        raise kind(head["errno"], head["text"], head["path"] or path)
+        raise kind(head["errno"], body.decode(errors="replace"), path)
 
 
 def kill_with_children(pid: int) -> None:
@@ -240,14 +248,32 @@ def kill_with_children(pid: int) -> None:
             os.kill(each, signal.SIGKILL)
 
 
+async def compile_host(python: str) -> bytes | None:
+    """The host's program as code of this interpreter; None where it cannot be run from here."""
+    command = [python, "-I", "-S", "-c", _COMPILE]
+    try:
+        done = await anyio.run_process(command, input=read_program("host").encode(), check=False)
+    except OSError:
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
 async def run_host(
-    wrapper: Sequence[str], python: str, settings: dict[str, Any], fds: Sequence[int] = ()
+    wrapper: Sequence[str],
+    python: str,
+    settings: dict[str, Any],
+    *,
+    compiled: bytes | None = None,
+    fds: Sequence[int] = (),
 ) -> Process:
     """Start a host in a session of its own, as the last part of the command `wrapper`.
 
     The program comes through standard input, so that ``ps`` inside shows a short line.
+
+    Args:
+        compiled: Of `compile_host`, by this `python`; None: it compiles the program itself.
     """
-    program = json.dumps([settings, read_program("host")]).encode()
+    program = marshal.dumps([settings, compiled or read_program("host")], 2)
     command = [*wrapper, python, "-I", "-S", "-c", _START, str(len(program))]
     with anyio.CancelScope(shield=True):
         try:
@@ -280,17 +306,23 @@ class Relay:
         """The directory, in which ``door`` is for sockets; made once, with `files` in it."""
         async with self._lock:
             if self._directory is None:
-                directory = Path(tempfile.mkdtemp(prefix="rollout-door-", dir=_find_open_place()))
+                directory = Path(
+                    tempfile.mkdtemp(prefix=f"rollout-door-{os.getpid()}-", dir=_find_open_place())
+                )
                 command = ["/bin/sh", "-c", 'cat >/dev/null; exec rm -rf -- "$1"', "sh"]
                 with anyio.CancelScope(shield=True):
                     self._janitor = await anyio.open_process(
-                        [*command, str(directory)], stdout=None, stderr=None, start_new_session=True
+                        [*command, str(directory)],
+                        stdout=None,
+                        stderr=None,
+                        env={"PATH": os.defpath},
+                        start_new_session=True,
                     )
                 _fill(directory, files or {})
                 self._directory = directory
         return self._directory
 
-    async def connect(self, sandbox: BaseSandbox, url: str) -> str:
+    async def connect(self, sandbox: Sandbox, url: str) -> str:
         """The URL of a server of this machine as programs in the sandbox see it."""
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:

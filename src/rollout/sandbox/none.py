@@ -12,8 +12,7 @@ import sys
 import tempfile
 from typing import TYPE_CHECKING
 
-from rollout.errors import SandboxError
-from rollout.sandbox.local import LocalSandbox, limits_of, run_host
+from rollout.sandbox.local import LocalSandbox, compile_host, limits_of, run_host
 
 if TYPE_CHECKING:
     from rollout.sandbox.spec import SandboxSpec
@@ -33,6 +32,7 @@ class NoneProvider:
     def __init__(self, *, cleanup_s: float = 10.0) -> None:
         self._cleanup_s = cleanup_s
         self._count = 0
+        self._compiled: bytes | None = None
 
     async def check(self) -> None:
         """See `SandboxProvider.check`: there is nothing to lack."""
@@ -41,14 +41,16 @@ class NoneProvider:
         """See `SandboxProvider.open`."""
         spec.refuse_unsupported("sandbox provider none", ("network", "max_processes", "memory_mb"))
         self._count += 1
-        directory = tempfile.mkdtemp(prefix="rollout-sandbox-")
+        directory = tempfile.mkdtemp(prefix=f"rollout-sandbox-{os.getpid()}-")
         path = os.environ.get("PATH", os.defpath)
         base = {"PATH": path, "HOME": directory, "LANG": "C.UTF-8", "TMPDIR": directory}
         limits = limits_of(max_processes=spec.max_processes, memory_mb=spec.memory_mb)
         settings = {"env": base, "limits": limits, "remove": directory}
         try:
-            process = await run_host((), sys.executable, settings)
-        except SandboxError:
+            if self._compiled is None:
+                self._compiled = await compile_host(sys.executable)
+            process = await run_host((), sys.executable, settings, compiled=self._compiled)
+        except BaseException:
             os.rmdir(directory)
             raise
         sandbox = _NoSandbox(

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 from collections import deque
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import anyio
 import attrs
 
 from rollout.errors import SandboxError, SandboxUnavailable
+from rollout.sandbox.api import Sandbox
 from rollout.sandbox.spec import SandboxSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from rollout.sandbox.api import Sandbox, SandboxProvider
+    from rollout.sandbox.api import SandboxProvider
+
+logger = logging.getLogger("rollout.sandbox")
 
 #: Seconds before the second attempt to open one; doubled before each further.
 _BACKOFF_S = 0.5
@@ -56,6 +61,7 @@ class SandboxPool:
         creations_per_min: Made in any minute; None: no bound.
         warm: Kept ready while `keep_warm` runs.
         attempts: To open one where the provider is unavailable, with growing pauses.
+        cleanup_s: How long closing one may take; None: as its provider says.
     """
 
     def __init__(
@@ -68,6 +74,7 @@ class SandboxPool:
         creations_per_min: int | None = None,
         warm: int = 0,
         attempts: int = 4,
+        cleanup_s: float | None = None,
     ) -> None:
         self.provider = provider
         self.spec = spec or SandboxSpec()
@@ -79,8 +86,11 @@ class SandboxPool:
         self._warm_wanted = min(warm, self._max_open)
         self._warm: deque[Sandbox] = deque()
         self._attempts = max(1, attempts)
+        self._cleanup_s = math.inf if cleanup_s is None else cleanup_s
         self._wanted = anyio.Event()
         self._in_use: dict[str, Sandbox] = {}
+        #: Ids of those that have no slot.
+        self._beside: set[str] = set()
         self._waiting = self._opened = self._closed = self._retried = self._leaked = 0
         self._is_closed = False
 
@@ -93,8 +103,13 @@ class SandboxPool:
         finally:
             await self.release(sandbox)
 
-    async def acquire(self, spec: SandboxSpec | None = None) -> Sandbox:
+    async def acquire(self, spec: SandboxSpec | None = None, *, is_beside: bool = False) -> Sandbox:
         """A sandbox, as soon as there is room; give it back with `release`.
+
+        Args:
+            spec: What it is to be; the pool's own by default.
+            is_beside: Whether the caller has one already: it waits for no room, since those who
+                have it might all wait for a second one.
 
         Raises:
             SandboxUnavailable: The provider had none in all attempts, or the pool is closed.
@@ -104,7 +119,10 @@ class SandboxPool:
         self._waiting += 1
         try:
             sandbox = await self._take_warm() if spec == self.spec else None
-            if sandbox is None:
+            if sandbox is None and is_beside:
+                sandbox = await self._create(spec)
+                self._beside.add(sandbox.id)
+            elif sandbox is None:
                 await self._take_slot()
                 try:
                     sandbox = await self._create(spec)
@@ -224,11 +242,21 @@ class SandboxPool:
         self._created.append(anyio.current_time())
 
     async def _close_one(self, sandbox: Sandbox) -> None:
+        is_leaked = True
         try:
-            with anyio.CancelScope(shield=True), suppress(SandboxError, OSError):
+            if isinstance(sandbox, Sandbox):  # which shields itself
+                sandbox.cleanup_s = min(sandbox.cleanup_s, self._cleanup_s)
+            with anyio.move_on_after(self._cleanup_s, shield=True) as scope:
                 await sandbox.close()
+            is_leaked = scope.cancelled_caught or bool(getattr(sandbox, "is_leaked", False))
+        except Exception as error:  # a provider's own, when nobody could do anything about it
+            logger.warning("sandbox %s: close failed: %s", sandbox.id, error)
+            is_leaked = True
         finally:
             self._closed += 1
-            self._leaked += bool(getattr(sandbox, "is_leaked", False))
-            self._slots.release()
+            self._leaked += is_leaked
+            if sandbox.id in self._beside:
+                self._beside.discard(sandbox.id)
+            else:
+                self._slots.release()
             self._wanted.set()

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rollout.agents.context import AgentContext
     from rollout.chat.trajectory import Trajectory
     from rollout.limits import Deadline
+    from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
     from rollout.scheduling.prompts import Member
 
 
@@ -208,6 +209,12 @@ class AgentRun(Supervised[Cause]):
         else:
             self._error = self._error or error
             self._conclude(self)
+
+    @property
+    def sandbox(self) -> TrajectorySandbox | None:
+        """That of this attempt, where it has used one; it is to be closed."""
+        sandbox = None if self._context is None else self._context.sandbox_asked_for
+        return sandbox if sandbox is not None and sandbox.was_used else None
 
     def forget(self) -> None:
         """It is concluded: its context, whose deadline refers to it, is not needed any more."""

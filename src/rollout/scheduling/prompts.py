@@ -81,6 +81,13 @@ class Member:
             scope.cancel()
 
 
+#: What those are told who give rows of a data set, or texts.
+HOW_TO_PROMPT = (
+    'write [Prompt("a question")], [Prompt(messages=row["prompt"], ground_truth=...) for row in '
+    "rows], or rollout.read_prompts(path) for a file of rows"
+)
+
+
 def check_prompts(prompts: Sequence[Prompt]) -> list[str]:
     """The uid of each prompt.
 
@@ -88,12 +95,15 @@ def check_prompts(prompts: Sequence[Prompt]) -> list[str]:
         PromptError: Something is no `Prompt`, or two share a uid; nothing has been started.
     """
     if isinstance(prompts, Prompt | str | bytes) or not isinstance(prompts, Sequence):
-        raise PromptError(f"prompts: expected a sequence of Prompt, got {type(prompts).__name__}")
+        found = type(prompts).__name__
+        raise PromptError(f"prompts: expected a sequence of Prompt, got {found}; {HOW_TO_PROMPT}")
     faults = [
         f"prompts[{index}]: expected a Prompt, got {type(prompt).__name__}"
         for index, prompt in enumerate(prompts)
         if not isinstance(prompt, Prompt)
     ]
+    if faults:
+        faults[-1] += f"; {HOW_TO_PROMPT}"
     faults += [
         fault
         for index, prompt in enumerate(prompts)

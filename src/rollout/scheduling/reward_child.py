@@ -9,6 +9,7 @@ import msgspec
 from rollout.chat.group import Group
 from rollout.child_serving import MAX_REPLY, outcome_of, serve
 from rollout.function_refs import function_at
+from rollout.import_watch import noting_imports
 from rollout.reward_values import BadRewardError
 from rollout.scheduling.reward_encoding import NotPlainError, encoded
 from rollout.scheduling.reward_messages import Ask, Load, Reply, Request
@@ -33,8 +34,9 @@ def _answer(body: bytearray) -> bytes:
 
 def _reply(request: Request) -> bytes:
     if isinstance(request, Load):
-        for function in request.functions:
-            function_at(function)
+        with noting_imports(request.file, request.every_s):
+            for function in request.functions:
+                function_at(function)
         return encoded(Reply())
     subject = request.subject()
     value = _called(request, subject)

@@ -26,9 +26,11 @@ from rollout.types import Cause, Message, Outcome, Prompt, Reward
 
 
 class Load(msgspec.Struct, tag=True):
-    """Import these functions."""
+    """Import these functions; `file` and `every_s` are those of an `ImportWatch`."""
 
     functions: list[FunctionRef]
+    file: str = ""
+    every_s: float = 0.0
 
 
 class _Segment(msgspec.Struct, omit_defaults=True):

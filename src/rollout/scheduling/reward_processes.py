@@ -11,6 +11,7 @@ import msgspec
 
 from rollout.child_processes import ChildDiedError, ChildProcesses, DiedIdleError, Worker
 from rollout.errors import ConfigError
+from rollout.import_watch import opened_watch
 from rollout.scheduling.reward_encoding import encoded
 from rollout.scheduling.reward_messages import Ask, Load, Reply
 
@@ -60,7 +61,8 @@ class RewardProcesses:
         cleanup_s: float,
     ) -> None:
         self._threads = threads
-        self._load = encoded(Load(list(functions)))
+        self._functions = list(functions)
+        self._load = encoded(Load(self._functions))
         self._processes = ChildProcesses(
             "rollout.scheduling.reward_child", max_processes=max_processes, cleanup_s=cleanup_s
         )
@@ -71,19 +73,20 @@ class RewardProcesses:
         Raises:
             ConfigError: It cannot; says why.
         """
-        try:
-            with anyio.fail_after(limit_s):
-                async with self._processes.worker() as worker:
-                    await _reply_of(worker, self._load)
-        except TimeoutError:
-            raise ConfigError(
-                "rewards.processes: the reward was not imported within limits.reward_s = "
-                f"{limit_s:g} s"
-            ) from None
-        except (RewardRaisedError, RewardProcessError) as error:
-            raise ConfigError(
-                f"rewards.processes: the reward cannot be imported in its process: {error}"
-            ) from error
+        with opened_watch(limit_s) as watch:
+            load = encoded(Load(self._functions, watch.file, watch.every_s))
+            try:
+                with anyio.fail_after(limit_s):
+                    async with self._processes.worker() as worker:
+                        await _reply_of(worker, load)
+            except TimeoutError:
+                limit = f"limits.reward_s = {limit_s:g} s"
+                slow = watch.describe_slow(self._functions, limit)
+                raise ConfigError(f"rewards.processes: {slow}") from None
+            except (RewardRaisedError, RewardProcessError) as error:
+                raise ConfigError(
+                    f"rewards.processes: the reward cannot be imported in its process: {error}"
+                ) from error
 
     async def ask(self, make: Callable[[], Ask], begin: Callable[[], None]) -> list[Reward | None]:
         """The rewards; cancellation kills the process with the process's group.

@@ -24,6 +24,7 @@ logger = logging.getLogger("rollout.tools")
 _NO_KWARGS: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 
 if TYPE_CHECKING:
+    from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
     from rollout.tools.truncate import TruncateSide
     from rollout.types import Prompt
     from rollout.worker_threads import WorkerThreads
@@ -134,6 +135,7 @@ class ToolExecutor:
         tools_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
         extra: dict[str, Any] | None = None,
         prompt: Prompt | None = None,
+        sandbox: TrajectorySandbox | None = None,
     ) -> TrajectoryTools:
         """The tools of one trajectory; each is opened at its first call. The caller closes them.
 
@@ -152,6 +154,7 @@ class ToolExecutor:
             kwargs=kwargs,
             extra={} if extra is None else extra,
             prompt=prompt,
+            sandbox=sandbox,
         )
 
     def _useful(

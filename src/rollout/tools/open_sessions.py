@@ -148,9 +148,10 @@ class OpenSessions:
                     deadline,
                     what=f"open of tool {name!r}",
                     grace_s=self._cleanup_s,
+                    outer=turn_deadline,
                 )
-        except LimitExceeded:
-            if deadline is turn_deadline:
+        except LimitExceeded as limit:
+            if limit.source == turn_deadline.source:
                 raise
             raise failure(timed_out(deadline)) from None
         except Exception as error:

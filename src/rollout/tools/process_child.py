@@ -13,6 +13,7 @@ from rollout.child_serving import MAX_REPLY, outcome_of, serve
 from rollout.config.media_section import MediaConfig
 from rollout.errors import MediaError
 from rollout.function_refs import FunctionRef, function_at
+from rollout.import_watch import noting_imports
 from rollout.media import Media
 from rollout.medium import FRAMES_MIME
 from rollout.tools.attempt import describe
@@ -49,7 +50,8 @@ def _reply(message: Request | Load) -> Reply:
 def _loaded(message: Load) -> Reply:
     for function in message.functions:
         try:
-            function_at(function)
+            with noting_imports(message.file, message.every_s):
+                function_at(function)
         except BaseException as error:
             return Reply(failure=f"{function.qualname} of {function.home}: {describe(error)}")
     return Reply()

@@ -13,6 +13,7 @@ import anyio
 
 from rollout.bridge import loop_clock, runs_on_trio
 from rollout.errors import LimitExceeded, ToolError
+from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
 from rollout.tools.attempt import CallError, attempt, attempt_at_once, run_side_by_side
 from rollout.tools.call_turn import CallTurn, PlacedCall, acquire
 from rollout.tools.open_sessions import OpenFailure, OpenSessions, timed_out
@@ -27,6 +28,7 @@ from rollout.tools.results import (
 )
 from rollout.tools.tool import ToolContext, ToolContexts
 from rollout.types import NOT_PARSED, UNKNOWN_TOOL, InvalidToolCall, ToolCall
+from rollout.wait_places import format_user_frames
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -70,6 +72,7 @@ class RunningCalls:
         "_metrics",
         "_opening",
         "_prompt",
+        "_sandbox",
         "_serial",
         "_sessions",
         "_tools",
@@ -95,7 +98,9 @@ class RunningCalls:
         kwargs: Mapping[str, Mapping[str, Any]],
         extra: dict[str, Any],
         prompt: Prompt | None = None,
+        sandbox: TrajectorySandbox | None = None,
     ) -> None:
+        self._sandbox = sandbox or TrajectorySandbox()
         self.seconds, self.idle_since, self.is_closed = 0.0, 0.0, False
         self._under_way: dict[tuple[CallTurn, int], tuple[ToolCall, float]] | None = None
         self.calls = self.errors = self.invalid_in_a_row = self._turns_under_way = 0
@@ -137,6 +142,7 @@ class RunningCalls:
                 prompt=self._prompt,
                 processes=self.kit.processes,
                 extra=self._extra,
+                sandbox=self._sandbox,
             )
             self._contexts = ToolContexts(context, self._kwargs)
         return self._contexts
@@ -260,7 +266,11 @@ class RunningCalls:
         tool, cause = self.kit.tally.tool(call.name), error.__cause__
         tool.failed += 1
         if not tool.first:
-            tool.first = "".join(traceback.format_exception(cause)) if cause else str(error)
+            tool.first = str(error)
+            if cause is not None:
+                what = traceback.format_exception_only(cause)
+                frames = ["Traceback (most recent call last):\n", *format_user_frames(cause)]
+                tool.first = "".join([*frames, *what])
 
     def _admit(self, turn: CallTurn, position: int, call: ToolCall | InvalidToolCall) -> None:
         """Let a call run, or answer it; an invalid one counts, one too many does not."""
@@ -417,10 +427,16 @@ class RunningCalls:
         try:
             owns = not self._is_on_trio
             return await attempt(
-                _answer, session, call, deadline=deadline, what=what, owns_task=owns
+                _answer,
+                session,
+                call,
+                deadline=deadline,
+                what=what,
+                owns_task=owns,
+                outer=turn.deadline,
             )
-        except LimitExceeded:
-            if deadline is turn.deadline:
+        except LimitExceeded as limit:
+            if limit.source == turn.deadline.source:
                 raise
             raise CallError(timed_out(deadline)) from None
 

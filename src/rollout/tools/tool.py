@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
 from rollout.tools.policy import ToolPolicy
 from rollout.tools.tool_processes import ToolProcesses
 from rollout.types import Prompt
@@ -39,6 +40,8 @@ class ToolContext(msgspec.Struct, frozen=True, kw_only=True):
         threads: Where sync code runs: ``await context.threads.run(name, function, *args)``.
         prompt: What the trajectory starts from; None where the tools are used without one.
         processes: Where functions with ``isolation="process"`` run.
+        sandbox: The trajectory's, which is opened when it is first used, and closed after its
+            reward; the same for its agent and all its tools.
     """
 
     uid: str
@@ -49,6 +52,7 @@ class ToolContext(msgspec.Struct, frozen=True, kw_only=True):
     kwargs: Mapping[str, Any] = msgspec.field(default_factory=lambda: _NO_KWARGS)
     extra: dict[str, Any] = msgspec.field(default_factory=dict)
     state: dict[str, Any] = msgspec.field(default_factory=dict)
+    sandbox: TrajectorySandbox = msgspec.field(default_factory=TrajectorySandbox)
 
     @property
     def create_kwargs(self) -> Mapping[str, Any]:

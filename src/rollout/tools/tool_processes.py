@@ -9,6 +9,7 @@ import msgspec
 
 from rollout.child_processes import ChildDiedError, ChildProcesses, DiedIdleError
 from rollout.errors import ToolError
+from rollout.import_watch import opened_watch
 from rollout.tools.policy import TransientError
 from rollout.tools.results import ToolResult
 from rollout.tools.tool_process_messages import Load, Reply, Request
@@ -59,19 +60,18 @@ class ToolProcesses:
         Raises:
             ToolError: It cannot; says why.
         """
-        try:
-            with anyio.fail_after(limit_s):
-                async with self._processes.worker() as worker:
-                    body = await worker.ask(msgspec.msgpack.encode(Load(list(functions))))
-        except TimeoutError:
-            failure = (
-                f"not imported within limits.tool_s = {limit_s:g} s; what takes long when a script "
-                'is imported belongs under `if __name__ == "__main__":`'
-            )
-        except ChildDiedError as error:
-            failure = f"the process {error}"
-        else:
-            failure = msgspec.msgpack.decode(body, type=Reply).failure
+        with opened_watch(limit_s) as watch:
+            load = msgspec.msgpack.encode(Load(list(functions), watch.file, watch.every_s))
+            try:
+                with anyio.fail_after(limit_s):
+                    async with self._processes.worker() as worker:
+                        body = await worker.ask(load)
+            except TimeoutError:
+                failure = watch.describe_slow(functions, f"limits.tool_s = {limit_s:g} s")
+            except ChildDiedError as error:
+                failure = f"the process {error}"
+            else:
+                failure = msgspec.msgpack.decode(body, type=Reply).failure
         if failure:
             raise ToolError(
                 f"isolation = 'process': a function cannot be imported in its process: {failure}"

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING
 from rollout.chat import ChatTemplate, load_chat_template
 from rollout.chat.processors import load_media_processor
 from rollout.chat.template_loading import with_template
+from rollout.config.sections import SIMULATED_MODEL
 from rollout.engine.cores.simulated.tokenizer import simulated_fast_tokenizer
 from rollout.engine.model_files import resolve_model
 
 if TYPE_CHECKING:
     from rollout.config import ModelConfig, RolloutConfig
-
-#: Path of the model that `rollout.testing` simulates: a byte-level tokenizer, no files.
-SIMULATED_MODEL = "simulated"
 
 
 def template_of(config: RolloutConfig) -> ChatTemplate:

@@ -16,6 +16,9 @@ _EXCEPTION = re.compile(
     r"(?:\[[^\]]*\] *)?((?:\w+\.)*(\w*(?:Error|Exception|Exit|Expired|Interrupt)(?:: .*)?))"
 )
 
+#: What the engine's side imports whatever its core is.
+_LACKING = re.compile(r"No module named '(rollout|anyio|msgspec)'")
+
 
 class LastOutput:
     """The last lines of standard error."""
@@ -28,6 +31,12 @@ class LastOutput:
         """Why a process ended that was to start an engine."""
         shown = [*self._lines][-_SHOWN:]
         said = f"; it said last:{_listed(shown)}" if shown else ""
+        lacking = _LACKING.search("\n".join(shown))
+        if lacking is not None:
+            said += (
+                f"\n  placement.python needs the package {lacking[1]} in its environment: "
+                "`pip install anyio msgspec`, and this library by `pip install --no-deps`"
+            )
         return f"the engine's process ended with exit code {code} while starting{said}"
 
     def of_error(self, error: str) -> str:

@@ -100,7 +100,9 @@ async def greet_as_server(
     frames.send_nowait(Challenge(PROTOCOL_VERSION, nonce))
     await frames.flush()
     hello = await _receive_one(frames, decode_from_client)
-    fault = _fault_of(hello, secret, nonce) or mismatch(hello.facts, info())
+    fault = _fault_of(hello, secret, nonce)
+    if not fault and (fault := mismatch(hello.facts, info())) and hello.facts.remedy:
+        fault = f"{fault}; {hello.facts.remedy}"
     if fault:
         await _refuse(frames, fault)
         return None

@@ -55,11 +55,13 @@ class DriverFacts(msgspec.Struct, frozen=True, kw_only=True):
         eos_ids: Its tokenizer's, and those that the model's files name: at least one of them must
             end the engine's generations. Empty: unknown.
         fingerprint: Of the model, where it can tell what the engine's own must be. Empty: unknown.
+        remedy: What of the configuration to look at where they differ, for people; may be empty.
     """
 
     vocab_size: Natural = 0
     eos_ids: tuple[int, ...] = ()
     fingerprint: str = ""
+    remedy: str = ""
 
 
 class Challenge(msgspec.Struct, frozen=True, array_like=True, tag=1):

@@ -43,6 +43,7 @@ _ERROR_TYPES = {
     404: "not_found_error",
     413: "request_too_large",
     500: "api_error",
+    503: "api_error",
 }
 
 

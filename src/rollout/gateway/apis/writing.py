@@ -176,7 +176,12 @@ def openai_error(error: GatewayError) -> Mapping[str, Any]:
     return {"error": {"message": str(error), "type": kind, "param": error.field, "code": code}}
 
 
-_OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 500: "server_error"}
+_OPENAI_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    500: "server_error",
+    503: "server_error",
+}
 _OPENAI_CODES = {
     "context_length": "context_length_exceeded",
     "authentication": "invalid_api_key",

@@ -11,6 +11,7 @@ import atexit
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -71,8 +72,9 @@ class SGLang:
             from sglang.srt.server_args import ServerArgs
         except ImportError as error:
             raise EngineError(
-                f"engine.kind = 'sglang' needs SGLang in the engine's interpreter: {error}; "
-                "placement.python names another one"
+                f"engine.kind = 'sglang': SGLang cannot be imported by {sys.executable}, which "
+                f"runs the engine ({error}); install it there, or set placement.python to the "
+                "interpreter of the environment that has it"
             ) from error
         if options.is_follower:  # its constructor would not return before SGLang ends
             os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"

@@ -1,0 +1,100 @@
+"""Whether a model's weights fit into the memory of this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollout.cli import gpus
+from rollout.cli.sizing import gib, is_quantized, model_size, stored_bytes
+from rollout.config import RayPlacement, SGLangEngine, TransformersEngine
+from rollout.config.placements import gpus_of
+from rollout.process_memory import total_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rollout.config import RolloutConfig
+
+_CPUINFO = Path("/proc/cpuinfo")
+#: Of CPUs that compute in bfloat16, in which the embedded engine then holds its weights.
+_BFLOAT16 = ("avx512_bf16", "amx_tile")
+
+
+def memory_faults(config: RolloutConfig, *, asks: bool) -> Iterator[str]:
+    """Weights that exceed what this machine has for them, where engines run on it.
+
+    Args:
+        asks: Ask the engines' interpreter for the memory of its GPUs, which takes seconds.
+    """
+    engine, place = config.engine, config.placement
+    if not isinstance(engine, SGLangEngine | TransformersEngine):
+        return
+    if isinstance(place, RayPlacement) and not gpus.is_started_here(place):
+        return
+    weights = _weights(config)
+    if weights is None:
+        return
+    if engine.device.startswith("cpu"):
+        parts, times, why = 1, engine.replicas, " (engine.replicas)"
+        room, where = total_bytes(), "this machine has"
+    else:
+        found = gpus.gpu_memory(getattr(place, "python", None)) if asks else []
+        used, parts, times, why = _load_of_gpus(engine, place, found)
+        if not used:
+            return
+        fraction = getattr(engine, "memory_fraction", 1.0)
+        room, where = int(min(used) * fraction), "its GPU has"
+        if fraction != 1.0:
+            where = f"engine.memory_fraction = {fraction:g} of {gib(min(used))} of its GPU is"
+    needed = weights // parts * times
+    if needed <= room:
+        return
+    share = (f" ÷ {parts} GPUs" if parts > 1 else "") + (f" × {times}{why}" if times > 1 else "")
+    takes = gib(weights) + (f"{share} = {gib(needed)}" if share else "")
+    larger = "a larger engine.tensor_parallel" if isinstance(engine, SGLangEngine) else ""
+    is_shared = needed > room >= weights // parts
+    remedy = "fewer engine.replicas" if is_shared else larger or "a smaller model"
+    yield (
+        f"model.path = {config.model.path!r}: its weights take {takes}, {where} {gib(room)}; "
+        f"expected {remedy}, or more memory"
+    )
+
+
+def _load_of_gpus(
+    engine: SGLangEngine | TransformersEngine, place: object, found: list[int]
+) -> tuple[list[int], int, int, str]:
+    """The GPUs that are used, shards of a replica, replicas on a GPU, and why these share it."""
+    parts = getattr(engine, "tensor_parallel", 1)
+    if isinstance(place, RayPlacement):
+        share = gpus_of(engine, place) / parts
+        times = min(engine.replicas, int(1 / share)) if 0 < share < 1 else 1
+        return found, parts, times, " (1 / placement.gpus_per_replica)"
+    if isinstance(engine, SGLangEngine):
+        return found[: parts * engine.replicas], parts, 1, ""
+    index = engine.device.partition(":")[2] or "0"
+    used = found[int(index) :][:1] if index.isdigit() else []
+    return used, parts, engine.replicas, " (engine.replicas)"
+
+
+def _weights(config: RolloutConfig) -> int | None:
+    """Bytes of a replica's weights as its engine holds them; None where that is not known."""
+    engine, stored, size = config.engine, stored_bytes(config), model_size(config)
+    dtype = getattr(engine, "dtype", "auto")
+    is_embedded_on_cpu = isinstance(engine, TransformersEngine) and engine.device.startswith("cpu")
+    is_as_stored = dtype == "auto" and not is_embedded_on_cpu
+    if stored is not None and (is_as_stored or is_quantized(config)):
+        return stored
+    if size is None or size.facts.parameters is None:
+        return stored
+    bytes_each = 2 if dtype == "auto" and _computes_in_bfloat16() else size.bytes_each
+    return size.facts.parameters * bytes_each
+
+
+def _computes_in_bfloat16() -> bool:
+    """Whether this CPU does; assumed where it does not say."""
+    try:
+        flags = _CPUINFO.read_text().split()
+    except OSError:
+        return True
+    return any(name in flags for name in _BFLOAT16)

@@ -1,0 +1,128 @@
+"""The model of a simulated engine: taken where none is given, another one refused when built."""
+
+from __future__ import annotations
+
+import copy
+import pickle  # noqa: TID251  (as Ray may send a configuration)
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import attrs
+import pytest
+
+import rollout
+from rollout import ConfigError, Prompt
+from rollout.config import (
+    EMBEDDED_MODEL,
+    InProcessPlacement,
+    ModelConfig,
+    RolloutConfig,
+    SGLangEngine,
+    TransformersEngine,
+    config_from_dict,
+    dump_config,
+    load_config,
+)
+from rollout.testing import SimulatedEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from rollout import RolloutBatch
+
+PROMPT = Prompt(messages=[{"role": "user", "content": "hi"}])
+IN_PROCESS = {"placement": {"kind": "in_process"}}
+
+
+def from_file(folder: Path, text: str, *overrides: str) -> RolloutConfig:
+    folder.joinpath("config.toml").write_text(text)
+    return load_config(folder / "config.toml", overrides)
+
+
+def from_python(folder: Path, *overrides: str) -> RolloutConfig:
+    folder.joinpath("config.py").write_text("import rollout\nconfig = rollout.RolloutConfig()\n")
+    return load_config(folder / "config.py", overrides)
+
+
+BUILT: dict[str, Callable[[Path], RolloutConfig]] = {
+    "class": lambda _: RolloutConfig(engine=SimulatedEngine(), placement=InProcessPlacement()),
+    "section": lambda _: RolloutConfig(
+        engine=SimulatedEngine(),
+        placement=InProcessPlacement(),
+        model=ModelConfig(chat_template_kwargs={"a": 1}),
+    ),
+    "dict": lambda _: config_from_dict({"engine": {"kind": "simulated"}, **IN_PROCESS}),
+    "file": lambda folder: from_file(
+        folder, '[engine]\nkind = "simulated"\n[placement]\nkind = "in_process"\n'
+    ),
+    "override": lambda folder: from_file(
+        folder, "seed = 3\n", "engine.kind=simulated", "placement.kind=in_process"
+    ),
+    "override of Python": lambda folder: from_python(
+        folder, "engine.kind=simulated", "placement.kind=in_process"
+    ),
+    "evolved": lambda _: attrs.evolve(
+        RolloutConfig(), engine=SimulatedEngine(), placement=InProcessPlacement()
+    ),
+}
+
+
+async def generate(config: RolloutConfig) -> RolloutBatch:
+    async with rollout.open_rollout(config) as runtime:
+        batch: RolloutBatch = await runtime.generate([PROMPT])
+    return batch
+
+
+@pytest.mark.parametrize("built", BUILT)
+def test_simulated_engine_without_a_model_takes_its_own(built: str, tmp_path: Path) -> None:
+    config = BUILT[built](tmp_path)
+    assert config.model.path == "simulated"
+    for again in (
+        config_from_dict(dump_config(config)),
+        pickle.loads(pickle.dumps(config)),
+        copy.deepcopy(config),
+    ):
+        assert again == config
+    batch = anyio.run(generate, config)
+    assert [row.outcome for row in batch.samples] == ["completed"]
+
+
+def test_other_engine_in_its_place_takes_the_usual_model_again() -> None:
+    config = attrs.evolve(RolloutConfig(engine=SimulatedEngine()), engine=TransformersEngine())
+    assert config == RolloutConfig()
+    assert config.model.path == EMBEDDED_MODEL
+
+
+@pytest.mark.parametrize("path", [EMBEDDED_MODEL, "Qwen/Qwen3-0.6B", "gpt2"])
+def test_simulated_engine_with_another_model_is_refused_when_built(path: str) -> None:
+    said = (
+        f"model.path = {path!r}: expected 'simulated' for engine.kind = 'simulated', whose ids are "
+        "bytes (or leave it out)"
+    )
+    with pytest.raises(ConfigError) as caught:
+        RolloutConfig(engine=SimulatedEngine(), model=ModelConfig(path=path))
+    assert caught.value.faults == (said,)
+    with pytest.raises(ConfigError) as caught:
+        config_from_dict({"engine": {"kind": "simulated"}, "model": {"path": path}})
+    assert caught.value.faults == (said,)
+
+
+@pytest.mark.parametrize("engine", [TransformersEngine(), SGLangEngine()], ids=["ours", "sglang"])
+def test_simulated_model_with_an_engine_that_loads_weights_is_refused_when_built(
+    engine: Any,
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RolloutConfig(engine=engine, model=ModelConfig(path="simulated"))
+    assert caught.value.faults == (
+        "model.path = 'simulated': expected a directory, a hub name or "
+        f"'{EMBEDDED_MODEL}' for engine.kind = {engine.kind!r}, which needs a model with files",
+    )
+
+
+def test_engine_class_in_the_place_of_an_engine_is_one_fault() -> None:
+    engine: Any = SimulatedEngine
+    with pytest.raises(ConfigError) as caught:
+        RolloutConfig(engine=engine)
+    (fault,) = caught.value.faults
+    assert fault.startswith("engine = ")
