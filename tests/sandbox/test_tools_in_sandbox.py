@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import pytest
 from sandbox_material import PROVIDERS, opened, processes_with
 
+import rollout
+from rollout import Trajectory
+from rollout.config import LengthsConfig, LimitsConfig, SandboxConfig
 from rollout.errors import ToolError
 from rollout.sandbox import Sandbox
+from rollout.testing import Scenario, tool_call
 from rollout.tools import ToolContext, ToolResult, ToolSession, normalise_result
 from rollout.tools.sandbox_tools import CAP, EditTool, PythonTool, ShellTool
 from rollout.types import ToolCall
@@ -30,10 +34,6 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=PROVIDERS)
 def provider(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-class Context(ToolContext, frozen=True, kw_only=True):
-    sandbox: Sandbox
 
 
 class Hands:
@@ -66,7 +66,7 @@ class Hands:
 async def holding(provider: str, *tools: Any, **settings: Any) -> AsyncIterator[Hands]:
     threads = WorkerThreads(max_threads=1, max_abandoned=1)
     async with opened(provider, **settings) as sandbox:
-        context = Context(uid="p", member=0, threads=threads, sandbox=sandbox)
+        context = ToolContext(uid="p", member=0, threads=threads, sandbox=cast("Any", sandbox))
         hands = Hands(sandbox, context)
         await hands.use(*(tools or (PythonTool(), ShellTool(), EditTool())))
         yield hands
@@ -341,13 +341,36 @@ async def test_edit_that_cannot_be_made_says_why_and_changes_nothing(
         assert await hands.sandbox.read_file("f") == b"aaa\nb\nc"
 
 
-async def test_tools_without_a_sandbox_refuse_to_open() -> None:
-    threads = WorkerThreads(max_threads=1, max_abandoned=1)
-    context = ToolContext(uid="p", member=0, threads=threads)
-    for tool in (PythonTool(), ShellTool(), EditTool()):
-        with pytest.raises(ToolError, match="has no sandbox"):
-            await tool.open(context)
-    threads.close()
+async def reward_note(trajectory: Trajectory, sandbox: Any) -> float:
+    return float(await sandbox.read_file("note") == b"20")
+
+
+async def test_tools_of_a_trajectory_share_its_sandbox_with_its_reward() -> None:
+    turns = [
+        tool_call("python", code="x = 20\nopen('note', 'w').write(str(x))"),
+        tool_call("shell", command="cat note; cd /; export A=1"),
+        tool_call("shell", command="echo $A $PWD"),
+        tool_call("edit", command="view", path="note"),
+        tool_call("python", code="import time; time.sleep(100)"),
+        tool_call("python", code="print(5)"),
+        "done",
+    ]
+    scenario = Scenario(seed=1).reply("go", turns[0])
+    for turn in turns[1:]:
+        scenario = scenario.then(turn)
+    config = scenario.config(
+        sandbox=SandboxConfig(provider="none"),
+        limits=LimitsConfig(tool_s=3.0),
+        lengths=LengthsConfig(prompt=8192, response=8192),
+    )
+    tools = [PythonTool(), ShellTool(), EditTool()]
+    async with rollout.open_rollout(config, tools=tools, reward=reward_note) as runtime:
+        (trajectory,) = (await runtime.generate([rollout.Prompt("go")])).trajectories
+    assert trajectory.reward == 1.0
+    said = [m.content for m in trajectory.messages if m.role == "tool"]
+    assert said[:4] == ["2\n", "20", "1 /\n", "     1\t20"]
+    assert said[4] == "timed out after 3 s (limits.tool_s)"
+    assert said[5] == f"[{LOST}\n5\n"
 
 
 def test_schemas_are_of_the_openai_form() -> None:

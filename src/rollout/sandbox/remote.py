@@ -23,9 +23,9 @@ from rollout.errors import (
 from rollout.sandbox.api import (
     _READ,
     MIB,
-    BaseSandbox,
     Command,
     ExecResult,
+    Sandbox,
     _raise_file_error,
     _unpack,
     timed_out,
@@ -74,7 +74,7 @@ class Output:
                 del text[: len(text) - self._cap]
 
 
-class RemoteSandbox(BaseSandbox):
+class RemoteSandbox(Sandbox):
     """A sandbox of an SDK; an implementation has `_call` and `_close`.
 
     Attributes:

@@ -92,7 +92,7 @@ class SandlockProvider:
         program = read_program("confine")
         wrapper = [sys.executable, "-c", program, json.dumps(confinement), *drop_root()]
         base = {"PATH": PATH, "HOME": directory, "LANG": "C.UTF-8", "TMPDIR": directory}
-        settings = {"env": base, "limits": {"CORE": 0}, "remove": directory}
+        settings = {"env": base, "limits": {"CORE": 0}, "remove": directory, "is_confined": True}
         self._count += 1
         try:
             process = await run_host(wrapper, self._python, settings)

@@ -18,7 +18,7 @@ from rollout.tools.tool import Tool, ToolContext, ToolSession
 from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
-    from rollout.sandbox import Sandbox
+    from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
     from rollout.types import ToolCall
 
 #: Bytes of output that a call answers with.
@@ -137,7 +137,7 @@ class PythonTool(_SandboxTool):
 
     async def open(self, context: ToolContext) -> ToolSession:
         """See `Tool.open`; nothing is started yet."""
-        return _PythonSession(self, _sandbox_of(context))
+        return _PythonSession(self, context.sandbox)
 
 
 class ShellTool(_SandboxTool):
@@ -166,7 +166,7 @@ class ShellTool(_SandboxTool):
 
     async def open(self, context: ToolContext) -> ToolSession:
         """See `Tool.open`; nothing is started yet."""
-        return _ShellSession(self, _sandbox_of(context))
+        return _ShellSession(self, context.sandbox)
 
 
 class EditTool(_SandboxTool):
@@ -209,20 +209,13 @@ class EditTool(_SandboxTool):
 
     async def open(self, context: ToolContext) -> ToolSession:
         """See `Tool.open`."""
-        return _EditSession(_sandbox_of(context))
-
-
-def _sandbox_of(context: ToolContext) -> Sandbox:
-    sandbox: Sandbox | None = getattr(context, "sandbox", None)
-    if sandbox is None:
-        raise ToolError("the trajectory has no sandbox")
-    return sandbox
+        return _EditSession(context.sandbox)
 
 
 class _SandboxSession(ToolSession):
     """Calls of all tools of one sandbox run one after another."""
 
-    def __init__(self, sandbox: Sandbox) -> None:
+    def __init__(self, sandbox: TrajectorySandbox) -> None:
         self.serial = self.sandbox = sandbox
 
     async def make_directory(self, script: str, *words: str, program: str = "") -> str:
@@ -237,7 +230,7 @@ class _SandboxSession(ToolSession):
 
 
 class _PythonSession(_SandboxSession):
-    def __init__(self, tool: PythonTool, sandbox: Sandbox) -> None:
+    def __init__(self, tool: PythonTool, sandbox: TrajectorySandbox) -> None:
         super().__init__(sandbox)
         self._tool = tool
         self._directory: str | None = None
@@ -286,7 +279,7 @@ class _PythonSession(_SandboxSession):
 
 
 class _ShellSession(_SandboxSession):
-    def __init__(self, tool: ShellTool, sandbox: Sandbox) -> None:
+    def __init__(self, tool: ShellTool, sandbox: TrajectorySandbox) -> None:
         super().__init__(sandbox)
         self._tool = tool
         self._directory: str | None = None

@@ -23,7 +23,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 def find_children() -> list[int]:
     """Processes whose parent this is; orphans are handed to it."""
-    found = []
+    found: list[int] = []
     for task in os.listdir("/proc/self/task"):
         with suppress(OSError), open(f"/proc/self/task/{task}/children") as file:
             found += map(int, file.read().split())
@@ -54,7 +54,7 @@ def watch_input() -> None:
 
 
 def main() -> None:
-    import sandlock
+    import sandlock  # type: ignore[import-not-found,unused-ignore]
 
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     threading.Thread(target=watch_input, daemon=True).start()

@@ -408,8 +408,10 @@ else:
             file.write("1000")
     except OSError:
         pass
-# What runs here has the same user id: it may not trace this process or read its memory.
-prctl(PR_SET_DUMPABLE, 0)
+# What runs here has the same user id: it may not trace this process or read its memory. Sandlock
+# sees to that itself, and refuses this.
+if not SETTINGS.get("is_confined"):
+    prctl(PR_SET_DUMPABLE, 0)
 wakeup, wakeup_end = os.pipe()
 for each in (0, 1, wakeup_end):
     os.set_blocking(each, False)
