@@ -60,6 +60,18 @@ class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
     member: int
     sandbox: TrajectorySandbox = msgspec.field(default_factory=TrajectorySandbox)
 
+    if not TYPE_CHECKING:  # for type checkers it has no other attributes
+
+        def __getattr__(self, name: str) -> Any:
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name in ("generate", "call_tools", "observe", "transcript", "tools"):
+                text += (
+                    ": a function of @rollout.agent speaks HTTP with the model, at task.base_url; "
+                    f"context.{name} is for a class, `class Mine(rollout.AgentLoop)` with "
+                    "`async def run(self, context)`"
+                )
+            raise AttributeError(text)
+
     @classmethod
     async def of(cls, context: AgentContext, address: GatewayAddress) -> AgentTask:
         """The task of a trajectory that is served at `address`.
