@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import tempfile
@@ -51,6 +52,14 @@ async def opened(provider: str, **settings: Any) -> AsyncIterator[Sandbox]:
 def spec_for(provider: str, **settings: Any) -> SandboxSpec:
     image = {"image": IMAGE, "workdir": "/work"} if provider == "container" else {}
     return SandboxSpec(**{**image, **settings})
+
+
+_numbers = itertools.count()
+
+
+def unique_seconds() -> str:
+    """Long to sleep, and the same for no other test that runs on this machine."""
+    return f"9{os.getpid()}{next(_numbers):03}"
 
 
 def processes_with(token: str) -> list[psutil.Process]:

@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 import pytest
 import remote_stubs
-from sandbox_material import processes_with
+from sandbox_material import processes_with, unique_seconds
 
 from rollout.errors import (
     ConfigError,
@@ -79,15 +79,16 @@ async def test_exec_gives_what_the_protocol_says(name: str, tmp_path: Path) -> N
 
 
 async def test_exec_past_its_timeout_is_killed_with_its_children(name: str, tmp_path: Path) -> None:
+    seconds = unique_seconds()
     async with opened(name, tmp_path) as sandbox:
         with pytest.raises(SandboxTimeout) as timeout:
-            await sandbox.exec("echo so far; sleep 345678 & sleep 345678", timeout_s=0.5)
-        assert processes_with("345678") == []
+            await sandbox.exec(f"echo so far; sleep {seconds} & sleep {seconds}", timeout_s=0.5)
+        assert processes_with(seconds) == []
         expected = b"" if name.startswith("inspect") else b"so far\n"
         assert timeout.value.stdout == expected, "inspect_ai gives output at the end alone"
         with anyio.move_on_after(0.5):
-            await sandbox.exec("sleep 234567")
-        assert processes_with("234567") == []
+            await sandbox.exec(f"sleep {seconds}")
+        assert processes_with(seconds) == []
 
 
 async def test_files_are_bytes_whatever_the_output_is(name: str, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import anyio
 import pytest
-from sandbox_material import PROVIDERS, opened, processes_with
+from sandbox_material import PROVIDERS, opened, processes_with, unique_seconds
 
 import rollout
 from rollout import Trajectory
@@ -147,10 +147,11 @@ async def test_python_that_runs_too_long_is_killed_and_the_next_call_starts_anew
 ) -> None:
     async with holding(provider, PythonTool(timeout_s=1.0)) as hands:
         assert not (await hands.python("x = 1")).is_error
-        slow = "import subprocess\nprint('so far')\nsubprocess.run(['sleep', '987654'])"
+        seconds = unique_seconds()
+        slow = f"import subprocess\nprint('so far')\nsubprocess.run(['sleep', '{seconds}'])"
         said = await hands.python(slow)
         assert said == ToolResult(f"so far\n[timed out after 1 s; {LOST}", is_error=True)
-        assert processes_with("987654") == []
+        assert processes_with(seconds) == []
         again = await hands.python("x")
         assert again.is_error
         assert again.text.startswith(f"[{LOST}\nTraceback")
@@ -172,9 +173,10 @@ async def test_python_that_ends_itself_says_that_its_variables_are_gone(
 async def test_python_call_that_is_cancelled_leaves_no_process(provider: str) -> None:
     async with holding(provider, PythonTool()) as hands:
         await hands.python("import subprocess")
+        seconds = unique_seconds()
         with anyio.move_on_after(1):
-            await hands.python("subprocess.run(['sleep', '876543'])")
-        assert processes_with("876543") == []
+            await hands.python(f"subprocess.run(['sleep', '{seconds}'])")
+        assert processes_with(seconds) == []
         assert (await hands.python("1")).text == f"[{LOST}\n1\n"
 
 
@@ -261,11 +263,12 @@ async def test_shell_command_that_runs_too_long_is_killed_with_what_it_started(
     provider: str,
 ) -> None:
     async with holding(provider, ShellTool(timeout_s=1.0)) as hands:
-        await hands.shell("export A=1; sleep 765432 >/dev/null 2>&1 &")
-        said = await hands.ask("shell", command="echo first; A=2; sleep 654321")
+        kept, killed = unique_seconds(), unique_seconds()
+        await hands.shell(f"export A=1; sleep {kept} >/dev/null 2>&1 &")
+        said = await hands.ask("shell", command=f"echo first; A=2; sleep {killed}")
         assert said == ToolResult("first\n[timed out after 1 s]", is_error=True)
-        assert processes_with("654321") == []
-        assert len(processes_with("765432")) == 1, "of an earlier call"
+        assert processes_with(killed) == []
+        assert len(processes_with(kept)) == 1, "of an earlier call"
         assert await hands.shell("echo $A") == "1\n"
 
 
