@@ -201,7 +201,7 @@ class OpenSessions:
     async def _open_recalled(self) -> None:
         """What was used before has its say about the trajectory too."""
         for name in [name for name in self._recalled or () if name not in self]:
-            never = Deadline.after(None, "limits.tool_s")  # `open` has a limit of its own
+            never = Deadline.after(None, "limits.turn_s")  # `open` has a limit of its own
             try:
                 await self.open(name, never)
             except (OpenFailure, LimitExceeded) as error:
