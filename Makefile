@@ -68,7 +68,7 @@ define make_on_driver
 		> $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/driver.pth
 endef
 
-.PHONY: demo train test test-virtual test-full test-sglang test-clients test-trainers test-loggers test-pages test-gpu sglang-cpu lint format docs bench bench-full bench-verl clean
+.PHONY: demo train test test-virtual test-full test-sandboxes test-sglang test-clients test-trainers test-loggers test-pages test-gpu sglang-cpu lint format docs bench bench-full bench-verl clean
 
 # What a user would install, and no more.
 demo: $(DEMO_READY)
@@ -92,6 +92,11 @@ test-full: $(READY) $(TRL_READY) $(VERL_READY) $(LIGHT_READY)
 	$(VERL_BIN)/python -m pytest tests/trainers
 	set -e; for each in $(LIGHT_TRAINERS); do \
 		.venv-$$each/bin/python -m pytest tests/trainers/test_$$each.py; done
+
+# The protocol of sandboxes on the docker or podman that is here too, and as an ordinary user. Root
+# on Debian installs podman where there is none, and says so.
+test-sandboxes: $(READY)
+	$(BIN)/python tests/sandbox/make_engine.py
 
 sglang-cpu: $(SGLANG_READY)
 

@@ -74,6 +74,7 @@ WITH_PROCESSES = (
     "faults",
     "foreign_tools",
     "full_disk",
+    "hidden_tests",
     "journal_kills",
     "gateway",
     "gateway_clients",
@@ -99,17 +100,23 @@ WITH_PROCESSES = (
     "ray_placement",
     "readme",
     "real_processes",
+    "remote_sandboxes",
     "replay",
     "reward_processes",
     "router",
+    "bubblewrap",
     "sandbox_attacks",
+    "sandbox_protocol",
     "sandbox_tools",
+    "sandlock",
     "serve_gateway",
     "simulated_engine",
     "soak",
     "sync_clients",
+    "task_directory",
     "testing_plugin",
     "tls",
+    "tools_in_sandbox",
     "transformers_core",
     "typed_programs",
     "unauthenticated",
@@ -127,7 +134,8 @@ OWN_PACKAGES = ("sglang", "clients", "trainers", "trace_backends", "pages")
 #: examples. One test in eight is run by `make test`, as the seed says; all by `make test-full`.
 SHARED = frozenset(
     (  # noqa: SIM905  (a line for each would fill a page)
-        "attacks beside_loop blocked_loop blocking bridge cli collate containment "
+        "attacks beside_loop blocked_loop blocking bridge bubblewrap call_counts cli collate "
+        "containment "
         "deadline_races driver_death driver_http driver_ray driver_shared_memory "
         "engine_pairs examples fast_tokenizer faults foreign_tools full_disk "
         "function_agent garbage gateway gateway_clients gateway_hostile "
@@ -139,10 +147,11 @@ SHARED = frozenset(
         "mcp_servers media_batches media_refusals media_trajectories mistral_reference "
         "parser_floods parser_fuzz planted_bugs program_agent program_prompts "
         "ray_placement readme real_processes recorder replay report report_steps "
-        "reward_processes router_benchmark sampling sandbox_attacks sandbox_tools "
+        "reward_processes router_benchmark sampling sandbox_attacks sandbox_protocol sandbox_tools "
         "segments selection serve_gateway soak template_properties testing_plugin "
-        "tool_executor transformers_core typed_programs unencodable_calls vision_core vision_rows "
-        "wake_ups word_ids wrapping"
+        "tool_executor tools_in_sandbox trajectory_sandboxes transformers_core typed_programs "
+        "unencodable_calls vision_core vision_rows "
+        "waiting_places wake_ups word_ids wrapping"
     ).split()
 )
 _SHARE = 8

@@ -147,7 +147,7 @@ def configs(draw: st.DrawFn) -> RolloutConfig:
         model=draw(
             section(
                 ModelConfig,
-                path=texts,
+                path=st.just("simulated") if kind == "simulated" else texts,
                 trust_remote_code=st.booleans(),
                 chat_template_kwargs=mappings,
             )

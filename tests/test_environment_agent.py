@@ -274,6 +274,28 @@ async def test_environment_of_gymnasium_is_played_until_it_terminates_or_truncat
     ]
 
 
+@pytest.mark.parametrize("is_keyword", [True, False])
+async def test_environment_reset_of_gymnasium_gets_a_seed_and_no_prompt(is_keyword: bool) -> None:
+    seeds: list[Any] = []
+
+    class Seeded(Gym):
+        async def reset(self, *, seed: int | None = None, options: Any = None) -> Any:  # type: ignore[override]
+            seeds.append(seed)
+            return self.first
+
+    class Positional(Gym):
+        async def reset(self, seed: int | None = None, options: Any = None) -> Any:
+            seeds.append(seed)
+            return self.first
+
+    kind = Seeded if is_keyword else Positional
+    for _ in range(2):
+        (trajectory,) = (await played(kind)).trajectories
+        assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
+    assert seeds[0] == seeds[1]
+    assert 0 <= seeds[0] < 2**32
+
+
 PAIR = (message("Rules.", "user"), message("A door."))
 RESETS: list[tuple[Any, list[str], dict[str, Any]]] = [
     (("A door.", {}), ["A door."], {}),

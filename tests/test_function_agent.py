@@ -379,3 +379,17 @@ def test_agent_gives_the_function_back() -> None:
         return 1.0
 
     assert rollout.agent("given_back")(function) is function
+
+
+async def test_agent_that_takes_its_task_for_a_context_is_told_what_to_write(
+    door: FakeDoor,
+) -> None:
+    async def trial(context: Any) -> None:
+        await context.generate()
+
+    batch = await tried(trial)
+    (cause,) = [each.cause for each in batch.trajectories]
+    assert cause is not None
+    assert "'AgentTask' object has no attribute 'generate'" in cause.message
+    assert "task.base_url" in cause.message
+    assert "AgentLoop" in cause.message

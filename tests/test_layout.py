@@ -53,7 +53,9 @@ FLOORS = (
     "engine.driver",
     "engine",
     "interactions",
+    "sandbox",
     "tools",
+    "environments",
     "agents",
     "scheduling",
     "observe",
@@ -231,8 +233,12 @@ def test_layout_user_files_are_executed_in_one_place() -> None:
         return any(isinstance(name, ast.Name) and name.id == "exec" for name in names)
 
     found = {_module_name(path, SOURCE) for path in SOURCE.rglob("*.py") if executes(path)}
-    # The second one runs the model's own code, within the sandbox.
-    assert found == {"rollout.user_files", "rollout.tools.sandbox.inside.interpreter"}
+    # The others run the model's own code, within the sandbox.
+    assert found == {
+        "rollout.user_files",
+        "rollout.sandbox.inside.python_session",
+        "rollout.tools.sandbox.inside.interpreter",
+    }
 
 
 def test_layout_replica_is_changed_by_its_own_methods_only() -> None:

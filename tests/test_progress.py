@@ -278,6 +278,7 @@ def test_summary_says_what_became_of_a_batch() -> None:
         "rows      4 trajectories of 2 prompts in 3.0 s; 3 trainable",
         "outcomes  2 completed, 1 failed (agent), 1 length (turn)",
         "tokens    36 prompt, 33 generated (11 a second), 12 observed",
+        "tools     no calls",
         "reward    mean 0.500 over 3 rows, unknown for 1",
         "cause     1 failed (agent): ValueError: bad",
         "files     out: tensors.safetensors, samples.jsonl, trajectories.jsonl, metrics.json, "
@@ -288,10 +289,11 @@ def test_summary_says_what_became_of_a_batch() -> None:
 
 def test_summary_of_nothing_says_so() -> None:
     lines = summary_lines(collate([], LengthsConfig(), 0), 0.0, Path("out"))
-    assert lines[:4] == [
+    assert lines[:5] == [
         "rows      0 trajectories of 0 prompts in 0.0 s; 0 trainable",
         "outcomes  none",
         "tokens    0 prompt, 0 generated, 0 observed",
+        "tools     no calls",
         "reward    unknown for every row",
     ]
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 ADDING = Scenario(seed=1).reply("2 + 3", CALL).then("The sum is 5.").timing(base_s=0.01)
 EXPECTED = (
-    "; expected reward(trajectory) -> float | Reward, or verl's "
+    "; expected reward(trajectory) -> float | Reward, async reward(trajectory, sandbox), or verl's "
     "compute_score(data_source, solution_str, ground_truth, extra_info)"
 )
 

@@ -152,6 +152,8 @@ def test_async_agent_that_never_returns_ends_by_its_limit_and_others_by_theirs(
     ends = {(outcome, reason) for outcome, reason, _ in outcomes(batch, "blocks_beside")}
     # The first one blocks the second, which never began.
     assert ends == {(Outcome.FAILED, "unresponsive"), (Outcome.DEADLINE, "trajectory")}
+    (cause,) = [each.cause for each in batch.trajectories if each.reason == "unresponsive"]
+    assert f"it waits at {__file__}:" in cause.message
     assert outcomes(batch, "single_turn") == [(Outcome.COMPLETED, "", None)] * 2
     assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
 

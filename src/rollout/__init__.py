@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         RolloutConfig,
         RouterConfig,
         SamplingConfig,
+        SandboxConfig,
         SchedulingConfig,
         SGLangEngine,
         SimulatedEngine,
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from rollout.engine.core import SamplingParams
     from rollout.engine.model_files import resolve_model
     from rollout.engine.weights import DiskWeights, DistributedWeights, TensorWeights
+    from rollout.environments.tool_set import ToolSet
     from rollout.errors import (
         AgentError,
         ChannelError,
@@ -70,6 +72,12 @@ if TYPE_CHECKING:
         MediaError,
         PromptError,
         RolloutError,
+        SandboxError,
+        SandboxLimit,
+        SandboxLost,
+        SandboxTimeout,
+        SandboxUnavailable,
+        SandboxUnsupported,
         SourceEnded,
         TemplateError,
         ToolError,
@@ -80,6 +88,7 @@ if TYPE_CHECKING:
     from rollout.runtime.blocking import BlockingRollout, open_rollout_blocking
     from rollout.runtime.opening import open_rollout
     from rollout.runtime.runtime import RolloutRuntime
+    from rollout.sandbox.api import Sandbox
     from rollout.scheduling.prompt_files import read_prompts
     from rollout.scheduling.saved_trajectories import load_trajectories
     from rollout.scheduling.selection import has_signal
@@ -127,6 +136,7 @@ _HOMES = {
         "RouterConfig",
         "SGLangEngine",
         "SamplingConfig",
+        "SandboxConfig",
         "SchedulingConfig",
         "SimulatedEngine",
         "ToolsConfig",
@@ -148,15 +158,23 @@ _HOMES = {
         "MediaError",
         "PromptError",
         "RolloutError",
+        "SandboxError",
+        "SandboxLimit",
+        "SandboxLost",
+        "SandboxTimeout",
+        "SandboxUnavailable",
+        "SandboxUnsupported",
         "SourceEnded",
         "TemplateError",
         "ToolError",
     ),
+    "rollout.environments.tool_set": ("ToolSet",),
     "rollout.gateway.gateway": ("open_gateway",),
     "rollout.interactions": ("Interaction", "InteractionTurn"),
     "rollout.observe.user_spans": ("trace",),
     "rollout.runtime.opening": ("open_rollout",),
     "rollout.runtime.runtime": ("RolloutRuntime",),
+    "rollout.sandbox.api": ("Sandbox",),
     "rollout.scheduling.prompt_files": ("read_prompts",),
     "rollout.scheduling.saved_trajectories": ("load_trajectories",),
     "rollout.scheduling.selection": ("has_signal",),
@@ -226,6 +244,14 @@ __all__ = [
     "SGLangEngine",
     "SamplingConfig",
     "SamplingParams",
+    "Sandbox",
+    "SandboxConfig",
+    "SandboxError",
+    "SandboxLimit",
+    "SandboxLost",
+    "SandboxTimeout",
+    "SandboxUnavailable",
+    "SandboxUnsupported",
     "Scenario",
     "SchedulingConfig",
     "Segment",
@@ -239,6 +265,7 @@ __all__ = [
     "ToolError",
     "ToolResult",
     "ToolSession",
+    "ToolSet",
     "ToolsConfig",
     "Trajectory",
     "Transcript",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio  # noqa: TID251  (this is the module that may)
 import math
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import CancelledError as FutureCancelledError
@@ -22,7 +23,7 @@ import sniffio
 from anyio.lowlevel import current_token
 
 from rollout.errors import ToolError
-from rollout.wait_places import await_frames
+from rollout.wait_places import await_frames, thread_frames
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -244,7 +245,11 @@ class AsyncioThread:
 
         def elsewhere() -> list[FrameType]:  # see `wait_places`
             with suppress(NameError):  # it has not begun
-                return await_frames(task.get_coro())
+                coroutine = task.get_coro()
+                if getattr(coroutine, "cr_running", False) and self._thread is not None:
+                    # It blocks the loop, and waits for no coroutine: its thread knows its line.
+                    return thread_frames(sys._current_frames().get(self._thread.ident or 0))
+                return await_frames(coroutine)
             return []
 
         activity = f"the asyncio task of {name}"  # noqa: F841  (see `wait_places`)

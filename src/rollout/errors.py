@@ -88,6 +88,43 @@ class ToolError(RolloutError):
     """A tool is defined wrongly, or could not be opened."""
 
 
+class SandboxError(RolloutError):
+    """A sandbox could not be opened or used; the base of the five below."""
+
+
+class SandboxLost(SandboxError):
+    """The sandbox has ended or is closed: its files and processes are gone."""
+
+
+class SandboxTimeout(SandboxError, TimeoutError):
+    """A command ran out of time and was killed with all that it had started.
+
+    Attributes:
+        stdout, stderr: What it had written until then, as far as it was kept.
+        seconds: How long it ran.
+    """
+
+    def __init__(
+        self, message: str, *, stdout: bytes = b"", stderr: bytes = b"", seconds: float = 0.0
+    ) -> None:
+        super().__init__(message)
+        self.stdout = stdout
+        self.stderr = stderr
+        self.seconds = seconds
+
+
+class SandboxLimit(SandboxError):
+    """Something is larger than it may be: a file that is read, an input, an archive."""
+
+
+class SandboxUnsupported(SandboxError):
+    """The provider cannot do what was asked of it."""
+
+
+class SandboxUnavailable(SandboxError):
+    """No sandbox can be had now: the provider does not answer, or has no room. Worth a retry."""
+
+
 class TemplateError(RolloutError):
     """A chat template cannot render the messages given, or cannot be used append-only."""
 

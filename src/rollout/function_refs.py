@@ -192,9 +192,10 @@ def importing(source: str) -> Iterator[None]:
     _imports.append(entry)
     try:
         yield
-    except BaseException as error:
+    except BaseException:
         if entry.refusal is None:
             raise
-        raise entry.refusal from error
+        # What the module made of it, such as SystemExit, is not to pass for its cause.
+        raise entry.refusal from None
     finally:
         _imports.remove(entry)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
@@ -206,3 +207,21 @@ def cleanup_scope(seconds: float) -> Iterator[anyio.CancelScope]:
     """Shielded from cancellation, and bounded: clean-up runs, and it cannot hang."""
     with anyio.CancelScope(deadline=anyio.current_time() + seconds, shield=True) as scope:
         yield scope
+
+
+#: That of the tool call whose code runs here, where it has one.
+call_deadline: ContextVar[PausableDeadline | None] = ContextVar("rollout_call", default=None)
+
+
+@contextmanager
+def paused_call() -> Iterator[None]:
+    """What the block waits for does not count to the tool call that it is in, if any."""
+    deadline = call_deadline.get()
+    if deadline is None:
+        yield
+        return
+    deadline.pause()
+    try:
+        yield
+    finally:
+        deadline.resume()

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from rollout.interactions import Interaction, InteractionTurn
     from rollout.limits import Deadline, PausableDeadline
     from rollout.observe.event_stream import EventStream
+    from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
     from rollout.tools import ToolResult, TrajectoryTools
     from rollout.types import InvalidToolCall, Message, Outcome, Prompt, ToolCall
 
@@ -162,6 +163,20 @@ class AgentContext:
         return self._state.tools
 
     @property
+    def sandbox(self) -> TrajectorySandbox:
+        """The trajectory's sandbox, which its tools and its reward see too.
+
+        It is opened when it is first used, and closed after the reward. That it is lost, or cannot
+        be opened, ends the trajectory as failed.
+        """
+        return self._state.sandbox
+
+    @property
+    def sandbox_asked_for(self) -> TrajectorySandbox | None:
+        """The same; None where nobody has asked for it yet."""
+        return self._state.sandbox_asked_for
+
+    @property
     def door(self) -> GatewayDoor:
         """The gateway, for agents that speak HTTP.
 
@@ -252,6 +267,17 @@ class AgentContext:
             AgentError: An argument is of another kind; nothing is settled.
         """
         self._state.end(outcome, reason, limit_source=limit_source)
+
+    async def open_first(self) -> None:
+        """Open the tools that are open before the agent begins; the prompt goes on with what they
+        observe.
+
+        Raises:
+            ToolError: One could not be opened.
+        """
+        observations = await self.tools.open_first()
+        if observations:
+            self._state.continue_prompt(observations)
 
     async def begin(
         self, messages: Given | None = None, *, ids: Sequence[int] | None = None
@@ -415,6 +441,8 @@ class AgentContext:
             await each.settle()
         if any(row.transcript.generated_length for each in conversations for row in each.rows):
             self.tool_rewards += await self.tools.calc_rewards()
+            if self.reward is None:
+                self.reward = self.tools.reward
 
     async def close(self) -> None:
         """End the tools and the simulated user; shielded, bounded, never raises."""

@@ -54,6 +54,7 @@ class CallingConversation(ListeningConversation):
 
         Raises:
             LimitExceeded: A deadline fired, or the answers leave no room for another token.
+            SandboxError: The trajectory's sandbox could not be opened, or was lost.
             AgentError: A call is none; nothing has run.
         """
         calls = read_calls("call_tools", calls)
@@ -74,6 +75,7 @@ class CallingConversation(ListeningConversation):
 
         Raises:
             LimitExceeded: A deadline fired.
+            SandboxError: The trajectory's sandbox could not be opened, or was lost.
             AgentError: A call is none; nothing has run.
         """
         calls = read_calls("run_tools", calls)
@@ -84,6 +86,7 @@ class CallingConversation(ListeningConversation):
         try:
             state.count_calls(len(calls))
             results = await self._answers_to(calls)
+            state.check_sandbox()
             rewards = [r.reward for r in results if r.reward is not None]
             if rewards:
                 state.tool_rewards += rewards

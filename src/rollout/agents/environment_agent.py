@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rollout.agents.agent_loop import AgentLoop
@@ -12,6 +13,7 @@ from rollout.agents.tool_agent import has_reached_turn_limit
 from rollout.errors import AgentError, LimitExceeded
 from rollout.limits import Deadline
 from rollout.reward_values import finite_number
+from rollout.seeds import derive_seed
 from rollout.tools.attempt import CallError, attempt
 from rollout.types import Message
 from rollout.worker_threads import is_async
@@ -31,7 +33,8 @@ class EnvironmentAgent(AgentLoop):
 
     The environment has, sync (in a worker thread) or async:
 
-    - ``reset(prompt) -> observation``, or gymnasium's ``(observation, info)``: begins an episode;
+    - ``reset(prompt) -> observation``, or gymnasium's ``reset(*, seed, options)``, which gets a
+      seed that the members of a group share, and ``(observation, info)``: begins an episode;
       the observation is said after the prompt's messages, in an opened segment after those that it
       was opened with. A tuple of two with a mapping or None as its second is ``(observation,
       info)``, unless both are messages, that is `Message` objects or mappings with a ``role``.
@@ -85,7 +88,8 @@ class EnvironmentAgent(AgentLoop):
             await _close(environment, context)
 
     async def _play(self, environment: Any, context: AgentContext) -> None:
-        observation, info = _begun(await _call(context, environment, "reset", context.prompt))
+        reset = _reset(environment, context)
+        observation, info = _begun(await _call(context, environment, "reset", reset))
         context.extra.update(info)
         before = context.messages if context.transcript else context.prompt.messages
         await context.begin([*before, *_messages(observation, "reset")])
@@ -109,15 +113,31 @@ class EnvironmentAgent(AgentLoop):
 
     async def _step(self, environment: Any, context: AgentContext, turn: AssistantTurn) -> Any:
         with context.main.answering(f"step of {type(environment).__name__}"):
-            return await _call(context, environment, "step", self.action_of(turn))
+            step = partial(environment.step, self.action_of(turn))
+            return await _call(context, environment, "step", step)
 
 
-async def _call(context: AgentContext, environment: Any, name: str, *args: object) -> Any:
-    method = getattr(environment, name)
+def _reset(environment: Any, context: AgentContext) -> Callable[[], Any]:
+    """The call of `reset`: with the prompt, or with a seed where it is written as gymnasium's."""
+    method = environment.reset
+    try:
+        names = list(inspect.signature(method).parameters)
+    except (TypeError, ValueError):  # it has no signature to look at
+        names = []
+    if names and names[0] == "seed":
+        identity = context.identity
+        seed = derive_seed(identity.run_seed, identity.step, identity.uid) >> 32
+        return partial(method, seed=seed)
+    return partial(method, context.prompt)
+
+
+async def _call(
+    context: AgentContext, environment: Any, name: str, method: Callable[[], Any]
+) -> Any:
     if is_async(method):
-        return await method(*args)
+        return await method()
     what = f"{name} of {type(environment).__name__}"
-    value = await context.services.threads.run(what, method, *args)
+    value = await context.services.threads.run(what, method)
     return await value if inspect.isawaitable(value) else value
 
 
@@ -129,7 +149,10 @@ async def _close(environment: Any, context: AgentContext) -> None:
     what = f"close of {type(environment).__name__}"
     try:
         await attempt(
-            _call, context, environment, "close", deadline=deadline, what=what, shield=True
+            partial(_call, context, environment, "close", environment.close),
+            deadline=deadline,
+            what=what,
+            shield=True,
         )
     except (CallError, LimitExceeded) as error:
         logger.warning("%s: %s failed: %s", context.identity.session_id, what, error)

@@ -13,6 +13,7 @@ from rollout.agents.agent_loop import AgentLoop, register_agent
 from rollout.agents.openai_messages import openai_messages
 from rollout.errors import AgentError
 from rollout.reward_values import as_reward
+from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
 from rollout.types import Prompt
 from rollout.worker_threads import is_async
 
@@ -45,6 +46,7 @@ class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
         extra: Becomes the trajectory's `extra`; starts as the prompt's. Rewards see it.
         uid: The prompt's uid.
         member: Position within the group.
+        sandbox: The trajectory's; see `AgentContext.sandbox`.
     """
 
     base_url: str
@@ -56,6 +58,19 @@ class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
     extra: dict[str, Any]
     uid: str
     member: int
+    sandbox: TrajectorySandbox = msgspec.field(default_factory=TrajectorySandbox)
+
+    if not TYPE_CHECKING:  # for type checkers it has no other attributes
+
+        def __getattr__(self, name: str) -> Any:
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name in ("generate", "call_tools", "observe", "transcript", "tools"):
+                text += (
+                    ": a function of @rollout.agent speaks HTTP with the model, at task.base_url; "
+                    f"context.{name} is for a class, `class Mine(rollout.AgentLoop)` with "
+                    "`async def run(self, context)`"
+                )
+            raise AttributeError(text)
 
     @classmethod
     async def of(cls, context: AgentContext, address: GatewayAddress) -> AgentTask:
@@ -75,6 +90,7 @@ class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
             extra=context.extra,
             uid=context.identity.uid,
             member=context.identity.member,
+            sandbox=context.sandbox,
         )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import attrs
 import msgspec
 
 from rollout.seeds import derive_seed
 from rollout.session_names import session_name
-from rollout.types import Outcome, Prompt
+from rollout.types import Message, Outcome, Prompt
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -59,6 +62,27 @@ def named(prompt: Prompt, uid: str) -> Prompt:
     A trajectory that waits alone keeps the caller's: a copy is a fiftieth of what it holds.
     """
     return prompt if prompt.uid is not None else msgspec.structs.replace(prompt, uid=uid)
+
+
+def continued(message: Any, observation: str | Sequence[Mapping[str, Any]]) -> Any:
+    """A prompt's message whose content goes on with an observation: text, or content parts."""
+    is_mapping = isinstance(message, Mapping)
+    if not is_mapping and not isinstance(message, Message):
+        return message  # it is refused where it is rendered
+    content = message.get("content") if is_mapping else message.parts or message.content
+    if isinstance(observation, str) and isinstance(content, str | None):
+        joined: Any = (content or "") + observation
+    else:
+        joined = [*_parts(content), *_parts(observation)]
+    if is_mapping:
+        return {**message, "content": joined}
+    return msgspec.structs.replace(message, content=joined, parts=())
+
+
+def _parts(content: Any) -> list[Any]:
+    if isinstance(content, str | None):
+        return [{"type": "text", "text": content}] if content else []
+    return [_parts(each)[0] if isinstance(each, str) else each for each in content]
 
 
 @attrs.frozen(kw_only=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 import msgspec
 
 from rollout.agents.budget import generation_budget
-from rollout.agents.identity import Ending, Identity, named
+from rollout.agents.identity import Ending, Identity, continued, named
 from rollout.agents.kept_messages import TurnReader
 from rollout.agents.on_demand import NOT_MADE, ListOnDemand
 from rollout.agents.prompt_sampling import sampling_given
@@ -19,6 +19,7 @@ from rollout.drives import UnresponsiveError
 from rollout.engine.core import WHOLE_ANSWERS
 from rollout.errors import AgentError, EngineError, LimitExceeded
 from rollout.limits import Deadline, PausableDeadline
+from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
 from rollout.types import Outcome, Prompt
 from rollout.utf8 import is_encodable
 
@@ -71,6 +72,7 @@ class TrajectoryState:
         "_extra",
         "_prompt",
         "_restarts",
+        "_sandbox",
         "_tool_rewards",
         "_tools",
         "_turn_scores",
@@ -109,6 +111,7 @@ class TrajectoryState:
         self.log = log
         self.clock = loop_clock()
         self._tools: TrajectoryTools | None = None
+        self._sandbox: TrajectorySandbox | None = None
         self._extra: dict[str, Any] = dict(prompt.extra) if prompt.extra else NOT_MADE
         self.outermost = outermost
         self.reward: Any = None
@@ -123,7 +126,7 @@ class TrajectoryState:
         self.sampled_placeholders = self.truncated_tokens = 0
         self._prompt = prompt
         self.identity = identity
-        if prompt.tools is not None or prompt.tools_kwargs:
+        if prompt.tools is not None or prompt.tools_kwargs or services.tools.opens_first:
             names = self.tools.names  # now, since what the prompt says of them may be wrong
         else:
             names = services.tools.names
@@ -147,6 +150,17 @@ class TrajectoryState:
         self._prompt = prompt = named(self._prompt, self.identity.uid)
         return prompt
 
+    def continue_prompt(self, observations: Sequence[str | Sequence[Mapping[str, Any]]]) -> None:
+        """The last message of the prompt goes on with what tools observed.
+
+        Raises:
+            AgentError: It cannot.
+        """
+        *before, last = self._prompt.messages
+        for observation in observations:
+            last = continued(last, observation)
+        self._prompt = msgspec.structs.replace(self._prompt, messages=[*before, last])
+
     @property
     def given(self) -> Prompt:
         """The same as its caller gave it, perhaps without a uid."""
@@ -163,9 +177,11 @@ class TrajectoryState:
             self._tools = self.services.tools.open_session(
                 uid=self.identity.uid,
                 member=self.identity.member,
-                names=self._prompt.tools,
+                names=self.services.tools.names_for(self._prompt),
                 tools_kwargs=self._prompt.tools_kwargs,
                 extra=self.extra,
+                prompt=self._prompt,
+                sandbox=self.sandbox,
             )
         return self._tools
 
@@ -173,6 +189,33 @@ class TrajectoryState:
     def tools_asked_for(self) -> TrajectoryTools | None:
         """The same; None where nobody has asked for them yet."""
         return self._tools
+
+    @property
+    def sandbox(self) -> TrajectorySandbox:
+        """Its sandbox, which is opened when it is first used."""
+        if self._sandbox is None:
+            services = self.services
+            self._sandbox = TrajectorySandbox(
+                services.sandboxes,
+                services.sandboxes.spec_for(self._prompt.extra),
+                cleanup_s=services.config.limits.cleanup_s,
+            )
+        return self._sandbox
+
+    @property
+    def sandbox_asked_for(self) -> TrajectorySandbox | None:
+        """The same; None where nobody has asked for it yet."""
+        return self._sandbox
+
+    def check_sandbox(self) -> None:
+        """Let the trajectory go on, unless it has lost its sandbox.
+
+        Raises:
+            SandboxError: It has, or got none.
+        """
+        failure = None if self._sandbox is None else self._sandbox.failure
+        if failure is not None:
+            raise type(failure)(str(failure)) from failure
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -186,6 +229,8 @@ class TrajectoryState:
         self._extra = extra
 
     def _has_open_tools(self) -> bool:
+        if self._sandbox is not None and self._sandbox.is_open:
+            return True
         return self._tools is not None and self._tools.has_open_sessions()
 
     def wording_of(self, tools: Sequence[Mapping[str, Any]] | None) -> Wording:

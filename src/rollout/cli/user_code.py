@@ -14,6 +14,7 @@ from rollout.agents.agent_loop import registered_agents
 from rollout.errors import ConfigError
 from rollout.interactions import Interaction
 from rollout.scheduling.reward_signatures import check_group_reward, check_reward
+from rollout.tools.providers import ToolProvider
 from rollout.tools.shipped import is_shipped, shipped_tools
 from rollout.tools.tool_loading import tools_of
 from rollout.user_files import UserCodeError, import_module, make_importable, run_file
@@ -37,19 +38,24 @@ class UserCode:
     #: Those that ``--tools`` and ``--agents`` name, in which users are looked for.
     _named: list[ModuleType] = attrs.field(factory=list)
 
-    def tools(self, values: Sequence[str]) -> list[Tool]:
+    def tools(self, values: Sequence[str]) -> list[Tool | ToolProvider]:
         """The tools of the files and the shipped tools that values of ``--tools`` name.
 
-        Those of a file are the `Tool` objects at its top level, decorated functions included.
+        Those of a file are the `Tool` and `ToolSet` objects at its top level, decorated functions
+        included.
 
         Raises:
             ConfigError: A file cannot be read or run, or has none; or two have one of the same
                 name.
         """
         found: dict[str, tuple[Tool, str]] = {}
-        tools: list[Tool] = []
+        tools: list[Tool | ToolProvider] = []
         for source in _sources(values):
             for tool in self._tools_of(source):
+                if isinstance(tool, ToolProvider):  # its tools' names are known once it is open
+                    if tool not in tools:
+                        tools.append(tool)
+                    continue
                 other, where = found.setdefault(tool.name, (tool, source))
                 if other is tool and tool in tools:  # imported by another file
                     continue
@@ -101,9 +107,9 @@ class UserCode:
             and hasattr(value, "name")
         ]
 
-    def _tools_of(self, source: str) -> list[Tool]:
+    def _tools_of(self, source: str) -> list[Tool | ToolProvider]:
         if is_shipped(source):
-            return shipped_tools([source])
+            return list(shipped_tools([source]))
         option = f"--tools {source}"
         module = self._file(source, option)
         self._named.append(module)

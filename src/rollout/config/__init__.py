@@ -27,6 +27,7 @@ from rollout.config.placements import (
 from rollout.config.recovery_section import RecoveryConfig
 from rollout.config.rewards_section import RewardsConfig
 from rollout.config.sampling_section import SamplingConfig
+from rollout.config.sandbox_section import SandboxConfig
 from rollout.config.scheduling_section import SchedulingConfig
 from rollout.config.sections import (
     EMBEDDED_MODEL,
@@ -63,6 +64,7 @@ __all__ = [
     "RouterConfig",
     "SGLangEngine",
     "SamplingConfig",
+    "SandboxConfig",
     "SchedulingConfig",
     "SimulatedEngine",
     "ToolsConfig",

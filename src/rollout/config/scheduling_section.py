@@ -25,7 +25,8 @@ class SchedulingConfig(Section):
     max_in_flight: Count = 1024
     #: Runs fewer at once while engines are too full to remember the trajectories' prefixes.
     adaptive_admission: Flag = True
-    #: How often a member is run again from its start after its engine failed or was lost.
+    #: How often a member is run again from its start after its engine failed, or its sandbox was
+    #: lost.
     max_retries: Natural = 2
     #: A batch stops early, with an error, once more of its trajectories than this have failed and
     #: they are more than `max_failure_share` of it. None never stops it.

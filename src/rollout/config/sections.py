@@ -42,6 +42,7 @@ from rollout.config.placements import (
 from rollout.config.recovery_section import RecoveryConfig
 from rollout.config.rewards_section import RewardsConfig
 from rollout.config.sampling_section import SamplingConfig
+from rollout.config.sandbox_section import SandboxConfig
 from rollout.config.scheduling_section import SchedulingConfig
 from rollout.config.section_type import Section, annotations_of, faults_of, given_fields
 
@@ -239,6 +240,7 @@ class RolloutConfig(Section):
     limits: LimitsConfig = attrs.field(factory=LimitsConfig)
     agent: AgentConfig = attrs.field(factory=AgentConfig)
     tools: ToolsConfig = attrs.field(factory=ToolsConfig)
+    sandbox: SandboxConfig = attrs.field(factory=SandboxConfig)
     media: MediaConfig = attrs.field(factory=MediaConfig)
     rewards: RewardsConfig = attrs.field(factory=RewardsConfig)
     scheduling: SchedulingConfig = attrs.field(factory=SchedulingConfig)

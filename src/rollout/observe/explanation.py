@@ -13,10 +13,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 #: "place": one among the trajectories in flight; "queue": a place on a replica; "generation": a
-#: replica's tokens; "held": the next call, which it is carried to; "tool", "user", "reward";
+#: replica's tokens; "held": the next call, which it is carried to; "sandbox": that its sandbox is
+#: opened, with the wait for room; "tool", "user", "reward";
 #: "group": the others of its group; "code": its agent's own; "end": what comes after its agent.
 WaitKind = Literal[
-    "place", "queue", "generation", "held", "tool", "user", "reward", "group", "code", "end"
+    "place",
+    "queue",
+    "generation",
+    "held",
+    "sandbox",
+    "tool",
+    "user",
+    "reward",
+    "group",
+    "code",
+    "end",
 ]
 
 _WORDS: dict[WaitKind, str] = {
@@ -24,6 +35,7 @@ _WORDS: dict[WaitKind, str] = {
     "queue": "the engines' queue",
     "generation": "generation on {}",
     "held": "the next call",
+    "sandbox": "its sandbox",
     "tool": "tool {}",
     "user": "its user",
     "reward": "reward{}",
@@ -68,6 +80,7 @@ class TrajectoryWaits:
         uid, group, member: Which one it is.
         seconds: Since it got its place; None while it waits for that.
         waits: What it waits for, at least one thing.
+        sandbox: The id of the one that it has open; "" where it has none.
     """
 
     uid: str
@@ -75,6 +88,7 @@ class TrajectoryWaits:
     member: int
     seconds: float | None
     waits: tuple[Wait, ...]
+    sandbox: str = ""
 
     @property
     def is_unstarted(self) -> bool:
@@ -141,13 +155,17 @@ class Explanation:
     def __str__(self) -> str:
         lines = [line for call in self.calls for line in call.lines()]
         if self.carried:
-            names = ", ".join(f"{row.uid}/{row.member}" for row in self.carried)
+            names = ", ".join(map(_carried, self.carried))
             lines.append(f"carried to the next call: {names}")
         if not lines:
             lines.append("nothing runs")
         if self.replicas:
             lines += ["engines", *_tree([iter([line]) for line in self.replicas])]
         return "\n".join(lines)
+
+
+def _carried(row: TrajectoryWaits) -> str:
+    return f"{row.uid}/{row.member}" + (f" with sandbox {row.sandbox}" if row.sandbox else "")
 
 
 def _counted(rows: Sequence[TrajectoryWaits]) -> str:
@@ -162,6 +180,7 @@ KINDS: dict[WaitKind, str] = {
     "queue": "in the engines' queue",
     "generation": "generating",
     "held": "held",
+    "sandbox": "waiting for their sandbox",
     "tool": "with tools",
     "user": "with users",
     "reward": "with rewards",

@@ -73,6 +73,7 @@ class BlockingRollout(BlockingGroups):
         self._post: Post
         self._calls: set[LoopCall] = set()
         self._is_ready = threading.Event()
+        self._has_ended = False
         started: Future[None] = Future()
         # A daemon: a caller that forgets to close must not hang the exit of its process.
         self._thread = threading.Thread(
@@ -321,8 +322,9 @@ class BlockingRollout(BlockingGroups):
         self._calls.add(call)
         call.future.add_done_callback(lambda _: self._calls.discard(call))
         self._post(lambda: self._accept(call))
-        # The thread may end before the callback runs, and its own sweep may have passed by then.
-        if not self._thread.is_alive():
+        # The loop may end before the callback runs, and its thread's own sweep may have passed by
+        # then.
+        if self._has_ended:
             self._fail_calls()
 
     def _accept(self, call: LoopCall) -> None:
@@ -347,6 +349,7 @@ class BlockingRollout(BlockingGroups):
                 logger.exception("the runtime's thread failed")
         finally:
             self._is_ready.set()
+            self._has_ended = True
             self._fail_calls()
 
     async def _serve(self, open_runtime: Callable[[], Any], started: Future[None]) -> None:

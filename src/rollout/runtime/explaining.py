@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rollout.observe.loop_lag import LoopLag
     from rollout.runtime.group_calls import GroupCalls
     from rollout.runtime.open_calls import OpenCalls
+    from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
     from rollout.scheduling.group_run import GroupRun
     from rollout.scheduling.prompts import Member
 
@@ -86,10 +87,12 @@ def _waits_of(
     identity, scope, since = member.identity, member.scope, member.concluding_since
     started: float | None = None
     waits: list[Wait] = []
+    sandbox: TrajectorySandbox | None = None
     if isinstance(scope, AgentRun):
         started = scope.started
         asked = sorted(requests.get(identity.session_id, ()), key=lambda wait: wait.path)
         waits += [*asked, *_of_agent(scope, now)]
+        sandbox = scope.context.sandbox_asked_for
         waits = waits or [_own_code(scope, now)]
         if began is not None and all(wait.kind == "held" for wait in waits):
             started, waits = None, [Wait("place", now - began)]  # it continues once it has one
@@ -108,11 +111,15 @@ def _waits_of(
         member=identity.member,
         seconds=None if started is None else now - started,
         waits=tuple(waits),
+        sandbox=sandbox.id if sandbox is not None and sandbox.is_open else "",
     )
 
 
 def _of_agent(run: AgentRun, now: float) -> Iterator[Wait]:
     """What it waits for beside engines."""
+    sandbox = run.context.sandbox_asked_for
+    if sandbox is not None and sandbox.opens_since is not None:
+        yield Wait("sandbox", now - sandbox.opens_since)
     calls = run.context.calls_under_way
     for name, since in calls:
         yield Wait("tool", now - since, repr(name))

@@ -104,6 +104,8 @@ def open_rollout(
             a reward function cannot be called like that, or not in `rewards.processes`, or the
             engines cannot do what `sampling` asks of them.
         ToolError: A tool is defined wrongly or cannot run here, or two share a name.
+        SandboxUnavailable: The reward names a sandbox, or `sandbox` a provider or warm ones, and
+            there can be none here.
         EngineError: An engine did not start, or refused to serve with this tokenizer.
         RolloutError: It is left in another task than it was entered in; nothing has happened then.
     """
@@ -247,7 +249,11 @@ async def _open_runtime(
                 with closing(services.texts), closing(services.media):
                     async with open_journal(services, file, fingerprint, run_seed) as journal:
                         runtime = RolloutRuntime(config, runner, threads, tally, run_seed, journal)
-                        async with gateway_of(services), runtime.serving():
+                        async with (
+                            services.sandboxes.serving(is_needed=rewards.needs_sandbox),
+                            gateway_of(services),
+                            runtime.serving(),
+                        ):
                             yield runtime
     finally:
         if processes is not None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from rollout.errors import ConfigError
 from rollout.scheduling.reward_processes import RewardProcesses
 from rollout.scheduling.reward_references import NamedReward, importable, named_reward
 from rollout.scheduling.reward_signatures import (
@@ -13,6 +14,7 @@ from rollout.scheduling.reward_signatures import (
     check_group_reward,
     check_reward,
     of_trajectory,
+    takes_sandbox,
 )
 from rollout.scheduling.rewarding import Rewarding
 from rollout.scheduling.rewards import GroupRewardFunction, RewardFunction, reward_of, rewards_of
@@ -49,6 +51,11 @@ class RewardFunctions:
     single: NamedReward | None
     group: NamedReward | None
 
+    @property
+    def needs_sandbox(self) -> bool:
+        """Whether trajectories are rewarded by a look into their sandboxes."""
+        return self.single is not None and takes_sandbox(self.single.function)
+
 
 def checked(given: GivenRewards, processes: int) -> RewardFunctions:
     """The functions, once they are known to be callable where they are to be called.
@@ -67,6 +74,11 @@ def checked(given: GivenRewards, processes: int) -> RewardFunctions:
         check_reward(single.function)
     if group is not None:
         check_group_reward(group.function)
+    if processes and single is not None and takes_sandbox(single.function):
+        raise ConfigError(
+            f"reward: it names sandbox, which cannot leave this process; expected "
+            f"rewards.processes = 0, not {processes}"
+        )
     for what, each in (("reward", single), ("group_reward", group)):
         if processes and each is not None:
             importable(each, what, processes)
@@ -101,7 +113,8 @@ def rewarding_of(
     count = config.rewards.processes
     if functions.single is not None:
         function = of_trajectory(functions.single.function, tokenizer)
-        single = LocalScorer(function, "reward", reward_of, threads)
+        needs_sandbox = takes_sandbox(functions.single.function)
+        single = LocalScorer(function, "reward", reward_of, threads, takes_sandbox=needs_sandbox)
         if processes is not None:
             keywords = function.keywords if isinstance(function, VerlReward) else None
             ref = importable(functions.single, "reward", count)

@@ -270,6 +270,7 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
             | services.media.abandoned,
             max_running=self.admission.allowed,
             journal=None if self._journal is None else self._journal.statistics(),
+            sandboxes=services.sandboxes.statistics(),
         )
 
     async def _new_run(

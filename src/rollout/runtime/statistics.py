@@ -8,6 +8,7 @@ import attrs
 
 from rollout.engine.driver.recovery import RecoveryCounts
 from rollout.engine.driver.replica_statistics import ReplicaStatistics
+from rollout.sandbox.pool import PoolStatistics
 from rollout.scheduling.journal.open_journal import JournalStatistics
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class RuntimeStatistics:
             their tool, or ``rollout.chat`` where they work on a long text.
         max_running: Trajectories that may run at once now; 0 while admission is paused.
         journal: What became of the journal and of what it held; None where there is none.
+        sandboxes: Those of trajectories; None where none was ever asked for.
         loop_lag_s: Longest delay of the event loop by what this process did, since the start.
         loop_starved_s: Longest delay because the machine did not run the loop's thread.
     """
@@ -57,6 +59,7 @@ class RuntimeStatistics:
     loop_lag_s: float
     loop_starved_s: float
     journal: JournalStatistics | None = None
+    sandboxes: PoolStatistics | None = None
 
 
 def statistics_of(
@@ -67,6 +70,7 @@ def statistics_of(
     abandoned_threads: dict[str, int],
     max_running: int,
     journal: JournalStatistics | None = None,
+    sandboxes: PoolStatistics | None = None,
 ) -> RuntimeStatistics:
     """A snapshot of a runtime."""
     replicas = engines.statistics()
@@ -87,4 +91,5 @@ def statistics_of(
         loop_lag_s=lag.blocked_s or 0.0,
         loop_starved_s=lag.starved_s or 0.0,
         journal=journal,
+        sandboxes=sandboxes,
     )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rollout.agents.context import AgentContext
     from rollout.chat.trajectory import Trajectory
     from rollout.limits import Deadline
+    from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
     from rollout.scheduling.prompts import Member
 
 
@@ -208,6 +209,12 @@ class AgentRun(Supervised[Cause]):
             self._error = self._error or error
             self._conclude(self)
 
+    @property
+    def sandbox(self) -> TrajectorySandbox | None:
+        """That of this attempt, where it has used one; it is to be closed."""
+        sandbox = None if self._context is None else self._context.sandbox_asked_for
+        return sandbox if sandbox is not None and sandbox.was_used else None
+
     def forget(self) -> None:
         """It is concluded: its context, whose deadline refers to it, is not needed any more."""
         self._context = self._error = None
@@ -251,7 +258,11 @@ class _Beginning:
         if context.events.is_on:
             enter_trajectory(context.events, context.identity.number)
         try:
-            code: Any = make_agent(loop).run(context)
+            agent = make_agent(loop)
+            if context.services.tools.opens_first:
+                code: Any = _run_opened(agent, context)
+            else:
+                code = agent.run(context)
         except StopIteration as error:
             raise RuntimeError("the agent raised StopIteration") from error
         if not isinstance(code, CoroutineType):
@@ -265,6 +276,11 @@ class _Beginning:
 
     def close(self) -> None:
         """The same."""
+
+
+async def _run_opened(agent: AgentLoop, context: AgentContext) -> None:
+    await context.open_first()
+    await agent.run(context)
 
 
 async def _awaited(code: Awaitable[None]) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from rollout.limits import Deadline
     from rollout.observe.tally import Tally
+    from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
     from rollout.scheduling.prompts import Cancellable, Member
     from rollout.scheduling.trajectory_runner import TrajectoryRunner
     from rollout.supervision import Supervision
@@ -266,7 +267,12 @@ class MemberRuns:
         self._agents -= 1
         if self._concluding is None or self.is_cancelled:
             self._runner.note(run)
-            self._leave(run)
+            if self._concluding is None or run.sandbox is None:
+                self._leave(run)
+            else:
+                scope = cancel_scope()
+                self._running[scope] = None
+                self._concluding.start_soon(self._close_sandbox, run, run.sandbox, scope)
             return
         scope = cancel_scope()
         self._running[scope] = None
@@ -276,7 +282,11 @@ class MemberRuns:
         again: AgentRun | None = None
         try:
             with scope:
-                trajectory = await self._runner.conclude(run)
+                try:
+                    trajectory = await self._runner.conclude(run)
+                finally:
+                    if run.sandbox is not None:
+                        await run.sandbox.close()
                 if isinstance(trajectory, AgentRun):
                     again = trajectory
                     self._start(again)
@@ -287,6 +297,15 @@ class MemberRuns:
             del self._running[scope]
             if again is None:
                 self._leave(run)
+
+    async def _close_sandbox(
+        self, run: AgentRun, sandbox: TrajectorySandbox, scope: anyio.CancelScope
+    ) -> None:
+        try:
+            await sandbox.close()
+        finally:
+            del self._running[scope]
+            self._leave(run)
 
     def _leave(self, run: AgentRun) -> None:
         """Give the member's place back: nothing of it can be cancelled any more."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.errors import ConfigError
 from rollout.types import Reward
+from rollout.worker_threads import is_async
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -16,12 +17,15 @@ if TYPE_CHECKING:
 
 #: What verl gives to a ``compute_score``, always by keyword.
 VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+#: What a function names that looks into the trajectory's sandbox; given by keyword.
+SANDBOX = "sandbox"
+_BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 #: The one that no function of a trajectory has.
 _TELLING = "solution_str"
 #: One that TRL's trainer gives to its reward functions.
 _OF_TRL = "completions"
 EXPECTED = (
-    "expected reward(trajectory) -> float | Reward, or verl's "
+    "expected reward(trajectory) -> float | Reward, async reward(trajectory, sandbox), or verl's "
     f"compute_score({', '.join(VERL_ARGUMENTS)})"
 )
 
@@ -51,6 +55,11 @@ def check_reward(function: Any, what: str = "reward") -> None:
             fault = f"takes {missing} too, which nobody gives" if missing else ""
         elif _OF_TRL in signature.parameters:
             fault = "is called with lists by TRL's trainer, here with one trajectory at a time"
+        elif takes_sandbox(function):
+            if not _binds(signature, object(), sandbox=object()):
+                fault = "cannot be called with one trajectory and its sandbox"
+            elif not is_async(function):
+                fault = "names sandbox, whose methods are awaited, and is not async"
         elif not _binds(signature, object()):
             fault = "cannot be called with one trajectory"
     if fault:
@@ -65,7 +74,9 @@ def check_group_reward(function: Any, what: str = "group_reward") -> None:
     """
     signature = _signature(function) if callable(function) else None
     fault = _fault(function)
-    if signature is not None and not fault and not _binds(signature, object()):
+    if signature is not None and not fault and takes_sandbox(function):
+        fault = "names sandbox, and the members of a group have none any more: use reward"
+    elif signature is not None and not fault and not _binds(signature, object()):
         fault = "cannot be called with one group"
     if fault:
         raise ConfigError(f"{what} = {_shown(function)}: {fault}; {EXPECTED_OF_GROUP}")
@@ -125,6 +136,18 @@ def _shown(function: Any) -> str:
         return f"{function!r:.200}"
     bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     return f"{name}{signature.replace(parameters=bare, return_annotation=signature.empty)}"
+
+
+def takes_sandbox(function: Any) -> bool:
+    """Whether a function names ``sandbox`` as another parameter than its first."""
+    signature = _signature(function)
+    if signature is None or _is_of_verl(signature):
+        return False
+    parameters = signature.parameters
+    parameter = parameters.get(SANDBOX)
+    if parameter is None or parameter.kind not in _BY_KEYWORD:
+        return False
+    return parameter.kind is parameter.KEYWORD_ONLY or next(iter(parameters)) != SANDBOX
 
 
 def taken_by_verl(function: Any) -> tuple[str, ...]:

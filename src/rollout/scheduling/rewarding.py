@@ -24,13 +24,14 @@ from rollout.scheduling.finished import end_without_reward, exclude
 from rollout.scheduling.prompts import Member
 from rollout.scheduling.reward_processes import RewardRaisedError
 from rollout.scheduling.rewards import GROUP_REWARD, REWARD, apply_reward
-from rollout.scheduling.scorers import Scorer
+from rollout.scheduling.scorers import LocalScorer, Scorer
 from rollout.scheduling.trajectory_events import tell_rewarded
 from rollout.scopes import passing_of
 from rollout.supervised import SupervisedCall, Supervisor
 from rollout.types import Cause, Outcome, Reward
 
 if TYPE_CHECKING:
+    from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
     from rollout.scheduling.ended_groups import Ended
 
 logger = logging.getLogger("rollout.scheduling")
@@ -141,7 +142,12 @@ class Rewarding:
     events: EventStream
 
     async def reward(
-        self, member: Member, trajectory: Trajectory, supervision: Supervisor, deadline: Deadline
+        self,
+        member: Member,
+        trajectory: Trajectory,
+        supervision: Supervisor,
+        deadline: Deadline,
+        sandbox: Callable[[], TrajectorySandbox],
     ) -> None:
         """Ask for the reward of a trajectory; where none is learned, its outcome says why.
 
@@ -149,6 +155,7 @@ class Rewarding:
             member: Whose trajectory it is.
             supervision: Sees that the function ends.
             deadline: The batch's.
+            sandbox: Gives the trajectory's, for a function that names it.
         """
         assert self.single is not None
         call = _Call(members=[member], supervision=supervision, deadline=deadline)
@@ -156,7 +163,10 @@ class Rewarding:
         what = f"reward of trajectory {trajectory.uid}/{trajectory.member}"
         names = _Names(REWARD_REASON, REWARD, what)
         measured = dict(trajectory.metrics)
-        answer = await self._ask(self.single, partial(_copied, trajectory), call, names)
+        scorer = self.single
+        if isinstance(scorer, LocalScorer) and scorer.takes_sandbox:
+            scorer = scorer.with_sandbox(sandbox())
+        answer = await self._ask(scorer, partial(_copied, trajectory), call, names)
         answer = _with_metrics(trajectory, measured, answer, names)
         if isinstance(answer, Unrewarded):
             answer.end(trajectory)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
 
     from rollout.chat.trajectory import Trajectory
     from rollout.function_refs import FunctionRef
+    from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
     from rollout.scheduling.reward_processes import RewardProcesses
     from rollout.worker_threads import WorkerThreads
 
@@ -51,6 +54,7 @@ class LocalScorer(Scorer[S, A]):
         function: The user's.
         name: Of its threads.
         check: Makes of what it returns what is wanted.
+        takes_sandbox: Whether it is called with a `sandbox` too; see `with_sandbox`.
     """
 
     def __init__(
@@ -59,13 +63,21 @@ class LocalScorer(Scorer[S, A]):
         name: str,
         check: Callable[[Any, S], A],
         threads: WorkerThreads,
+        *,
+        takes_sandbox: bool = False,
     ) -> None:
-        self._function = function
+        self._function, self.takes_sandbox = function, takes_sandbox
         self._is_async = is_async(function)
         self._name = name
         self._check = check
         self._threads = threads
         self.when_late = "" if self._is_async else "; its thread is left behind"
+
+    def with_sandbox(self, sandbox: TrajectorySandbox) -> LocalScorer[S, A]:
+        """One that gives its function this sandbox."""
+        other = copy.copy(self)
+        other._function = functools.partial(self._function, sandbox=sandbox)
+        return other
 
     async def score(self, subject: S, begin: Callable[[], None]) -> A:
         """See `Scorer`."""

@@ -18,6 +18,7 @@ from rollout.agents.turn_end import natural_ending
 from rollout.errors import (
     AgentError,
     ConfigError,
+    SandboxLost,
     TemplateError,
     ToolError,
 )
@@ -48,8 +49,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rollout.scheduling")
 
-#: Reason of a failure that is the engine's, not the agent's, even where it passed through its code.
-ENGINE = "engine"
+#: Reasons of failures that are the engine's or the sandbox's, not the agent's, even where they
+#: passed through its code.
+ENGINE, SANDBOX = "engine", "sandbox"
 
 
 @attrs.frozen(kw_only=True)
@@ -86,16 +88,19 @@ class TrajectoryRunner:
     async def conclude(self, run: AgentRun) -> Trajectory | AgentRun:
         """The trajectory of an attempt that has ended; whatever happened to it is in its outcome.
 
-        Or another attempt, from the start, for a member whose engine failed a request, or one of
-        whose tools cannot continue. Of a lost replica, whose requests resume elsewhere, it learns
-        nothing.
+        Or another attempt, from the start, for a member whose engine failed a request, whose
+        sandbox was lost, or one of whose tools cannot continue. Of a lost replica, whose requests
+        resume elsewhere, it learns nothing.
         """
         if run.rejection is not None:
             return rejected(run.member, run.rejection)
         self.note(run)
         context, scheduling = run.context, self.services.config.scheduling
         ending, cause = _judged(run)
-        if ending.reason == ENGINE and run.attempt <= scheduling.max_retries:
+        is_lost = ending.reason == ENGINE or (
+            ending.reason == SANDBOX and _has_lost_sandbox(context)
+        )
+        if is_lost and run.attempt <= scheduling.max_retries:
             return run.again(calls_of(run))
         log = run.member.log
         if log is not None and context.tools.unrestored and not run.was_cancelled:
@@ -114,6 +119,10 @@ class TrajectoryRunner:
             exclude(trajectory)
         if trajectory.trainable:
             await self._reward(run, trajectory)
+        sandbox = context.sandbox_asked_for
+        if sandbox is not None and sandbox.opened:
+            trajectory.metrics["sandboxes"] = sandbox.opened
+            trajectory.metrics["sandbox_wait_s"] = sandbox.wait_s
         trajectory.metrics["total_s"] = run.supervision.clock() - run.started - _held_s(run.member)
         for segment in trajectory.segments:
             if isinstance(segment.messages, KeptMessages):
@@ -129,7 +138,9 @@ class TrajectoryRunner:
             supervision, deadline = run.supervision, run.batch_deadline
             if events.is_on:
                 enter_trajectory(events, run.member.identity.number)
-            await self.rewarding.reward(run.member, trajectory, supervision, deadline)
+            await self.rewarding.reward(
+                run.member, trajectory, supervision, deadline, lambda: run.context.sandbox
+            )
         else:  # no time is left to learn its reward
             exclude(trajectory)
 
@@ -159,6 +170,10 @@ class TrajectoryRunner:
             )
         except ConfigError as error:
             raise RejectedPrompt("bad_sampling", str(error)) from None
+        try:
+            self.services.sandboxes.spec_for(prompt.extra)
+        except ConfigError as error:
+            raise RejectedPrompt("bad_sandbox", f"extra: {error}") from None
         vocab_size = self.services.engines.info.vocab_size
         foreign = [token for token in sampling.stop_token_ids if token >= vocab_size]
         if foreign and vocab_size:
@@ -188,6 +203,12 @@ class TrajectoryRunner:
         if log is not None:
             log.begin()
         return loop, context
+
+
+def _has_lost_sandbox(context: AgentContext) -> bool:
+    """Whether a sandbox that there was has ended; what could not be opened was tried again."""
+    sandbox = context.sandbox_asked_for
+    return sandbox is not None and isinstance(sandbox.failure, SandboxLost)
 
 
 def _held_s(member: Member) -> float:
@@ -229,6 +250,10 @@ def _judged(run: AgentRun) -> tuple[Ending, Cause | None]:
         return Ending(outcome=Outcome.FAILED, reason=reason), cause
     if run.was_cancelled:
         return _ending_of_cancelled(run.member, context.deadline.now), None
+    sandbox = context.sandbox_asked_for
+    if sandbox is not None and sandbox.failure is not None:
+        kind, message = type(sandbox.failure).__qualname__, str(sandbox.failure)
+        return Ending(outcome=Outcome.FAILED, reason=SANDBOX), Cause(type=kind, message=message)
     if context.ending is not None:
         return context.ending, cause
     ending = _natural_ending(context)

@@ -194,7 +194,10 @@ def _attempt_anomalies(
         yield f"{spans} generated spans, but its engines answered {final} times"
     attempts = int(trajectory.metrics.get("attempts", 1))
     failures = sum(each.is_engine_failure for each in records)
-    if attempts - 1 > min(failures, config.scheduling.max_retries):
+    may_fail = config.scheduling.max_retries  # lost sandboxes, of which engines know nothing
+    if "sandboxes" not in trajectory.metrics:
+        may_fail = min(failures, may_fail)
+    if attempts - 1 > may_fail:
         yield f"{attempts} attempts after {failures} failures of engines"
     if attempts == 1 and earlier:
         yield f"{len(earlier)} answers of engines are not in its transcript"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
@@ -11,6 +12,7 @@ import anyio.lowlevel
 from rollout.bridge import cancel_scope, native_cancellations
 from rollout.drives import UnresponsiveError
 from rollout.errors import LimitExceeded, ToolError
+from rollout.limits import PausableDeadline, call_deadline
 from rollout.scopes import first_leaf, passing_of
 from rollout.supervised import Duty, in_own_task, is_given_up
 from rollout.types import text_of
@@ -48,6 +50,7 @@ async def attempt(
     shield: bool = False,
     owns_task: bool = False,
     grace_s: float | None = None,
+    outer: Deadline | None = None,
 ) -> T:
     """What ``action(*args)`` returns.
 
@@ -62,6 +65,8 @@ async def attempt(
             scope asked for is the action's own doing.
         grace_s: How long it may take after a cancellation from outside; where it is shielded, until
             its deadline.
+        outer: Up to where the deadline is put off while the runtime lets the action wait; None: it
+            is not.
 
     A cancellation that was not requested is the action's own in any case: on asyncio, awaiting a
     cancelled task raises one.
@@ -73,17 +78,48 @@ async def attempt(
     cancellations = 0 if owns_task else native_cancellations()
     if grace_s is None:
         grace_s = math.inf if shield else 0.0
+    clock = None if outer is None else PausableDeadline(deadline, outer)
     try:
         with (
-            Duty(what, deadline.fires_at, grace_s=grace_s),
+            Duty(what, deadline.fires_at, grace_s=grace_s) as duty,
             cancel_scope(deadline.fires_at, shield=shield) as scope,
         ):
-            return await action(*args)
+            if clock is None:
+                return await action(*args)
+            clock.govern(_Bounds(scope, duty))
+            token = call_deadline.set(clock)
+            try:
+                return await action(*args)
+            finally:
+                with suppress(ValueError):  # it is closed by force, from elsewhere
+                    call_deadline.reset(token)
     except BaseException as error:
         _let_pass(error, is_unasked=owns_task or native_cancellations() == cancellations)
+        deadline = deadline if clock is None else clock.now
         if not (scope.cancel_called and anyio.current_time() >= deadline.at):
             raise CallError(describe(error)) from error
     raise deadline.error()
+
+
+class _Bounds:
+    """What ends an action at its deadline, and what sees that it has ended then."""
+
+    __slots__ = ("_duty", "_scope")
+
+    def __init__(self, scope: Any, duty: Duty) -> None:
+        self._scope, self._duty = scope, duty
+
+    @property
+    def deadline(self) -> float:
+        """When it is cancelled."""
+        at: float = self._scope.deadline
+        return at
+
+    @deadline.setter
+    def deadline(self, at: float) -> None:
+        self._scope.deadline = at
+        if self._duty.drive is not None:
+            self._duty.drive.owner.put_off(self._duty, at)
 
 
 async def attempt_at_once(action: Callable[..., Awaitable[T]], *args: object) -> T:
@@ -109,7 +145,12 @@ def _let_pass(error: BaseException, *, is_unasked: bool) -> None:
 
 
 async def attempt_unhurried(
-    action: Callable[[], Awaitable[T]], deadline: Deadline, *, what: str, grace_s: float
+    action: Callable[[], Awaitable[T]],
+    deadline: Deadline,
+    *,
+    what: str,
+    grace_s: float,
+    outer: Deadline | None = None,
 ) -> T:
     """`attempt`, except that cancellation from outside leaves `action` another `grace_s`.
 
@@ -130,7 +171,9 @@ async def attempt_unhurried(
         with anyio.CancelScope(shield=True) as scope:
             group.start_soon(end_after_cancellation)
             try:
-                got = await attempt(action, deadline=deadline, what=what, grace_s=grace_s)
+                got = await attempt(
+                    action, deadline=deadline, what=what, grace_s=grace_s, outer=outer
+                )
                 outcome.append(got)
             except (CallError, LimitExceeded, KeyboardInterrupt) as error:
                 failure = error  # raised here it would leave in a group

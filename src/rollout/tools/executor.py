@@ -24,7 +24,9 @@ logger = logging.getLogger("rollout.tools")
 _NO_KWARGS: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 
 if TYPE_CHECKING:
+    from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
     from rollout.tools.truncate import TruncateSide
+    from rollout.types import Prompt
     from rollout.worker_threads import WorkerThreads
 
 
@@ -61,6 +63,9 @@ class ToolExecutor:
         tally: Tally | None = None,
     ) -> None:
         self._tools = _by_name([_as_tool(tool) for tool in tools])
+        self._chooses = any(
+            type(tool).is_offered is not Tool.is_offered for tool in self._tools.values()
+        )
         self._warned: set[tuple[str, object]] = set()
         self._processes = ToolProcesses(max_processes=max_processes, cleanup_s=cleanup_s)
         self._kit = Toolkit(
@@ -77,12 +82,28 @@ class ToolExecutor:
             processes=self._processes,
             has_states=any(tool.stateful for tool in self._tools.values()),
             tally=tally or Tally(),
+            opens_first=any(tool.opens_first for tool in self._tools.values()),
         )
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all tools, in the order given."""
         return tuple(self._tools)
+
+    @property
+    def opens_first(self) -> bool:
+        """Whether trajectories open tools before their agent begins."""
+        return self._kit.opens_first
+
+    def names_for(self, prompt: Prompt) -> Sequence[str] | None:
+        """Names of the tools that a prompt is offered; None: all.
+
+        Raises:
+            ToolError: It asks wrongly for one.
+        """
+        if prompt.tools is not None or not self._chooses:
+            return prompt.tools
+        return tuple(name for name, tool in self._tools.items() if tool.is_offered(prompt))
 
     async def prepare(self) -> None:
         """Let each tool make sure that it can answer here.
@@ -113,6 +134,8 @@ class ToolExecutor:
         names: Sequence[str] | None = None,
         tools_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
         extra: dict[str, Any] | None = None,
+        prompt: Prompt | None = None,
+        sandbox: TrajectorySandbox | None = None,
     ) -> TrajectoryTools:
         """The tools of one trajectory; each is opened at its first call. The caller closes them.
 
@@ -130,6 +153,8 @@ class ToolExecutor:
             member=member,
             kwargs=kwargs,
             extra={} if extra is None else extra,
+            prompt=prompt,
+            sandbox=sandbox,
         )
 
     def _useful(

@@ -33,6 +33,7 @@ class OpenSessions:
         opened: Those that are open, by tool. Calls under way keep what they found here, of which
             nothing is taken away.
         is_closed: Whether they were closed.
+        reward: The sum of what those gave that decide the trajectory's reward; None where none did.
         unrestored: A tool that could not be given the state that it had, and why; "" where all were
             that had to be.
     """
@@ -46,6 +47,7 @@ class OpenSessions:
         "_tools",
         "is_closed",
         "opened",
+        "reward",
         "unrestored",
     )
 
@@ -62,6 +64,7 @@ class OpenSessions:
         self._tool_s = tool_s
         self._cleanup_s = cleanup_s
         self.opened: dict[str, ToolSession] = {}
+        self.reward: float | None = None
         #: Those that are to be closed, the last one first.
         self._ending: list[tuple[str, ToolSession]] = []
         self.is_closed, self.unrestored = False, ""
@@ -86,7 +89,9 @@ class OpenSessions:
         """Whether `open` of this tool waits for nothing."""
         return isinstance(self._tools[name], FunctionTool)
 
-    async def open(self, name: str, turn_deadline: Deadline, *, is_alone: bool = True) -> None:
+    async def open(
+        self, name: str, turn_deadline: Deadline, *, is_alone: bool = True, is_first: bool = False
+    ) -> None:
         """Open a tool that is not open, or has another state than the one that was recalled.
 
         Args:
@@ -94,6 +99,7 @@ class OpenSessions:
             turn_deadline: That of the calls that need it.
             is_alone: Whether no other calls are under way: a session that is replaced is closed
                 then, else at the end.
+            is_first: Before the agent begins: ``limits.tool_s`` does not count.
 
         Raises:
             OpenFailure: It raised, took longer than ``limits.tool_s``, or returned no session.
@@ -108,7 +114,9 @@ class OpenSessions:
             if is_alone:
                 await self._close_ending()
         tool, context = self._tools[name], self._contexts[name]
-        deadline = Deadline.after(self._tool_s, "limits.tool_s", outer=turn_deadline)
+        deadline = turn_deadline
+        if not is_first:
+            deadline = Deadline.after(self._tool_s, "limits.tool_s", outer=turn_deadline)
         restored: ToolSession | None = None
 
         def failure(why: str) -> Exception:
@@ -140,9 +148,10 @@ class OpenSessions:
                     deadline,
                     what=f"open of tool {name!r}",
                     grace_s=self._cleanup_s,
+                    outer=turn_deadline,
                 )
-        except LimitExceeded:
-            if deadline is turn_deadline:
+        except LimitExceeded as limit:
+            if limit.source == turn_deadline.source:
                 raise
             raise failure(timed_out(deadline)) from None
         except Exception as error:
@@ -192,22 +201,38 @@ class OpenSessions:
     async def _open_recalled(self) -> None:
         """What was used before has its say about the trajectory too."""
         for name in [name for name in self._recalled or () if name not in self]:
-            never = Deadline.after(None, "limits.tool_s")  # `open` has a limit of its own
+            never = Deadline.after(None, "limits.turn_s")  # `open` has a limit of its own
             try:
                 await self.open(name, never)
             except (OpenFailure, LimitExceeded) as error:
                 logger.warning("tool %r: has no reward of a resumed trajectory: %s", name, error)
 
     async def calc_rewards(self) -> list[float]:
-        """Rewards of the open tools, in the order of their first use; what fails is logged."""
+        """Rewards of the open tools, in the order of their first use; what fails is logged.
+
+        Raises:
+            ToolError: The one that failed decides the trajectory's reward.
+        """
         await self._open_recalled()
         rewards: dict[str, float] = {}
         asked = self._overriding("calc_reward")
         if asked:
-            await run_side_by_side([partial(self._ask_reward, rewards, *pair) for pair in asked])
+            failures: list[ToolError] = []
+            jobs = [partial(self._ask_reward, rewards, failures, *pair) for pair in asked]
+            await run_side_by_side(jobs)
+            if failures:
+                raise failures[0]
+            decided = [rewards[n] for n, each in asked if each.decides_reward and n in rewards]
+            self.reward = sum(decided) if decided else None
         return [rewards[name] for name, _ in asked if name in rewards]
 
-    async def _ask_reward(self, rewards: dict[str, float], name: str, session: ToolSession) -> None:
+    async def _ask_reward(
+        self,
+        rewards: dict[str, float],
+        failures: list[ToolError],
+        name: str,
+        session: ToolSession,
+    ) -> None:
         deadline = Deadline.after(self._tool_s, "limits.tool_s")
         try:
             value: Any = await attempt(
@@ -217,7 +242,12 @@ class OpenSessions:
                 owns_task=True,
             )
         except (CallError, LimitExceeded) as error:
-            logger.warning("tool %r: calc_reward failed: %s", name, error)
+            if session.decides_reward:
+                failure = ToolError(f"tool {name!r}: calc_reward failed: {error}")
+                failure.__cause__ = error
+                failures.append(failure)
+            else:
+                logger.warning("tool %r: calc_reward failed: %s", name, error)
             return
         reward = as_reward(value)
         if reward is not None:

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
+
+    from rollout.tools.tool import Tool
+
+
+class ToolProvider(ABC):
+    """Has several tools while it is open; may stand among the tools of `load_tools`."""
+
+    @abstractmethod
+    async def __aenter__(self) -> list[Tool]:
+        """Its tools."""
+
+    async def __aexit__(self, *error: object) -> None:  # noqa: B027  (most hold nothing)
+        """Release what they hold."""
 
 
 @asynccontextmanager

@@ -13,6 +13,7 @@ import anyio
 
 from rollout.bridge import loop_clock, runs_on_trio
 from rollout.errors import LimitExceeded, ToolError
+from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
 from rollout.tools.attempt import CallError, attempt, attempt_at_once, run_side_by_side
 from rollout.tools.call_turn import CallTurn, PlacedCall, acquire
 from rollout.tools.open_sessions import OpenFailure, OpenSessions, timed_out
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from rollout.tools.gate import ToolGate
     from rollout.tools.tool import Tool, ToolSession
     from rollout.tools.toolkit import Toolkit
+    from rollout.types import Prompt
 
 logger = logging.getLogger("rollout")
 
@@ -69,6 +71,8 @@ class RunningCalls:
         "_member",
         "_metrics",
         "_opening",
+        "_prompt",
+        "_sandbox",
         "_serial",
         "_sessions",
         "_tools",
@@ -93,12 +97,15 @@ class RunningCalls:
         member: int,
         kwargs: Mapping[str, Mapping[str, Any]],
         extra: dict[str, Any],
+        prompt: Prompt | None = None,
+        sandbox: TrajectorySandbox | None = None,
     ) -> None:
+        self._sandbox = sandbox or TrajectorySandbox()
         self.seconds, self.idle_since, self.is_closed = 0.0, 0.0, False
         self._under_way: dict[tuple[CallTurn, int], tuple[ToolCall, float]] | None = None
         self.calls = self.errors = self.invalid_in_a_row = self._turns_under_way = 0
         self._clock, self._is_on_trio = loop_clock(), runs_on_trio()
-        self.kit, self._tools = kit, tools
+        self.kit, self._tools, self._prompt = kit, tools, prompt
         self._uid, self._member, self._kwargs, self._extra = uid, member, kwargs, extra
         # Made when they are needed: many trajectories wait long before their first call.
         self._metrics: dict[str, float] | None = None
@@ -132,8 +139,10 @@ class RunningCalls:
                 uid=self._uid,
                 member=self._member,
                 threads=self.kit.threads,
+                prompt=self._prompt,
                 processes=self.kit.processes,
                 extra=self._extra,
+                sandbox=self._sandbox,
             )
             self._contexts = ToolContexts(context, self._kwargs)
         return self._contexts
@@ -418,10 +427,16 @@ class RunningCalls:
         try:
             owns = not self._is_on_trio
             return await attempt(
-                _answer, session, call, deadline=deadline, what=what, owns_task=owns
+                _answer,
+                session,
+                call,
+                deadline=deadline,
+                what=what,
+                owns_task=owns,
+                outer=turn.deadline,
             )
-        except LimitExceeded:
-            if deadline is turn.deadline:
+        except LimitExceeded as limit:
+            if limit.source == turn.deadline.source:
                 raise
             raise CallError(timed_out(deadline)) from None
 

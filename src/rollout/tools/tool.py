@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
 from rollout.tools.policy import ToolPolicy
 from rollout.tools.tool_processes import ToolProcesses
+from rollout.types import Prompt
 from rollout.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
@@ -36,16 +38,21 @@ class ToolContext(msgspec.Struct, frozen=True, kw_only=True):
         extra: Becomes the trajectory's `extra`; starts as the prompt's. Rewards and users see it.
         state: Shared by the tools of this trajectory, and by no other trajectory.
         threads: Where sync code runs: ``await context.threads.run(name, function, *args)``.
+        prompt: What the trajectory starts from; None where the tools are used without one.
         processes: Where functions with ``isolation="process"`` run.
+        sandbox: The trajectory's, which is opened when it is first used, and closed after its
+            reward; the same for its agent and all its tools.
     """
 
     uid: str
     member: int
     threads: WorkerThreads
+    prompt: Prompt | None = None
     processes: ToolProcesses | None = None
     kwargs: Mapping[str, Any] = msgspec.field(default_factory=lambda: _NO_KWARGS)
     extra: dict[str, Any] = msgspec.field(default_factory=dict)
     state: dict[str, Any] = msgspec.field(default_factory=dict)
+    sandbox: TrajectorySandbox = msgspec.field(default_factory=TrajectorySandbox)
 
     @property
     def create_kwargs(self) -> Mapping[str, Any]:
@@ -86,11 +93,22 @@ class ToolSession(ABC):
         serial: Calls to sessions that have the same object here run one after another, in the order
             in which the model wrote them: for tools with a state that outlives a call, such as an
             interpreter. None: the calls of one turn are begun in that order and run at once.
+        decides_reward: Whether `calc_reward` is the trajectory's reward, where neither the agent
+            nor a reward function gives one. What it raises then fails the trajectory.
     """
 
     __slots__ = ()
 
     serial: object | None = None
+    decides_reward: bool = False
+
+    async def begin(self) -> str | Sequence[Mapping[str, Any]] | None:
+        """Begin the trajectory of a tool that `opens_first`; called once it is open.
+
+        Returns a text, or a list of content parts, that continues the prompt's last message; None
+        for nothing. What it raises fails the trajectory.
+        """
+        return None
 
     async def snapshot(self) -> Any:
         """The state that later calls build on, as plain data; see `Tool.stateful`.
@@ -136,12 +154,16 @@ class Tool(ABC):
             trajectory that is resumed from a journal gets the answers that it had, and no call runs
             twice; where a stateful tool was called it begins from its start instead, unless the
             tool's sessions have `ToolSession.snapshot` and `ToolSession.restore`.
+        opens_first: Whether each trajectory that is offered it opens it before its agent begins, in
+            place of at the first call: it may take as long as the trajectory then, and where it
+            raises the trajectory fails.
     """
 
     name: str
     schema: dict[str, Any]
     policy: ToolPolicy = ToolPolicy()
     stateful: bool = True
+    opens_first: bool = False
 
     async def prepare(self) -> None:  # noqa: B027  (most tools need none)
         """Make sure that calls can be answered: once as a runtime opens, before any work.
@@ -149,6 +171,14 @@ class Tool(ABC):
         Raises:
             ToolError: They cannot; nothing is started then.
         """
+
+    def is_offered(self, prompt: Prompt) -> bool:
+        """Whether a prompt is offered it that names no tools.
+
+        Raises:
+            ToolError: The prompt asks wrongly for it; its trajectories are rejected.
+        """
+        return True
 
     def unused_kwargs(self, kwargs: Mapping[str, Any]) -> list[str]:
         """Those of a prompt's kwargs that this tool has no use for; a warning names them once."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollout.errors import ToolError
+from rollout.tools.providers import ToolProvider
 from rollout.tools.tool import Tool
 from rollout.tools.verl_functions import forget_in_verl, registered_in_verl
 from rollout.user_files import UserCodeError, run_file
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 
-def load_tools(path: str | Path) -> list[Tool]:
+def load_tools(path: str | Path) -> list[Tool | ToolProvider]:
     """The tools at the top level of a Python file, which is run: decorated functions and objects.
 
     Functions decorated with verl's own ``function_tool`` count too. The file's directory becomes
@@ -40,8 +41,8 @@ def load_tools(path: str | Path) -> list[Tool]:
     return found
 
 
-def tools_of(module: ModuleType) -> list[Tool]:
+def tools_of(module: ModuleType) -> list[Tool | ToolProvider]:
     """The tools at the top level of a module."""
     values = vars(module).values()
-    ours = list({id(value): value for value in values if isinstance(value, Tool)}.values())
-    return [*ours, *registered_in_verl(module)]
+    ours = {id(value): value for value in values if isinstance(value, Tool | ToolProvider)}
+    return [*ours.values(), *registered_in_verl(module)]

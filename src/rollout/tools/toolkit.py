@@ -56,6 +56,7 @@ class Toolkit(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         checks, gates: By tool.
         has_states: Whether any of them has a state; see `Tool.stateful`.
+        opens_first: Whether any of them does; see `Tool.opens_first`.
         threads, processes: Where sync and isolated code runs.
         tally: Counts the calls.
     """
@@ -67,6 +68,7 @@ class Toolkit(msgspec.Struct, frozen=True, kw_only=True):
     processes: ToolProcesses
     has_states: bool = True
     tally: Tally = msgspec.field(default_factory=Tally)
+    opens_first: bool = False
 
     def fault(self, call: ToolCall, known: Collection[str], contexts: ToolContexts) -> str | None:
         """Why this call cannot be run as it is, where only `known` tools may be called."""

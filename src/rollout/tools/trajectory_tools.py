@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rollout.errors import ToolError
+from rollout.limits import Deadline
+from rollout.tools.open_sessions import OpenFailure
 from rollout.tools.results import with_error
 from rollout.tools.running_calls import RunningCalls
 from rollout.types import InvalidToolCall, ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
-    from rollout.limits import Deadline
     from rollout.tools.answers import Answers, States
     from rollout.tools.results import ToolResult
 
@@ -49,6 +51,29 @@ class TrajectoryTools(RunningCalls):
     def schemas(self) -> list[dict[str, Any]]:
         """Schemas of the tools offered to this trajectory."""
         return [tool.schema for tool in self._tools.values()]
+
+    @property
+    def reward(self) -> float | None:
+        """The sum of what tools gave that decide the trajectory's reward; None where none did."""
+        return None if self._sessions is None else self._sessions.reward
+
+    async def open_first(self) -> list[str | Sequence[Mapping[str, Any]]]:
+        """Open and begin the tools with `Tool.opens_first`; what they observe, in their order.
+
+        What `ToolSession.begin` raises leaves as itself.
+
+        Raises:
+            ToolError: One could not be opened.
+        """
+        never = Deadline.after(None, "limits.trajectory_s")  # which the agent's supervision keeps
+        for name, tool in self._tools.items():
+            if tool.opens_first and name not in self.sessions:
+                try:
+                    await self.sessions.open(name, never, is_first=True)
+                except OpenFailure as error:
+                    raise ToolError(str(error)) from error.__cause__
+        observations = [await each.begin() for each in list(self.sessions.opened.values())]
+        return [each for each in observations if each is not None]
 
     def recall(
         self,
@@ -92,6 +117,9 @@ class TrajectoryTools(RunningCalls):
 
         A tool without a reward has no entry, nor has one whose `calc_reward` fails or takes longer
         than ``limits.tool_s``: that is logged.
+
+        Raises:
+            ToolError: The one that failed decides the trajectory's reward.
         """
         return [] if self._sessions is None else await self._sessions.calc_rewards()
 

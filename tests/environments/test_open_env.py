@@ -1,0 +1,238 @@
+"""Environments behind OpenEnv's WebSocket, against a server of the same messages."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+
+import rollout
+from open_env_server import SCHEMA, EchoServer, serving
+from rollout import EnvironmentAgent, Outcome, Prompt, Trajectory, register_agent
+from rollout.config import AgentConfig, LimitsConfig
+from rollout.environments import OpenEnv, OpenEnvError
+from rollout.testing import Scenario
+from rollout.testing.scenario import tool_call
+
+pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])]
+
+LIMITS = LimitsConfig(
+    generation_s=20, tool_s=10, turn_s=40, trajectory_s=60, batch_s=500, cleanup_s=2
+)
+
+
+@pytest.fixture
+def echo() -> EchoServer:
+    return EchoServer()
+
+
+@pytest.fixture
+def url(echo: EchoServer) -> Iterator[str]:
+    with serving(echo) as url:
+        yield url
+
+
+def prompts(count: int = 1, **extra: Any) -> list[Prompt]:
+    said = [{"role": "user", "content": "Echo."}]
+    return [Prompt(messages=said, uid=f"p{n}", extra=extra) for n in range(count)]
+
+
+def scenario(*turns: str) -> Scenario:
+    first, *rest = turns
+    made = Scenario(seed=1).timing(base_s=0.001, slope_s=0.0, prefill_tokens_per_s=1e9)
+    made = made.reply("Echo", first)
+    for text in rest:
+        made = made.then(text)
+    return made
+
+
+async def act_by_text(
+    server: OpenEnv, *turns: str, given: list[Prompt] | None = None, **options: Any
+) -> list[Trajectory]:
+    name = f"plays_{server.url}"
+    register_agent(name)(EnvironmentAgent(server))
+    options.setdefault("limits", LIMITS)
+    config = scenario(*turns).config(agent=AgentConfig(name=name), **options)
+    async with rollout.open_rollout(config) as runtime:
+        return list((await runtime.generate(given or prompts())).trajectories)
+
+
+async def act_by_tool(
+    server: OpenEnv, *turns: str, given: list[Prompt] | None = None, samples: int = 1
+) -> list[Trajectory]:
+    config = scenario(*turns).config(limits=LIMITS)
+    async with rollout.open_rollout(config, [server]) as runtime:
+        return list((await runtime.generate(given or prompts(), samples=samples)).trajectories)
+
+
+def step(text: str) -> str:
+    return tool_call("step", text=text)
+
+
+async def test_open_env_is_played_by_text_to_its_end(echo: EchoServer, url: str) -> None:
+    given = prompts(task="x", seed=3, secret=object())
+    (trajectory,) = await act_by_text(OpenEnv(url), "abc", "bye", given=given)
+    assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
+    assert [m.content for m in trajectory.messages] == ["Echo.", "hello x", "abc", "ABC", "bye"]
+    assert trajectory.turn_scores == [0.3, 0.3]
+    assert trajectory.reward == 0.6
+    assert echo.messages[0] == {"type": "reset", "data": {"task": "x", "seed": 3}}
+    assert echo.messages[-1] == {"type": "close"}
+
+
+async def test_open_env_is_played_by_a_tool_to_its_end(url: str) -> None:
+    (trajectory,) = await act_by_tool(OpenEnv(url), step("abc"), step("bye"), "never")
+    assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
+    assert [m.content for m in trajectory.messages if m.role != "assistant"] == [
+        "Echo.\n\nhello ",
+        "ABC",
+        "BYE",
+    ]
+    assert trajectory.reward == 0.6
+    async with OpenEnv(url) as (tool,):
+        parameters = tool.schema["function"]["parameters"]
+    assert parameters["properties"] == {"text": {"type": "string"}}
+
+
+async def test_open_env_seed_is_the_prompts_and_shared_by_its_group(
+    echo: EchoServer, url: str
+) -> None:
+    await act_by_tool(OpenEnv(url), "done", given=prompts(2), samples=2)
+    seeds = [m["data"]["seed"] for m in echo.messages if m["type"] == "reset"]
+    assert len(seeds) == 4
+    assert len(set(seeds)) == 2
+
+
+async def test_open_env_refused_action_is_told_to_the_model_and_the_session_goes_on(
+    url: str,
+) -> None:
+    (trajectory,) = await act_by_tool(OpenEnv(url), step("boom"), step("bye"))
+    told = [m.content for m in trajectory.messages if m.role == "tool"]
+    assert told == [f"OpenEnv {url}: EXECUTION_ERROR: boom", "BYE"]
+    assert trajectory.reward == 0.3
+
+
+async def test_open_env_error_fails_what_plays_by_text(url: str) -> None:
+    (trajectory,) = await act_by_text(OpenEnv(url), "boom")
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "agent")
+    assert trajectory.cause is not None
+    assert trajectory.cause.type == "OpenEnvError"
+    assert trajectory.cause.message == f"OpenEnv {url}: EXECUTION_ERROR: boom"
+
+
+@pytest.mark.parametrize("act", [act_by_text, act_by_tool])
+async def test_open_env_reset_that_fails_fails_the_trajectory(act: Any, url: str) -> None:
+    (trajectory,) = await act(OpenEnv(url), "abc", given=prompts(fault="no such task"))
+    assert trajectory.outcome == Outcome.FAILED
+    assert "EXECUTION_ERROR: no such task" in trajectory.cause.message
+
+
+async def test_open_env_lost_connection_fails_the_trajectory(url: str) -> None:
+    (by_text,) = await act_by_text(OpenEnv(url), "drop")
+    (by_tool,) = await act_by_tool(OpenEnv(url), step("drop"), "never")
+    for trajectory in (by_text, by_tool):
+        assert trajectory.outcome == Outcome.FAILED
+        assert trajectory.cause is not None
+        assert "lost during step: " in trajectory.cause.message
+
+
+async def test_open_env_silence_fails_the_trajectory(url: str) -> None:
+    server = OpenEnv(url, timeout_s=0.2)
+    (by_text,) = await act_by_text(server, "mute")
+    assert by_text.cause is not None
+    assert by_text.cause.message.endswith("TIMEOUT: no answer to step within 0.2 s")
+
+
+async def test_open_env_deadline_ends_a_step_and_its_session(echo: EchoServer, url: str) -> None:
+    limits = LimitsConfig(
+        generation_s=0.3, tool_s=0.3, turn_s=0.6, trajectory_s=0.9, batch_s=5, cleanup_s=3
+    )
+    (trajectory,) = await act_by_text(OpenEnv(url), "mute", limits=limits)
+    assert trajectory.outcome == Outcome.DEADLINE
+
+
+async def test_open_env_without_room_is_asked_again(echo: EchoServer, url: str) -> None:
+    trajectories = await act_by_tool(OpenEnv(url), step("abc"), step("bye"), given=prompts(8))
+    assert [each.reward for each in trajectories] == [0.6] * 8
+    assert echo.refused > 0
+    with anyio.fail_after(5):
+        while echo.open:
+            await anyio.sleep(0.01)
+
+
+async def test_open_env_that_is_not_there_is_named() -> None:
+    server = OpenEnv("http://127.0.0.1:9", action_field="text")
+    (trajectory,) = await act_by_text(server, "abc")
+    assert trajectory.cause is not None
+    assert trajectory.cause.message.startswith("OpenEnv http://127.0.0.1:9: CONNECTION: ")
+    with pytest.raises(OpenEnvError, match="CONNECTION: GET /schema"):
+        await act_by_tool(OpenEnv("http://127.0.0.1:9"), "abc")
+
+
+async def test_open_env_action_of_several_fields_needs_one_named() -> None:
+    schema = {**SCHEMA, "properties": {"x": {"type": "string"}, "y": {"type": "string"}}}
+    schema["required"] = ["x", "y"]
+    with serving(EchoServer(schema=schema)) as url:
+        (trajectory,) = await act_by_text(OpenEnv(url), "abc")
+    assert trajectory.cause is not None
+    assert "has the fields 'x', 'y'; expected action_field" in trajectory.cause.message
+
+
+async def test_open_env_wrong_arguments_say_why() -> None:
+    with pytest.raises(rollout.ToolError, match="expected an http, https, ws or wss URL"):
+        OpenEnv("localhost:8000")
+    with pytest.raises(rollout.ToolError, match="expected a number > 0"):
+        OpenEnv("http://localhost", timeout_s=0)
+
+
+async def test_open_env_of_the_real_package_speaks_these_messages() -> None:
+    pytest.importorskip("openenv.core.env_server", reason="openenv-core is not installed")
+    server, uvicorn = _real_server(), pytest.importorskip("uvicorn")
+    config = uvicorn.Config(server, host="127.0.0.1", port=0, log_level="error")
+    running = uvicorn.Server(config)
+    thread = threading.Thread(target=running.run)
+    thread.start()
+    try:
+        while not running.started:
+            await anyio.sleep(0.05)
+        url = f"http://127.0.0.1:{running.servers[0].sockets[0].getsockname()[1]}"
+        given = prompts(4, seed=3)
+        played = await act_by_tool(
+            OpenEnv(url), step("abc"), step("boom"), step("bye"), given=given
+        )
+        assert [each.reward for each in played] == [0.6] * 4
+        assert played[0].messages[0].content == "Echo.\n\nhello seed=3"
+        (by_text,) = await act_by_text(OpenEnv(url), "abc", "bye")
+        assert by_text.reward == 0.6
+    finally:
+        running.should_exit = True
+        await anyio.to_thread.run_sync(thread.join)
+
+
+def _real_server() -> Any:
+    from openenv.core import env_server  # type: ignore[import-not-found, unused-ignore]
+
+    class EchoAction(env_server.Action):  # type: ignore[misc, unused-ignore]
+        text: str
+
+    class EchoObservation(env_server.Observation):  # type: ignore[misc, unused-ignore]
+        text: str = ""
+
+    class Echo(env_server.Environment):  # type: ignore[misc, unused-ignore]
+        SUPPORTS_CONCURRENT_SESSIONS = True
+        state = property(lambda self: env_server.State())
+
+        def reset(self, seed: int | None = None, **row: Any) -> Any:
+            return EchoObservation(text=f"hello seed={seed}")
+
+        def step(self, action: Any, **_: Any) -> Any:
+            if action.text == "boom":
+                raise ValueError("boom")
+            text = action.text
+            return EchoObservation(text=text.upper(), reward=len(text) / 10, done=text == "bye")
+
+    return env_server.create_fastapi_app(Echo, EchoAction, EchoObservation, max_concurrent_envs=2)

@@ -1,0 +1,244 @@
+"""The pool of sandboxes, over a provider that makes nothing, in virtual time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import pytest
+
+from rollout.errors import (
+    ConfigError,
+    SandboxError,
+    SandboxLost,
+    SandboxUnavailable,
+    SandboxUnsupported,
+)
+from rollout.sandbox import ExecResult, Sandbox, SandboxPool, SandboxSpec
+from rollout.sandbox.api import Command
+
+pytestmark = pytest.mark.anyio
+
+
+class FakeSandbox(Sandbox):
+    def __init__(self, provider: FakeProvider, number: int) -> None:
+        super().__init__(f"fake-{number}", workdir="/", cleanup_s=2.0)
+        self.provider = provider
+        self.is_ill = self.hangs = False
+
+    async def _run(self, command: Command) -> ExecResult:
+        if self.is_ill:
+            raise SandboxLost("ill")
+        return ExecResult(exit_code=0)
+
+    async def _close(self) -> None:
+        await anyio.sleep(3600 if self.hangs else 0.1)
+        self.provider.closed.append(self.id)
+
+
+class FakeProvider:
+    name, max_open = "fake", 3
+
+    def __init__(self, open_s: float = 1.0) -> None:
+        self.open_s = open_s
+        self.opening = self.most_opening = 0
+        self.opened: list[FakeSandbox] = []
+        self.specs: list[SandboxSpec] = []
+        self.times: list[float] = []
+        self.closed: list[str] = []
+        self.faults: list[SandboxError] = []
+
+    async def open(self, spec: SandboxSpec) -> FakeSandbox:
+        self.times.append(anyio.current_time())
+        if self.faults:
+            raise self.faults.pop(0)
+        self.opening += 1
+        self.most_opening = max(self.most_opening, self.opening)
+        try:
+            await anyio.sleep(self.open_s)
+        finally:
+            self.opening -= 1
+        sandbox = FakeSandbox(self, len(self.opened))
+        self.opened.append(sandbox)
+        self.specs.append(spec)
+        return sandbox
+
+    async def check(self) -> None: ...
+
+    async def sweep(self) -> int:
+        return 0
+
+    async def close(self) -> None: ...
+
+
+async def use(pool: SandboxPool, seconds: float = 5.0) -> None:
+    async with pool.open() as sandbox:
+        await sandbox.exec(["true"])
+        await anyio.sleep(seconds)
+
+
+async def test_pool_bounds_how_many_are_open_and_made_at_once() -> None:
+    provider = FakeProvider()
+    pool = SandboxPool(provider, max_creating=2)
+    async with anyio.create_task_group() as tasks:
+        for _ in range(7):
+            tasks.start_soon(use, pool)
+        await anyio.sleep(1.5)
+        assert (provider.most_opening, pool.statistics().open) == (2, 2)
+        await anyio.sleep(1)
+        assert (pool.statistics().open, pool.statistics().waiting) == (3, 4)
+    counts = pool.statistics()
+    assert (counts.open, counts.opened, counts.closed, counts.leaked) == (0, 7, 7, 0)
+    assert sorted(provider.closed) == sorted(sandbox.id for sandbox in provider.opened)
+
+
+async def test_pool_makes_no_more_in_a_minute_than_it_may() -> None:
+    provider = FakeProvider(open_s=0)
+    pool = SandboxPool(provider, creations_per_min=2)
+    for _ in range(5):
+        await use(pool, 0)
+    gaps = [
+        later - earlier for earlier, later in zip(provider.times, provider.times[2:], strict=False)
+    ]
+    assert all(gap >= 60 for gap in gaps)
+    assert provider.times[-1] - provider.times[0] < 130
+
+
+async def test_pool_tries_again_where_there_is_no_room_and_not_where_it_is_refused() -> None:
+    provider = FakeProvider()
+    provider.faults = [SandboxUnavailable("full")] * 2
+    pool = SandboxPool(provider, attempts=3)
+    async with pool.open():
+        assert provider.times[2] - provider.times[0] == pytest.approx(1.5)  # 0.5 + 1
+    provider.faults = [SandboxUnavailable("full")] * 3
+    with pytest.raises(SandboxUnavailable, match="full"):
+        await pool.acquire()
+    provider.faults = [SandboxUnsupported("no")]
+    with pytest.raises(SandboxUnsupported):
+        await pool.acquire()
+    counts = pool.statistics()
+    assert (counts.open, counts.retried, counts.opened, counts.closed) == (0, 4, 1, 1)
+    for _ in range(3):  # every failure gave its room back
+        await pool.acquire()
+    await pool.close()
+
+
+async def test_warm_sandboxes_are_ready_healthy_and_used_once() -> None:
+    provider = FakeProvider()
+    pool = SandboxPool(provider, warm=2)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(pool.keep_warm)
+        await anyio.sleep(5)
+        assert pool.statistics().warm == 2
+        began = anyio.current_time()
+        first = await pool.acquire()
+        assert anyio.current_time() == began
+        assert first is provider.opened[0]
+        await anyio.sleep(5)
+        assert pool.statistics().warm == 2
+        provider.opened[1].is_ill = True
+        second = await pool.acquire()
+        assert second is provider.opened[2]
+        await pool.release(first)
+        await pool.release(first)
+        await anyio.sleep(5)
+        assert first is not await pool.acquire()
+        tasks.cancel_scope.cancel()
+    await pool.close()
+    counts = pool.statistics()
+    assert (counts.open, counts.warm) == (0, 0)
+    assert counts.opened == counts.closed == len(provider.closed)
+
+
+async def test_warm_sandbox_makes_room_for_another_spec() -> None:
+    provider = FakeProvider()
+    pool = SandboxPool(provider, warm=3)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(pool.keep_warm)
+        await anyio.sleep(5)
+        other = SandboxSpec(env={"A": "1"})
+        with anyio.fail_after(10):
+            sandbox = await pool.acquire(other)
+        assert provider.specs[-1] is other
+        assert pool.statistics().warm == 2
+        await pool.release(sandbox)
+        tasks.cancel_scope.cancel()
+    await pool.close()
+
+
+async def test_closing_the_pool_closes_all_and_counts_what_does_not_end() -> None:
+    provider = FakeProvider()
+    pool = SandboxPool(provider)
+    await pool.acquire()
+    await pool.acquire()
+    provider.opened[0].hangs = True
+    began = anyio.current_time()
+    await pool.close()
+    assert anyio.current_time() - began == pytest.approx(2.0)
+    assert (pool.statistics().leaked, pool.statistics().open) == (1, 0)
+    with pytest.raises(SandboxUnavailable, match="closed"):
+        await pool.acquire()
+
+
+async def test_cancelled_callers_leave_no_place_taken() -> None:
+    provider = FakeProvider()
+    pool = SandboxPool(provider)
+    for delay in (0, 0.5, 1.0, 2.0):
+        with anyio.move_on_after(delay):
+            await use(pool)
+    async with anyio.create_task_group() as tasks:
+        for _ in range(3):
+            tasks.start_soon(use, pool)
+        await anyio.sleep(2)
+        assert pool.statistics().open == 3
+        with anyio.move_on_after(1):
+            await pool.acquire()
+    assert pool.statistics().waiting == 0
+    await use(pool)
+
+
+async def test_spec_merges_what_a_prompt_says_and_refuses_what_is_unknown() -> None:
+    spec = SandboxSpec(image="a", env={"A": "1", "B": "2"}, memory_mb=5)
+    merged = spec.merge({"image": "b", "env": {"B": "3"}, "files": {"f": "x"}})
+    assert (merged.image, merged.env, merged.memory_mb) == ("b", {"A": "1", "B": "3"}, 5)
+    assert merged.files == {"f": "x"}
+    assert spec.image == "a"
+    with pytest.raises(ConfigError, match=r"unknown key 'imagee'; known: image, workdir, env"):
+        spec.merge({"imagee": "b"})
+    with pytest.raises(ConfigError, match="expected a mapping"):
+        spec.merge("image")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("image", ""),
+        ("image", 3),
+        ("workdir", "relative"),
+        ("env", {"A": 1}),
+        ("env", {"A=B": "x"}),
+        ("env", None),
+        ("files", {"f": 1}),
+        ("files", ["f"]),
+        ("setup", []),
+        ("setup", ""),
+        ("setup_s", 0),
+        ("setup_s", None),
+        ("network", "some"),
+        ("network", []),
+        ("cpus", -1),
+        ("cpus", True),
+        ("cpus", float("nan")),
+        ("memory_mb", 0),
+        ("memory_mb", 1.5),
+        ("max_processes", "8"),
+        ("lifetime_s", float("inf")),
+        ("labels", {"a": 1}),
+        ("options", {1: 2}),
+        ("user", "\0"),
+    ],
+)
+async def test_wrong_value_of_a_spec_names_field_and_expectation(key: str, value: Any) -> None:
+    for make in (SandboxSpec, lambda **settings: SandboxSpec().merge(settings)):
+        with pytest.raises(ConfigError, match=rf"sandbox: {key} = .*: expected "):
+            make(**{key: value})
