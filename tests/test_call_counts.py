@@ -97,7 +97,7 @@ class Closed(Tool):
         raise OSError("no port")
 
 
-@rollout.register_agent("delegates")
+@rollout.register_agent("delegates_calls")
 class Delegates(AgentLoop):
     """Each turn's calls are made by an agent of its own, and two at once."""
 
@@ -209,7 +209,7 @@ def test_calls_that_fail_are_counted_alike_everywhere(kind: str, tmp_path: Path)
 def test_calls_of_subagents_and_of_earlier_attempts_are_counted_alike_everywhere(
     tmp_path: Path,
 ) -> None:
-    given = [*prompts(["works"], "delegates"), *prompts(["raises"], "is_tried_again")]
+    given = [*prompts(["works"], "delegates_calls"), *prompts(["raises"], "is_tried_again")]
     batch, status = run(config(tmp_path), given)
     assert ATTEMPTS.pop("raises") == 2
     # Two agents with two calls each; two attempts of two.

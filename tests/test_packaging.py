@@ -37,7 +37,7 @@ def test_every_text_that_says_pip_install_names_this_distribution_and_an_extra_o
     assert len(said) > 8
     own = {name for _, name, _ in said}
     known = set(PROJECT["optional-dependencies"])
-    assert own <= {"rollout-rl", "/path/to/checkout", "dist/rollout_rl-0.1.0-py3-none-any.whl"}
+    assert own <= {"rollout-rl", ".", "/path/to/checkout", "dist/rollout_rl-0.1.0-py3-none-any.whl"}
     assert [entry for entry in said if entry[2] not in known] == []
 
 
