@@ -94,13 +94,14 @@ class SandlockProvider:
         base = {"PATH": PATH, "HOME": directory, "LANG": "C.UTF-8", "TMPDIR": directory}
         settings = {"env": base, "limits": {"CORE": 0}, "remove": directory, "is_confined": True}
         self._count += 1
+        number = self._count  # before an await: several are opened at once
         try:
             process = await run_host(wrapper, self._python, settings)
         except SandboxError:
             shutil.rmtree(directory)
             raise
         sandbox = _Sandlock(
-            f"sandlock-{os.getpid()}-{self._count}",
+            f"sandlock-{os.getpid()}-{number}",
             process,
             workdir=directory,
             env=spec.env,
