@@ -165,12 +165,7 @@ class BubblewrapProvider:
             cleanup_s=self._cleanup_s,
             relay=self._relay,
         )
-        try:
-            await sandbox.greet()
-            await sandbox.prepare(spec)
-        except BaseException:
-            await sandbox.close()
-            raise
+        await sandbox.begin(spec)
         return sandbox
 
     async def _start(self, spec: SandboxSpec, workdir: str, settings: dict[str, Any]) -> Process:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     from anyio.abc import Process
 
+    from rollout.sandbox.spec import SandboxSpec
+
 _FILE_ERRORS: dict[str, type[OSError]] = {
     each.__name__: each
     for each in (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
@@ -79,7 +81,16 @@ class LocalSandbox(Sandbox):
         self._sending = anyio.Lock()
         self._receiving = anyio.Lock()
 
-    async def greet(self) -> None:
+    async def begin(self, spec: SandboxSpec) -> None:
+        """Wait until the host runs, and put in what the spec has; it is closed where that fails."""
+        try:
+            await self._greet()
+            await self.prepare(spec)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _greet(self) -> None:
         """Wait until the host runs.
 
         Raises:

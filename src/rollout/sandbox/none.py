@@ -61,12 +61,7 @@ class NoneProvider:
             env=spec.env,
             cleanup_s=self._cleanup_s,
         )
-        try:
-            await sandbox.greet()
-            await sandbox.prepare(spec)
-        except BaseException:
-            await sandbox.close()
-            raise
+        await sandbox.begin(spec)
         return sandbox
 
     async def sweep(self) -> int:
