@@ -385,6 +385,17 @@ def _tell(result: ExecResult) -> str:
     return f"exit code {result.exit_code}: {said}" if said else f"exit code {result.exit_code}"
 
 
+def cut(text: bytearray, cap: int, keep: Keep) -> bool:
+    """Keep one end of a text that is longer than `cap` bytes; whether it was."""
+    if len(text) <= cap:
+        return False
+    if keep == "head":
+        del text[cap:]
+    else:
+        del text[: len(text) - cap]
+    return True
+
+
 def timed_out(command: Command, result: ExecResult) -> SandboxTimeout:
     """The error of a command that was killed for its timeout, with what it had written."""
     assert command.timeout_s is not None

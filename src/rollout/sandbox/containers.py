@@ -26,7 +26,7 @@ from rollout.errors import (
     SandboxUnavailable,
     SandboxUnsupported,
 )
-from rollout.sandbox.api import MIB, Command, ExecResult, Sandbox, timed_out
+from rollout.sandbox.api import MIB, Command, ExecResult, Sandbox, cut, timed_out
 from rollout.sandbox.local import Relay
 
 if TYPE_CHECKING:
@@ -192,12 +192,7 @@ class _Client:
                     self._cut(text)
 
     def _cut(self, text: bytearray) -> None:
-        if len(text) > self._cap:
-            self._truncated = True
-            if self._keep == "head":
-                del text[self._cap :]
-            else:
-                del text[: len(text) - self._cap]
+        self._truncated |= cut(text, self._cap, self._keep)
 
     def result(self) -> ExecResult:
         for text in self._texts:

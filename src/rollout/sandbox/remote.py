@@ -28,6 +28,7 @@ from rollout.sandbox.api import (
     Sandbox,
     _raise_file_error,
     _unpack,
+    cut,
     timed_out,
 )
 from rollout.sandbox.containers import _CWD_ERRORS, _ENTER, _KILL, _KILL_S, _MARK, _SPARE_S
@@ -66,12 +67,7 @@ class Output:
         )
 
     def _cut(self, text: bytearray) -> None:
-        if len(text) > self._cap:
-            self._truncated = True
-            if self._keep == "head":
-                del text[self._cap :]
-            else:
-                del text[: len(text) - self._cap]
+        self._truncated |= cut(text, self._cap, self._keep)
 
 
 class RemoteSandbox(Sandbox):
