@@ -71,6 +71,16 @@ async def wait_for_processes(token: str, count: int) -> None:
             await anyio.sleep(0.02)
 
 
+@pytest.mark.parametrize("name", ["HUP", "INT", "TERM", "PIPE", "XFSZ"])
+async def test_exec_command_ends_by_a_signal_that_the_host_ignores(
+    provider: str, name: str
+) -> None:
+    async with opened(provider) as sandbox:
+        result = await sandbox.exec(f"kill -{name} $$; echo alive")
+    number = getattr(signal, f"SIG{name}")
+    assert (result.exit_code, result.stdout) == (128 + number, b"")
+
+
 async def test_exec_of_a_list_gives_exit_code_and_both_streams_as_bytes(provider: str) -> None:
     async with opened(provider) as sandbox:
         result = await sandbox.exec(["sh", "-c", "printf 'a\\377'; printf b >&2; exit 3"])

@@ -36,6 +36,8 @@ else:
     import _signal as signal
 
 CHUNK = 65536
+#: By this process; commands have the defaults.
+IGNORED = signal.SIGPIPE, signal.SIGINT, signal.SIGHUP, signal.SIGTERM
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 #: "env": `PATH`, `HOME` and the like, for this process's environment is not handed on; "limits":
 #: resource limits of commands; "remove": a directory that goes with a host that is not process 1.
@@ -177,7 +179,7 @@ def run_child(request: dict[str, Any], *streams: int) -> NoReturn:
         for number, descriptor in enumerate(streams):
             os.dup2(descriptor, number)
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGPIPE, signal.SIGCHLD, signal.SIGINT):
+        for number in (signal.SIGCHLD, signal.SIGXFSZ, *IGNORED):  # exec keeps what is ignored
             signal.signal(number, signal.SIG_DFL)
         os.umask(0o022)
         os.chdir(request["cwd"])
@@ -417,7 +419,7 @@ for each in (0, 1, wakeup_end):
     os.set_blocking(each, False)
 signal.signal(signal.SIGCHLD, lambda *_: None)
 signal.set_wakeup_fd(wakeup_end, warn_on_full_buffer=False)
-for each in (signal.SIGPIPE, signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+for each in IGNORED:
     signal.signal(each, signal.SIG_IGN)
 watch(0, select.EPOLLIN, receive)
 watch(wakeup, select.EPOLLIN, reap)
