@@ -140,6 +140,7 @@ def run_as_nobody() -> int:
         environment = {
             **os.environ,
             "HOME": home,
+            "PATH": os.pathsep.join((str(Path(python).parent), "/usr/bin:/bin")),  # not root's
             "TMPDIR": home,
             "PYTHONPATH": os.pathsep.join(packages),
             "PYTHONDONTWRITEBYTECODE": "1",
