@@ -125,8 +125,11 @@ function simpleTable(id, title, head, rows) {
 
 function toolsTable() {
   if (!report.tools.length) return null;
+  const called = new Set(columns.tools.flat());
+  // What no call has as its name, such as (unknown), stands for calls that failed.
+  const those = (name) => called.has(name) ? `tool:${quoted(name)}` : "errors>0";
   return simpleTable("tools", "Tools", ["tool", "calls", "not run", "errors", "mean", "median", "95 %", "longest", "altogether"], report.tools.map((tool) => [
-    el("button", { type: "button", class: "plain", onclick: () => showThese(`tool:${quoted(tool.name)}`) }, tool.name),
+    el("button", { type: "button", class: "plain", onclick: () => showThese(those(tool.name)) }, tool.name),
     number(tool.calls), number(tool.refused), number(tool.errors),
     ...[tool.mean, tool.median, tool.p95, tool.longest, tool.total].map((took) => tool.refused < tool.calls ? seconds(took) : "–")]));
 }
