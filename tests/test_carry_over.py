@@ -308,7 +308,7 @@ async def test_cancelled_agent_that_does_not_end_is_given_up_though_it_is_carrie
         async def run(self, context: Any) -> None:
             if context.prompt.uid == "p0":
                 with anyio.CancelScope(shield=True):
-                    await anyio.sleep_forever()
+                    await anyio.sleep(100.0)
             await anyio.sleep(2.0)
             await context.generate()
 
@@ -334,9 +334,9 @@ async def test_tool_of_a_group_that_catches_cancellation_at_the_turns_limit_is_g
     @function_tool
     async def nap() -> str:
         """Sleep."""
-        while True:
-            with anyio.CancelScope(shield=True):
-                await anyio.sleep_forever()
+        with anyio.CancelScope(shield=True):
+            await anyio.sleep(100.0)
+        return ""
 
     limits = LimitsConfig(tool_s=None, turn_s=40.0, trajectory_s=None, cleanup_s=5.0)
     opened = config(NAPPING, 1, agent=AgentConfig(name="tool_agent"), limits=limits)
@@ -346,7 +346,7 @@ async def test_tool_of_a_group_that_catches_cancellation_at_the_turns_limit_is_g
     (trajectory,) = batch.trajectories
     assert trajectory.outcome is Outcome.FAILED
     assert trajectory.cause is not None
-    assert "tools 'nap' did not end within limits.cleanup_s" in trajectory.cause.message
+    assert "tool 'nap' did not end within limits.cleanup_s" in trajectory.cause.message
 
 
 async def test_carried_trajectory_of_a_dead_engine_continues_elsewhere() -> None:

@@ -250,7 +250,7 @@ async def test_function_agent_at_its_deadline_is_cancelled_and_closes_its_door(
 async def test_function_agent_that_swallows_cancellation_is_given_up(door: FakeDoor) -> None:
     async def trial(task: AgentTask) -> None:
         with anyio.CancelScope(shield=True):
-            await anyio.sleep_forever()
+            await anyio.sleep(100)
 
     (trajectory,) = (await tried(trial)).trajectories
     assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "unresponsive")

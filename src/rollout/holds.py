@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Protocol
 import anyio
 
 from rollout.limits import Deadline, PausableDeadline
-from rollout.supervised import Duty
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -78,7 +77,7 @@ class Hold:
         self.closed_at = self._opened_at = 0.0
         #: Of turns that began before it was opened last; and what answers turns just now.
         self._turn = NEVER
-        self._answering: dict[PausableDeadline, Duty] = {}
+        self._answering: dict[PausableDeadline, None] = {}
 
     def govern(self, deadline: PausableDeadline, has_open_tools: Callable[[], bool]) -> None:
         """This is the trajectory's deadline from now on; and this says whether its tools are open.
@@ -141,30 +140,26 @@ class Hold:
         return self._turn if is_before else deadline
 
     @contextmanager
-    def answering(self, what: str, deadline: Deadline) -> Iterator[None]:
+    def answering(self, deadline: Deadline) -> Iterator[None]:
         """The block answers a turn, also while it is held: that time does not count.
 
         Args:
-            what: What is in the block, for messages.
             deadline: The turn's.
 
         Raises:
             LimitExceeded: The turn's deadline passed.
         """
-        now = self.turn_deadline(deadline)
-        own, duty = PausableDeadline(now, NEVER), Duty(what, now.fires_at)
-        self._answering[own] = duty
+        own = PausableDeadline(self.turn_deadline(deadline), NEVER)
+        self._answering[own] = None
         try:
-            with duty, own:
+            with own:
                 yield
         finally:
             del self._answering[own]
 
     def _renew_turns(self, deadline: Deadline) -> None:
-        for own, duty in self._answering.items():
+        for own in self._answering:
             own.renew(deadline, NEVER)
-            if duty.drive is not None:
-                duty.drive.owner.put_off(duty, deadline.fires_at)
 
     @property
     def tokens(self) -> int:

@@ -31,14 +31,11 @@ class Deadline(msgspec.Struct, frozen=True, gc=False):
         at: Absolute clock time; infinite where there is no limit.
         source: Path of the limit in the configuration.
         seconds: The limit itself, for messages.
-        late_s: How much later its scopes fire, so that thousands that share it do not end in one
-            round of the loop.
     """
 
     at: float
     source: str
     seconds: float
-    late_s: float = 0.0
 
     @classmethod
     def after(
@@ -56,14 +53,7 @@ class Deadline(msgspec.Struct, frozen=True, gc=False):
         """
         length = math.inf if seconds is None else seconds
         at = length + (anyio.current_time() if now is None else now)
-        if outer is None:
-            return cls(at, source, length)
-        return cls(at, source, length, outer.late_s) if at < outer.at else outer
-
-    @property
-    def fires_at(self) -> float:
-        """Clock time at which its scopes fire."""
-        return self.at + self.late_s if self.late_s else self.at  # no number for each who waits
+        return cls(at, source, length) if outer is None or at < outer.at else outer
 
     def within(self, outer: Deadline) -> Deadline:
         """This one, or the `outer` one where it is not later."""
@@ -71,10 +61,7 @@ class Deadline(msgspec.Struct, frozen=True, gc=False):
 
     def later(self, seconds: float, outermost: Deadline) -> Deadline:
         """The same limit `seconds` later, or `outermost` where that is not later."""
-        at = self.at + seconds
-        if at >= outermost.at:
-            return outermost
-        return Deadline(at, self.source, self.seconds, self.late_s)
+        return Deadline(self.at + seconds, self.source, self.seconds).within(outermost)
 
     def error(self) -> LimitExceeded:
         """What a trajectory that meets this deadline ends with."""
@@ -137,10 +124,10 @@ class PausableDeadline:
     def govern(self, scope: HasDeadline) -> None:
         """Keep the deadline of this scope right from now on."""
         self._scope = scope
-        scope.deadline = self.now.fires_at
+        scope.deadline = self.now.at
 
     def __enter__(self) -> None:
-        self._scope = cancel_scope(self.now.fires_at)
+        self._scope = cancel_scope(self.now.at)
         self._scope.__enter__()
 
     def __exit__(
@@ -186,17 +173,17 @@ class PausableDeadline:
             self._become(outermost, outermost)
 
     def _become(self, deadline: Deadline, outer: Deadline | None) -> None:
-        if self._scope is not None and anyio.current_time() >= self.now.fires_at:
+        if self._scope is not None and anyio.current_time() >= self.now.at:
             return  # it has fired, or does so next, which must not pass for the block's end
         self.now, self.outer = deadline, outer
         if self._scope is not None:
-            self._scope.deadline = deadline.fires_at
+            self._scope.deadline = deadline.at
 
 
 @contextmanager
 def fail_at_deadline(deadline: Deadline) -> Iterator[anyio.CancelScope]:
     """A cancel scope that turns `deadline` into the `LimitExceeded` that names it."""
-    with anyio.CancelScope(deadline=deadline.fires_at) as scope:
+    with anyio.CancelScope(deadline=deadline.at) as scope:
         yield scope
     if scope.cancelled_caught and anyio.current_time() >= deadline.at:
         raise deadline.error()

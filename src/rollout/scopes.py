@@ -51,6 +51,8 @@ def passing_of(error: BaseException, *, is_unasked: bool = True) -> BaseExceptio
         error: What the code raised.
         is_unasked: Whether the task itself was not cancelled, as asyncio can beside its scopes.
     """
+    if isinstance(error, GeneratorExit):  # the code that this is part of is closed
+        return error
     interrupt = first_leaf(error, KeyboardInterrupt)
     if interrupt is not None:
         return interrupt

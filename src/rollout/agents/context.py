@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rollout.agents.conversation import Conversation
 from rollout.agents.conversation_log import ConversationLog
 from rollout.agents.identity import Ending, Identity
 from rollout.agents.interacting import (
+    USER,
     finish,
     heard,
     interaction_context,
@@ -23,6 +25,7 @@ from rollout.chat.drift import worst
 from rollout.chat.messages import template_messages
 from rollout.chat.trajectory import BRANCH, MAIN, SUBAGENT
 from rollout.chat.transcript import Transcript
+from rollout.containment import contain
 from rollout.errors import AgentError
 from rollout.types import without_padding
 
@@ -360,9 +363,10 @@ class AgentContext:
         events, began = self.services.events, self._state.clock()
         with (
             SettlingLimits(self._state, settles_lengths=True),
-            self._main.answering("respond of the interaction"),
+            self._main.answering(),
         ):
-            turn = await self._interaction.respond(list(template_messages(self.messages)))
+            respond, messages = self._interaction.respond, list(template_messages(self.messages))
+            turn = await contain(USER, partial(respond, messages))
         self._state.idle_since = now = self._state.clock()
         if events.is_on:
             tell_user_ended(events, self.identity, began, now)

@@ -19,7 +19,7 @@ from rollout.agents.turn_events import tell_turn_ended, tell_turn_started
 from rollout.agents.turn_options import AS_EVER, TurnOptions
 from rollout.chat.row_beginnings import common_length
 from rollout.chat.trajectory import MAIN
-from rollout.drives import UnresponsiveError
+from rollout.containment import UnresponsiveError
 from rollout.engine.driver.generation import Generation
 from rollout.engine.driver.sampling_faults import sampling_fault
 from rollout.errors import AgentError, EngineError, LimitExceeded

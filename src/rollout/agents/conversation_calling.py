@@ -9,10 +9,8 @@ from rollout.agents.conversation_listening import ListeningConversation
 from rollout.agents.turn import answer, read_calls
 from rollout.holds import NEVER
 from rollout.limits import fail_at_deadline
-from rollout.supervised import Duty
 from rollout.tools.call_events import CallEvents
 from rollout.tools.results import show_something
-from rollout.types import ToolCall
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
     from rollout.agents.wording import Given, Wording
     from rollout.limits import Deadline
     from rollout.tools import ToolResult
-    from rollout.types import InvalidToolCall
+    from rollout.types import InvalidToolCall, ToolCall
 
 
 class CallingConversation(ListeningConversation):
@@ -103,25 +101,18 @@ class CallingConversation(ListeningConversation):
         return self._turn_deadline if hold is None else hold.turn_deadline(self._turn_deadline)
 
     @contextmanager
-    def answering(self, what: str) -> Iterator[None]:
-        """The block is code that answers the last turn, within the turn's deadline.
+    def answering(self) -> Iterator[None]:
+        """The block answers the last turn, within the turn's deadline.
 
         While the trajectory is carried to another call the block runs on, and its time does not
         count.
-
-        Args:
-            what: The code, for messages.
 
         Raises:
             LimitExceeded: The deadline passed.
         """
         hold, deadline = self._state.hold, self._turn_deadline
-        if hold is None:
-            with Duty(what, deadline.fires_at), fail_at_deadline(deadline):
-                yield
-        else:
-            with hold.answering(what, deadline):
-                yield
+        with fail_at_deadline(deadline) if hold is None else hold.answering(deadline):
+            yield
 
     async def _answers_to(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[ToolResult]:
         """What the tools answer, or have answered when the trajectory came here before."""
@@ -140,8 +131,7 @@ class CallingConversation(ListeningConversation):
             deadline = self._turn_deadline
             results = await tools.run(calls, turn_deadline=deadline, offered=offered, told=told)
         else:  # which moves the deadline while they run
-            names = sorted({repr(call.name) for call in calls if isinstance(call, ToolCall)})
-            with self.answering(f"tools {', '.join(names)}"):
+            with self.answering():
                 results = await tools.run(calls, turn_deadline=NEVER, offered=offered, told=told)
         if show_something(results):
             results = await self._seen(calls, results)
@@ -159,7 +149,7 @@ class CallingConversation(ListeningConversation):
         """What tools answered with its images and videos read, within the turn's time."""
         own: list[ToolResult] = []
         count = len(self.transcript.media)
-        with self.answering("the images and videos of tools"):
+        with self.answering():
             for call, result in zip(calls, results, strict=True):
                 name = getattr(call, "name", "tool")
                 own.append(await self._state.services.media.seen(name, result, count))

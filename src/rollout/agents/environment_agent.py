@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rollout.agents.agent_loop import AgentLoop
 from rollout.agents.tool_agent import has_reached_turn_limit
+from rollout.containment import contain
 from rollout.errors import AgentError, LimitExceeded
 from rollout.limits import Deadline
 from rollout.reward_values import finite_number
@@ -112,9 +114,10 @@ class EnvironmentAgent(AgentLoop):
             await context.main.answer(said or [Message(role="user", content="")])
 
     async def _step(self, environment: Any, context: AgentContext, turn: AssistantTurn) -> Any:
-        with context.main.answering(f"step of {type(environment).__name__}"):
+        with context.main.answering():
             step = partial(environment.step, self.action_of(turn))
-            return await _call(context, environment, "step", step)
+            what = f"step of {type(environment).__name__}"
+            return await contain(what, partial(_call, context, environment, "step", step))
 
 
 def _reset(environment: Any, context: AgentContext) -> Callable[[], Any]:
@@ -152,7 +155,7 @@ async def _close(environment: Any, context: AgentContext) -> None:
             partial(_call, context, environment, "close", environment.close),
             deadline=deadline,
             what=what,
-            shield=True,
+            grace_s=math.inf,
         )
     except (CallError, LimitExceeded) as error:
         logger.warning("%s: %s failed: %s", context.identity.session_id, what, error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
@@ -139,9 +138,10 @@ class FunctionAgent(AgentLoop):
             activity, remedy = f"{self._what} of {context.identity}", _REMEDY  # noqa: F841
             return await call()
 
-        # How long it may take to end is watched by what supervises the trajectory.
+        # Longer than its containment waits, which says then where it is.
+        cleanup_s = 2 * context.services.config.limits.cleanup_s
         return await context.services.threads.run_asyncio(
-            self._what, job, cleanup_s=math.inf, is_apart=True
+            self._what, job, cleanup_s=cleanup_s, is_apart=True
         )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("rollout.agents")
+
+#: What an answer of a user is called in messages.
+USER = "respond of the interaction"
 
 
 def interaction_name(prompt: Prompt, config: AgentConfig) -> str | None:
@@ -86,7 +90,7 @@ async def finish(interaction: Interaction, session: str, cleanup_s: float) -> No
     deadline = Deadline.after(cleanup_s, "limits.cleanup_s")
     what = "finish of the interaction"
     try:
-        await attempt(interaction.finish, deadline=deadline, what=what, shield=True)
+        await attempt(interaction.finish, deadline=deadline, what=what, grace_s=math.inf)
     except (CallError, LimitExceeded) as error:
         logger.warning("%s: finish of the interaction failed: %s", session, error)
 

@@ -15,7 +15,7 @@ from rollout.agents.on_demand import NOT_MADE, ListOnDemand
 from rollout.agents.prompt_sampling import sampling_given
 from rollout.agents.wording import Wording
 from rollout.bridge import loop_clock
-from rollout.drives import UnresponsiveError
+from rollout.containment import UnresponsiveError
 from rollout.engine.core import WHOLE_ANSWERS
 from rollout.errors import AgentError, EngineError, LimitExceeded
 from rollout.limits import Deadline, PausableDeadline

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
+from rollout.agents.interacting import USER
 from rollout.observe.explanation import CallWaits, Explanation, TrajectoryWaits, Wait
 from rollout.scheduling.agent_run import AgentRun
 from rollout.scheduling.batch_run import BatchRun
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
     from rollout.scheduling.group_run import GroupRun
     from rollout.scheduling.prompts import Member
-
-#: How `AgentContext.hear_user` calls what it waits for.
-USER = "respond of the interaction"
 
 
 class ExplainingRuntime:
@@ -123,16 +120,16 @@ def _of_agent(run: AgentRun, now: float) -> Iterator[Wait]:
     calls = run.context.calls_under_way
     for name, since in calls:
         yield Wait("tool", now - since, repr(name))
-    for duty in run.duties:
-        if duty.what == USER:
-            yield Wait("user", now - duty.since)
-        elif duty.at != math.inf and not (calls and duty.what.startswith("tool ")):
-            yield Wait("code", now - duty.since, duty.what)
+    for code in run.containment.within(run.code):
+        if code.what == USER:
+            yield Wait("user", now - code.since)
+        elif not (calls and code.what.startswith("tool ")):
+            yield Wait("code", now - code.since, code.what)
 
 
 def _own_code(run: AgentRun, now: float) -> Wait:
     since = max(run.started, run.context.idle_since)
-    place = run.place()
+    place = run.code.place()
     return Wait("code", now - since, run.what, note=f"at {place}" if place else "")
 
 

@@ -18,6 +18,7 @@ from rollout.bridge import has_virtual_clock
 from rollout.chat import get_tool_parser, tool_parser_names
 from rollout.chat.parsers import stop_token_ids
 from rollout.config import RolloutConfig
+from rollout.containment import open_containment
 from rollout.engine.driver.engine_opening import open_engines
 from rollout.engine.driver.pool import EnginePool
 from rollout.engine.driver.replica_supervisor import FactsGiver
@@ -211,7 +212,10 @@ async def _open_runtime(
             async def facts() -> DriverFacts:
                 return (await model()).facts
 
-            async with opener(config, facts, events) as engines:
+            async with (
+                opener(config, facts, events) as engines,
+                open_containment(config.limits.cleanup_s) as containment,
+            ):
                 loaded = await model()
                 template = loaded.template
                 observers.decode_with(template.decode)
@@ -230,6 +234,7 @@ async def _open_runtime(
                     interactions=registry,
                     tally=tally,
                     threads=threads,
+                    containment=containment,
                     events=events,
                     texts=LongTexts(template.encoder),
                     media=MediaIntake(

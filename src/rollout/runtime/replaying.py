@@ -20,6 +20,7 @@ from rollout.chat import get_tool_parser
 from rollout.chat.media_records import KnownContents
 from rollout.chat.parsers import stop_token_ids
 from rollout.config import LimitsConfig, RolloutConfig, config_from_dict
+from rollout.containment import Containment, open_containment
 from rollout.engine.core import EngineInfo
 from rollout.engine.driver.model_template import template_of
 from rollout.errors import AgentError, ConfigError, EngineError, ToolError
@@ -44,7 +45,6 @@ from rollout.scheduling.prompts import Member
 from rollout.scheduling.tokenization import TokenizationCheck
 from rollout.scheduling.trajectory_runner import TrajectoryRunner
 from rollout.tools import Tool, ToolContext, ToolSession
-from rollout.wake_budget import WakeBudget
 from rollout.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
@@ -202,10 +202,13 @@ async def replay(
     threads = WorkerThreads(max_threads=config.tools.max_threads, max_abandoned=1)
     template = template_of(config)
     with closing(threads):
-        services = _services(config, record.header, template, threads, interactions)
-        with closing(services.texts), closing(services.media):
-            async with gateway_of(services):
-                return await _run(record, services, on_step)
+        async with open_containment(config.limits.cleanup_s) as containment:
+            services = _services(
+                config, record.header, template, threads, interactions, containment
+            )
+            with closing(services.texts), closing(services.media):
+                async with gateway_of(services):
+                    return await _run(record, services, on_step)
 
 
 async def _run(
@@ -243,7 +246,7 @@ async def _run(
         ),
         tokens=TokenizationCheck(config.agent.tokenization_check, config.agent.tokenization_ignore),
     )
-    runs = MemberRuns(runner, anyio.CapacityLimiter(1), tally, WakeBudget())
+    runs = MemberRuns(runner, anyio.CapacityLimiter(1), tally)
     alone = _Alone(member, runs)
     await runs.run(partial(runs.admit, alone))
     assert alone.trajectory is not None
@@ -271,6 +274,7 @@ def _services(
     template: ChatTemplate,
     threads: WorkerThreads,
     interactions: Sequence[Any],
+    containment: Containment,
 ) -> Services:
     parser = get_tool_parser(config.agent.tool_format)
     executor = tool_executor(config, [_RecordedTool(each) for each in header.schemas], threads)
@@ -287,6 +291,7 @@ def _services(
         interactions=InteractionRegistry(interactions),
         tally=Tally(),
         threads=threads,
+        containment=containment,
         texts=LongTexts(template.encoder),
         media=MediaIntake(config.media, template.processor),
     )

@@ -324,8 +324,7 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
         self._tasks.start_soon(job)
 
     def _new_runs(self) -> MemberRuns:
-        wakes = self.services.engines.wakes
-        return MemberRuns(self._runner, self.admission.limiter, self._tally, wakes)
+        return MemberRuns(self._runner, self.admission.limiter, self._tally)
 
     def _members(
         self, prompts: Sequence[Prompt], samples: int, step: int, validate: bool

@@ -8,13 +8,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
-import msgspec
 
 from rollout.errors import RolloutError
 from rollout.scheduling.ended_groups import Ended, EndedGroups
 from rollout.scheduling.endings import BadEndings
 from rollout.scheduling.finished import unstarted
-from rollout.scheduling.member_runs import CLOSED, CLOSED_MEANWHILE, UNSTARTED
+from rollout.scheduling.member_runs import CLOSED, CLOSED_MEANWHILE
 from rollout.scheduling.trajectory_events import LOST, tell_ended, tell_group_ended, tell_lost
 from rollout.types import Outcome
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
     from rollout.chat.trajectory import Trajectory
     from rollout.config import SchedulingConfig
+    from rollout.containment import Containment
     from rollout.limits import Deadline
     from rollout.observe.event_stream import EventStream
     from rollout.observe.tally import Tally
@@ -33,15 +33,11 @@ if TYPE_CHECKING:
     from rollout.scheduling.member_runs import MemberRuns
     from rollout.scheduling.prompts import Member
     from rollout.scheduling.rewarding import Rewarding
-    from rollout.supervised import Supervisor
 
     #: Takes a finished trajectory and its row; may wait, and holds the trajectory's place.
     Deliver = Callable[[int, Trajectory], Awaitable[None]]
     #: Takes one at once.
     Keep = Callable[[int, Trajectory], None]
-
-#: The batch's deadline ends so many members at once, and the next ones so many seconds later.
-TOGETHER, STAGGER_S = 32, 0.003
 
 
 class BatchRun:
@@ -82,8 +78,6 @@ class BatchRun:
         #: What `_keep` gets once the journal has it, in the order of its records.
         self._unkept: deque[tuple[Member, Trajectory]] = deque()
         self._waiting = iter(_by_priority(members))
-        self._started = 0
-        self._last_deadline = deadline
         self._bad = BadEndings(tally)
         self.has_groups = any(member.identity.member for member in members)
         self._groups: EndedGroups | None = None
@@ -177,7 +171,7 @@ class BatchRun:
                 recorded = log.finished(member.named_prompt, group)
             if recorded is None:
                 return member
-            await self._runs.take_wake(UNSTARTED)
+            await anyio.lowlevel.checkpoint()
             self._finish(member, recorded, is_recorded=True)
             if self._events.is_on:
                 self._tell([Ended(member.row, member, recorded)])
@@ -190,12 +184,12 @@ class BatchRun:
 
     def begin(self, member: Member) -> AgentRun:
         """See `MemberSource`."""
-        return self._runs.new_run(member, self, self._next_deadline())
+        return self._runs.new_run(member, self, self._deadline)
 
     async def end_unstarted(self, member: Member) -> None:
         """See `MemberSource`."""
         whole = self._whole(Ended(member.row, member, unstarted(member, self._deadline)))
-        settle = partial(self._settle, whole, self._runs.supervision, self._deadline)
+        settle = partial(self._settle, whole, self._runs.containment, self._deadline)
         # The reward of a group is not to hold up the admission of others.
         if len(whole) < 2 or not self._runs.conclude_soon(settle):
             await settle()
@@ -203,7 +197,7 @@ class BatchRun:
     async def end(self, run: AgentRun, trajectory: Trajectory) -> None:
         """See `MemberHome`."""
         whole = self._whole(Ended(run.member.row, run.member, trajectory))
-        await self._settle(whole, run.supervision, run.batch_deadline)
+        await self._settle(whole, run.containment, run.batch_deadline)
 
     def _whole(self, ended: Ended) -> list[Ended]:
         """What is to be settled now that this member has ended.
@@ -213,11 +207,11 @@ class BatchRun:
         return [ended] if self._groups is None else self._groups.add(ended)
 
     async def _settle(
-        self, whole: Sequence[Ended], supervision: Supervisor, deadline: Deadline
+        self, whole: Sequence[Ended], containment: Containment, deadline: Deadline
     ) -> None:
         """Reward a group that is whole, and deliver its members."""
         if whole and self._groups is not None:
-            await self._rewarding.reward_group(whole, supervision, deadline)
+            await self._rewarding.reward_group(whole, containment, deadline)
         # Of a group whose reward was asked for once, all or nothing is in the journal.
         with self._together():
             for _, member, trajectory in whole:
@@ -232,15 +226,6 @@ class BatchRun:
         if self._journal is None or self._groups is None:
             return nullcontext()
         return self._journal.together()
-
-    def _next_deadline(self) -> Deadline:
-        """The batch's, for one more member."""
-        places = max(1, int(self._runs.limiter.total_tokens))
-        late_s = self._started % places // TOGETHER * STAGGER_S
-        self._started += 1
-        if late_s != self._last_deadline.late_s:  # else they share one
-            self._last_deadline = msgspec.structs.replace(self._deadline, late_s=late_s)
-        return self._last_deadline
 
     def _finish(self, member: Member, trajectory: Trajectory, *, is_recorded: bool = False) -> None:
         """Settle the member, so that nothing can end it twice."""

@@ -240,8 +240,8 @@ class GroupDesk:
         """Ask a source for one prompt, if it is not being asked."""
         if not source.is_pulling:
             source.is_pulling = True
-            pull, cleanup_s = partial(self._pull, source), self._config.limits.cleanup_s
-            source.ask(pull, self._start, cleanup_s, self._tally)
+            pull = partial(self._pull, source)
+            source.ask(pull, self._start, self.runs.containment, self._tally)
 
     async def _pull(self, source: PromptSource) -> None:
         await source.pull()
@@ -330,7 +330,7 @@ class GroupDesk:
 
     async def reward(self, group: PulledGroup, wanted: Sequence[Ended], deadline: Deadline) -> None:
         """Ask for the reward of a group; cancelled meanwhile, it may be asked for again."""
-        await self._rewarding.reward_group(wanted, self.runs.supervision, deadline)
+        await self._rewarding.reward_group(wanted, self.runs.containment, deadline)
         group.is_rewarded = True
 
     async def end(self, run: AgentRun, trajectory: Trajectory) -> None:

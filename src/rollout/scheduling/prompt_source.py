@@ -22,17 +22,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 import anyio
 
 from rollout.bridge import has_virtual_clock
-from rollout.drives import keep_for_ever
+from rollout.containment import Contained, UnresponsiveError
 from rollout.errors import PromptError, RolloutError
 from rollout.scheduling.source_task import SourceTask
 from rollout.scopes import passing_of
-from rollout.supervised import is_given_up
-from rollout.supervision import open_supervision
 from rollout.types import Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
+    from rollout.containment import Containment
     from rollout.observe.tally import Tally
     from rollout.scheduling.pulled_group import PulledGroup
     from rollout.worker_threads import WorkerThreads
@@ -124,7 +123,7 @@ class PromptSource:
         self,
         pull: Callable[[], Coroutine[Any, Any, object]],
         start: Callable[..., object],
-        cleanup_s: float,
+        containment: Containment,
         tally: Tally,
     ) -> None:
         """Have it pulled soon: where it is async, in the task that did so before.
@@ -132,27 +131,28 @@ class PromptSource:
         Args:
             pull: Calls `pull`, and what comes after it.
             start: Starts a task of the runtime's.
-            cleanup_s: How long a source has to end once it is closed.
+            containment: Has that task.
             tally: Counts those that do not.
         """
         if self._task is not None:
             self._task.ask()
         elif isinstance(self.given, AsyncIterable):
-            start(partial(self._serve, pull, cleanup_s, tally))
+            start(partial(self._serve, pull, containment, tally))
         else:
             start(pull)
 
-    async def _serve(self, pull: Callable[[], Any], cleanup_s: float, tally: Tally) -> None:
-        async with open_supervision(cleanup_s) as supervision:
-            task = self._task = SourceTask(supervision, THREAD_NAME)
-            try:
-                await task.run(partial(task.serve, pull, self._close))
-            finally:
-                if task.unresponsive is not None:
-                    tally.unresponsive += 1
-                    logger.warning("%s", task.unresponsive)
-                    keep_for_ever(self._iterator)
-                self._task = self._iterator = None
+    async def _serve(self, pull: Callable[[], Any], containment: Containment, tally: Tally) -> None:
+        code = Contained[None](containment, THREAD_NAME)
+        task = self._task = SourceTask(code)
+        try:
+            await code.run(partial(task.serve, pull, self._close))
+        except UnresponsiveError as error:
+            tally.unresponsive += 1
+            logger.warning("%s", error)
+        finally:
+            self._task = self._iterator = None
+        if code.error is not None:
+            raise code.error
 
     async def _close(self) -> None:
         """Close a generator, which may have something open; other iterators are their owners'."""
@@ -161,7 +161,7 @@ class PromptSource:
         try:
             await self._iterator.aclose()
         except BaseException as error:
-            if is_given_up() or passing_of(error) is not None:
+            if passing_of(error) is not None:
                 raise
             # Of a task group that it has open, what closes it comes back in a group.
             if isinstance(error, BaseExceptionGroup) and error.split(GeneratorExit)[1] is None:

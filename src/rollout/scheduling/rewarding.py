@@ -16,6 +16,7 @@ import msgspec
 from rollout.agents.trajectory_state import UNRESPONSIVE
 from rollout.chat.group import Group
 from rollout.chat.trajectory import Trajectory
+from rollout.containment import Contained, Containment, UnresponsiveError
 from rollout.limits import Deadline
 from rollout.observe.event_stream import EventStream
 from rollout.observe.tally import Tally
@@ -26,8 +27,7 @@ from rollout.scheduling.reward_processes import RewardRaisedError
 from rollout.scheduling.rewards import GROUP_REWARD, REWARD, apply_reward
 from rollout.scheduling.scorers import LocalScorer, Scorer
 from rollout.scheduling.trajectory_events import tell_rewarded
-from rollout.scopes import passing_of
-from rollout.supervised import SupervisedCall, Supervisor
+from rollout.scopes import first_leaf
 from rollout.types import Cause, Outcome, Reward
 
 if TYPE_CHECKING:
@@ -79,12 +79,12 @@ class _Call:
     Attributes:
         members: Those that it is to reward; once all of them are cancelled, or their time is
             over, it is ended.
-        supervision: Sees that it ends.
+        containment: Has its task.
         deadline: The batch's.
     """
 
     members: Sequence[Member]
-    supervision: Supervisor
+    containment: Containment
     deadline: Deadline
 
     @property
@@ -103,21 +103,25 @@ class _Call:
         return all(m.cancel_reason is not None or m.over is not None for m in self.members)
 
     async def run(
-        self, work: SupervisedCall[A], score: Callable[[], Awaitable[A]]
+        self, work: Contained[A], score: Callable[[], Awaitable[A]]
     ) -> tuple[A | None, Cause | None]:
         """What `score` returns, or why it raised; neither where it was cancelled or given up."""
         shared = RewardWork(self, work)
         for member in self.members:
             member.give_scope(shared)
         try:
-            return await work.run(score), None
-        except BaseException as error:
-            if passing_of(error) is not None:
-                raise
-            return None, _cause_of(error)
+            answer = await work.run(score)
+        except UnresponsiveError:  # `work` says so
+            return None, None
         finally:
             for member in self.members:
                 member.scope = None
+        if work.error is None:
+            return answer, None
+        interrupt = first_leaf(work.error, KeyboardInterrupt)
+        if interrupt is not None:
+            raise interrupt
+        return None, _cause_of(work.error)
 
 
 @attrs.frozen(kw_only=True)
@@ -145,7 +149,7 @@ class Rewarding:
         self,
         member: Member,
         trajectory: Trajectory,
-        supervision: Supervisor,
+        containment: Containment,
         deadline: Deadline,
         sandbox: Callable[[], TrajectorySandbox],
     ) -> None:
@@ -153,12 +157,12 @@ class Rewarding:
 
         Args:
             member: Whose trajectory it is.
-            supervision: Sees that the function ends.
+            containment: Has the function's task.
             deadline: The batch's.
             sandbox: Gives the trajectory's, for a function that names it.
         """
         assert self.single is not None
-        call = _Call(members=[member], supervision=supervision, deadline=deadline)
+        call = _Call(members=[member], containment=containment, deadline=deadline)
         started = anyio.current_time()
         what = f"reward of trajectory {trajectory.uid}/{trajectory.member}"
         names = _Names(REWARD_REASON, REWARD, what)
@@ -177,7 +181,7 @@ class Rewarding:
             tell_rewarded(self.events, member, started, trajectory.reward, _error_of(answer))
 
     async def reward_group(
-        self, ended: Sequence[Ended], supervision: Supervisor, deadline: Deadline
+        self, ended: Sequence[Ended], containment: Containment, deadline: Deadline
     ) -> None:
         """Ask for the rewards of members, which are the wanted ones of their group.
 
@@ -195,7 +199,7 @@ class Rewarding:
             return
         started = anyio.current_time()
         members = [each.member for each in asked]
-        call = _Call(members=members, supervision=supervision, deadline=deadline)
+        call = _Call(members=members, containment=containment, deadline=deadline)
         what = f"reward of the group {ended[0].trajectory.uid}"
         names = _Names(GROUP_REWARD_REASON, GROUP_REWARD, what)
         measured = [dict(each.trajectory.metrics) for each in ended]
@@ -243,11 +247,10 @@ class Rewarding:
         names: _Names,
         pause_s: float,
     ) -> A | Unrewarded:
-        work = SupervisedCall[A](call.supervision, names.who)
+        work = Contained[A](call.containment, names.who, activity=names.what)
         clock = _Clock(work, self.limit_s, call.deadline)
 
         async def score() -> A:
-            activity = names.what  # noqa: F841  (see observe.loop_lag)
             if pause_s:
                 await anyio.sleep(pause_s)
             return await scorer.score(subject(), clock.begin)
@@ -297,17 +300,17 @@ def _cause_of(failure: BaseException) -> Cause:
 class _Clock:
     """The deadline of a call: the batch's, until it begins."""
 
-    def __init__(self, work: SupervisedCall[Any], limit_s: float | None, batch: Deadline) -> None:
+    def __init__(self, work: Contained[Any], limit_s: float | None, batch: Deadline) -> None:
         self._work, self._limit_s, self._batch = work, limit_s, batch
         self._has_begun = False
         self._deadline = batch
-        work.deadline = batch.fires_at
+        work.deadline = batch.at
 
     def begin(self) -> None:
         """It begins; said again, it begins afresh."""
         self._has_begun = True
         self._deadline = Deadline.after(self._limit_s, LIMIT, self._batch)
-        self._work.deadline = self._deadline.fires_at
+        self._work.deadline = self._deadline.at
 
     def over(self, names: _Names, when_late: str, over: Deadline | None) -> Unrewarded:
         """Why the reward is not known, when it is over, or the time `over` was before."""
@@ -331,7 +334,7 @@ class RewardWork:
         since: When it was asked for, on the loop's clock.
     """
 
-    def __init__(self, call: _Call, work: SupervisedCall[Any]) -> None:
+    def __init__(self, call: _Call, work: Contained[Any]) -> None:
         self.is_group, self.since = work.what == GROUP_REWARD, anyio.current_time()
         self._call, self._work = call, work
 

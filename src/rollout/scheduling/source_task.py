@@ -6,25 +6,23 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from rollout.supervised import SupervisedCall
-
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from rollout.supervised import Supervisor
+    from rollout.containment import Contained
 
     Job = Callable[[], Awaitable[object]]
 
 
-class SourceTask(SupervisedCall[None]):
+class SourceTask:
     """Asks a source whenever that is wanted, and closes it, all in one task.
 
     What an async generator has open where it yields, such as a task group that prefetches, belongs
     to the task that asked it: asked or closed in another one, it would leave that out of turn.
     """
 
-    def __init__(self, supervision: Supervisor, what: str) -> None:
-        super().__init__(supervision, what)
+    def __init__(self, code: Contained[None]) -> None:
+        self._code = code
         self._asked = anyio.Event()
         self._is_ending = False
 
@@ -36,7 +34,7 @@ class SourceTask(SupervisedCall[None]):
         """Ask it no more, and close it."""
         self._is_ending = True
         self._asked.set()
-        super().cancel()
+        self._code.cancel()
 
     async def serve(self, pull: Job, close: Job) -> None:
         """Ask it, and again when that is wanted; until `cancel`."""
@@ -49,9 +47,6 @@ class SourceTask(SupervisedCall[None]):
             finally:
                 whole.shield = True
                 await close()
-                # What it has open nevertheless must not be found by the end of the task.
-                if self._main is not None:
-                    self._main.disown_children()
 
     async def _until_asked(self) -> None:
         # A scope that the source has open may be cancelled meanwhile, as by a task of its own that

@@ -38,7 +38,7 @@ from rollout.scheduling.rewarding import Rewarding
 from rollout.scheduling.rewards import apply_reward, reward_of
 from rollout.scheduling.tokenization import COMPARED, TokenizationCheck
 from rollout.scheduling.trajectory_events import tell_started
-from rollout.scopes import passing_of
+from rollout.scopes import first_leaf
 from rollout.types import DRIFT, Cause, Outcome
 
 if TYPE_CHECKING:
@@ -62,28 +62,24 @@ class TrajectoryRunner:
     rewarding: Rewarding
     tokens: TokenizationCheck
 
-    @property
-    def cleanup_s(self) -> float:
-        """How long code has to end once it is cancelled."""
-        return self.services.config.limits.cleanup_s
-
-    def start(self, run: AgentRun) -> None:
-        """Start an attempt; it is to be concluded at once where the prompt is rejected."""
+    async def run(self, run: AgentRun) -> Trajectory | AgentRun:
+        """Run an attempt to its end: the trajectory; or another attempt, see `conclude`."""
         limits, deadline = self.services.config.limits, run.deadline_left
         if self.services.events.is_on:
             tell_started(self.services.events, run)
         if deadline is None:
-            after = Deadline.after
-            now = run.supervision.clock()
-            deadline = after(
-                limits.trajectory_s, "limits.trajectory_s", run.batch_deadline, now=now
+            deadline = Deadline.after(
+                limits.trajectory_s, "limits.trajectory_s", run.batch_deadline
             )
         try:
             loop, context = self._prepare(run, deadline)
         except RejectedPrompt as error:
-            run.reject(error)
-        else:
-            run.begin(loop, context)
+            return rejected(run.member, error)
+        try:
+            await run.play(loop, context)
+        finally:
+            self._note(run)
+        return await self.conclude(run)
 
     async def conclude(self, run: AgentRun) -> Trajectory | AgentRun:
         """The trajectory of an attempt that has ended; whatever happened to it is in its outcome.
@@ -92,9 +88,6 @@ class TrajectoryRunner:
         sandbox was lost, or one of whose tools cannot continue. Of a lost replica, whose requests
         resume elsewhere, it learns nothing.
         """
-        if run.rejection is not None:
-            return rejected(run.member, run.rejection)
-        self.note(run)
         context, scheduling = run.context, self.services.config.scheduling
         ending, cause = _judged(run)
         is_lost = ending.reason == ENGINE or (
@@ -103,7 +96,7 @@ class TrajectoryRunner:
         if is_lost and run.attempt <= scheduling.max_retries:
             return run.again(calls_of(run))
         log = run.member.log
-        if log is not None and context.tools.unrestored and not run.was_cancelled:
+        if log is not None and context.tools.unrestored and not run.code.was_cancelled:
             log.lose_state(context.tools.unrestored)
             return run.again(calls_of(run))
         drift = None
@@ -123,7 +116,7 @@ class TrajectoryRunner:
         if sandbox is not None and sandbox.opened:
             trajectory.metrics["sandboxes"] = sandbox.opened
             trajectory.metrics["sandbox_wait_s"] = sandbox.wait_s
-        trajectory.metrics["total_s"] = run.supervision.clock() - run.started - _held_s(run.member)
+        trajectory.metrics["total_s"] = run.containment.clock() - run.started - _held_s(run.member)
         for segment in trajectory.segments:
             if isinstance(segment.messages, KeptMessages):
                 segment.messages.settle()
@@ -134,18 +127,18 @@ class TrajectoryRunner:
         if self.rewarding.single is None:
             if given is not None:
                 _take_reward(trajectory, given)
-        elif run.supervision.clock() < run.batch_deadline.at:
-            supervision, deadline = run.supervision, run.batch_deadline
+        elif run.containment.clock() < run.batch_deadline.at:
+            containment, deadline = run.containment, run.batch_deadline
             if events.is_on:
                 enter_trajectory(events, run.member.identity.number)
             await self.rewarding.reward(
-                run.member, trajectory, supervision, deadline, lambda: run.context.sandbox
+                run.member, trajectory, containment, deadline, lambda: run.context.sandbox
             )
         else:  # no time is left to learn its reward
             exclude(trajectory)
 
-    def note(self, run: AgentRun) -> None:
-        """Count what was given up of an attempt; what was of its clean-up is logged."""
+    def _note(self, run: AgentRun) -> None:
+        """Count what did not end of an attempt; what was of its clean-up is logged."""
         self.services.tally.unresponsive += (run.unresponsive is not None) + len(run.stuck)
         for each in run.stuck:  # it is no cause of the trajectory's, and nothing else would name it
             logger.warning("%s: %s", run.member.identity.session_id, each)
@@ -229,36 +222,28 @@ def _judged(run: AgentRun) -> tuple[Ending, Cause | None]:
     """How the attempt ended.
 
     Raises:
-        BaseException: What is not the agent's own: Ctrl-C, or cancellation from outside.
+        KeyboardInterrupt: Ctrl-C reached the agent.
     """
-    context = run.context
-    failure: BaseException | None = None
-    cause: Cause | None = None
-    try:
-        cause = run.result()
-    except BaseException as error:
-        if passing_of(error) is not None:
-            raise
-        failure = error
+    context, error = run.context, run.code.error
+    interrupt = None if error is None else first_leaf(error, KeyboardInterrupt)
+    if interrupt is not None:
+        raise interrupt
+    if run.unresponsive is not None:
+        return Ending(outcome=Outcome.FAILED, reason=UNRESPONSIVE), Cause.of(run.unresponsive)
     fault = restore(context)
     if fault:
-        failure = AgentError(fault)
-    failure = run.unresponsive or failure
-    if failure is not None:
-        reason = "agent" if run.unresponsive is None else UNRESPONSIVE
-        cause, failure = Cause.of(failure), None  # its traceback holds this frame
-        return Ending(outcome=Outcome.FAILED, reason=reason), cause
-    if run.was_cancelled:
+        return Ending(outcome=Outcome.FAILED, reason="agent"), Cause.of(AgentError(fault))
+    if run.code.was_cancelled:
         return _ending_of_cancelled(run.member, context.deadline.now), None
     sandbox = context.sandbox_asked_for
     if sandbox is not None and sandbox.failure is not None:
         kind, message = type(sandbox.failure).__qualname__, str(sandbox.failure)
         return Ending(outcome=Outcome.FAILED, reason=SANDBOX), Cause(type=kind, message=message)
     if context.ending is not None:
-        return context.ending, cause
+        return context.ending, run.cause
     ending = _natural_ending(context)
     if ending.outcome is not Outcome.COMPLETED or run.tokens or run.member.identity.validate:
-        return ending, cause
+        return ending, run.cause
     message = f"{run.what} returned, and the model generated no token for it"
     cause = Cause(type=AgentError.__qualname__, message=message)
     return Ending(outcome=Outcome.FAILED, reason=NEVER_GENERATED), cause

@@ -28,7 +28,6 @@ from rollout.testing.transcript_checks import (
     EPSILON_S,
     Facts,
     is_session_of,
-    late_s,
     trajectory_anomalies,
 )
 
@@ -50,8 +49,7 @@ def _anomalies(watched: WatchedRuntime) -> Iterator[str]:
     facts = _facts(watched)
     yield from group_anomalies(watched)
     for call in watched.calls:
-        late = late_s(call, watched.config)
-        yield from _time_anomalies(call, watched.config.limits, EPSILON_S + late)
+        yield from _time_anomalies(call, watched.config.limits, EPSILON_S)
         if call.is_of_groups:
             continue
         yield from _delivery_anomalies(call)
@@ -187,8 +185,11 @@ def _reward_anomalies(watched: WatchedRuntime) -> Iterator[str]:
 
 def _leftover_anomalies(watched: WatchedRuntime) -> Iterator[str]:
     is_closed = watched.closed_in_s is not None
-    if is_closed and watched.closed_in_s > 2 * CORE_CLOSE_S + EPSILON_S:  # type: ignore[operator]
-        yield f"closing took {watched.closed_in_s:g} s"
+    end = watched.statistics_at_end
+    unresponsive = 0 if end is None else end.unresponsive  # closing waits for code that shields
+    took = watched.closed_in_s
+    if took is not None and took > 2 * CORE_CLOSE_S + EPSILON_S and not unresponsive:
+        yield f"closing took {took:g} s"
     for core in watched.cores:
         for request_id in core.reused_ids:
             yield f"{core.name}: request id {request_id} was used twice"

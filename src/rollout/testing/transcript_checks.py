@@ -11,7 +11,6 @@ import numpy as np
 from rollout.chat.trajectory import BRANCH, COMPACTION
 from rollout.chat.transcript import NO_VERSION
 from rollout.engine.cores.simulated.vocabulary import log_probs_of
-from rollout.scheduling.batch_run import STAGGER_S, TOGETHER
 from rollout.session_names import split_session
 from rollout.testing.per_token_checks import expert_anomalies, top_anomalies
 from rollout.types import Outcome
@@ -309,18 +308,11 @@ def _cut_anomalies(
         yield f"outcome {trajectory.outcome}, though its last generation was cancelled"
 
 
-def late_s(call: CallRecord, config: RolloutConfig) -> float:
-    """How much later than their deadlines the scopes of a call's last trajectory fire."""
-    places = config.scheduling.max_in_flight
-    most = places if call.is_of_groups else min(places, call.members)
-    return max(0, most - 1) // TOGETHER * STAGGER_S
-
-
 def _time_anomalies(
     trajectory: Trajectory, call: CallRecord, config: RolloutConfig
 ) -> Iterator[str]:
     metrics, limits = trajectory.metrics, config.limits
-    slack = late_s(call, config) + EPSILON_S
+    slack = EPSILON_S
     if "total_s" not in metrics or limits.trajectory_s is None:
         return
     took = metrics["total_s"] - metrics.get("reward_s", 0.0)

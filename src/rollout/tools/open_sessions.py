@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import LimitExceeded, ToolError
 from rollout.limits import Deadline
-from rollout.tools.attempt import CallError, attempt, attempt_unhurried, run_side_by_side
+from rollout.tools.attempt import CallError, attempt, run_side_by_side
 from rollout.tools.function import FunctionTool
 from rollout.tools.results import as_reward
 from rollout.tools.tool import Tool, ToolContext, ToolSession
@@ -143,9 +144,9 @@ class OpenSessions:
             if isinstance(tool, FunctionTool):
                 self.opened[name] = tool.session(context)
             else:
-                await attempt_unhurried(
+                await attempt(
                     keep_session,
-                    deadline,
+                    deadline=deadline,
                     what=f"open of tool {name!r}",
                     grace_s=self._cleanup_s,
                     outer=turn_deadline,
@@ -190,9 +191,7 @@ class OpenSessions:
             deadline = Deadline.after(self._tool_s, "limits.tool_s")
             what = f"snapshot of tool {name!r}"
             try:
-                held[name] = await attempt(
-                    able[name].snapshot, deadline=deadline, what=what, owns_task=True
-                )
+                held[name] = await attempt(able[name].snapshot, deadline=deadline, what=what)
             except (CallError, LimitExceeded) as error:
                 logger.warning("tool %r: snapshot failed: %s", name, error)
                 lost.append(name)
@@ -239,7 +238,6 @@ class OpenSessions:
                 session.calc_reward,
                 deadline=deadline,
                 what=f"calc_reward of tool {name!r}",
-                owns_task=True,
             )
         except (CallError, LimitExceeded) as error:
             if session.decides_reward:
@@ -285,7 +283,10 @@ class OpenSessions:
             deadline = Deadline.after(self._cleanup_s, "limits.cleanup_s")
             try:
                 await attempt(
-                    session.close, deadline=deadline, what=f"close of tool {name!r}", shield=True
+                    session.close,
+                    deadline=deadline,
+                    what=f"close of tool {name!r}",
+                    grace_s=math.inf,
                 )
             except (CallError, LimitExceeded) as error:
                 logger.warning("tool %r: close failed: %s", name, error)

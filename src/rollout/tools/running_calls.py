@@ -189,9 +189,7 @@ class RunningCalls:
             if turn.unopened(sessions):
                 await self._open_tools(turn)
             turn.sessions = sessions.opened
-            if len(turn.pending) == 1 and self._is_on_trio:
-                await self._run_call(turn, *turn.pending[0])
-            elif turn.pending:
+            if turn.pending:
                 await self._run_lanes(turn)
         finally:
             self._turns_under_way -= 1
@@ -334,24 +332,14 @@ class RunningCalls:
         if len(lanes) > 1:
             await run_side_by_side([partial(self._run_lane, turn, lane) for lane in lanes])
         else:
-            await self._run_lane(turn, *lanes, is_in_task=False)
+            await self._run_lane(turn, *lanes)
 
-    async def _run_lane(
-        self, turn: CallTurn, lane: list[PlacedCall], *, is_in_task: bool = True
-    ) -> None:
-        """Run calls that must not run at once, until the turn's deadline passes.
-
-        A task more would cost as much as all the rest, so that on trio they share the caller's. On
-        asyncio each has its own: a cancel scope left open would break the caller's. Trio mends it.
-        """
-        shares_task = self._is_on_trio or (is_in_task and len(lane) == 1)
+    async def _run_lane(self, turn: CallTurn, lane: list[PlacedCall]) -> None:
+        """Run calls that must not run at once, until the turn's deadline passes."""
         for placed in lane:
             if turn.limit is not None:
                 return
-            if shares_task:
-                await self._run_call(turn, *placed)
-            else:
-                await run_side_by_side([partial(self._run_call, turn, *placed)])
+            await self._run_call(turn, *placed)
 
     async def _run_call(self, turn: CallTurn, position: int, call: ToolCall) -> None:
         started = self._clock()
@@ -425,15 +413,8 @@ class RunningCalls:
         self, session: ToolSession, call: ToolCall, deadline: Deadline, turn: CallTurn, what: str
     ) -> ToolResult:
         try:
-            owns = not self._is_on_trio
             return await attempt(
-                _answer,
-                session,
-                call,
-                deadline=deadline,
-                what=what,
-                owns_task=owns,
-                outer=turn.deadline,
+                _answer, session, call, deadline=deadline, what=what, outer=turn.deadline
             )
         except LimitExceeded as limit:
             if limit.source == turn.deadline.source:
