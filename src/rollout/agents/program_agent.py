@@ -234,7 +234,7 @@ async def _seen_inside(context: AgentContext, address: GatewayAddress) -> Gatewa
             raise AgentError(
                 f"ProgramAgent: {error}: set gateway.public_url to an address of the gateway that "
                 "programs there reach"
-            ) from error
+            ) from None
         return address
     return msgspec.structs.replace(address, root_url=root_url)
 

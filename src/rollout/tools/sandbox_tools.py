@@ -36,13 +36,18 @@ _MAKE = (
     'mktemp -d "$PWD/.rollout-XXXXXX") || exit; '
 )
 _START = _MAKE + 'w=$PWD; cd "$d" && "$1" - "$d" "$w" && echo "$d"'
-# Reading `done` fails once no session has it open, and is never the first to open it.
+# Reading `done` fails once no session has it open, and is never the first to open it. `answer` is
+# empty until the cell has ended, whatever its code writes into `done`.
 _CELL = (
-    'cd "$1" 2>/dev/null && exec 3<>done 4<done 3>&- || exit 111; cat >cell; echo 1<>go; '
-    'read -r _ <&4 || { head -c "$2" out; exit 111; }; cat answer'
+    'cd "$1" 2>/dev/null && exec 3<>done 4<done 3>&- || exit 111; cat >cell; : >answer; '
+    "echo 1<>go; while read -r _ <&4; do [ -s answer ] && exec cat answer; done; "
+    'head -c "$2" out; exit 111'
 )
+# Nothing that needs a process of its own comes before all have ended: the code may have taken as
+# many as there may be.
 _KILL = (
-    'cd "$1" && p=$(cat pid) && { kill -9 "-$p" || kill -9 "$p"; } 2>/dev/null; '
+    'cd "$1" && read -r p <pid; i=0; [ "$p" ] && { '
+    'while kill -9 "-$p" && [ $((i+=1)) -lt 50000 ]; do :; done; kill -9 "$p"; } 2>/dev/null; '
     'head -c "$2" out; rm -rf "$1"'
 )
 _SHELL = (
