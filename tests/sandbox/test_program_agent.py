@@ -372,6 +372,7 @@ async def test_program_agent_far_away_needs_a_public_gateway(
     async with rollout.open_rollout(config) as runtime:
         (trajectory,) = (await runtime.generate([asked])).trajectories
     if public_url is None:
+        assert trajectory.cause is not None
         assert trajectory.cause.message.endswith(
             "can be reached: set gateway.public_url to an address of the gateway that programs "
             "there reach"
@@ -385,7 +386,8 @@ async def test_program_agent_what_is_no_mapping_is_named(door: FakeDoor, what: s
     given: dict[str, Any] = {what: ["a"]}
     with pytest.raises(AgentError, match=rf"{what} = \['a'\]; expected a mapping"):
         ProgramAgent("true", **given)
-    trajectory = await ran("true", **{what: lambda task: None})
+    wrong: dict[str, Any] = {what: lambda task: None}
+    trajectory = await ran("true", **wrong)
     assert trajectory.cause.message == f"ProgramAgent: {what} = None; expected a mapping"
 
 

@@ -522,7 +522,7 @@ def test_arguments_that_are_no_more_are_refused_by_name(
 
 @pytest.mark.parametrize("name", ["python", "shell", "edit"])
 async def test_tools_without_a_sandbox_are_refused_when_opened(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollout.sandbox.bubblewrap.find_bwrap", lambda: "/bin/false")
     monkeypatch.setitem(sys.modules, "rollout.sandbox.sandlock", None)
