@@ -105,9 +105,7 @@ WITH_PROCESSES = (
     "reward_processes",
     "router",
     "bubblewrap",
-    "sandbox_attacks",
     "sandbox_protocol",
-    "sandbox_tools",
     "sandlock",
     "serve_gateway",
     "simulated_engine",
@@ -147,7 +145,7 @@ SHARED = frozenset(
         "mcp_servers media_batches media_refusals media_trajectories mistral_reference "
         "parser_floods parser_fuzz planted_bugs program_agent program_prompts "
         "ray_placement readme real_processes recorder replay report report_steps "
-        "reward_processes router_benchmark sampling sandbox_attacks sandbox_protocol sandbox_tools "
+        "reward_processes router_benchmark sampling sandbox_protocol "
         "segments selection serve_gateway soak template_properties testing_plugin "
         "tool_executor tools_in_sandbox trajectory_sandboxes transformers_core typed_programs "
         "unencodable_calls vision_core vision_rows "

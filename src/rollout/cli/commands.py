@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 from rich.text import Text
 
-from rollout.cli.check import builtin_programs, config_faults, look_at_tools
+from rollout.cli.check import config_faults, look_at_sandbox
 from rollout.cli.consoles import lasting_consoles
 from rollout.cli.exit_codes import BAD_INPUT, ENGINE_LOST, NOT_SAVED, OK, SOME_FAILED
 from rollout.cli.foreground import INTERRUPTED, ForegroundJob, JobResult, run_job
@@ -25,6 +25,7 @@ from rollout.errors import (
     EngineError,
     PromptError,
     RolloutError,
+    SandboxUnavailable,
     TemplateError,
     ToolError,
 )
@@ -56,7 +57,7 @@ def run_command(arguments: argparse.Namespace) -> int:
                 return command(arguments, output, errors)
         except EngineError as error:
             return _tell(errors, error, ENGINE_LOST)
-        except (ConfigError, PromptError, ToolError, TemplateError) as error:
+        except (ConfigError, PromptError, SandboxUnavailable, TemplateError, ToolError) as error:
             return _tell(errors, error, BAD_INPUT)
         except RolloutError as error:
             return _tell(errors, error, SOME_FAILED)
@@ -155,8 +156,8 @@ def _check(arguments: argparse.Namespace, output: Console, errors: Console) -> i
         print_line(output, line)
     for label, text in sizing_lines(config):
         print_line(output, f"{label:<12}{text}")
-    isolation, unfit = anyio.run(look_at_tools, [*builtin_programs(config), *tools])
-    print_line(output, f"{'isolation':<12}{isolation}")
+    sandbox, unfit = anyio.run(look_at_sandbox, config, tools)
+    print_line(output, f"{'sandbox':<12}{sandbox}")
     faults = [*config_faults(config, interactions, asks_for_gpus=True), *unfit]
     for fault in faults:
         _tell(errors, fault, BAD_INPUT)

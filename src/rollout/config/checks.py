@@ -104,9 +104,10 @@ DriftKinds = Annotated[
     ),
 ]
 BuiltinTools = Annotated[
-    tuple[Literal["calculator", "finish", "python", "search", "shell", "submit"], ...],
+    tuple[Literal["calculator", "edit", "finish", "python", "search", "shell", "submit"], ...],
     Rule(
-        "a list of shipped tools, each once (calculator, finish, python, search, shell, submit)",
+        "a list of shipped tools, each once (calculator, edit, finish, python, search, shell, "
+        "submit)",
         lambda names: len(set(names)) == len(names),
     ),
 ]

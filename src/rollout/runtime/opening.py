@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import anyio.to_thread
 
 from rollout.agents import AgentLoop, get_agent
+from rollout.agents.agent_loop import class_of
 from rollout.agents.long_texts import LongTexts
 from rollout.agents.media_intake import MediaFetcher, MediaIntake
 from rollout.agents.prompt_sampling import top_log_probs_fault
@@ -46,7 +47,7 @@ from rollout.scheduling.selection import acceptance
 from rollout.scheduling.tokenization import TokenizationCheck
 from rollout.scheduling.trajectory_runner import TrajectoryRunner
 from rollout.scopes import OneTask, open_task_group
-from rollout.tools import ToolExecutor
+from rollout.tools import Tool, ToolExecutor
 from rollout.tools.providers import open_tools
 from rollout.tools.shipped import shipped_tools
 from rollout.worker_threads import WorkerThreads
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
     from rollout.engine.core import EngineInfo
     from rollout.engine.wire.protocol import DriverFacts
     from rollout.scheduling.rewards import GroupRewardFunction, RewardFunction
-    from rollout.tools import Tool
 
 
 EngineOpener = Callable[
@@ -104,8 +104,8 @@ def open_rollout(
             a reward function cannot be called like that, or not in `rewards.processes`, or the
             engines cannot do what `sampling` asks of them.
         ToolError: A tool is defined wrongly or cannot run here, or two share a name.
-        SandboxUnavailable: The reward names a sandbox, or `sandbox` a provider or warm ones, and
-            there can be none here.
+        SandboxUnavailable: The agent, a tool or the reward needs a sandbox, or `sandbox` names a
+            provider or warm ones, and there can be none here.
         EngineError: An engine did not start, or refused to serve with this tokenizer.
         RolloutError: It is left in another task than it was entered in; nothing has happened then.
     """
@@ -250,7 +250,10 @@ async def _open_runtime(
                     async with open_journal(services, file, fingerprint, run_seed) as journal:
                         runtime = RolloutRuntime(config, runner, threads, tally, run_seed, journal)
                         async with (
-                            services.sandboxes.serving(is_needed=rewards.needs_sandbox),
+                            services.sandboxes.serving(
+                                is_needed=rewards.needs_sandbox
+                                or needs_sandbox(config.agent.name, tools)
+                            ),
                             gateway_of(services),
                             runtime.serving(),
                         ):
@@ -260,6 +263,14 @@ async def _open_runtime(
             await processes.close()
         await executor.close()
         threads.close()
+
+
+def needs_sandbox(agent: str, tools: Sequence[Any]) -> bool:
+    """Whether the agent of this name, or one of these tools, acts in the trajectory's sandbox."""
+    agent_class = class_of(get_agent(agent))
+    return agent_class.needs_sandbox or any(
+        isinstance(tool, Tool) and tool.needs_sandbox for tool in tools
+    )
 
 
 async def check_agent(name: str) -> None:
@@ -325,7 +336,6 @@ async def builtin_tools(tools: ToolsConfig) -> list[Tool]:
     make = functools.partial(
         shipped_tools,
         tools.builtin,
-        isolation=tools.isolation,
         corpus=tools.search_corpus,
         max_pictures=tools.max_pictures,
     )

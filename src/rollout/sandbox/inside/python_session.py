@@ -90,6 +90,8 @@ def serve(go: int, done: int, out: int, directory: str) -> None:
                 stream.flush()
         if os.getpid() != me:  # a forked child reached the end: only the parent answers
             os._exit(0)
+        os.write(go, b"\n")  # and away with it, and with what the code wrote there
+        os.read(go, 65536)
         with open(directory + "/answer", "wb") as answer:
             answer.write(b"%d %d\n" % (is_ok, os.fstat(out).st_size) + os.pread(out, CAP, 0))
         os.ftruncate(out, 0)

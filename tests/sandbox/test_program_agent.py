@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,33 +12,39 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import attrs
 import pytest
 from anyio.abc import SocketStream
+from sandbox_material import (
+    ENGINE,
+    IMAGE,
+    PROVIDERS,
+    directories,
+    processes_with,
+    skip_where_missing,
+    unique_seconds,
+)
 
 import rollout
 from fake_door import FakeDoor, fake_door
 from rollout import (
     AgentError,
-    ConfigError,
     Outcome,
     ProgramAgent,
     Prompt,
     RolloutBatch,
     register_agent,
 )
-from rollout.config import AgentConfig, LimitsConfig
+from rollout.config import AgentConfig, GatewayConfig, LimitsConfig, SandboxConfig
+from rollout.errors import SandboxUnavailable, SandboxUnsupported
+from rollout.sandbox.none import NoneProvider
 from rollout.testing import Scenario
-from rollout.tools.sandbox import SandboxLimits
-from rollout.tools.sandbox.sandbox_isolation import IsolationReport
-from sandboxes import directories, processes_with, spec_of
 
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.usefixtures("own_temporary_directory"),
     pytest.mark.parametrize("anyio_backend", ["asyncio"]),
 ]
-ISOLATIONS = ("namespaces", "bubblewrap", "none")
-PATIENT = SandboxLimits(timeout_s=60, cpu_s=60, memory_mb=2048)
 #: Asks the gateway that its environment names, as an SDK would.
 CLIENT = """
 import json, os, sys, urllib.request
@@ -52,6 +57,12 @@ answer = json.load(urllib.request.urlopen(request))
 open("answer.json", "w").write(json.dumps(answer))
 print("heard", answer["heard"])
 """
+
+
+@pytest.fixture(params=PROVIDERS)
+def provider(request: pytest.FixtureRequest) -> str:
+    skip_where_missing(request.param)
+    return str(request.param)
 
 
 @pytest.fixture
@@ -89,46 +100,50 @@ async def gateway(door: FakeDoor) -> AsyncIterator[list[bytes]]:
             tasks.cancel_scope.cancel()
 
 
+def sandboxes(provider: str) -> SandboxConfig:
+    if provider == "container":
+        return SandboxConfig(provider=ENGINE, image=IMAGE, workdir="/work")
+    return SandboxConfig(provider=provider)
+
+
 async def ran(
-    command: Any, *, trajectory_limits: Any = None, prompt: str = "go", **options: Any
+    command: Any,
+    *,
+    provider: str = "none",
+    trajectory_limits: Any = None,
+    prompt: str = "go",
+    **options: Any,
 ) -> Any:
-    options.setdefault("limits", PATIENT)
     register_agent("a_program")(ProgramAgent(command, **options))
     sections = {} if trajectory_limits is None else {"limits": trajectory_limits}
-    config = Scenario().config(**sections)
+    config = Scenario().config(sandbox=sandboxes(provider), **sections)
     asked = Prompt(messages=[{"role": "user", "content": prompt}], agent_name="a_program")
     async with rollout.open_rollout(config) as runtime:
         batch: RolloutBatch = await runtime.generate([asked])
     return batch.trajectories[0]
 
 
-async def isolated(isolation: Any) -> str:
-    if isolation != "none":
-        await spec_of(isolation)
-    return isolation
-
-
-@pytest.mark.parametrize("isolation", ISOLATIONS)
 async def test_program_agent_reaches_the_gateway_and_nothing_else(
-    door: FakeDoor, isolation: str
+    door: FakeDoor, provider: str
 ) -> None:
-    await isolated(isolation)
-    async with gateway(door) as heard:
-        other = (
-            "import socket\ntry:\n    socket.create_connection(('127.0.0.1', 1), 1)\n"
-            "except OSError as error:\n    print(error.strerror)\n"
+    async with gateway(door) as heard, await anyio.create_tcp_listener() as other:
+        port = other.extra(anyio.abc.SocketAttribute.local_port)
+        reach = (
+            f"import socket\nfor place in (('127.0.0.1', {port}), ('192.0.2.1', 9)):\n"
+            "    try:\n        socket.create_connection(place, 1)\n        print('reached')\n"
+            "    except OSError as error:\n        print('no')\n"
         )
-        command = f"python3 client.py {{prompt}} && {sys.executable} other.py"
         trajectory = await ran(
-            command.replace("python3", sys.executable),
+            "python3 client.py {prompt} && python3 other.py",
+            provider=provider,
             prompt="it's $HOME; {api_key}",
-            files={"client.py": CLIENT, "other.py": other},
+            files={"client.py": CLIENT, "other.py": reach},
             collect=["*.json"],
-            isolation=isolation,
         )
     assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
     program, files = trajectory.extra["program"], trajectory.extra["files"]
-    assert program["output"] == "heard it's $HOME; {api_key}\nConnection refused\n"
+    elsewhere = "reached\nno\n" if provider == "none" else "no\nno\n"  # which is no wall
+    assert program["output"] == "heard it's $HOME; {api_key}\n" + elsewhere
     assert program["exit_code"] == 0
     assert files == {"answer.json": '{"heard": "it\'s $HOME; {api_key}"}'}
     assert b"Authorization: Bearer key-of-0/prompt-0/0" in heard[0]
@@ -137,7 +152,7 @@ async def test_program_agent_reaches_the_gateway_and_nothing_else(
 
 
 async def test_program_agent_sees_files_variables_and_nothing_of_the_driver(
-    door: FakeDoor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    door: FakeDoor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, provider: str
 ) -> None:
     monkeypatch.setenv("SECRET", "driver")
     (tmp_path / "deep").mkdir()
@@ -145,6 +160,7 @@ async def test_program_agent_sees_files_variables_and_nothing_of_the_driver(
     (tmp_path / "two.bin").write_bytes(b"\xff\x00")
     trajectory = await ran(
         ["./run.sh", "{uid}"],
+        provider=provider,
         env={"LEVEL": "3", "WHO": "{model}"},
         files=lambda task: {
             "run.sh": "#!/bin/sh\necho $1 $LEVEL $WHO [$SECRET]; cat repo/deep/one.txt > out.txt\n",
@@ -162,14 +178,15 @@ async def test_program_agent_sees_files_variables_and_nothing_of_the_driver(
 
 
 async def test_program_agent_files_reach_the_reward(door: FakeDoor) -> None:
-    program = ProgramAgent("echo 42 > answer", collect=["answer"], limits=PATIENT)
+    program = ProgramAgent("echo 42 > answer", collect=["answer"])
     register_agent("a_program")(program)
     asked = Prompt(messages=[{"role": "user", "content": "go"}], agent_name="a_program")
 
     def reward(trajectory: Any) -> float:
         return float(trajectory.extra["files"]["answer"] == "42\n")
 
-    async with rollout.open_rollout(Scenario().config(), reward=reward) as runtime:
+    config = Scenario().config(sandbox=sandboxes("none"))
+    async with rollout.open_rollout(config, reward=reward) as runtime:
         batch = await runtime.generate([asked])
     assert batch.samples[0].reward == 1.0
 
@@ -185,18 +202,15 @@ async def test_program_agent_exit_code_fails_unless_it_is_not_checked(door: Fake
         3,
     )
     trajectory = await ran(["no-such-program"])
-    assert "no-such-program: No such file or directory" in trajectory.cause.message
-
-
-def bounded(**changes: Any) -> SandboxLimits:
-    return SandboxLimits(**{"timeout_s": 60, "cpu_s": 60, "memory_mb": 2048, **changes})
+    assert trajectory.cause.message.startswith("the program failed: exit code 127: ")
+    assert "no-such-program: not found" in trajectory.cause.message
 
 
 async def test_program_agent_keeps_the_end_of_a_long_output(door: FakeDoor) -> None:
-    trajectory = await ran("seq 1 100000", limits=bounded(max_output_bytes=1000))
+    trajectory = await ran("echo first >&2; seq 1 200000")
     output = trajectory.extra["program"]["output"]
-    assert output.endswith("99999\n100000\n")
-    assert len(output) == 1000
+    assert output.endswith("199999\n200000\n")
+    assert len(output) == 2**20
 
 
 async def test_program_agent_files_that_are_too_much_are_named(door: FakeDoor) -> None:
@@ -220,27 +234,29 @@ async def test_program_agent_prompt_that_is_no_argument_is_named(door: FakeDoor,
         assert message in trajectory.cause.message
 
 
-async def test_program_agent_names_what_it_did_not_collect(door: FakeDoor) -> None:
+async def test_program_agent_names_what_it_did_not_collect(door: FakeDoor, provider: str) -> None:
     command = "mkdir -p d/e; echo x > d/e/x; ln -s e d/link; ln -s d linked; ln -s nowhere dangling"
     collect = ["d", "linked", "linked/e/x", "dang*", "nothing.txt", "none/*"]
-    trajectory = await ran(command, collect=collect)
+    trajectory = await ran(command, collect=collect, provider=provider)
     assert trajectory.extra["files"] == {"d/e/x": "x\n"}
     assert trajectory.extra["program"]["left_out"] == [
-        *("dangling", "linked", "d/link", "linked/e/x", "nothing.txt", "none/*"),
+        *("d/link", "dangling", "linked", "linked/e/x", "nothing.txt", "none/*"),
     ]
 
 
-async def test_program_agent_past_a_bound_of_its_sandbox_ends_by_that_limit(
-    door: FakeDoor,
+async def test_program_agent_past_its_timeout_ends_by_that_limit_with_its_files(
+    door: FakeDoor, provider: str
 ) -> None:
-    begun = "echo begun; echo 1 > a; sleep 50"
-    trajectory = await ran(begun, limits=bounded(timeout_s=3.0), collect=["a"])
+    seconds = unique_seconds()
+    begun = f"echo begun; echo 1 > a; sleep {seconds}"
+    trajectory = await ran(begun, timeout_s=2.0, collect=["a"], provider=provider)
+    assert processes_with(seconds) == []
     assert trajectory.extra["program"]["output"] == "begun\n"
     assert trajectory.extra["files"] == {"a": "1\n"}
     assert (trajectory.outcome, trajectory.reason, trajectory.limit_source) == (
         Outcome.LIMIT,
         "timeout",
-        "SandboxLimits.timeout_s",
+        "ProgramAgent.timeout_s",
     )
 
 
@@ -249,27 +265,28 @@ SHORT = LimitsConfig(
 )
 
 
-@pytest.mark.parametrize("isolation", ISOLATIONS)
 async def test_program_agent_at_its_deadline_is_killed_with_its_group(
-    door: FakeDoor, isolation: str
+    door: FakeDoor, provider: str
 ) -> None:
-    await isolated(isolation)
-    token = f"{os.getpid()}{ISOLATIONS.index(isolation)}.125"
+    tokens = [unique_seconds() for _ in range(3)]
+    one, two, three = tokens
+    limits = SHORT if provider != "container" else attrs.evolve(SHORT, trajectory_s=8.0)
     trajectory = await ran(
-        f"sleep 9{token} & setsid sleep 8{token} & sleep 7{token}",
-        trajectory_limits=SHORT,
-        isolation=isolation,
+        f"sleep {one} & setsid sleep {two} & sleep {three}",
+        trajectory_limits=limits,
+        provider=provider,
     )
     assert (trajectory.outcome, trajectory.reason) == (Outcome.DEADLINE, "trajectory")
-    assert processes_with(token) == []
+    assert [processes_with(token) for token in tokens] == [[], [], []]
     assert (door.contexts, directories()) == ({}, set())
 
 
-async def test_program_agent_leaves_no_process_of_its_own(door: FakeDoor) -> None:
-    token = f"{os.getpid()}.375"
-    trajectory = await ran(f"setsid sleep 9{token} & setsid sleep 8{token} & echo done")
+async def test_program_agent_leaves_no_process_of_its_own(door: FakeDoor, provider: str) -> None:
+    one, two = unique_seconds(), unique_seconds()
+    command = f"setsid sleep {one} & setsid sleep {two} & echo done"
+    trajectory = await ran(command, provider=provider)
     assert trajectory.outcome is Outcome.COMPLETED
-    assert processes_with(token) == []
+    assert processes_with(one) + processes_with(two) == []
 
 
 async def test_program_agent_after_a_limit_of_its_trajectory_has_the_limits_outcome(
@@ -300,8 +317,8 @@ async def test_program_agent_after_a_limit_of_its_trajectory_has_the_limits_outc
             "env: 'A=B'; expected a variable's name, without '=', as a text without NUL",
         ),
         ({"command": "x", "env": {"A": "x\0"}}, "env['A'] = 'x\\x00'; expected a text without NUL"),
-        ({"command": "x", "isolation": "landlock"}, "isolation = 'landlock'; expected one of"),
-        ({"command": "x", "readable": ["/no/such"]}, "readable: '/no/such' does not exist"),
+        ({"command": "x", "isolation": "none"}, "isolation is no argument any more: sandbox.prov"),
+        ({"command": "x", "readable": ["/opt"]}, "readable is no argument any more: sandbox.prov"),
     ],
 )
 async def test_program_agent_refuses_wrong_arguments(arguments: Any, message: str) -> None:
@@ -310,22 +327,58 @@ async def test_program_agent_refuses_wrong_arguments(arguments: Any, message: st
     assert message in str(caught.value)
 
 
-async def test_program_agent_without_isolation_is_refused_before_engines_start(
+async def test_program_agent_without_a_sandbox_is_refused_when_opened(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def nothing(method: str, spec: Any) -> IsolationReport:
-        return IsolationReport(None, {method: "it is switched off"})
-
-    monkeypatch.setattr("rollout.agents.program_agent.find_isolation", nothing)
+    monkeypatch.setattr("rollout.sandbox.bubblewrap.find_bwrap", lambda: "/bin/false")
+    monkeypatch.setitem(sys.modules, "rollout.sandbox.sandlock", None)
     register_agent("a_program")(ProgramAgent("true"))
     config = Scenario().config(agent=AgentConfig(name="a_program"))
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(SandboxUnavailable, match="no sandbox for what models write"):
         async with rollout.open_rollout(config):
             pytest.fail("it opened")
-    assert str(caught.value).startswith(
-        "agent.name = 'a_program': ProgramAgent: no isolation with a door to the gateway: "
-        "namespaces: it is switched off; bubblewrap: it is switched off; mend one of these"
+
+
+class Remote:
+    """A provider whose programs reach no server of this machine; else one without walls."""
+
+    name, max_open = "remote", 4
+
+    def __init__(self) -> None:
+        self._within = NoneProvider()
+        self.check, self.close = self._within.check, self._within.close
+
+    async def open(self, spec: Any) -> Any:
+        sandbox: Any = await self._within.open(spec)
+
+        async def refuse(url: str) -> str:
+            raise SandboxUnsupported("remote-1: no server of this machine can be reached")
+
+        sandbox._host_url = refuse
+        return sandbox
+
+
+@pytest.mark.parametrize("public_url", [None, "https://gateway.example"])
+async def test_program_agent_far_away_needs_a_public_gateway(
+    door: FakeDoor, public_url: str | None
+) -> None:
+    register_agent("a_program")(ProgramAgent("echo $OPENAI_BASE_URL"))
+    asked = Prompt(messages=[{"role": "user", "content": "go"}], agent_name="a_program")
+    config = Scenario().config(
+        sandbox=SandboxConfig(provider="test_program_agent:Remote"),
+        gateway=GatewayConfig(public_url=public_url),
     )
+    door.root_url = f"{public_url}/t/1"
+    async with rollout.open_rollout(config) as runtime:
+        (trajectory,) = (await runtime.generate([asked])).trajectories
+    if public_url is None:
+        assert trajectory.cause is not None
+        assert trajectory.cause.message.endswith(
+            "can be reached: set gateway.public_url to an address of the gateway that programs "
+            "there reach"
+        )
+    else:
+        assert trajectory.extra["program"]["output"] == "https://gateway.example/t/1/v1\n"
 
 
 @pytest.mark.parametrize("what", ["env", "files"])
@@ -333,7 +386,8 @@ async def test_program_agent_what_is_no_mapping_is_named(door: FakeDoor, what: s
     given: dict[str, Any] = {what: ["a"]}
     with pytest.raises(AgentError, match=rf"{what} = \['a'\]; expected a mapping"):
         ProgramAgent("true", **given)
-    trajectory = await ran("true", **{what: lambda task: None})
+    wrong: dict[str, Any] = {what: lambda task: None}
+    trajectory = await ran("true", **wrong)
     assert trajectory.cause.message == f"ProgramAgent: {what} = None; expected a mapping"
 
 
@@ -349,6 +403,7 @@ import sys
 sys.path.insert(0, {tests!r})
 import anyio, pytest, rollout
 from fake_door import fake_door
+from rollout.config import SandboxConfig
 from rollout.testing import Scenario
 
 fake_door(pytest.MonkeyPatch())
@@ -356,7 +411,8 @@ rollout.register_agent("p")(rollout.ProgramAgent({command!r}))
 asked = rollout.Prompt(messages=[{{"role": "user", "content": "go"}}], agent_name="p")
 
 async def main():
-    async with rollout.open_rollout(Scenario().config()) as runtime:
+    config = Scenario().config(sandbox=SandboxConfig(provider="none"))
+    async with rollout.open_rollout(config) as runtime:
         await runtime.generate([asked])
 
 anyio.run(main)
@@ -364,9 +420,9 @@ anyio.run(main)
 
 
 async def test_program_agent_dies_with_its_driver() -> None:
-    token = f"{os.getpid()}.625"
-    program = DRIVER.format(tests=str(Path(__file__).parent), command=f"sleep 9{token}")
-    driver = subprocess.Popen([sys.executable, "-c", program])  # noqa: ASYNC220
+    token = unique_seconds()
+    program = DRIVER.format(tests=str(Path(__file__).parents[1]), command=f"sleep {token}")
+    driver = subprocess.Popen([sys.executable, "-c", program])
     try:
         with anyio.fail_after(60):
             while not [each for each in processes_with(token) if each.name() == "sleep"]:
@@ -382,9 +438,10 @@ async def test_program_agent_dies_with_its_driver() -> None:
 async def test_program_that_asks_for_nothing_failed_and_has_no_reward() -> None:
     """Of the real gateway."""
     pytest.importorskip("httptools")
-    register_agent("a_program")(ProgramAgent(["true"], isolation="none"))
+    register_agent("a_program")(ProgramAgent(["true"]))
     asked = Prompt(messages=[{"role": "user", "content": "go"}], agent_name="a_program")
-    async with rollout.open_rollout(Scenario().config(), reward=lambda trajectory: 0.0) as runtime:
+    config = Scenario().config(sandbox=sandboxes("none"))
+    async with rollout.open_rollout(config, reward=lambda trajectory: 0.0) as runtime:
         batch = await runtime.generate([asked])
     (trajectory,) = batch.trajectories
     assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "never_generated")
