@@ -81,6 +81,7 @@ WITH_PROCESSES = (
     "gateway_rows",
     "gateway_streaming",
     "gateway_hostile",
+    "harbor_runs",
     "imports",
     "isolated_tools",
     "journal_processes",
