@@ -2,7 +2,7 @@
 
 python examples/swe_agent/run.py [--provider docker|podman] [--tasks DIR]
 
-`tasks/` has a task in Harbor's layout, as SWE-bench, terminal-bench and others can be had. A scripted
+`tasks/` has a task in Harbor's layout, in which SWE-bench and others can be had. A scripted
 engine stands in for a model. README.md says how `rollout run` plays it, and how a model does.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,10 @@ class RootedSandbox:
 
 
 class RootedProvider:
-    """Makes them, of any image, and of a directory as its content: ``sandbox.provider = "harbor_material:RootedProvider"``."""
+    """Makes them, of any image, and of a directory as its content.
+
+    It is ``sandbox.provider = "harbor_material:RootedProvider"``.
+    """
 
     name, max_open = "rooted", 64
 
@@ -70,8 +74,8 @@ class RootedProvider:
     async def open(self, spec: SandboxSpec) -> Any:
         assert self._provider is not None
         sandbox = RootedSandbox(await self._provider.open(SandboxSpec(env=spec.env)))
-        if Path(spec.image or "").is_dir():
-            await sandbox.upload(Path(str(spec.image)), ".")
+        if spec.image is not None and os.path.isabs(spec.image):
+            await sandbox.upload(Path(spec.image), ".")
         if spec.setup is not None:
             result = await sandbox.exec(spec.setup, timeout_s=spec.setup_s)
             assert result.exit_code == 0

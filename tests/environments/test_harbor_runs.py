@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from harbor_material import write_task
+
 from rollout import Outcome, RolloutBatch, Trajectory
 from rollout.cli import main
 

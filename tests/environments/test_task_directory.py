@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from harbor_material import IMAGED, RootedSandbox, write_task
 
-from harbor_material import IMAGED, PASSES, RootedSandbox, write_task
 from rollout import Prompt, Trajectory
 from rollout.environments import TaskDirectory
 from rollout.errors import ConfigError, SandboxError

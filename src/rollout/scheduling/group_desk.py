@@ -12,7 +12,6 @@ import msgspec
 
 from rollout.agents.identity import Identity
 from rollout.holds import Hold
-from rollout.limits import Deadline
 from rollout.scheduling.ended_groups import Ended
 from rollout.scheduling.journal.pulled_before import name_at
 from rollout.scheduling.member_runs import CLOSED
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
     from rollout.config import RolloutConfig
     from rollout.engine.driver.pool import EnginePool
+    from rollout.limits import Deadline
     from rollout.observe.tally import Tally
     from rollout.scheduling.agent_run import AgentRun
     from rollout.scheduling.journal.group_log import GroupLog
