@@ -113,9 +113,9 @@ async def describe_tool_set() -> list[tuple[Any, ...]]:
 def test_trl_environment_is_a_tool_set_unchanged(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(save_model(tmp_path))
     tokenizer.chat_template = TEMPLATE.read_text()
-    trainer = trainer_of(
-        tmp_path, None, [dict(ROW)], None, tokenizer=tokenizer, environment_factory=Safe
-    )
+    options = {"tokenizer": tokenizer, "environment_factory": Safe}
+    room = {"max_completion_length": 2048}
+    trainer = trainer_of(tmp_path, None, [dict(ROW)], None, arguments=room, **options)
     prompts: list[str] = []
 
     def generate(prompt_ids: Any, *_: Any, **__: Any) -> Any:

@@ -8,20 +8,19 @@ import logging
 import math
 import urllib.request
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import anyio
 import anyio.to_thread
 
-from rollout.bridge import AsyncioThread
 from rollout.errors import ToolError
 from rollout.seeds import derive_seed
 from rollout.tools.providers import ToolProvider
 from rollout.tools.results import ToolResult
 from rollout.tools.tool import Tool, ToolContext, ToolSession
 from rollout.types import text_of
-from rollout.worker_threads import ASYNCIO_CLEANUP_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -110,8 +109,6 @@ class OpenEnv(ToolProvider):
         self._columns, self.tool_name = columns, tool_name
         self.headers = dict(headers or {})
         self.timeout_s, self.max_message_bytes = timeout_s, max_message_bytes
-        self._loop: AsyncioThread | None = None
-        self._sessions = 0
         self.was_full = False
 
     def __call__(self) -> OpenEnvSession:
@@ -180,37 +177,23 @@ class OpenEnv(ToolProvider):
         data.setdefault("seed", derive_seed(0, prompt.uid or "") >> 32)
         return data
 
-    async def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """``await function(*args)`` on asyncio, where the sockets live."""
-        if self._loop is None:
-            self._loop = AsyncioThread(cleanup_s=ASYNCIO_CLEANUP_S)
-        return await self._loop.run(f"OpenEnv {self.url}", function, *args)
-
-    def enter(self) -> None:
-        """One more session uses the asyncio loop."""
-        self._sessions += 1
-
-    def leave(self) -> None:
-        """One uses it no more; the last one ends the thread that it may have."""
-        self._sessions -= 1
-        if not self._sessions and self._loop is not None:
-            self._loop.close()
-            self._loop = None
-
 
 class OpenEnvSession:
     """An episode on the server, as `EnvironmentAgent` plays it; its calls come one after another.
+
+    It runs on asyncio, where its socket lives.
 
     Attributes:
         is_done: Whether the server has said so.
         lost: Why the connection is of no use any more; "" while it is.
     """
 
+    backend = "asyncio"
+
     def __init__(self, server: OpenEnv, *, reads_text: bool) -> None:
         self._server, self._reads_text = server, reads_text
         self._socket: Any = None
         self._field = ""
-        self._is_entered = False
         self.is_done = False
         self.lost = ""
 
@@ -221,15 +204,12 @@ class OpenEnvSession:
             OpenEnvError: The server refuses it, or cannot be reached.
         """
         server = self._server
-        if not self._is_entered:
-            self._is_entered = True
-            server.enter()
         if self._reads_text:
             self._field = await server.action_field()
         data = server.reset_data(prompt)
         for tries in itertools.count():
             try:
-                await server.run(self._connect)
+                await self._connect()
                 answer = await self._ask("reset", data)
                 break
             except OpenEnvError as error:
@@ -238,7 +218,7 @@ class OpenEnvSession:
                 if not server.was_full:
                     server.was_full = True
                     logger.warning("%s (trajectories wait for room; said once)", error)
-            await server.run(self._disconnect)
+            await self.close()
             spread = 0.5 + derive_seed(tries, id(self)) / 2**64  # or all would come back at once
             await anyio.sleep(spread * min(_BACKOFF_S * 2**tries, _MAX_BACKOFF_S))
         return self._read_observation(answer)[0]
@@ -256,13 +236,13 @@ class OpenEnvSession:
 
     async def close(self) -> None:
         """End the session."""
-        if not self._is_entered:
+        socket, self._socket = self._socket, None
+        if socket is None:
             return
-        self._is_entered = False
-        try:
-            await self._server.run(self._disconnect)
-        finally:
-            self._server.leave()
+        with suppress(OSError, _import_websockets().ConnectionClosed):
+            with anyio.move_on_after(_CLOSE_S):
+                await socket.send('{"type":"close"}')
+        await socket.close()
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         if self.lost:
@@ -271,7 +251,7 @@ class OpenEnvSession:
         self.lost = f"{kind} was given up before its answer came"
         message = json.dumps({"type": kind, "data": data})
         try:
-            answer = await self._server.run(self._exchange, message)
+            answer = await self._exchange(message)
         except TimeoutError:
             self.lost = f"no answer to {kind} within {self._server.timeout_s:g} s"
             raise OpenEnvError(self._server.url, "TIMEOUT", self.lost) from None
@@ -291,7 +271,7 @@ class OpenEnvSession:
         return content
 
     async def _exchange(self, message: str) -> Any:
-        """Send a message and read the answer, a text where it is no JSON; runs on asyncio."""
+        """Send a message and read the answer, a text where it is no JSON."""
         with anyio.fail_after(self._server.timeout_s):
             # What the server said before it closed is still to be read.
             with suppress(_import_websockets().ConnectionClosed):
@@ -303,7 +283,6 @@ class OpenEnvSession:
             return answer
 
     async def _connect(self) -> None:
-        """Runs on asyncio."""
         server, websockets = self._server, _import_websockets()
         try:
             self._socket = await websockets.connect(
@@ -316,16 +295,6 @@ class OpenEnvSession:
             )
         except (OSError, websockets.WebSocketException) as error:
             raise OpenEnvError(server.url, "CONNECTION", text_of(error)) from None
-
-    async def _disconnect(self) -> None:
-        """Runs on asyncio."""
-        socket, self._socket = self._socket, None
-        if socket is None:
-            return
-        with suppress(OSError, _import_websockets().ConnectionClosed):
-            with anyio.move_on_after(_CLOSE_S):
-                await socket.send('{"type":"close"}')
-        await socket.close()
 
     def _read_observation(self, data: dict[str, Any]) -> tuple[str, float, bool, dict[str, Any]]:
         observation = data.get("observation")
@@ -351,26 +320,27 @@ class _ActionTool(Tool):
 
     async def open(self, context: ToolContext) -> ToolSession:
         """A session, which connects as it begins."""
-        return _ActionSession(OpenEnvSession(self._server, reads_text=False), context.prompt)
+        return _ActionSession(OpenEnvSession(self._server, reads_text=False), context)
 
 
 class _ActionSession(ToolSession):
     decides_reward = True
 
-    def __init__(self, episode: OpenEnvSession, prompt: Prompt | None) -> None:
+    def __init__(self, episode: OpenEnvSession, context: ToolContext) -> None:
         self.serial = self._episode = episode
-        self._prompt = prompt
+        self._prompt = context.prompt
+        self._run = partial(context.threads.run_asyncio, "OpenEnv")
         self._reward = 0.0
 
     async def begin(self) -> str:
-        return f"\n\n{await self._episode.reset(self._prompt)}"
+        return f"\n\n{await self._run(self._episode.reset, self._prompt)}"
 
     async def execute(self, call: ToolCall) -> ToolResult:
         episode = self._episode
         if episode.is_done:
             return ToolResult("the episode is over", is_error=True, end_trajectory=True)
         try:
-            text, reward, is_done, _ = await episode.step(call.arguments)
+            text, reward, is_done, _ = await self._run(episode.step, call.arguments)
         except OpenEnvError as error:
             if not episode.lost:
                 raise
@@ -385,7 +355,7 @@ class _ActionSession(ToolSession):
         return self._reward
 
     async def close(self) -> None:
-        await self._episode.close()
+        await self._run(self._episode.close)
 
 
 def _read_text(observation: Mapping[str, Any]) -> str:
