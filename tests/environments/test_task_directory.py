@@ -50,7 +50,9 @@ async def grade(tasks: TaskDirectory, agent: str = "true") -> Any:
         return await tasks.reward(trajectory_of(prompt), sandbox)
 
 
-def test_prompts_say_what_the_task_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_say_what_the_task_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("TASK_TOKEN", "t")
     config = """
 version = "1.0"
@@ -73,7 +75,8 @@ env = {A = "${TASK_TOKEN}", B = "${NOT_SET_HERE:-b}", C = "x${A}", D = "${NOT_SE
     (tmp_path / "README.md").write_text("")
     tasks = TaskDirectory(tmp_path, provider="e2b")
     assert tasks.names == ("one", "two")
-    assert tasks.agent_timeout_s is None
+    assert (tasks.agent_timeout_s, tasks.verifier_timeout_s) == (120.0, 600.0)
+    assert "task one: environment.storage_mb" in caplog.text
     one, two = tasks.prompts(agent_name="swe", extra={"split": "train"})
     assert (one.extra["agent_timeout_s"], two.extra["agent_timeout_s"]) == (120.0, None)
     assert (one.uid, one.agent_name, one.extra["split"]) == ("one", "swe", "train")

@@ -47,11 +47,6 @@ _REFUSED_FILES = (
 )
 
 
-def is_task_directory(path: Path) -> bool:
-    """Whether it is a task, or has tasks in it."""
-    return (path / "task.toml").is_file() or any(path.glob("*/task.toml"))
-
-
 class TaskDirectory:
     """A Harbor task, or a directory of some: prompts, and the reward of their tests.
 
@@ -68,7 +63,7 @@ class TaskDirectory:
     Attributes:
         names: Of the tasks: the names of their directories.
         agent_timeout_s: The longest that an agent may have, which ``limits.trajectory_s`` should
-            leave it; None where a task does not bound it.
+            leave it; None where no task bounds it.
         verifier_timeout_s: The longest that tests may take, which ``limits.reward_s`` should leave.
 
     Raises:
@@ -77,29 +72,23 @@ class TaskDirectory:
 
     def __init__(self, path: str | os.PathLike[str], *, provider: str = "docker") -> None:
         root = Path(path).resolve()
-        if not is_task_directory(root):
-            raise ConfigError(f"{path}: expected a directory with task.toml, or one of such")
         is_one = (root / "task.toml").is_file()
         found = [root] if is_one else sorted(each.parent for each in root.glob("*/task.toml"))
+        if not found:
+            raise ConfigError(f"{path}: expected a directory with task.toml, or one of such")
         self._provider = provider
         self._tasks = {each.name: _read_task(each, provider) for each in found}
         self.names = tuple(self._tasks)
         tasks = self._tasks.values()
-        timeouts = [task.agent_timeout_s for task in tasks if task.agent_timeout_s is not None]
-        self.agent_timeout_s = max(timeouts) if len(timeouts) == len(tasks) else None
-        self.verifier_timeout_s = max(task.verifier_timeout_s for task in tasks)
-        unbounded = [task.name for task in tasks if task.has_storage]
-        if unbounded:
-            logger.warning(
-                "environment.storage_mb of %s: no provider of images bounds it", unbounded[0]
-            )
+        self.agent_timeout_s = max(
+            filter(None, (each.agent_timeout_s for each in tasks)), default=None
+        )
+        self.verifier_timeout_s = max(each.tests["timeout_s"] for each in tasks)
 
     def warn_of(self, limits: LimitsConfig) -> None:
         """Log which limits are shorter than what a task leaves its agent or its tests."""
-        for key, seconds in (
-            ("trajectory_s", self.agent_timeout_s),
-            ("reward_s", self.verifier_timeout_s),
-        ):
+        wanted = {"trajectory_s": self.agent_timeout_s, "reward_s": self.verifier_timeout_s}
+        for key, seconds in wanted.items():
             limit = getattr(limits, key)
             if limit is not None and seconds is not None and limit < seconds:
                 logger.warning("limits.%s = %g: tasks want %g s", key, limit, seconds)
@@ -156,15 +145,12 @@ class _Task:
     instruction: str
     #: What goes to the prompt's ``extra["sandbox"]``.
     sandbox: dict[str, Any]
-    build_timeout_s: float
     agent_timeout_s: float | None
-    verifier_timeout_s: float
-    verifier_env: dict[str, str]
-    verifier_user: str | None
+    #: How ``test.sh`` is executed.
+    tests: dict[str, Any]
     is_separate: bool
     artifacts: list[str]
     collect: list[dict[str, Any]]
-    has_storage: bool
 
 
 def _read_task(path: Path, provider: str) -> _Task:
@@ -189,7 +175,8 @@ def _read(path: Path, provider: str) -> _Task:
     for entry in (*artifacts, *collect):
         if entry.get("service", "main") != "main":
             raise ConfigError(f"service {entry['service']!r} needs compose")
-    build_timeout_s = _read_seconds("environment.build_timeout_sec", environment, 600.0)
+    if environment.get("storage_mb") or environment.get("storage"):
+        logger.warning("task %s: environment.storage_mb: nothing bounds it here", path.name)
     sandbox = {
         "image": environment.get("docker_image"),
         "workdir": environment.get("workdir"),
@@ -199,22 +186,22 @@ def _read(path: Path, provider: str) -> _Task:
         "cpus": environment.get("cpus"),
         "memory_mb": environment.get("memory_mb") or _read_size(environment.get("memory")),
         "setup": _write_setup(environment.get("healthcheck")),
-        "setup_s": build_timeout_s,
+        "setup_s": _read_seconds("environment.build_timeout_sec", environment, 600.0),
     }
     return _Task(
         name=path.name,
         path=path,
         instruction=(path / "instruction.md").read_text(encoding="utf-8"),
         sandbox={key: value for key, value in sandbox.items() if value not in (None, {})},
-        build_timeout_s=build_timeout_s,
         agent_timeout_s=_read_seconds("agent.timeout_sec", agent, None),
-        verifier_timeout_s=_read_seconds("verifier.timeout_sec", verifier, 600.0),
-        verifier_env=_resolve_variables("verifier.env", verifier.get("env")),
-        verifier_user=_text(verifier.get("user")),
+        tests={
+            "timeout_s": _read_seconds("verifier.timeout_sec", verifier, 600.0),
+            "env": _resolve_variables("verifier.env", verifier.get("env")),
+            "user": _text(verifier.get("user")),
+        },
         is_separate=mode == "separate",
         artifacts=[entry["source"] for entry in artifacts],
         collect=collect,
-        has_storage=bool(environment.get("storage_mb") or environment.get("storage")),
     )
 
 
@@ -326,7 +313,7 @@ def _build_image(task: _Task, engine: str) -> str:
         inspect = [engine, "image", "inspect", image]
         if subprocess.run(inspect, capture_output=True, check=False).returncode:
             build = [engine, "build", "--tag", image, str(folder)]
-            subprocess.run(build, capture_output=True, check=True, timeout=task.build_timeout_s)
+            subprocess.run(build, capture_output=True, check=True, timeout=task.sandbox["setup_s"])
     except subprocess.CalledProcessError as error:
         output = (error.stderr or error.stdout)[-1000:].decode(errors="replace").strip()
         raise SandboxError(f"task {task.name}: {engine} build: {output}") from error
@@ -346,12 +333,10 @@ async def _verify(task: _Task, sandbox: Sandbox) -> Reward:
     await _run_as_root(
         sandbox, "chown -R 0:0 /tests || :; chmod -R a+rX,go-w /tests; chmod a+x /tests/test.sh"
     )
-    seconds = task.verifier_timeout_s
     try:
-        result = await sandbox.exec(
-            _TESTS, user=task.verifier_user, env=task.verifier_env, timeout_s=seconds
-        )
+        result = await sandbox.exec(_TESTS, **task.tests)
     except SandboxTimeout as error:
+        seconds = task.tests["timeout_s"]
         raise SandboxError(f"task {task.name}: its tests ran for {seconds:g} s") from error
     for name in ("reward.json", "reward.txt"):
         try:
