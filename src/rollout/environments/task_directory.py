@@ -108,8 +108,8 @@ class TaskDirectory:
         made = []
         for task in self._tasks.values():
             image = task.sandbox.get("image") or _build_image(task, self._provider)
-            own = {"task": task.name, AGENT_TIMEOUT_S: task.agent_timeout_s}
-            own["sandbox"] = {**task.sandbox, "image": image}
+            sandbox = {**task.sandbox, "image": image}
+            own = {"task": task.name, AGENT_TIMEOUT_S: task.agent_timeout_s, "sandbox": sandbox}
             settings = {"uid": task.name, "data_source": "harbor", **fields}
             made.append(Prompt(task.instruction, extra={**extra, **own}, **settings))
         return made

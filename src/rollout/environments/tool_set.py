@@ -190,19 +190,22 @@ class _Environment:
     async def call(self, name: str, **arguments: Any) -> Any:
         """What a method returns, wherever it runs."""
         what, method = f"{name} of {self.title}", getattr(self.instance, name)
-        call = partial(method, **arguments)
+        call: Callable[[], Any] = partial(method, **arguments)
         if not is_async(method):
             value = await self._threads.run(what, call)
             if not inspect.isawaitable(value):
                 return value
 
             # A sync wrapper of an async function: the wrapper ran in the thread, the rest does not.
-            async def call() -> Any:
-                return await value
+            call = partial(_finish, value)
 
         if self._backend == "native":
             return await call()
         return await self._threads.run_asyncio(what, call)
+
+
+async def _finish(value: Any) -> Any:
+    return await value
 
 
 class _MethodSession(ToolSession):
@@ -329,9 +332,9 @@ async def _probe(factory: Factory) -> type:
     except Exception as error:
         name = _name_of(factory)
         raise ToolError(f"ToolSet: {name} raised {type(error).__name__}: {error}") from error
-    close = getattr(instance, "close", None)
-    if is_async(close):
-        await anyio.to_thread.run_sync(anyio.run, close)  # on asyncio, whatever runs here
+    close: Any = getattr(instance, "close", None)
+    if callable(close) and is_async(close):
+        await anyio.to_thread.run_sync(partial(anyio.run, close))  # asyncio, whatever runs here
     elif callable(close):
         close()
     return type(instance)
