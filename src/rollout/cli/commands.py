@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import attrs
 from rich.text import Text
 
 from rollout.cli.check import config_faults, look_at_sandbox
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from rollout.batch import RolloutBatch
+    from rollout.config import RolloutConfig
+    from rollout.types import Prompt
 
 TIMELINE = "timeline.json"
 DEMO_DIRECTORY = "rollout-output/demo"
@@ -93,11 +96,11 @@ def _run(arguments: argparse.Namespace, output: Console, errors: Console) -> int
     config = load_config(arguments.config, arguments.overrides)
     code = UserCode()
     tools, interactions, rewards = _code_of(arguments, code)
-    checked(rewards, config.rewards.processes)
     faults = config_faults(config, interactions)
     if faults:
         raise _cannot_run("the configuration", faults)
-    prompts = read_prompts(arguments.prompts)
+    prompts, rewards = _read_prompts(Path(arguments.prompts), config, rewards)
+    checked(rewards, config.rewards.processes)
     known = [*config.tools.builtin, *(tool.name for tool in tools)]
     check_names(prompts, config.agent, known, InteractionRegistry(interactions))
     samples, step, validate = arguments.samples, arguments.step, arguments.validate
@@ -243,6 +246,21 @@ def _code_of(
     tools = code.tools(arguments.tools)
     code.agents(arguments.agents)
     return tools, code.interactions(), rewards
+
+
+def _read_prompts(
+    path: Path, config: RolloutConfig, rewards: GivenRewards
+) -> tuple[list[Prompt], GivenRewards]:
+    """The prompts of a file, or of a directory of tasks, whose tests are the reward then."""
+    if not path.is_dir():
+        return read_prompts(path), rewards
+    from rollout.environments.task_directory import TaskDirectory
+
+    tasks = TaskDirectory(path, provider=config.sandbox.provider)
+    tasks.warn_of(config.limits)
+    if rewards.single is None:
+        rewards = attrs.evolve(rewards, single=tasks.reward)
+    return tasks.prompts(), rewards
 
 
 def _cannot_run(what: str, faults: Sequence[str]) -> ConfigError:
