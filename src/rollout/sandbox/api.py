@@ -150,7 +150,6 @@ class Sandbox:
         self.is_leaked = False
         self._closing: anyio.Event | None = None
         self._host_urls: dict[str, str] = {}
-        self._host_url_lock = anyio.Lock()
 
     async def exec(
         self,
@@ -190,26 +189,17 @@ class Sandbox:
         argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
         data = input.encode() if isinstance(input, str) else bytes(input)
         if len(data) > self.max_input_bytes:
-            raise SandboxLimit(
-                f"the input of a command has {len(data)} bytes; at most {self.max_input_bytes} "
-                "can be passed: write them to a file"
-            )
+            bound = f"at most {self.max_input_bytes} can be passed: write them to a file"
+            raise SandboxLimit(f"the input of a command has {len(data)} bytes; {bound}")
         if not argv or any("\0" in word for word in argv):
             raise ValueError(f"command = {command!r:.200}: expected words without NUL")
         if keep not in ("head", "tail"):
             raise ValueError(f"keep = {keep!r}: expected 'head' or 'tail'")
-        run = Command(
-            argv,
-            data,
-            self.join(cwd or "."),
-            {**self.env, **(env or {})},
-            self.user if user is None else user,
-            timeout_s,
-            max(0, max_output_bytes),
-            keep,
-        )
+        place, variables = self.join(cwd or "."), {**self.env, **(env or {})}
+        user = self.user if user is None else user
+        cap = max(0, max_output_bytes)
         began = monotonic()
-        result = await self._run(run)
+        result = await self._run(Command(argv, data, place, variables, user, timeout_s, cap, keep))
         return attrs.evolve(result, seconds=monotonic() - began)
 
     async def read_file(self, path: str, *, max_bytes: int = 10 * MIB) -> bytes:
@@ -270,31 +260,22 @@ class Sandbox:
             await anyio.to_thread.run_sync(target.write_bytes, data)
 
     async def expose_port(self, port: int) -> str:
-        """The URL that reaches a port of the sandbox from here.
-
-        Raises:
-            SandboxUnsupported: The provider cannot.
-        """
+        """The URL that reaches a port of the sandbox from here; else `SandboxUnsupported`."""
         raise SandboxUnsupported(f"{self.id}: ports cannot be reached from outside")
 
     async def host_url(self, url: str) -> str:
-        """The URL under which programs inside reach `url`, of a server on this machine.
+        """The URL under which programs inside reach a server of this machine that has `url` here.
 
         Raises:
-            SandboxUnsupported: The provider cannot.
+            SandboxUnsupported: They cannot.
         """
         self.check_open()
-        async with self._host_url_lock:
-            if url not in self._host_urls:
-                self._host_urls[url] = await self._host_url(url)
+        if url not in self._host_urls:
+            self._host_urls[url] = await self._host_url(url)
         return self._host_urls[url]
 
     async def snapshot(self) -> str:
-        """Save the file system as an image for `SandboxSpec.image`.
-
-        Raises:
-            SandboxUnsupported: The provider cannot.
-        """
+        """Save the file system as an image for `SandboxSpec.image`; else `SandboxUnsupported`."""
         raise SandboxUnsupported(f"{self.id}: its file system cannot be saved as an image")
 
     async def close(self) -> None:

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections import deque
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 import anyio
@@ -183,9 +183,8 @@ class SandboxPool:
             self._wanted.set()
             is_well = False
             try:
-                is_well = (await sandbox.exec(["true"], timeout_s=10)).exit_code == 0
-            except SandboxError:
-                pass
+                with suppress(SandboxError):
+                    is_well = (await sandbox.exec(["true"], timeout_s=10)).exit_code == 0
             finally:
                 if not is_well:
                     await self._close_one(sandbox)

@@ -110,13 +110,11 @@ class RemoteSandbox(Sandbox):
 
     async def _begin(self, spec: SandboxSpec) -> None:
         self.env, self.user = dict(spec.env), spec.user
-        if spec.workdir is None:
-            self.workdir = (await self.exec(["pwd"])).stdout.decode().strip() or "/"
-        else:
-            if not self.has_workdir:
-                command = ["mkdir", "-p", spec.workdir]
-                check_exit(await self.exec(command), f"the workdir of {self.id}")
-            self.workdir = spec.workdir
+        if spec.workdir is not None and not self.has_workdir:
+            result = await self.exec(["mkdir", "-p", spec.workdir])
+            check_exit(result, f"the workdir of {self.id}")
+        found = b"" if spec.workdir else (await self.exec(["pwd"])).stdout
+        self.workdir = spec.workdir or found.decode().strip() or "/"
 
     async def _run(self, command: Command) -> ExecResult:
         self._count += 1

@@ -26,7 +26,7 @@ from rollout.sandbox.providers import open_provider
 from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 
     from anyio.abc import TaskGroup
 
@@ -35,9 +35,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("rollout.sandbox")
 P = ParamSpec("P")
 R = TypeVar("R")
-
-#: Where a prompt says what differs in its sandboxes.
-SANDBOX_KEY = "sandbox"
 
 
 class Sandboxes:
@@ -83,12 +80,12 @@ class Sandboxes:
                 self.tasks = None
 
     def spec_for(self, extra: Mapping[str, Any]) -> SandboxSpec:
-        """What the sandbox of a prompt with this `extra` is to be.
+        """What the sandbox of a prompt with this `extra` is to be: ``extra["sandbox"]`` differs.
 
         Raises:
             ConfigError: A key is unknown, or a value wrong.
         """
-        values = extra.get(SANDBOX_KEY)
+        values = extra.get("sandbox")
         return self.spec if values is None else self.spec.merge(values)
 
     def statistics(self) -> PoolStatistics | None:
@@ -103,27 +100,20 @@ class Sandboxes:
             ConfigError: Its options are wrong.
         """
         async with self._finding:
-            if self._failure is not None:
-                raise type(self._failure)(str(self._failure)) from self._failure
-            if self.pool is None:
+            if self.pool is None and self._failure is None:
                 try:
-                    self.pool = await self._open_pool()
-                except (SandboxError, ConfigError) as error:
-                    self._failure = error
-                    raise
-                except Exception as error:  # a provider's own
-                    logger.warning("the provider of sandboxes failed", exc_info=error)
-                    self._failure = wrap_error(error)
-                    raise self._failure from error
-            return self.pool
+                    self.pool = await self._open_pool(self._config)
+                except Exception as error:
+                    self._failure = error if isinstance(error, ConfigError) else _wrap(error)
+        if self._failure is not None:
+            raise type(self._failure)(str(self._failure)) from self._failure
+        assert self.pool is not None
+        return self.pool
 
-    async def _open_pool(self) -> SandboxPool:
-        config = self._config
-        provider = await self._stack.enter_async_context(
-            open_provider(config.provider, **config.provider_options)
-        )
+    async def _open_pool(self, config: SandboxConfig) -> SandboxPool:
+        opening = open_provider(config.provider, **config.provider_options)
         pool = SandboxPool(
-            provider,
+            await self._stack.enter_async_context(opening),
             spec=self.spec,
             max_open=config.max_open,
             max_creating=config.max_creating,
@@ -137,19 +127,20 @@ class Sandboxes:
         return pool
 
 
-def wrap_error(error: Exception) -> SandboxError:
-    """The error of a sandbox that a provider did not open, for whatever reason."""
+def _wrap(error: Exception) -> SandboxError:
+    """Why there is no sandbox, which is a provider's own error unless it is one of ours."""
     if isinstance(error, SandboxError):
         return error
+    logger.warning("the provider of sandboxes failed", exc_info=error)
     return SandboxUnavailable(f"no sandbox: {type(error).__name__}: {error}")
 
 
 def _open_first(
-    method: Callable[Concatenate[Sandbox, P], Awaitable[R]],
-) -> Callable[Concatenate[TrajectorySandbox, P], Awaitable[R]]:
+    method: Callable[Concatenate[Sandbox, P], Coroutine[Any, Any, R]],
+) -> Callable[Concatenate[TrajectorySandbox, P], Coroutine[Any, Any, R]]:
     """This method of the sandbox that a `TrajectorySandbox` opens."""
 
-    async def call(self: TrajectorySandbox, *args: P.args, **options: P.kwargs) -> R:
+    async def call(self: TrajectorySandbox, /, *args: P.args, **options: P.kwargs) -> R:
         sandbox = await self._open()
         try:
             result: R = await getattr(sandbox, method.__name__)(*args, **options)
@@ -180,21 +171,6 @@ class TrajectorySandbox:
         is_closed: Whether it was closed.
         opens_since: Since when somebody waits for it, on the loop's clock; None where nobody does.
     """
-
-    __slots__ = (
-        "_cleanup_s",
-        "_is_beside",
-        "_is_over",
-        "_judges",
-        "_sandbox",
-        "_scope",
-        "_source",
-        "_wait_s",
-        "failure",
-        "is_closed",
-        "opens_since",
-        "spec",
-    )
 
     def __init__(
         self,
@@ -338,7 +314,7 @@ class TrajectorySandbox:
                 else:
                     self._sandbox = sandbox
         except Exception as error:
-            self.failure = wrap_error(error)
+            self.failure = _wrap(error)
         finally:
             self._wait_s, self.opens_since = anyio.current_time() - began, None
             is_over.set()
