@@ -194,7 +194,7 @@ async def test_flood_of_output_ends_with_the_command(provider: str) -> None:
         with pytest.raises(SandboxTimeout) as error:
             await sandbox.exec(
                 "while :; do echo 0123456789012345678901234567890; done | cat",
-                timeout_s=0.5,
+                timeout_s=2,
                 max_output_bytes=1000,
             )
         assert len(error.value.stdout) == 1000
@@ -615,9 +615,15 @@ def is_alive(process: psutil.Process) -> bool:
 
 async def test_what_a_provider_cannot_do_is_refused_by_name(provider: str) -> None:
     wrong = {
-        "none": {"image": "debian", "cpus": 1},
-        "bubblewrap": {"image": "debian", "network": "public", "cpus": 1, "user": "root"},
-        "container": {"network": ["example.com"], "disk_mb": 10},
+        "none": {"image": "debian", "cpus": 1, "options": {"x": 1}},
+        "bubblewrap": {
+            "image": "debian",
+            "network": "public",
+            "cpus": 1,
+            "user": "root",
+            "options": {"x": 1},
+        },
+        "container": {"network": ["example.com"], "disk_mb": 10, "options": {"x": 1}},
     }
     async with provided(provider) as made:
         for key, value in wrong[provider].items():

@@ -15,11 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollout.config.sandbox_section import SandboxSpec
 from rollout.errors import ConfigError, SandboxError, SandboxUnavailable, SandboxUnsupported
 from rollout.sandbox.api import MIB
 from rollout.sandbox.inside.seccomp import write_filter
 from rollout.sandbox.local import LocalSandbox, Relay, compile_host, limits_of, run_host
-from rollout.sandbox.spec import SandboxSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

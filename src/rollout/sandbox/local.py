@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from anyio.abc import Process
 
-    from rollout.sandbox.spec import SandboxSpec
+    from rollout.config.sandbox_section import SandboxSpec
 
 _FILE_ERRORS: dict[str, type[OSError]] = {
     each.__name__: each

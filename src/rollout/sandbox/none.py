@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from rollout.sandbox.local import LocalSandbox, compile_host, limits_of, run_host
 
 if TYPE_CHECKING:
-    from rollout.sandbox.spec import SandboxSpec
+    from rollout.config.sandbox_section import SandboxSpec
 
 
 class _NoSandbox(LocalSandbox):

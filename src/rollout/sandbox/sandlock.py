@@ -15,11 +15,11 @@ import sys
 import tempfile
 from typing import TYPE_CHECKING
 
+from rollout.config.sandbox_section import SandboxSpec
 from rollout.errors import SandboxError, SandboxUnavailable, SandboxUnsupported
 from rollout.sandbox.bubblewrap import _PROBE, MAX_PROCESSES, NOBODY, PATH, drop_root, find_python
 from rollout.sandbox.local import LocalSandbox, _find_open_place, read_program, run_host
 from rollout.sandbox.remote import import_sdk
-from rollout.sandbox.spec import SandboxSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
