@@ -127,7 +127,9 @@ class LocalSandbox(Sandbox):
     async def _greet(self) -> None:
         """Wait until the host runs."""
         await anyio.wait_readable(self._control)
-        is_running = self._control.recv(64)
+        is_running = b""
+        with suppress(ConnectionResetError):  # it ended before it had read all
+            is_running = self._control.recv(64)
         errors = self._process.stderr
         assert errors is not None
         if not is_running:
@@ -319,7 +321,9 @@ class Relay:
     async def _start(self, *command: str) -> Process:
         """A process that ends when its standard input does."""
         with anyio.CancelScope(shield=True):
-            process = await anyio.open_process(command, stderr=None, start_new_session=True)
+            process = await anyio.open_process(
+                command, stderr=None, env={"PATH": os.defpath}, start_new_session=True
+            )
         self._processes.append(process)
         return process
 

@@ -208,7 +208,8 @@ def copy_file(request: dict[str, Any]) -> int:
     """Read or write a regular file; 0 or an errno."""
     is_read = "read" in request
     path = request["read" if is_read else "write"]
-    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would wait
+    # A pipe would wait, and a file that has no name is one of this program's.
+    if os.path.exists(path) and not (os.path.isfile(path) and os.stat(path).st_nlink):
         return 21 if os.path.isdir(path) else 13
     try:
         if is_read:
