@@ -7,20 +7,20 @@ environment and no process of anybody else's. A driver that is root gives its po
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import socket
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollout.config.sandbox_section import SandboxSpec
 from rollout.errors import ConfigError, SandboxError, SandboxUnavailable, SandboxUnsupported
 from rollout.sandbox.api import MIB
 from rollout.sandbox.inside.seccomp import write_filter
-from rollout.sandbox.local import LocalSandbox, Relay, limits_of, make_file
-from rollout.sandbox.spec import SandboxSpec
+from rollout.sandbox.local import LocalProvider, LocalSandbox, Relay, limit_commands, make_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -128,7 +128,7 @@ def find_python() -> tuple[str, list[str]]:
     return os.path.realpath(sys.executable), [sys.base_prefix]
 
 
-class BubblewrapProvider:
+class BubblewrapProvider(LocalProvider):
     """Starts ``bwrap``, as nobody where the driver is root.
 
     Args:
@@ -139,7 +139,6 @@ class BubblewrapProvider:
     """
 
     name = "bubblewrap"
-    max_open = 256
 
     def __init__(
         self,
@@ -149,6 +148,7 @@ class BubblewrapProvider:
         readable: Sequence[str | Path] = (),
         cleanup_s: float = 10.0,
     ) -> None:
+        super().__init__(cleanup_s=cleanup_s)
         found = bwrap or find_bwrap()
         if found is None:
             raise SandboxUnavailable("there is no program bwrap")
@@ -156,8 +156,6 @@ class BubblewrapProvider:
             raise ConfigError(f"sandbox: readable = {readable!r}: expected paths that exist")
         self._bwrap = found
         self._python, shown = (python, []) if python else find_python()
-        self._cleanup_s = cleanup_s
-        self._numbers = itertools.count(1)
         self._relay = Relay(DOOR, self._python)
         self._bound = {str(Path(place).absolute()) for place in (*shown, *readable)}
 
@@ -171,34 +169,36 @@ class BubblewrapProvider:
             "sandbox provider bubblewrap",
             ("image", "workdir", "memory_mb", "disk_mb", "max_processes"),
         )
-        if spec.image is not None and not Path(spec.image).is_dir():  # noqa: ASYNC240
-            raise SandboxUnsupported(
-                f"image = {spec.image!r}: bubblewrap takes a directory with a file system; the "
-                "providers docker, podman and remote ones take names"
-            )
+        python = self._python
+        if spec.image is not None:
+            python = "/usr/bin/python3"  # its own
+            if not Path(spec.image).is_dir():  # noqa: ASYNC240
+                raise SandboxUnsupported(
+                    f"image = {spec.image!r}: bubblewrap takes a directory with a file system; the "
+                    "providers docker, podman and remote ones take names"
+                )
         workdir = spec.workdir or WORKDIR
         settings = {
             "env": {"PATH": PATH, "HOME": workdir, "LANG": "C.UTF-8"},
-            "limits": limits_of(
-                max_processes=spec.max_processes or MAX_PROCESSES, memory_mb=spec.memory_mb
-            ),
+            "limits": limit_commands(spec.max_processes or MAX_PROCESSES, spec.memory_mb),
         }
         words = await self._arguments(spec, workdir)
-        with make_file(write_filter()) as program:
-            if program.read(1):
-                program.seek(0)
-                words += ["--seccomp", str(program.fileno())]
-            python = "/usr/bin/python3" if spec.image is not None else self._python
-            return await LocalSandbox.start(
-                f"bubblewrap-{os.getpid()}-{next(self._numbers)}",
+        program = write_filter()
+        with make_file(program) as file:
+            if program:
+                words += ["--seccomp", str(file.fileno())]
+            return await self._start(
+                partial(LocalSandbox, relay=self._relay),
                 spec,
                 [*drop_root(), self._bwrap, *words, "--", python],
                 settings,
                 workdir=workdir,
-                cleanup_s=self._cleanup_s,
-                fds=[program.fileno()],
-                relay=self._relay,
+                fds=[file.fileno()],
             )
+
+    async def close(self) -> None:
+        """See `SandboxProvider.close`."""
+        await self._relay.close()
 
     async def _arguments(self, spec: SandboxSpec, workdir: str) -> list[str]:
         size = str((spec.disk_mb or DISK_MB) * MIB)
@@ -223,14 +223,6 @@ class BubblewrapProvider:
             words += ["--perms", "1777", "--size", size, "--tmpfs", place]
         # Last, for nothing can be mounted afterwards: else / and /dev are memory without a bound.
         return [*words, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", workdir]
-
-    async def sweep(self) -> int:
-        """See `SandboxProvider.sweep`: a sandbox ends with its driver."""
-        return 0
-
-    async def close(self) -> None:
-        """See `SandboxProvider.close`."""
-        await self._relay.close()
 
 
 def drop_root() -> list[str]:

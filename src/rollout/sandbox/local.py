@@ -23,16 +23,15 @@ from urllib.parse import urlsplit, urlunsplit
 
 import anyio
 
-from rollout.errors import SandboxError, SandboxLimit, SandboxLost, SandboxUnsupported
-from rollout.sandbox.api import MIB, Command, ExecResult, Sandbox, timed_out
+from rollout.errors import SandboxError, SandboxLost, SandboxUnsupported
+from rollout.sandbox.api import MIB, Command, ExecResult, Sandbox, SandboxProvider, timed_out
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from typing import Self
+    from collections.abc import Callable, Mapping, Sequence
 
     from anyio.abc import Process
 
-    from rollout.sandbox.spec import SandboxSpec
+    from rollout.config.sandbox_section import SandboxSpec
 
 #: Runs the program that comes first through standard input, so that ``ps`` inside shows a short
 #: line.
@@ -47,41 +46,30 @@ def read_program(name: str) -> str:
     return Path(__file__).with_name("inside").joinpath(f"{name}.py").read_text(encoding="utf-8")
 
 
-class LocalSandbox(Sandbox):
-    """A sandbox whose commands ``inside/host.py`` runs."""
+class LocalProvider(SandboxProvider):
+    """What providers on this machine share.
 
-    def __init__(
+    Args:
+        cleanup_s: Seconds that closing a sandbox may take.
+    """
+
+    max_open = 256
+
+    def __init__(self, *, cleanup_s: float) -> None:
+        self._cleanup_s = cleanup_s
+        self._numbers = itertools.count(1)
+
+    async def _start(
         self,
-        identity: str,
-        process: Process,
-        control: socket.socket,
-        *,
-        workdir: str,
-        env: Mapping[str, str],
-        cleanup_s: float,
-        relay: Relay | None,
-    ) -> None:
-        super().__init__(identity, workdir=workdir, env=env, cleanup_s=cleanup_s)
-        self._process = process
-        self._control = control
-        self._relay = relay
-        self._numbers = itertools.count()
-        self._sending = anyio.Lock()
-
-    @classmethod
-    async def start(
-        cls,
-        identity: str,
+        make: Callable[..., LocalSandbox],
         spec: SandboxSpec,
         command: Sequence[str],
-        settings: dict[str, Any],
+        settings: Mapping[str, Any],
         *,
         workdir: str,
-        cleanup_s: float,
         fds: Sequence[int] = (),
-        relay: Relay | None = None,
-    ) -> Self:
-        """Start a host, in a session of its own, and put in what the spec has.
+    ) -> LocalSandbox:
+        """Start a host in a session of its own, and put in what the spec has.
 
         Args:
             command: Ends in the interpreter that runs the host.
@@ -95,51 +83,82 @@ class LocalSandbox(Sandbox):
         control.setblocking(False)
         control.send(read_program("host").encode())
         control.send(marshal.dumps(settings, 2))
+        errors = make_file()
         try:
             with inner, anyio.CancelScope(shield=True):
                 process = await anyio.open_process(
                     [*command, "-I", "-S", "-c", _START],
                     stdin=inner.fileno(),
                     stdout=subprocess.DEVNULL,
+                    stderr=errors.fileno(),
                     start_new_session=True,
                     pass_fds=tuple(fds),
                 )
         except OSError as error:
             control.close()
+            errors.close()
             raise SandboxError(f"cannot run {command[0]!r}: {error.strerror}") from error
-        sandbox = cls(
+        identity = f"{self.name}-{os.getpid()}-{next(self._numbers)}"
+        sandbox = make(
             identity,
             process,
             control,
+            errors,
             workdir=workdir,
             env=spec.env,
-            cleanup_s=cleanup_s,
-            relay=relay,
+            cleanup_s=self._cleanup_s,
         )
-        try:
-            await sandbox._greet()
-            await sandbox.prepare(spec)
-        except BaseException:
-            await sandbox.close()
-            raise
+        await sandbox.prepare(spec)
         return sandbox
 
-    async def _greet(self) -> None:
+
+class LocalSandbox(Sandbox):
+    """A sandbox whose commands ``inside/host.py`` runs."""
+
+    max_input_bytes = 2**32
+
+    def __init__(
+        self,
+        identity: str,
+        process: Process,
+        control: socket.socket,
+        errors: BinaryIO,
+        *,
+        relay: Relay | None = None,
+        **shared: Any,
+    ) -> None:
+        super().__init__(identity, **shared)
+        self._process = process
+        self._control = control
+        self._errors = errors
+        self._relay = relay
+        self._sending = anyio.Lock()
+
+    async def _begin(self, spec: SandboxSpec) -> None:
         """Wait until the host runs."""
-        await anyio.wait_readable(self._control)
-        is_running = b""
-        with suppress(ConnectionResetError):  # it ended before it had read all
-            is_running = self._control.recv(64)
-        errors = self._process.stderr
-        assert errors is not None
-        if not is_running:
-            said = b""
-            with anyio.move_on_after(_KILL_S), suppress(anyio.EndOfStream):
-                while len(said) < MIB:
-                    said += await errors.receive()
-            text = said.decode(errors="replace").strip()[-1000:]
+        with self._errors as errors:
+            await anyio.wait_readable(self._control)
+            with suppress(ConnectionResetError):  # it ended before it had read all
+                if self._control.recv(1):
+                    return
+            errors.seek(0)
+            text = errors.read().decode(errors="replace").strip()[-1000:]
             raise SandboxError(f"{self.id} does not start: {text}")
-        await errors.aclose()
+
+    async def _host_url(self, url: str) -> str:
+        if self._relay is None:
+            return await super()._host_url(url)
+        return await self._relay.connect(self, url)
+
+    async def _close(self) -> None:
+        # The host ends with the socket, and with it all that it has started.
+        anyio.notify_closing(self._control)
+        self._control.close()
+        with anyio.move_on_after(self.cleanup_s / 2):
+            await self._process.wait()
+            return
+        kill_with_children(self._process.pid)
+        await self._process.wait()
 
     async def _run(self, command: Command) -> ExecResult:
         if command.user is not None:
@@ -151,84 +170,47 @@ class LocalSandbox(Sandbox):
             "cap": command.max_output_bytes,
             "keep": command.keep,
         }
-        result, is_late = await self._request(request, command.input, command.timeout_s)
-        if is_late:
-            raise timed_out(command, result)
-        return result
-
-    async def _read(self, path: str, max_bytes: int) -> bytes:
-        result, _ = await self._request({"read": path, "cap": max_bytes, "keep": "head"})
-        _raise_error(result.exit_code, path)
-        if result.truncated:
-            raise SandboxLimit(f"{path} has more than {max_bytes} bytes")
-        return result.stdout
-
-    async def _write(self, path: str, data: bytes, mode: int | None) -> None:
-        request = {"write": path, "mode": mode, "cap": 0, "keep": "head"}
-        result, _ = await self._request(request, data)
-        _raise_error(result.exit_code, path)
-
-    async def _host_url(self, url: str) -> str:
-        if self._relay is None:
-            return await super()._host_url(url)
-        return await self._relay.connect(self, url)
-
-    async def _close(self) -> None:
-        # The host ends with the socket, and with it all that it has started.
-        anyio.notify_closing(self._control)
-        self._control.close()
-        if self._process.stderr is not None:
-            await self._process.stderr.aclose()
-        with anyio.move_on_after(self.cleanup_s / 2):
-            await self._process.wait()
-            return
-        kill_with_children(self._process.pid)
-        await self._process.wait()
-
-    async def _request(
-        self, request: dict[str, Any], data: bytes = b"", timeout_s: float | None = None
-    ) -> tuple[ExecResult, bool]:
-        """What the host answers, and whether it was killed because `timeout_s` were over.
-
-        Cancellation kills what it has started, too.
-        """
-        number = next(self._numbers)
-        with ExitStack() as files:
-            exchange = files.enter_context(make_file(marshal.dumps(request, 2)))
-            # No empty file: some programs take that for input.
-            source = files.enter_context(make_file(data) if data else open(os.devnull, "rb"))
-            reading, writing = os.pipe()
-            done = files.enter_context(open(reading, "rb", buffering=0))
-            os.set_blocking(reading, False)
-            with open(writing, "wb") as end:
-                await self._send(f"{number}", exchange, source, end)
-            with anyio.move_on_after(timeout_s) as scope:
+        with ExitStack() as stack:
+            exchange = stack.enter_context(make_file(marshal.dumps(request, 2)))
+            done, far_done = map(stack.enter_context, socket.socketpair())
+            done.setblocking(False)
+            # Without input no empty file: some programs take that for input.
+            data = make_file(command.input) if command.input else open(os.devnull, "rb")
+            with data as source:
+                await self._send(exchange, source, far_done)
+            far_done.close()
+            with anyio.move_on_after(command.timeout_s) as scope:
                 try:
                     await anyio.wait_readable(done)
                 except anyio.get_cancelled_exc_class():
-                    with anyio.move_on_after(_KILL_S, shield=True), suppress(SandboxLost):
-                        await self._send(f"kill {number}")
+                    done.shutdown(socket.SHUT_WR)  # which kills it
+                    with anyio.move_on_after(_KILL_S, shield=True):
                         await anyio.wait_readable(done)
                     raise
-            if not done.read(1):
+            is_answered = b""
+            with suppress(OSError):
+                is_answered = done.recv(1)
+            if not is_answered:
                 raise SandboxLost(f"{self.id} has ended")
             exchange.seek(0)
             error, code, size, is_cut = map(int, exchange.readline().split())
-            _raise_error(error, request.get("cwd", ""))
+            if error:
+                raise OSError(error, os.strerror(error), command.cwd)
             result = ExecResult(
                 exit_code=code,
                 stdout=exchange.read(size),
                 stderr=exchange.read(),
                 truncated=bool(is_cut),
             )
-            return result, scope.cancelled_caught
+        if scope.cancelled_caught:
+            raise timed_out(command, result)
+        return result
 
-    async def _send(self, message: str, *files: BinaryIO) -> None:
-        descriptors = [file.fileno() for file in files]
+    async def _send(self, *files: BinaryIO | socket.socket) -> None:
         async with self._sending:
             while True:
                 try:
-                    socket.send_fds(self._control, [message.encode()], descriptors)
+                    socket.send_fds(self._control, [b"run"], [file.fileno() for file in files])
                     return
                 except BlockingIOError:
                     with suppress(anyio.ClosedResourceError):
@@ -237,17 +219,12 @@ class LocalSandbox(Sandbox):
                     raise SandboxLost(f"{self.id} has ended") from error
 
 
-def make_file(data: bytes) -> BinaryIO:
+def make_file(data: bytes = b"") -> BinaryIO:
     """A file in memory, at its beginning."""
     file = open(os.memfd_create("rollout"), "w+b", buffering=0)  # noqa: SIM115  (the caller's)
     file.write(data)
     file.seek(0)
     return file
-
-
-def _raise_error(number: int, path: str) -> None:
-    if number:
-        raise OSError(number, os.strerror(number), path)  # of the class that the number has
 
 
 def kill_with_children(pid: int) -> None:
@@ -342,7 +319,7 @@ def find_open_place() -> str:
     return tempfile.gettempdir()
 
 
-def limits_of(*, max_processes: int | None, memory_mb: int | None) -> dict[str, int]:
+def limit_commands(max_processes: int | None, memory_mb: int | None) -> dict[str, int]:
     """The limits that a host sets for each command."""
     limits = {"CORE": 0}
     if max_processes is not None:

@@ -7,17 +7,16 @@ did not leave by itself, a driver's death too.
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import sys
 import tempfile
 from typing import TYPE_CHECKING
 
-from rollout.sandbox.local import LocalSandbox, limits_of
+from rollout.sandbox.local import LocalProvider, LocalSandbox, limit_commands
 
 if TYPE_CHECKING:
-    from rollout.sandbox.spec import SandboxSpec
+    from rollout.config.sandbox_section import SandboxSpec
 
 
 class _NoSandbox(LocalSandbox):
@@ -28,7 +27,7 @@ class _NoSandbox(LocalSandbox):
         return url
 
 
-class NoneProvider:
+class NoneProvider(LocalProvider):
     """Makes directories.
 
     Args:
@@ -36,14 +35,9 @@ class NoneProvider:
     """
 
     name = "none"
-    max_open = 256
 
     def __init__(self, *, cleanup_s: float = 10.0) -> None:
-        self._cleanup_s = cleanup_s
-        self._numbers = itertools.count(1)
-
-    async def check(self) -> None:
-        """See `SandboxProvider.check`: there is nothing to lack."""
+        super().__init__(cleanup_s=cleanup_s)
 
     async def open(self, spec: SandboxSpec) -> LocalSandbox:
         """See `SandboxProvider.open`."""
@@ -52,25 +46,13 @@ class NoneProvider:
         path = os.environ.get("PATH", os.defpath)
         settings = {
             "env": {"PATH": path, "HOME": directory, "LANG": "C.UTF-8", "TMPDIR": directory},
-            "limits": limits_of(max_processes=spec.max_processes, memory_mb=spec.memory_mb),
+            "limits": limit_commands(spec.max_processes, spec.memory_mb),
             "remove": directory,
         }
         try:
-            return await _NoSandbox.start(
-                f"none-{os.getpid()}-{next(self._numbers)}",
-                spec,
-                [sys.executable],
-                settings,
-                workdir=directory,
-                cleanup_s=self._cleanup_s,
+            return await self._start(
+                _NoSandbox, spec, [sys.executable], settings, workdir=directory
             )
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
-
-    async def sweep(self) -> int:
-        """See `SandboxProvider.sweep`: a sandbox ends with its driver."""
-        return 0
-
-    async def close(self) -> None:
-        """See `SandboxProvider.close`."""

@@ -7,7 +7,6 @@ processes exist, and their files are on the disk of this machine without a bound
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shutil
@@ -23,14 +22,20 @@ from rollout.sandbox.bubblewrap import (
     drop_root,
     find_python,
 )
-from rollout.sandbox.local import LocalSandbox, find_open_place, limits_of, read_program
+from rollout.sandbox.local import (
+    LocalProvider,
+    LocalSandbox,
+    find_open_place,
+    limit_commands,
+    read_program,
+)
 from rollout.sandbox.remote import import_sdk
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from rollout.sandbox.spec import SandboxSpec
+    from rollout.config.sandbox_section import SandboxSpec
 
 _SYSTEM = (
     "/usr /bin /sbin /lib /lib32 /lib64 /libx32 /proc /dev/null /dev/zero /dev/urandom "
@@ -38,7 +43,7 @@ _SYSTEM = (
 )
 
 
-class SandlockProvider:
+class SandlockProvider(LocalProvider):
     """Starts sandboxes under sandlock, as nobody where the driver is root.
 
     Args:
@@ -47,15 +52,13 @@ class SandlockProvider:
     """
 
     name = "sandlock"
-    max_open = 256
 
     def __init__(self, *, readable: Sequence[str | Path] = (), cleanup_s: float = 10.0) -> None:
+        super().__init__(cleanup_s=cleanup_s)
         import_sdk(self.name, "sandlock", "sandlock")
         self._python, shown = find_python()
         places = [*_SYSTEM.split(), *shown, *map(str, readable)]
         self._readable = [place for place in places if os.path.exists(place)]
-        self._cleanup_s = cleanup_s
-        self._numbers = itertools.count(1)
 
     async def check(self) -> None:
         """See `SandboxProvider.check`."""
@@ -79,25 +82,12 @@ class SandlockProvider:
         words = [sys.executable, "-c", read_program("confine"), json.dumps(confinement)]
         settings = {
             "env": {"PATH": PATH, "HOME": directory, "LANG": "C.UTF-8", "TMPDIR": directory},
-            "limits": limits_of(max_processes=None, memory_mb=None),  # sandlock's own
+            "limits": limit_commands(None, None),  # the rest is sandlock's
             "is_confined": True,
         }
         try:
-            return await LocalSandbox.start(
-                f"sandlock-{os.getpid()}-{next(self._numbers)}",
-                spec,
-                [*words, *drop_root(), self._python],
-                settings,
-                workdir=directory,
-                cleanup_s=self._cleanup_s,
-            )
+            command = [*words, *drop_root(), self._python]
+            return await self._start(LocalSandbox, spec, command, settings, workdir=directory)
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
-
-    async def sweep(self) -> int:
-        """See `SandboxProvider.sweep`: a sandbox ends with its driver."""
-        return 0
-
-    async def close(self) -> None:
-        """See `SandboxProvider.close`."""

@@ -1,21 +1,16 @@
-"""Process 1 of a local sandbox: starts commands, collects what they print, reads and writes files.
+"""Process 1 of a local sandbox: starts commands and collects what they print.
 
 Standard input is one end of a Unix socket (SOCK_SEQPACKET); the driver has the other. It sends this
-program, then `SETTINGS`, then any number of messages:
+program, then `SETTINGS`, then a message with three descriptors for each command:
 
-    NUMBER       a request, with three descriptors: `exchange`, `source`, `done`
-    kill NUMBER  ends all that the request has started, which is then answered
-
-`exchange` is a file in memory with the request, a dict as `marshal` writes it, of which the answer
-takes the place; a byte in the pipe `done` says that it is there. `source` is the command's standard
-input. A request has `cap` and `keep`, which end of longer output is kept, and one of
-
-    argv, cwd, env    run a command
-    read              print the file of this path, as a command would
-    write, mode       write standard input to it
+    exchange  a file in memory with a dict, as `marshal` writes it: argv, cwd, env; cap: bytes of
+              each output; keep: which end of a longer one. The answer takes its place.
+    source    the command's standard input
+    done      a socket: a byte from here says that the answer is there; its end, that the command
+              and all that it has started are to be killed, and answered for
 
 The answer is a line of four numbers, then stdout, then stderr: an errno where nothing was started,
-or else 0; the exit code, which is an errno for files; the bytes of stdout; whether one was cut.
+or else 0; the exit code; the bytes of stdout; whether an output was longer.
 
 The driver's death ends the socket, which ends everything here: so this process never waits for
 anything but all of its descriptors at once. Written for Python 3.8 and for modules that are built
@@ -57,15 +52,20 @@ class Command:
     """A running command and what it has printed."""
 
     def __init__(
-        self, number: int, request: dict[str, Any], exchange: int, done: int, outputs: list[int]
+        self, pid: int, request: dict[str, Any], exchange: int, done: int, outputs: list[int]
     ) -> None:
-        self.number, self.exchange, self.done = number, exchange, done
+        self.pid, self.exchange, self.done = pid, exchange, done
         self.cap, self.keeps_tail = request["cap"], request["keep"] == "tail"
         self.texts = {descriptor: bytearray() for descriptor in outputs}
         self.is_cut = False
+        watch(done, self.kill)
         for descriptor in outputs:
             os.set_blocking(descriptor, False)
             watch(descriptor, self.read)
+
+    def kill(self, descriptor: int) -> None:
+        unwatch(descriptor)
+        kill_tree(self.pid)
 
     def read(self, descriptor: int) -> bool:
         """Take what there is; whether there may be more."""
@@ -99,6 +99,7 @@ class Command:
             unwatch(descriptor)
             os.close(descriptor)
             self.cut(text)
+        unwatch(self.done)
         code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
         answer(self.exchange, self.done, 0, code, [*self.texts.values()], self.is_cut)
 
@@ -113,28 +114,17 @@ def unwatch(descriptor: int) -> None:
         poll.unregister(descriptor)
 
 
-def receive(_: int) -> None:
-    """Take a message from the driver."""
+def start(_: int) -> None:
+    """Start a command, or answer why it cannot be."""
     message, ancillary, _, _ = driver.recvmsg(64, 64, MSG_CMSG_CLOEXEC)
     if not message:
         leave()
-    descriptors = [each for _, _, data in ancillary for each in memoryview(data).cast("i")]
-    number = int(message.split()[-1])
-    if descriptors:
-        start(number, *descriptors)
-        return
-    for pid, command in commands.items():
-        if command.number == number:
-            kill_tree(pid)
-
-
-def start(number: int, exchange: int, source: int, done: int) -> None:
-    """Start what a request says, or answer why it cannot be."""
+    exchange, source, done = memoryview(ancillary[0][2]).cast("i")
     request = marshal.loads(os.pread(exchange, os.fstat(exchange).st_size, 0))
     pipes: list[int] = []
     try:
         # Here, where an error has a number: what a child prints is only text.
-        os.close(os.open(request.get("cwd", "/"), os.O_PATH | os.O_DIRECTORY))
+        os.close(os.open(request["cwd"], os.O_PATH | os.O_DIRECTORY))
         for _ in range(2):
             pipes += os.pipe()
         pid = os.fork()
@@ -147,7 +137,7 @@ def start(number: int, exchange: int, source: int, done: int) -> None:
         run_child(request, source, pipes[1], pipes[3])
     for each in (source, pipes[1], pipes[3]):
         os.close(each)
-    commands[pid] = Command(number, request, exchange, done, pipes[::2])
+    commands[pid] = Command(pid, request, exchange, done, pipes[::2])
 
 
 def answer(
@@ -172,6 +162,7 @@ def answer(
 
 def run_child(request: dict[str, Any], *streams: int) -> NoReturn:
     """Become the command; never returns."""
+    name, environment = request["argv"][0], {**SETTINGS["env"], **request["env"]}
     try:
         os.setsid()
         for number, descriptor in enumerate(streams):
@@ -180,21 +171,11 @@ def run_child(request: dict[str, Any], *streams: int) -> NoReturn:
         for number in (signal.SIGCHLD, signal.SIGXFSZ, *IGNORED):  # exec keeps what is ignored
             signal.signal(number, signal.SIG_DFL)
         os.umask(0o022)
-        if "argv" not in request:
-            os._exit(copy_file(request))
-        run_program(request["argv"], request["cwd"], {**SETTINGS["env"], **request["env"]})
-    finally:
-        os._exit(126)
-
-
-def run_program(argv: list[str], cwd: str, environment: dict[str, str]) -> None:
-    name = argv[0]
-    try:
-        os.chdir(cwd)
+        os.chdir(request["cwd"])
         for limit, value in SETTINGS["limits"].items():
             resource.setrlimit(getattr(resource, "RLIMIT_" + limit), (value, value))
-        os.execvpe(name, argv, environment)
-    except (OSError, ValueError) as error:
+        os.execvpe(name, request["argv"], environment)
+    except BaseException as error:
         missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
         if "/" not in name:  # a directory of PATH that cannot be searched is no reason
             places = environment.get("PATH", os.defpath).split(":")
@@ -202,36 +183,6 @@ def run_program(argv: list[str], cwd: str, environment: dict[str, str]) -> None:
         reason = getattr(error, "strerror", None) or error
         os.write(2, os.fsencode(f"{name}: {os.strerror(2) if missing else reason}\n"))
         os._exit(127 if missing else 126)
-
-
-def copy_file(request: dict[str, Any]) -> int:
-    """Read or write a regular file; 0 or an errno."""
-    is_read = "read" in request
-    path = request["read" if is_read else "write"]
-    # A pipe would wait, and a file that has no name is one of this program's.
-    if os.path.exists(path) and not (os.path.isfile(path) and os.stat(path).st_nlink):
-        return 21 if os.path.isdir(path) else 13
-    try:
-        if is_read:
-            source, target, left = os.open(path, os.O_RDONLY), 1, request["cap"] + 1
-        else:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-            source, left = 0, os.fstat(0).st_size
-        while left > 0:
-            data = os.read(source, min(left, CHUNK))
-            if not data:
-                break
-            left -= len(data)
-            while data:
-                data = data[os.write(target, data) :]
-        if request.get("mode") is not None:
-            os.fchmod(target, request["mode"])
-    except FileExistsError:  # where a directory was to be
-        return 20
-    except OSError as error:
-        return error.errno or 5
-    return 0
 
 
 def kill_tree(root: int) -> None:
@@ -326,7 +277,7 @@ signal.signal(signal.SIGCHLD, lambda *_: None)
 signal.set_wakeup_fd(wakeup_end, warn_on_full_buffer=False)
 for each in IGNORED:
     signal.signal(each, signal.SIG_IGN)
-watch(0, receive)
+watch(0, start)
 watch(wakeup, reap)
 driver.send(b"begun")
 while True:
