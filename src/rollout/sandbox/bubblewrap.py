@@ -61,7 +61,8 @@ def fails(function, *arguments):
     except OSError: return True
     return False
 if not fails(socket.create_connection, ("127.0.0.1", port), 5): print("the network")
-if not all(fails(os.mkdir, place + "/rollout-probe") for place in ("", "/usr", "/etc", "/dev", "/run")):
+places = "", "/usr", "/etc", "/dev", "/run"
+if not all(fails(os.mkdir, place + "/rollout-probe") for place in places):
     print("files outside of the working directory")
 settings = "kernel/core_pattern", "vm/overcommit_memory", "kernel/modprobe"
 if not all(fails(os.open, "/proc/sys/" + setting, os.O_WRONLY) for setting in settings):
@@ -207,10 +208,7 @@ class BubblewrapProvider(LocalProvider):
         words = ["--unshare-user", "--unshare-all", "--as-pid-1", "--new-session", "--clearenv"]
         words += ["--cap-drop", "ALL", "--disable-userns", "--hostname", "sandbox"]
         words += ["--uid", str(INSIDE_ID), "--gid", str(INSIDE_ID)]
-        if spec.image is None:
-            words += _bind_system()
-        else:  # it stays as it is, and places for mounts are made in memory over it
-            words += ["--overlay-src", os.path.abspath(spec.image), "--tmp-overlay", "/"]
+        words += _bind_root(spec.image)
         for place in sorted(self._bound):
             words += ["--ro-bind", place, place]
         directory = await self._relay.open_directory(_ACCOUNTS)
@@ -242,7 +240,9 @@ def drop_root() -> list[str]:
     return [setpriv, *ids, "--inh-caps=-all", "--bounding-set=-all", "--no-new-privs", "--"]
 
 
-def _bind_system() -> list[str]:
+def _bind_root(image: str | None) -> list[str]:
+    if image is not None:  # it stays as it is, and places for mounts are made in memory over it
+        return ["--overlay-src", os.path.abspath(image), "--tmp-overlay", "/"]
     words = ["--perms", "0755", "--dir", "/etc", "--perms", "0755", "--dir", "/run"]
     words += ["--ro-bind", "/usr", "/usr"]
     for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):

@@ -55,7 +55,7 @@ class LocalProvider(SandboxProvider):
 
     max_open = 256
 
-    def __init__(self, *, cleanup_s: float) -> None:
+    def __init__(self, *, cleanup_s: float = 10.0) -> None:
         self._cleanup_s = cleanup_s
         self._numbers = itertools.count(1)
 
@@ -174,9 +174,7 @@ class LocalSandbox(Sandbox):
             exchange = stack.enter_context(make_file(marshal.dumps(request, 2)))
             done, far_done = map(stack.enter_context, socket.socketpair())
             done.setblocking(False)
-            # Without input no empty file: some programs take that for input.
-            data = make_file(command.input) if command.input else open(os.devnull, "rb")
-            with data as source:
+            with _open_input(command.input) as source:
                 await self._send(exchange, source, far_done)
             far_done.close()
             with anyio.move_on_after(command.timeout_s) as scope:
@@ -227,6 +225,11 @@ def make_file(data: bytes = b"") -> BinaryIO:
     return file
 
 
+def _open_input(data: bytes) -> BinaryIO:
+    """Not an empty file: some programs take that for input."""
+    return make_file(data) if data else open(os.devnull, "rb")
+
+
 def kill_with_children(pid: int) -> None:
     """Kill a process that does not end, and its children: bubblewrap's own child is process 1."""
     children = ""
@@ -261,11 +264,7 @@ class Relay:
                 directory = Path(tempfile.mkdtemp(prefix=prefix, dir=find_open_place()))
                 remove = 'cat >/dev/null; exec rm -rf -- "$1"'
                 await self._start("/bin/sh", "-c", remove, "sh", str(directory))
-                (directory / "door").mkdir()
-                for name, text in (files or {}).items():
-                    (directory / name).write_text(text)
-                for path in (directory, *directory.iterdir()):  # for every user, whatever the umask
-                    path.chmod(0o755 if path.is_dir() else 0o644)
+                _fill(directory, files or {})
                 self._directory = directory
         return self._directory
 
@@ -308,6 +307,15 @@ class Relay:
         """End the processes outside, and remove the directory."""
         while self._processes:
             await self._processes.pop().aclose()
+
+
+def _fill(directory: Path, files: Mapping[str, str]) -> None:
+    """Make what every user may read, whatever the umask."""
+    (directory / "door").mkdir()
+    for name, text in files.items():
+        (directory / name).write_text(text)
+    for path in (directory, *directory.iterdir()):
+        path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 def find_open_place() -> str:

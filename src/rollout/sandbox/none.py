@@ -36,9 +36,6 @@ class NoneProvider(LocalProvider):
 
     name = "none"
 
-    def __init__(self, *, cleanup_s: float = 10.0) -> None:
-        super().__init__(cleanup_s=cleanup_s)
-
     async def open(self, spec: SandboxSpec) -> LocalSandbox:
         """See `SandboxProvider.open`."""
         spec.refuse_unsupported("sandbox provider none", ("network", "max_processes", "memory_mb"))

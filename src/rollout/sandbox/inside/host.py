@@ -101,7 +101,9 @@ class Command:
             self.cut(text)
         unwatch(self.done)
         code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
-        answer(self.exchange, self.done, 0, code, [*self.texts.values()], self.is_cut)
+        stdout, stderr = self.texts.values()
+        head = b"0 %d %d %d" % (code, len(stdout), self.is_cut)
+        answer(self.exchange, self.done, head, stdout, stderr)
 
 
 def watch(descriptor: int, callback: Callable[[int], object]) -> None:
@@ -131,7 +133,7 @@ def start(_: int) -> None:
     except OSError as error:
         for each in (*pipes, source):
             os.close(each)
-        answer(exchange, done, error.errno or 5)
+        answer(exchange, done, b"%d 0 0 0" % (error.errno or 5))
         return
     if not pid:
         run_child(request, source, pipes[1], pipes[3])
@@ -140,19 +142,11 @@ def start(_: int) -> None:
     commands[pid] = Command(pid, request, exchange, done, pipes[::2])
 
 
-def answer(
-    exchange: int,
-    done: int,
-    error: int,
-    code: int = 0,
-    texts: Any = (b"", b""),
-    is_cut: bool = False,
-) -> None:
+def answer(exchange: int, done: int, head: bytes, *texts: bytearray) -> None:
     with open(exchange, "wb") as file:
         file.truncate(0)
-        file.write(b"%d %d %d %d\n" % (error, code, len(texts[0]), is_cut))
-        for text in texts:
-            file.write(text)
+        file.write(head + b"\n")
+        file.writelines(texts)
     try:
         os.write(done, b"1")
     except OSError:  # nobody waits any more
@@ -195,27 +189,18 @@ def kill_tree(root: int) -> None:
         for pid in tree - stopped:
             kill(pid, signal.SIGSTOP)
         stopped |= tree
-        for pid, (parent, session) in read_processes().items():
-            if parent in tree or session in tree:
-                tree.add(pid)
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    _, parent, _, session = file.read().rpartition(b")")[2].split()[:4]
+            except OSError:  # it has ended
+                continue
+            if int(parent) in tree or int(session) in tree:
+                tree.add(int(name))
         if tree <= stopped:
             break
     for pid in tree - {os.getpid()}:
         kill(pid, signal.SIGKILL)
-
-
-def read_processes() -> dict[int, tuple[int, int]]:
-    """Parent and session of every process that can be seen, by id."""
-    found: dict[int, tuple[int, int]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                with open(f"/proc/{name}/stat", "rb") as file:
-                    fields = file.read().rpartition(b")")[2].split()
-            except OSError:
-                continue
-            found[int(name)] = int(fields[1]), int(fields[3])
-    return found
 
 
 def kill(pid: int, number: int) -> None:
