@@ -64,7 +64,7 @@ class LocalProvider(SandboxProvider):
         make: Callable[..., LocalSandbox],
         spec: SandboxSpec,
         command: Sequence[str],
-        settings: Mapping[str, Any],
+        settings: dict[str, Any],
         *,
         workdir: str,
         fds: Sequence[int] = (),

@@ -30,7 +30,7 @@ def find_children() -> list[int]:
 
 
 def main() -> None:
-    import sandlock  # type: ignore[import-not-found,unused-ignore]
+    import sandlock  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
     confinement = json.loads(sys.argv[1])
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -129,7 +129,7 @@ def start(_: int) -> None:
         os.close(os.open(request["cwd"], os.O_PATH | os.O_DIRECTORY))
         for _ in range(2):
             pipes += os.pipe()
-        pid = os.fork()
+        pid = fork()
     except OSError as error:
         for each in (*pipes, source):
             os.close(each)
@@ -140,6 +140,14 @@ def start(_: int) -> None:
     for each in (source, pipes[1], pipes[3]):
         os.close(each)
     commands[pid] = Command(pid, request, exchange, done, pipes[::2])
+
+
+def fork() -> int:
+    while True:
+        try:
+            return os.fork()
+        except InterruptedError:  # by the end of another command, where sandlock looks at it
+            pass
 
 
 def answer(exchange: int, done: int, head: bytes, *texts: bytearray) -> None:

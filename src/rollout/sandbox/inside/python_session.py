@@ -48,7 +48,7 @@ def run_cell(code: str, name: str, space: dict[str, Any]) -> bool:
     linecache.cache[name] = len(code), None, code.splitlines(True), name
     compile_part = partial(compile, filename=name, dont_inherit=True)
     try:
-        tree = compile_part(code, mode="exec", flags=ast.PyCF_ONLY_AST)
+        tree: Any = compile_part(code, mode="exec", flags=ast.PyCF_ONLY_AST)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         exec(compile_part(tree, mode="exec"), space)
         if last is not None:
