@@ -34,8 +34,12 @@ if TYPE_CHECKING:
     from rollout.config.sandbox_section import SandboxSpec
 
 #: Runs the program that comes first through standard input, so that ``ps`` inside shows a short
-#: line.
-_START = "import os; exec(os.read(0, 1 << 18))"
+#: line. It is a text the first time, and then what that host has made of it.
+_START = (
+    "import marshal, os; program = marshal.loads(os.read(0, 1 << 18))\n"
+    "if type(program) is str: program = compile(program, 'host', 'exec')\n"
+    "exec(program)"
+)
 #: Seconds that a host has to answer once a command was killed.
 _KILL_S = 5.0
 
@@ -58,6 +62,7 @@ class LocalProvider(SandboxProvider):
     def __init__(self, *, cleanup_s: float = 10.0) -> None:
         self._cleanup_s = cleanup_s
         self._numbers = itertools.count(1)
+        self._compiled: dict[tuple[str | None, str], bytes] = {}  # by image and interpreter
 
     async def _start(
         self,
@@ -81,7 +86,8 @@ class LocalProvider(SandboxProvider):
         """
         control, inner = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         control.setblocking(False)
-        control.send(read_program("host").encode())
+        program = self._compiled.get((spec.image, command[-1]))
+        control.send(program or marshal.dumps(read_program("host"), 2))
         control.send(marshal.dumps(settings, 2))
         errors = make_file()
         try:
@@ -109,6 +115,7 @@ class LocalProvider(SandboxProvider):
             cleanup_s=self._cleanup_s,
         )
         await sandbox.prepare(spec)
+        self._compiled[spec.image, command[-1]] = sandbox.compiled
         return sandbox
 
 
@@ -131,6 +138,8 @@ class LocalSandbox(Sandbox):
         self._process = process
         self._control = control
         self._errors = errors
+        #: The host's program as code of its interpreter, once it runs.
+        self.compiled = b""
         self._relay = relay
         self._sending = anyio.Lock()
 
@@ -139,8 +148,9 @@ class LocalSandbox(Sandbox):
         with self._errors as errors:
             await anyio.wait_readable(self._control)
             with suppress(ConnectionResetError):  # it ended before it had read all
-                if self._control.recv(1):
-                    return
+                self.compiled = self._control.recv(1 << 18)
+            if self.compiled:
+                return
             errors.seek(0)
             text = errors.read().decode(errors="replace").strip()[-1000:]
             raise SandboxError(f"{self.id} does not start: {text}")
