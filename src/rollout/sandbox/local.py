@@ -62,7 +62,7 @@ class LocalProvider(SandboxProvider):
     def __init__(self, *, cleanup_s: float = 10.0) -> None:
         self._cleanup_s = cleanup_s
         self._numbers = itertools.count(1)
-        self._compiled: dict[tuple[str | None, str], bytes] = {}  # by image and interpreter
+        self._compiled = b""  # the host's program, by the interpreter of this machine
 
     async def _start(
         self,
@@ -86,7 +86,7 @@ class LocalProvider(SandboxProvider):
         """
         control, inner = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         control.setblocking(False)
-        program = self._compiled.get((spec.image, command[-1]))
+        program = self._compiled if spec.image is None else b""
         control.send(program or marshal.dumps(read_program("host"), 2))
         control.send(marshal.dumps(settings, 2))
         errors = make_file()
@@ -115,7 +115,8 @@ class LocalProvider(SandboxProvider):
             cleanup_s=self._cleanup_s,
         )
         await sandbox.prepare(spec)
-        self._compiled[spec.image, command[-1]] = sandbox.compiled
+        if spec.image is None:
+            self._compiled = sandbox.compiled
         return sandbox
 
 
