@@ -35,16 +35,17 @@ if TYPE_CHECKING:
 Keep = Literal["head", "tail"]
 MIB = 2**20
 #: Scripts say by errnos as exit codes why a file cannot be read or written: no such file, refused,
-#: not a directory, a directory.
-_ERRNOS = (2, 13, 20, 21)
+#: not a directory, a directory, no space.
+_ERRNOS = (2, 13, 20, 21, 28)
 #: Ends unless its first argument is a file that can be read.
 CHECK_FILE = (
     '[ -d "$1" ] && exit 21; [ -e "$1" ] || exit 2; { [ -f "$1" ] && [ -r "$1" ]; } || exit 13; '
 )
 _WRITE = (
     '[ -d "$1" ] && exit 21; [ -e "$1" ] && [ ! -f "$1" ] && exit 13; '
-    'mkdir -p -- "$(dirname -- "$1")" 2>/dev/null || exit 13; { cat > "$1"; } 2>/dev/null || '
-    'exit 13; [ -z "$2" ] || chmod "$2" -- "$1"'
+    'mkdir -p -- "$(dirname -- "$1")" 2>/dev/null || exit 13; { true > "$1"; } 2>/dev/null || '
+    'exit 13; e=$(cat 2>&1 > "$1") || case $e in *"No space"*) exit 28;; *) exit 5;; esac; '
+    '[ -z "$2" ] || chmod "$2" -- "$1"'
 )
 #: Bytes of files that are uploaded together.
 _BATCH = 16 * MIB
