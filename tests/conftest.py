@@ -140,7 +140,7 @@ SHARED = frozenset(
         "engine_pairs examples fast_tokenizer faults foreign_tools full_disk "
         "function_agent garbage gateway gateway_clients gateway_hostile "
         "gateway_matching gateway_races gateway_rows gateway_sessions gateway_streaming "
-        "group_choices group_rewards growing_text harmony_reference heap http_answers "
+        "group_choices group_rewards growing_text harmony_reference http_answers "
         "http_core http_liveness idle_memory imports isolated_tools journal_epochs "
         "journal_groups kept_messages langgraph_model length_and_exceptions listening "
         "live_weights local_process long_text_attacks long_texts loop_lag main_guard mcp "

@@ -14,7 +14,6 @@ from rollout.scheduling.group_handover import made
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
-    from contextlib import AbstractContextManager
 
     from rollout.batch import RolloutBatch
     from rollout.chat.group import Group
@@ -36,7 +35,6 @@ class GroupingRuntime:
     """The part of a `RolloutRuntime` that takes groups of its caller's choice."""
 
     _groups: GroupCalls
-    _unhurried: Callable[[], AbstractContextManager[object]]
     _watch: BatchWatch
     _sleep: SleepBetweenBatches
     _collation: Collation
@@ -93,7 +91,7 @@ class GroupingRuntime:
         with self._steps.counted(step) as step:
             run = self._groups.run_of(call, step, int(groups))
         window_of = self._watch.window("collect", step, prompts=int(groups))
-        with self._unhurried(), window_of as window:
+        with window_of as window:
             run.batch = window.batch
             found: list[PulledGroup] = []
             try:
@@ -155,7 +153,7 @@ class GroupingRuntime:
         )
         with self._steps.counted(step) as step:
             run = self._groups.run_of(call, step, None, max_staleness, groups_per_step)
-        with self._unhurried(), self._watch.window("stream_groups", step) as window:
+        with self._watch.window("stream_groups", step) as window:
             run.batch = window.batch
             async with self._sleep.awake(), self._groups.running(run, partial(self._serve, run)):
                 with self._calls.entered(run):

@@ -27,9 +27,9 @@ from rollout.interactions import InteractionRegistry
 from rollout.observe.event_stream import EventStream
 from rollout.observe.loop_lag import LoopLag
 from rollout.observe.tally import Tally
+from rollout.runtime.collector import collecting_seldom
 from rollout.runtime.driver_model import DriverModel, load_driver_model, warn_of_end_token
 from rollout.runtime.gateway_opening import gateway_of
-from rollout.runtime.heap import freeze_loaded, frozen_heap
 from rollout.runtime.observing import observed
 from rollout.runtime.reward_opening import (
     GivenRewards,
@@ -162,14 +162,16 @@ async def _open(
         registry = InteractionRegistry(interactions)
         parser = tool_parser(config, registry)
         builtin = await builtin_tools(config.tools)
-        with frozen_heap() if config.scheduling.freeze_heap else nullcontext():
+        freezing = collecting_seldom() if config.scheduling.freeze_heap else nullcontext()
+        with freezing as freeze:
             async with (
                 open_tools([*builtin, *tools]) as opened,
                 _open_runtime(
                     engines, config, opened, functions, registry, parser, media_fetcher, file
                 ) as runtime,
             ):
-                freeze_loaded()
+                if freeze is not None:
+                    freeze()
                 yield runtime
 
 

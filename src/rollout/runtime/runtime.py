@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sized
-from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,6 @@ from rollout.runtime.engine_controls import EngineControls
 from rollout.runtime.explaining import ExplainingRuntime
 from rollout.runtime.group_calls import GroupCalls
 from rollout.runtime.grouping import GroupingRuntime
-from rollout.runtime.heap import collect_as_memory_asks, collections_put_off
 from rollout.runtime.long_work import LongWork
 from rollout.runtime.open_calls import OpenCalls
 from rollout.runtime.sleep_between_batches import SleepBetweenBatches
@@ -117,7 +116,6 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
         self._misuse: str | None = None
         self._tasks: TaskGroup
         self._is_closing = False
-        self._unhurried = collections_put_off if config.scheduling.freeze_heap else nullcontext
         self.on_trajectory: Callable[[Trajectory], object] | None = None
 
     @property
@@ -163,7 +161,7 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
             rows[row] = trajectory
             self._tell(trajectory)
 
-        with self._unhurried(), self._watched("generate", run, validate) as window:
+        with self._watched("generate", run, validate) as window:
             try:
                 async with self._sleep.awake():
                     with self._calls.running(run, run):
@@ -216,7 +214,7 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
         received and are not referenced any more.
         """
         run = await self._new_run(prompts, samples, step, validate)
-        with self._unhurried(), self._watched("stream", run, validate) as window:
+        with self._watched("stream", run, validate) as window:
             async with self._sleep.awake():
                 streamed = StreamedRun(run)
                 self._tasks.start_soon(self._produce, run, streamed)
@@ -370,8 +368,6 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
             self._tasks.start_soon(self._watch.sample)
             if not has_virtual_clock():
                 self._tasks.start_soon(self._lag.watch)
-                if self.config.scheduling.freeze_heap:
-                    self._tasks.start_soon(collect_as_memory_asks)
             loads = self.services.engines.loads
             self._tasks.start_soon(self.admission.adapt, loads, self._progress)
             try:
