@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from rollout.engine.driver.pool import EnginePool
     from rollout.engine.driver.replica_statistics import ReplicaStatistics
     from rollout.engine.routing import Router
-    from rollout.runtime.group_calls import GroupStream
+    from rollout.runtime.calls import GroupStream
     from rollout.scheduling.prompt_source import Source
     from rollout.scheduling.rewards import GroupRewardFunction, RewardFunction
     from rollout.scheduling.streamed_run import TrajectoryStream

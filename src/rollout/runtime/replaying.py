@@ -26,9 +26,9 @@ from rollout.errors import AgentError, ConfigError, EngineError, ToolError
 from rollout.holds import NEVER
 from rollout.interactions import InteractionRegistry
 from rollout.observe.tally import Tally
-from rollout.runtime.gateway_opening import gateway_of
+from rollout.runtime.gateway_opening import serve_gateway
 from rollout.runtime.opening import tool_executor
-from rollout.runtime.reward_opening import RewardFunctions, rewarding_of
+from rollout.runtime.reward_opening import RewardFunctions, make_rewarding
 from rollout.scheduling.finished import unstarted
 from rollout.scheduling.journal.ended_trajectories import ended_trajectories
 from rollout.scheduling.journal.journal_reading import (
@@ -204,7 +204,7 @@ async def replay(
     with closing(threads):
         services = _services(config, record.header, template, threads, interactions)
         with closing(services.texts), closing(services.media):
-            async with gateway_of(services):
+            async with serve_gateway(services):
                 return await _run(record, services, on_step)
 
 
@@ -238,7 +238,7 @@ async def _run(
     config, tally, threads = services.config, services.tally, services.threads
     runner = TrajectoryRunner(
         services=services,
-        rewarding=rewarding_of(
+        rewarding=make_rewarding(
             config, RewardFunctions(None, None), None, None, threads, tally, services.events
         ),
         tokens=TokenizationCheck(config.agent.tokenization_check, config.agent.tokenization_ignore),

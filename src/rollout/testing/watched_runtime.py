@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rollout.chat.group import Group
     from rollout.config import RolloutConfig
     from rollout.runtime.runtime import RolloutRuntime
-    from rollout.runtime.statistics import RuntimeStatistics
+    from rollout.runtime.measuring import RuntimeStatistics
     from rollout.scheduling.rewards import GroupRewardFunction, RewardFunction
     from rollout.tensor_layout import Layout, Trim
     from rollout.testing.watched_core import WatchedCore
