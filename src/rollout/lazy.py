@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,6 +29,20 @@ def lazy_exports(
         return value
 
     return import_name
+
+
+def read_stub(file: str) -> dict[str, list[str]]:
+    """The names that a package's stub exports, by the modules that it imports them from.
+
+    Args:
+        file: The package's ``__init__.py``; the stub lies beside it.
+    """
+    stub = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
+    homes: dict[str, list[str]] = {}
+    for node in stub.body:
+        if isinstance(node, ast.ImportFrom):
+            homes.setdefault(str(node.module), []).extend(alias.name for alias in node.names)
+    return homes
 
 
 def derives_from(kind: type, module: str, name: str) -> bool:

@@ -146,10 +146,10 @@ def find_record(
             f"--trajectory {uid}/{member}: is in {path} in calls {', '.join(map(str, calls))} of "
             f"step {steps[0]}; expected one of them with --call"
         )
-    return _record_of(path, contents, keys[0])
+    return _read_record(path, contents, keys[0])
 
 
-def _record_of(path: Path, contents: Contents, key: Key) -> Record:
+def _read_record(path: Path, contents: Contents, key: Key) -> Record:
     assert contents.header is not None
     read, recorded = reader_of(path), contents.trajectories[key]
     payload = contents.prompts[(key.step, key.uid, key.validate, key.call)]
@@ -190,7 +190,7 @@ async def replay(
     Raises:
         ConfigError: The agent is not registered.
     """
-    config = _config_of(record.header)
+    config = _make_config(record.header)
     name = record.prompt.agent_name or config.agent.name
     try:
         get_agent(name)
@@ -251,7 +251,7 @@ async def _run(
     return Replayed(record, alone.trajectory, log.steps, log.departure, log.is_beyond)
 
 
-def _config_of(header: Header) -> RolloutConfig:
+def _make_config(header: Header) -> RolloutConfig:
     """That of the run, without limits of time and without tools that would have to be prepared."""
     config = config_from_dict(header.all_config)
     names = [each.name for each in attrs.fields(LimitsConfig) if each.name != "cleanup_s"]
