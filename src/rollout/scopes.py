@@ -106,9 +106,6 @@ class OneTask(AbstractAsyncContextManager[T]):
             )
         return await self._manager.__aexit__(kind, error, traceback)
 
-    def __await__(self) -> NoReturn:
-        raise NotEnteredError(f"{self._name} is awaited; {HOW_TO_OPEN}")
-
     def __enter__(self) -> NoReturn:
         raise NotEnteredError(f"{self._name} is entered by `with`; {HOW_TO_OPEN}")
 

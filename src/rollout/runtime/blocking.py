@@ -176,13 +176,14 @@ class BlockingRollout:
         self.close()
 
     async def __aenter__(self) -> NoReturn:
-        self._refuse_entering("entered by `async with`")
+        self.close()
+        raise NotEnteredError(
+            f"open_rollout_blocking is entered by `async with`; {HOW_TO_OPEN}, or `with` in code "
+            "that is not async"
+        )
 
     async def __aexit__(self, *_error: object) -> None:
         pass
-
-    def __await__(self) -> NoReturn:
-        self._refuse_entering("awaited")
 
     @property
     def config(self) -> RolloutConfig:
@@ -201,7 +202,7 @@ class BlockingRollout:
 
     generate = _waited_for(RolloutRuntime.generate)
     collect = _waited_for(RolloutRuntime.collect)
-    batch_of = _waited_for(RolloutRuntime.batch_of)
+    make_batch = _waited_for(RolloutRuntime.make_batch)
     discard_carried = _waited_for(RolloutRuntime.discard_carried)
     # An exception that reaches the thread while it waits for these leaves the engines to them.
     update_weights = _waited_for(RolloutRuntime.update_weights, is_ended=False)
@@ -420,12 +421,6 @@ class BlockingRollout:
                 f"{what}: called on the runtime's own thread, on which async functions and accept "
                 "run, and which it would wait for; expected another thread"
             )
-
-    def _refuse_entering(self, how: str) -> NoReturn:
-        self.close()
-        raise NotEnteredError(
-            f"open_rollout_blocking is {how}; {HOW_TO_OPEN}, or `with` in code that is not async"
-        )
 
 
 class BlockingEngines:

@@ -373,7 +373,7 @@ class RolloutRuntime:
                 with self._calls.entered(run):
                     yield GroupStream(run)
 
-    async def batch_of(
+    async def make_batch(
         self, groups: Sequence[Group], *, layout: Layout = "padded", trim: Trim = False
     ) -> RolloutBatch:
         """The tensors of groups that `stream_groups` gave; rows of a group adjacent, in this order.
