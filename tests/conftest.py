@@ -138,7 +138,7 @@ SHARED = frozenset(
         "containment "
         "deadline_races driver_death driver_http driver_ray driver_shared_memory "
         "engine_pairs examples fast_tokenizer faults foreign_tools full_disk "
-        "function_agent garbage gateway gateway_clients gateway_hostile "
+        "function_agent gateway gateway_clients gateway_hostile "
         "gateway_matching gateway_races gateway_rows gateway_sessions gateway_streaming "
         "group_choices group_rewards growing_text harmony_reference http_answers "
         "http_core http_liveness idle_memory imports isolated_tools journal_epochs "

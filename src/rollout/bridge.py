@@ -83,11 +83,11 @@ def loop_clock() -> Callable[[], float]:
         return asyncio.get_running_loop().time
     import trio
 
-    return _time_of(trio.lowlevel.current_clock())
+    return _clock_method(trio.lowlevel.current_clock())
 
 
 @lru_cache(4)
-def _time_of(clock: Any) -> Callable[[], float]:
+def _clock_method(clock: Any) -> Callable[[], float]:
     """Its method, which thousands share."""
     method: Callable[[], float] = clock.current_time
     return method
@@ -274,7 +274,7 @@ class AsyncioThread:
                     was_abandoned = True
                     self.abandoned[name] = self.abandoned.get(name, 0) + 1
             raise
-        return result_of(future, name)
+        return take_result(future, name)
 
     def close(self) -> None:
         """End the loop and its thread, which code that does not end is left behind on."""
@@ -306,7 +306,7 @@ class AsyncioThread:
         return self._loop
 
 
-def result_of(future: Future[T], name: str) -> T:
+def take_result(future: Future[T], name: str) -> T:
     """What a call of foreign code in another thread returned or raised.
 
     Raises:
