@@ -1,4 +1,4 @@
-"""What a runtime's trajectories wait for now: looked up when somebody asks, kept by nobody."""
+"""What a runtime's trajectories wait for now: looked up when a caller asks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ from rollout.scheduling.rewarding import RewardWork
 from rollout.scheduling.streamed_run import StreamedRun
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
-    from rollout.agents.services import Services
+    from rollout.engine.driver.pool import EnginePool
     from rollout.engine.driver.replica_statistics import ReplicaStatistics
-    from rollout.observe.loop_lag import LoopLag
-    from rollout.runtime.group_calls import GroupCalls
-    from rollout.runtime.open_calls import OpenCalls
     from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
     from rollout.scheduling.group_run import GroupRun
     from rollout.scheduling.prompts import Member
@@ -27,55 +24,55 @@ if TYPE_CHECKING:
 USER = "respond of the interaction"
 
 
-class ExplainingRuntime:
-    """The part of a `RolloutRuntime` that says what it waits for."""
+def explain(
+    engines: EnginePool,
+    now: float,
+    open_calls: Iterable[tuple[BatchRun | GroupRun, object]],
+    carried: Iterable[Member],
+    blocked_s: float,
+) -> Explanation:
+    """What each trajectory that has not ended waits for, and since when.
 
-    _calls: OpenCalls
-    _groups: GroupCalls
-    _clock: Callable[[], float]
-    _lag: LoopLag
-    services: Services
-
-    def explain(self) -> Explanation:
-        """What each trajectory that has not ended waits for, and since when; print it.
-
-        Waits for nothing, and may be called from a signal handler of the loop's thread, also while
-        something blocks the loop.
-        """
-        now, engines = self._clock(), self.services.engines
-        requests = engines.waits(now)
-        calls = [
-            CallWaits(
-                name=_name_of(run, call),
-                step=run.step,
-                seconds=now - run.began,
-                groups=_groups_of(run),
-                trajectories=tuple(
-                    _waits_of(member, requests, now, run.began, waits_for_group=is_waiting)
-                    for member, is_waiting in run.unfinished().items()
-                ),
-                waiting="" if isinstance(run, BatchRun) else run.book.waiting,
-            )
-            for run, call in tuple(self._calls.items())
-        ]
-        carried = [_waits_of(member, requests, now, None) for member in self._groups.carried]
-        replicas = tuple(map(_replica_line, engines.statistics()))
-        return Explanation(tuple(calls), tuple(carried), replicas, self._lag.blocked_now_s)
+    Args:
+        engines: Of the runtime.
+        now: The loop's time.
+        open_calls: What runs for each call, and the call itself.
+        carried: Members that no call has.
+        blocked_s: How long something has been blocking the loop.
+    """
+    requests = engines.waits(now)
+    calls = [
+        CallWaits(
+            name=_call_name(run, call),
+            step=run.step,
+            seconds=now - run.began,
+            groups=_count_groups(run),
+            trajectories=tuple(
+                _member_waits(member, requests, now, run.began, waits_for_group=is_waiting)
+                for member, is_waiting in run.unfinished().items()
+            ),
+            waiting="" if isinstance(run, BatchRun) else run.book.waiting,
+        )
+        for run, call in open_calls
+    ]
+    held = [_member_waits(member, requests, now, None) for member in carried]
+    replicas = tuple(map(_describe_replica, engines.statistics()))
+    return Explanation(tuple(calls), tuple(held), replicas, blocked_s)
 
 
-def _name_of(run: BatchRun | GroupRun, call: object) -> str:
+def _call_name(run: BatchRun | GroupRun, call: object) -> str:
     if isinstance(run, BatchRun):
         return "stream" if isinstance(call, StreamedRun) else "generate"
     return "stream_groups" if run.book.wanted.groups is None else "collect"
 
 
-def _groups_of(run: BatchRun | GroupRun) -> int:
+def _count_groups(run: BatchRun | GroupRun) -> int:
     if isinstance(run, BatchRun):
         return len({member.identity.group for member in run.members})
     return run.book.wanted.groups or 0
 
 
-def _waits_of(
+def _member_waits(
     member: Member,
     requests: Mapping[str, list[Wait]],
     now: float,
@@ -91,9 +88,9 @@ def _waits_of(
     if isinstance(scope, AgentRun):
         started = scope.started
         asked = sorted(requests.get(identity.session_id, ()), key=lambda wait: wait.path)
-        waits += [*asked, *_of_agent(scope, now)]
+        waits += [*asked, *_agent_waits(scope, now)]
         sandbox = scope.context.sandbox_asked_for
-        waits = waits or [_own_code(scope, now)]
+        waits = waits or [_own_code_wait(scope, now)]
         if began is not None and all(wait.kind == "held" for wait in waits):
             started, waits = None, [Wait("place", now - began)]  # it continues once it has one
     elif isinstance(scope, RewardWork):
@@ -115,7 +112,7 @@ def _waits_of(
     )
 
 
-def _of_agent(run: AgentRun, now: float) -> Iterator[Wait]:
+def _agent_waits(run: AgentRun, now: float) -> Iterator[Wait]:
     """What it waits for beside engines."""
     sandbox = run.context.sandbox_asked_for
     if sandbox is not None and sandbox.opens_since is not None:
@@ -130,13 +127,13 @@ def _of_agent(run: AgentRun, now: float) -> Iterator[Wait]:
             yield Wait("code", now - duty.since, duty.what)
 
 
-def _own_code(run: AgentRun, now: float) -> Wait:
+def _own_code_wait(run: AgentRun, now: float) -> Wait:
     since = max(run.started, run.context.idle_since)
     place = run.place()
     return Wait("code", now - since, run.what, note=f"at {place}" if place else "")
 
 
-def _replica_line(replica: ReplicaStatistics) -> str:
+def _describe_replica(replica: ReplicaStatistics) -> str:
     zombies = f", {replica.zombies:,} cancelled ones among them" if replica.zombies else ""
     starts = f", started {replica.starts} times" if replica.starts > 1 else ""
     state = f"{replica.name}: {replica.state}, {replica.in_flight:,} in flight{zombies}{starts}"
