@@ -55,8 +55,8 @@ TRL_READY := $(TRL_VENV)/.ready
 VERL_VENV := .venv-verl
 VERL_BIN := $(VERL_VENV)/bin
 VERL_READY := $(VERL_VENV)/.ready
-# These are light: what they are tested on comes without what they train with.
-LIGHT_TRAINERS := openrlhf skyrl verifiers
+# These are light: what they are tested on comes without what they train with. OpenEnv's is a server.
+LIGHT_TRAINERS := openenv openrlhf skyrl verifiers
 LIGHT_READY := $(LIGHT_TRAINERS:%=.venv-%/.ready)
 
 # An environment that takes from the driver's whatever that has in the version that is wanted.

@@ -81,6 +81,7 @@ WITH_PROCESSES = (
     "gateway_rows",
     "gateway_streaming",
     "gateway_hostile",
+    "harbor_runs",
     "imports",
     "isolated_tools",
     "journal_processes",
@@ -105,9 +106,7 @@ WITH_PROCESSES = (
     "reward_processes",
     "router",
     "bubblewrap",
-    "sandbox_attacks",
     "sandbox_protocol",
-    "sandbox_tools",
     "sandlock",
     "serve_gateway",
     "simulated_engine",
@@ -138,16 +137,16 @@ SHARED = frozenset(
         "containment "
         "deadline_races driver_death driver_http driver_ray driver_shared_memory "
         "engine_pairs examples fast_tokenizer faults foreign_tools full_disk "
-        "function_agent garbage gateway gateway_clients gateway_hostile "
+        "function_agent gateway gateway_clients gateway_hostile "
         "gateway_matching gateway_races gateway_rows gateway_sessions gateway_streaming "
-        "group_choices group_rewards growing_text harmony_reference heap http_answers "
+        "group_choices group_rewards growing_text harbor_runs harmony_reference http_answers "
         "http_core http_liveness idle_memory imports isolated_tools journal_epochs "
         "journal_groups kept_messages langgraph_model length_and_exceptions listening "
         "live_weights local_process long_text_attacks long_texts loop_lag main_guard mcp "
         "mcp_servers media_batches media_refusals media_trajectories mistral_reference "
         "parser_floods parser_fuzz planted_bugs program_agent program_prompts "
         "ray_placement readme real_processes recorder replay report report_steps "
-        "reward_processes router_benchmark sampling sandbox_attacks sandbox_protocol sandbox_tools "
+        "reward_processes router_benchmark sampling sandbox_protocol "
         "segments selection serve_gateway soak template_properties testing_plugin "
         "tool_executor tools_in_sandbox trajectory_sandboxes transformers_core typed_programs "
         "unencodable_calls vision_core vision_rows "

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio  # noqa: TID251  (the callers of these tests run it)
-import gc
-import os
 import signal
 import subprocess
 import sys
@@ -419,23 +417,3 @@ def test_sampling_config_reaches_the_engine() -> None:
     with open_rollout_blocking(config) as runtime:
         batch = runtime.generate([user("anything")])
     assert batch.trajectories[0].transcript.generated_length == 4
-
-
-def test_process_forked_while_a_batch_runs_has_its_own_garbage_collections(
-    runtime: BlockingRollout,
-) -> None:
-    before, told = gc.get_threshold(), list[bytes]()
-    with runtime.stream([user("slow")]) as trajectories:
-        while gc.get_threshold() == before:  # until the batch runs
-            pass
-        reads, writes = os.pipe()
-        child = os.fork()
-        if not child:
-            os.write(writes, f"{gc.get_threshold()} {gc.get_freeze_count()}".encode())
-            os._exit(0)
-        os.waitpid(child, 0)
-        told.append(os.read(reads, 100))
-        for each in (reads, writes):
-            os.close(each)
-        del trajectories
-    assert told == [f"{before} 0".encode()]

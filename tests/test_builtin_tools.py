@@ -84,13 +84,13 @@ async def test_corpus_that_is_not_there_is_found_by_the_check_and_refused() -> N
     [
         (
             {"builtin": ["pyton"]},
-            "tools.builtin[0] = 'pyton': expected one of 'calculator', 'finish', 'python', "
+            "tools.builtin[0] = 'pyton': expected one of 'calculator', 'edit', 'finish', 'python', "
             "'search', 'shell', 'submit'",
         ),
         (
             {"builtin": ["finish", "finish"]},
             "tools.builtin = ['finish', 'finish']: expected a list of shipped tools, each once "
-            "(calculator, finish, python, search, shell, submit)",
+            "(calculator, edit, finish, python, search, shell, submit)",
         ),
         (
             {"builtin": ["search"]},
@@ -102,8 +102,7 @@ async def test_corpus_that_is_not_there_is_found_by_the_check_and_refused() -> N
         ),
         (
             {"builtin": ["finish"], "isolation": "none"},
-            "tools.isolation = 'none': expected 'auto' without 'python' or 'shell' in "
-            "tools.builtin",
+            "tools.isolation = 'none': unknown key; sandbox.provider says who isolates",
         ),
     ],
 )

@@ -22,7 +22,6 @@ from rollout.agents import agent_names
 from rollout.chat import tool_parser_names
 from rollout.cli import main
 from rollout.testing import simulated_tokenizer
-from rollout.tools.sandbox import METHODS, sandbox_isolation
 
 CONFIG = """
 from rollout.config import *
@@ -563,48 +562,36 @@ def test_cli_check_knows_what_the_tools_file_defines(
     assert main(["check", "config.py", "--tools", "more.py", *options]) == 0
 
 
-def test_cli_check_says_which_isolation_holds_and_refuses_tools_without_it(
+def test_cli_check_says_who_makes_sandboxes_and_refuses_what_needs_one_without(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for method in METHODS:
-        fault = None if method == "landlock" else f"{method} is closed"
-        monkeypatch.setitem(sandbox_isolation._known, (method, sys.executable), fault)
-    (folder / "unsafe.py").write_text(
-        "from rollout.tools import PythonTool\nrun = PythonTool('run', isolation='none')\n"
+    (folder / "mine.py").write_text(
+        "import rollout\nfrom rollout.tools import PythonTool\nrun = PythonTool('run')\n"
+        "rollout.register_agent('cli_program')(rollout.ProgramAgent('true'))\n"
     )
-    assert main(["check", "config.py", "--tools", "python,shell,finish"]) == 0
-    assert "\nisolation   landlock (Landlock, seccomp)\n" in capsys.readouterr().out
-    assert main(["check", "config.py", "--tools", "unsafe.py"]) == 0
-    assert (
-        "\nisolation   landlock (Landlock, seccomp); run: none (no isolation: programs can do what "
-        "the driver can)\n"
-    ) in capsys.readouterr().out
-    monkeypatch.setitem(
-        sandbox_isolation._known, ("landlock", sys.executable), "landlock is closed"
-    )
-    assert main(["check", "config.py"]) == 0
-    lacks = "; ".join(
-        f"{method}: {method} is closed (needs {needs})"
-        for method, needs in sandbox_isolation.WHAT_IT_NEEDS.items()
-    )
-    assert f"\nisolation   none holds here: {lacks}\n" in capsys.readouterr().out
-    builtin = ("--set", 'tools.builtin=["shell"]')
-    assert main(["check", "config.py", *builtin]) == 2
-    said = capsys.readouterr()
-    assert "\ntools       shell; hermes calls, " in said.out
-    assert said.err.startswith("error: tool 'shell': no isolation for programs that models write: ")
-    assert main(["check", "config.py", *builtin, "--set", "tools.isolation=none"]) == 0
-    assert (
-        f"\nisolation   none holds here: {lacks}; shell: none (no isolation: programs can do what "
-        "the driver can)\n"
-    ) in capsys.readouterr().out
-    run = ["run", "config.py", "--prompts", "prompts.jsonl", "--out", "out"]
-    for command in (["check", "config.py"], run):
-        assert main([*command, "--tools", "calculator,shell"]) == 2
-        assert capsys.readouterr().err.endswith(
-            f"error: tool 'shell': no isolation for programs that models write: {lacks}; mend "
-            'one of these, or accept isolation="none", where programs can do what the driver can\n'
-        )
+    without_walls = ("--set", "sandbox.provider=none")
+    assert main(["check", "config.py", "--tools", "python,shell,edit", *without_walls]) == 0
+    assert "\nsandbox     none\n" in capsys.readouterr().out
+    monkeypatch.setattr("rollout.sandbox.bubblewrap.find_bwrap", lambda: "/bin/false")
+    monkeypatch.setitem(sys.modules, "rollout.sandbox.sandlock", None)
+    lacks = "no sandbox for what models write (bubblewrap: "
+    assert main(["check", "config.py"]) == 0  # nothing needs one
+    assert f"\nsandbox     {lacks}" in capsys.readouterr().out
+    needs = [
+        ("--tools", "calculator,shell"),
+        ("--tools", "mine.py"),
+        ("--set", 'tools.builtin=["edit"]'),
+        ("--agents", "mine.py", "--set", "agent.name=cli_program"),
+        ("--set", "sandbox.provider=bubblewrap"),
+    ]
+    for arguments in needs:
+        assert main(["check", "config.py", *arguments]) == 2, arguments
+        said = capsys.readouterr()
+        assert "\nsandbox     none can be made here\n" in said.out
+        assert said.err.startswith("error: "), said.err
+    run = ["run", "config.py", "--prompts", "prompts.jsonl", "--out", "out", "--tools", "shell"]
+    assert main(run) == 2
+    assert f"error: {lacks}" in capsys.readouterr().err
 
 
 def test_cli_check_of_unreadable_config_exits_with_2(

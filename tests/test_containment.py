@@ -365,7 +365,9 @@ async def check_given_up(word: str, caplog: pytest.LogCaptureFixture) -> None:
     assert given_up.cause.message in caplog.text
 
 
-@pytest.mark.parametrize("word", ["stay", "stay_shielded", "stay_in_scopes", "begin_children_again"])
+@pytest.mark.parametrize(
+    "word", ["stay", "stay_shielded", "stay_in_scopes", "begin_children_again"]
+)
 async def test_agent_swallows_cancellation_it_is_given_up_after_cleanup_s(
     word: str, caplog: pytest.LogCaptureFixture
 ) -> None:

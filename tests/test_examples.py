@@ -19,7 +19,9 @@ OF_TRAINERS = {"trl_grpo"}
 ALL = sorted(path.parent.name for path in ROOT.glob("examples/*/run.py"))
 #: That of loggers: tests/trace_backends runs it.
 OF_LOGGERS = {"loggers"}
-EXAMPLES = sorted({*ALL} - OF_CLIENTS - OF_TRAINERS - OF_LOGGERS)
+#: That of containers: tests/environments runs it, `make test-sandboxes` in containers.
+OF_CONTAINERS = {"swe_agent"}
+EXAMPLES = sorted({*ALL} - OF_CLIENTS - OF_TRAINERS - OF_LOGGERS - OF_CONTAINERS)
 #: A line that a run prints, where it is known beforehand.
 SAYS = {
     "code_interpreter": r"computed 571, said 'There are \\boxed{571}.': 1",

@@ -174,22 +174,22 @@ async def test_batch_of_says_nothing_of_time_and_refuses_what_are_no_groups() ->
     async with rollout.open_rollout(config()) as runtime:
         async with runtime.stream_groups(source()) as groups:
             found = [await anext(groups) for _ in range(2)]
-        metrics = (await runtime.batch_of(found)).metrics
+        metrics = (await runtime.make_batch(found)).metrics
         assert not [name for name in metrics if name.startswith(("batch_s", "throughput", "loop"))]
         assert metrics["weights/version"] == 0
         with pytest.raises(PromptError, match=r"groups\[1\] = 1: expected a Group"):
-            await runtime.batch_of([found[0], 1])  # type: ignore[list-item]
+            await runtime.make_batch([found[0], 1])  # type: ignore[list-item]
         with pytest.raises(PromptError, match="groups = None: expected a list of the groups"):
-            await runtime.batch_of(None)  # type: ignore[arg-type]
+            await runtime.make_batch(None)  # type: ignore[arg-type]
 
 
 async def test_batch_of_groups_that_stand_in_another_batch_too_leaves_that_as_it_is() -> None:
     async with rollout.open_rollout(config(members=2), reward=lambda t: float(t.member)) as runtime:
         async with runtime.stream_groups(source()) as groups:
             found = [await anext(groups) for _ in range(3)]
-        first = await runtime.batch_of(found[:2])
+        first = await runtime.make_batch(found[:2])
         for others in ([found[1], found[0]], [found[1], found[2]]):
-            batch = await runtime.batch_of(others)
+            batch = await runtime.make_batch(others)
             assert [t.group for t in batch.trajectories] == [0, 0, 1, 1]
             assert [t.group for t in first.trajectories] == [0, 0, 1, 1]
             assert group_relative(first, divide_by_std=False).tolist() == [-0.5, 0.5, -0.5, 0.5]

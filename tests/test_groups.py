@@ -242,7 +242,7 @@ async def test_stream_groups_gives_groups_as_they_finish() -> None:
             found = [await anext(groups) for _ in range(3)]
         assert [group.uid for group in found] == ["p1", "p2", "p3"]
         assert found[0].min_version == found[0].max_version == 0
-        batch = await runtime.batch_of(found)
+        batch = await runtime.make_batch(found)
         assert uids(batch) == ["p1", "p1", "p2", "p2", "p3", "p3"]
         assert batch.tensors["groups"].tolist() == [0, 0, 1, 1, 2, 2]
         assert runtime.statistics().running == 0

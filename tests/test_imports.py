@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import ast
-import gc
 import importlib
 import inspect
 import pydoc
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
-from rollout.lazy import importing
 from rollout.testing import simulated_tokenizer
 
 HEAVY = {"torch", "transformers", "tensordict", "numpy", "attrs", "cattrs", "trio", "anyio"}
@@ -82,7 +79,7 @@ def test_every_public_name_resolves() -> None:
         rollout.nothing  # type: ignore[attr-defined]  # noqa: B018
 
 
-@pytest.mark.parametrize("package", ["rollout", "rollout.engine", "rollout.runtime"])
+@pytest.mark.parametrize("package", ["rollout.engine", "rollout.runtime"])
 def test_names_that_are_imported_lazily_are_public_to_type_checkers(package: str) -> None:
     module = importlib.import_module(package)
     code = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
@@ -93,6 +90,20 @@ def test_names_that_are_imported_lazily_are_public_to_type_checkers(package: str
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
     ]
     assert public == sorted(name for names in module._HOMES.values() for name in names)
+
+
+def test_public_names_of_rollout_are_exported_to_type_checkers() -> None:
+    import rollout
+
+    stub = ast.parse(Path(str(rollout.__file__)).with_suffix(".pyi").read_text(encoding="utf-8"))
+    exported = {
+        alias.asname  # a stub exports what it imports by the same name, spelled twice
+        for node in stub.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname == alias.name
+    }
+    assert exported == set(rollout.__all__)
 
 
 @pytest.mark.parametrize("name", ["DiskWeights", "DistributedWeights", "TensorWeights"])
@@ -172,37 +183,7 @@ anyio.run(main, backend=sys.argv[1])
 
 @pytest.mark.parametrize("backend", ["trio", "asyncio"])
 def test_opening_imports_off_the_loop_all_that_the_first_batch_needs(backend: str) -> None:
-    assert said_by(OPENING, backend) == "tensordict torch\n\n"
-
-
-MARKING = """
-import sys
-from rollout.runtime.tensor_imports import import_tensors
-import_tensors()
-import torch, tensordict.base, tensordict.utils
-print("torch._dynamo" in sys.modules, "sympy" in sys.modules)
-assert torch.compiler.allow_in_graph.__module__ == "torch.compiler"
-rules = torch._dynamo.trace_rules
-print(rules.lookup_callable(tensordict.base._foreach_copy_compiled).__name__)
-print(tensordict.utils._lock_warn._dynamo_marked_constant)
-print([type(finder).__name__ for finder in sys.meta_path if "rollout" in type(finder).__module__])
-"""
-
-
-ASKING = MARKING.replace(
-    "import torch,",
-    """
-import importlib.util
-assert importlib.util.find_spec("torch._dynamo") is not None
-import torch,""",
-)
-
-
-@pytest.mark.parametrize("program", [MARKING, ASKING], ids=["used", "asked for before"])
-def test_tensordict_loads_the_compiler_when_it_is_used_and_marks_its_functions_then(
-    program: str,
-) -> None:
-    assert said_by(program) == "False False\nTorchInGraphFunctionVariable\nTrue\n[]\n"
+    assert said_by(OPENING, backend) == "tensordict torch torch._dynamo\n\n"
 
 
 LIBRARIES = """
@@ -251,38 +232,3 @@ def test_engine_libraries_have_the_names_that_transformers_reads(
 ) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")  # sets are in the same order then
     assert said_by(NAMES, "quickly") == said_by(NAMES, "slowly")
-
-
-def test_importing_pauses_the_collector_and_gives_it_back() -> None:
-    with importing:
-        with importing:
-            assert not gc.isenabled()
-        assert not gc.isenabled()
-        assert importing.is_pausing
-    assert gc.isenabled()
-    assert not importing.is_pausing
-
-
-def test_importing_leaves_a_collector_alone_that_the_caller_has_disabled() -> None:
-    gc.disable()
-    try:
-        with importing:
-            assert not importing.is_pausing
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
-
-
-def test_importing_is_held_by_one_thread_at_a_time() -> None:
-    order = []
-
-    def other() -> None:
-        with importing:
-            order.append("other")
-
-    thread = threading.Thread(target=other)
-    with importing:
-        thread.start()
-        order.append("first")
-    thread.join()
-    assert order == ["first", "other"]

@@ -237,7 +237,6 @@ def test_layout_user_files_are_executed_in_one_place() -> None:
     assert found == {
         "rollout.user_files",
         "rollout.sandbox.inside.python_session",
-        "rollout.tools.sandbox.inside.interpreter",
     }
 
 

@@ -217,3 +217,34 @@ async def test_cleanup_scope_runs_in_a_cancelled_scope_and_ends_on_time() -> Non
             await anyio.sleep_forever()
     assert cleanup.cancelled_caught
     assert anyio.current_time() - start == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("word", ["use the tool", "just talk"])
+async def test_agent_timeout_of_a_prompt_ends_its_agent_and_is_rewarded(word: str) -> None:
+    strict = AgentConfig(tokenization_check="strict")
+    config = scenario((len(CALL) + 1) / SPOKEN_S).config(
+        lengths=rollout.LengthsConfig(prompt=2048, response=100_000), agent=strict
+    )
+    messages = [{"role": "user", "content": word}]
+    extras: list[dict[str, Any]] = [{"agent_timeout_s": 7}, {"agent_timeout_s": None}]
+    prompts = [Prompt(messages=messages, extra=extra) for extra in extras]
+
+    async def late(trajectory: Trajectory) -> float:
+        await anyio.sleep(20.0)
+        return 0.5
+
+    async with rollout.open_rollout(config, [slow], late) as runtime:
+        timed, free = (await runtime.generate(prompts)).trajectories
+    source = "extra.agent_timeout_s"
+    assert (timed.outcome, timed.reason) == (Outcome.LIMIT, "agent_timeout")
+    assert (timed.limit_source, timed.reward, timed.trainable) == (source, 0.5, True)
+    assert 27.0 <= timed.metrics["total_s"] < 27.1
+    assert free.limit_source != source
+
+
+@pytest.mark.parametrize("value", [0, -1.0, True, "7", float("nan")])
+async def test_agent_timeout_that_is_no_time_is_refused(value: Any) -> None:
+    prompt = Prompt(messages="hi", extra={"agent_timeout_s": value})
+    async with rollout.open_rollout(scenario(1.0).config()) as runtime:
+        with pytest.raises(rollout.PromptError, match=r"\['agent_timeout_s'\] = .*a number > 0"):
+            await runtime.generate([prompt])

@@ -38,10 +38,11 @@ from rollout.config import (
     ModelConfig,
     RewardsConfig,
     RolloutConfig,
+    SandboxConfig,
     SchedulingConfig,
 )
 from rollout.media import Media, decode
-from rollout.tools import PythonTool, ToolResult
+from rollout.tools import PythonTool, ShellTool, ToolResult
 from rollout.tools.verl_functions import verl_result
 
 if TYPE_CHECKING:
@@ -577,25 +578,42 @@ async def test_tool_that_shows_media_is_seen_by_the_model(folder: Path, answer: 
     assert decode(shown[0]).shape[-1] == 3
 
 
-DRAW = """from PIL import Image
-Image.new("RGB", (50, 40), "red").save("plot.png")
-print("drawn")"""
+#: The system's Python has no library of pictures.
+DRAW = """import struct, zlib
+def part(name, data):
+    body = name + data
+    return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
+head = part(b"IHDR", struct.pack(">IIBBBBB", 50, 40, 8, 2, 0, 0, 0))
+rows = part(b"IDAT", zlib.compress((bytes(1) + bytes([255, 0, 0]) * 50) * 40))
+start = bytes([137, 80, 78, 71, 13, 10, 26, 10])
+open("plot.png", "wb").write(start + head + rows + part(b"IEND", b""))
+print("drawn")
+"""
+PLOTS = {
+    "python": ("exec(open('draw.py').read())", "print('again')", "exec(open('draw.py').read()); x"),
+    "shell": ("python3 draw.py", "echo again", "python3 draw.py; exit 1"),
+}
 
 
-@pytest.mark.parametrize("is_fresh", [False, True])
-async def test_sandbox_shows_the_plots_of_a_call(folder: Path, is_fresh: bool) -> None:
-    again = json.dumps({"name": "python", "arguments": {"code": "print('again')"}})
-    drawn = json.dumps({"name": "python", "arguments": {"code": DRAW}})
-    calls = [f"<tool_call>\n{each}\n</tool_call>" for each in (drawn, again)]
-    config = config_of(folder, (*calls, "I see"))
-    tool = PythonTool(is_stateful=not is_fresh, max_pictures=1)
+@pytest.mark.parametrize("language", PLOTS)
+async def test_sandbox_shows_the_plots_of_a_call(folder: Path, language: str) -> None:
+    calls = []
+    for code in PLOTS[language]:
+        arguments = {"code" if language == "python" else "command": code}
+        call = json.dumps({"name": language, "arguments": arguments})
+        calls.append(f"<tool_call>\n{call}\n</tool_call>")
+    config = attrs.evolve(
+        config_of(folder, (*calls, "I see")), sandbox=SandboxConfig(files={"draw.py": DRAW})
+    )
+    tool = (PythonTool if language == "python" else ShellTool)(max_pictures=1)
     (trajectory,) = (await play(config, "plot it", tools=[tool])).trajectories
     assert trajectory.outcome is Outcome.COMPLETED, trajectory.cause
-    shown, words = trajectory.messages[2], trajectory.messages[4]
+    shown, *others = (message for message in trajectory.messages if message.role == "tool")
     assert isinstance(shown.parts[0], Media), shown
     assert shown.parts[1] == "drawn\n"
     assert decode(shown.parts[0])[0, 0].tolist() == [255, 0, 0]
-    assert (words.content, words.parts) == ("again\n", ())
+    assert (others[0].content, others[0].parts) == ("again\n", ())
+    assert (others[1].parts, "drawn" in others[1].content) == ((), True)
 
 
 async def test_tool_that_shows_too_much_answers_with_the_limit(folder: Path) -> None:

@@ -17,9 +17,9 @@ import anyio
 import rollout
 from rollout.config import SchedulingConfig
 from rollout.testing import Scenario, tool_call
-from rollout.tools import PythonTool, SandboxLimits
+from rollout.tools import PythonTool
 
-code_interpreter = PythonTool("code_interpreter", limits=SandboxLimits(timeout_s=30, cpu_s=30))
+code_interpreter = PythonTool("code_interpreter", timeout_s=30)
 
 SYSTEM = (
     "Solve the problem. Use the code interpreter where that helps. Say the final answer as "

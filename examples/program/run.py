@@ -1,4 +1,4 @@
-"""A whole program as an agent: a command line for each trajectory, in a sandbox with one door.
+"""A whole program as an agent: a command line for each trajectory, in its sandbox.
 
 python examples/program/run.py
 

@@ -12,11 +12,10 @@ import anyio
 
 import rollout
 from rollout.testing import Scenario, tool_call
-from rollout.tools import PythonTool, SandboxLimits, ShellTool, submit
+from rollout.tools import PythonTool, ShellTool, submit
 
-limits = SandboxLimits(timeout_s=20, memory_mb=512)
-python = PythonTool(limits=limits)
-shell = ShellTool(limits=limits)  # with equal limits it shares the sandbox, and sees its files
+python = PythonTool(timeout_s=20)
+shell = ShellTool(timeout_s=20)  # in the same sandbox, the trajectory's
 
 QUESTION = "How many of the numbers below 1000 are prime?"
 PROGRAM = """

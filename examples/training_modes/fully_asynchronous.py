@@ -30,7 +30,7 @@ async def train(
             if len(taken) < groups:
                 continue
             oldest = version - min(each.min_version for each in taken)
-            batch = await runtime.batch_of(taken)
+            batch = await runtime.make_batch(taken)
             mean = await anyio.to_thread.run_sync(trainer.learn, batch)
             version += 1
             await runtime.update_weights(version=version, source=trainer.weights())

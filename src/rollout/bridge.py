@@ -13,8 +13,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import CancelledError as FutureCancelledError
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from contextvars import copy_context
+from contextvars import Context, copy_context
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -84,11 +83,11 @@ def loop_clock() -> Callable[[], float]:
         return asyncio.get_running_loop().time
     import trio
 
-    return _time_of(trio.lowlevel.current_clock())
+    return _clock_method(trio.lowlevel.current_clock())
 
 
 @lru_cache(4)
-def _time_of(clock: Any) -> Callable[[], float]:
+def _clock_method(clock: Any) -> Callable[[], float]:
     """Its method, which thousands share."""
     method: Callable[[], float] = clock.current_time
     return method
@@ -157,6 +156,10 @@ class _DaemonExecutor(ThreadPoolExecutor):
         return future
 
 
+#: How long closing waits, on the caller's loop, for the thread of a loop whose calls have ended.
+LAST_STEPS_S = 0.2
+
+
 class AsyncioThread:
     """An asyncio event loop in a daemon thread, for code that runs on no other.
 
@@ -173,7 +176,7 @@ class AsyncioThread:
         self._watch = watch
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._leave: asyncio.Event
+        self._leave = asyncio.Event()
         self.abandoned: dict[str, int] = {}
 
     @classmethod
@@ -215,52 +218,53 @@ class AsyncioThread:
             loop = asyncio.get_running_loop()
         post, done = loop_poster(), anyio.Event()
         future: Future[T] = Future()
-        task: asyncio.Task[None]
+        task: asyncio.Task[Any] | None = None
         beginning = threading.Lock()  # taken by who decides whether the function is called
-        was_abandoned = False
+        was_abandoned = is_cancelled = False
         context = copy_context()
         # Where anyio runs trio it says so there, and the call would take its loop for trio's.
-        context.run(sniffio.current_async_library_cvar.set, None)
+        context.run(sniffio.current_async_library_cvar.set, "asyncio")
 
-        def finished() -> None:
+        def finish() -> None:
             done.set()
             if was_abandoned:
                 self.abandoned[name] -= 1
 
         async def call() -> None:
-            if not beginning.acquire(blocking=False):  # cancelled while others blocked the loop
-                return
-            # The caller's context came along, and may say that this is trio.
-            sniffio.current_async_library_cvar.set("asyncio")
+            nonlocal task
+            task = asyncio.current_task()
             try:
-                future.set_result(await function(*args))
+                # It may have been cancelled while others blocked the loop.
+                if not is_cancelled and beginning.acquire(blocking=False):
+                    future.set_result(await function(*args))
             except BaseException as error:  # the loop must outlive SystemExit
                 future.set_exception(error)
+            finally:
+                post(finish)
 
-        def start() -> None:
-            nonlocal task
-            task = loop.create_task(call(), context=context)
-            # Also a task that was cancelled before its first step, and never enters `call`, ends.
-            task.add_done_callback(lambda _: post(finished))
+        def cancel() -> None:
+            nonlocal is_cancelled
+            is_cancelled = True
+            if task is not None:
+                task.cancel()
 
         def elsewhere() -> list[FrameType]:  # see `wait_places`
-            with suppress(NameError):  # it has not begun
-                coroutine = task.get_coro()
-                if getattr(coroutine, "cr_running", False) and self._thread is not None:
-                    # It blocks the loop, and waits for no coroutine: its thread knows its line.
-                    return thread_frames(sys._current_frames().get(self._thread.ident or 0))
-                return await_frames(coroutine)
-            return []
+            if task is None:  # it has not begun
+                return []
+            coroutine = task.get_coro()
+            if getattr(coroutine, "cr_running", False) and self._thread is not None:
+                # It blocks the loop, and waits for no coroutine: its thread knows its line.
+                return thread_frames(sys._current_frames().get(self._thread.ident or 0))
+            return await_frames(coroutine)
 
         activity = f"the asyncio task of {name}"  # noqa: F841  (see `wait_places`)
-        loop.call_soon_threadsafe(start)
+        context.run(asyncio.run_coroutine_threadsafe, call(), loop)
         try:
             await done.wait()
         except BaseException:
             if is_apart and beginning.acquire(blocking=False):  # there is nothing to wait for
                 raise
-            # By then `start` has run: callbacks keep their order.
-            loop.call_soon_threadsafe(lambda: task.cancel())  # noqa: PLW0108
+            loop.call_soon_threadsafe(cancel)
             limit_s = self._cleanup_s if cleanup_s is None else cleanup_s
             try:
                 with anyio.CancelScope(deadline=anyio.current_time() + limit_s, shield=True):
@@ -270,37 +274,39 @@ class AsyncioThread:
                     was_abandoned = True
                     self.abandoned[name] = self.abandoned.get(name, 0) + 1
             raise
-        return result_of(future, name)
+        return take_result(future, name)
 
     def close(self) -> None:
-        """End the loop and its thread; a task that does not end is left behind."""
+        """End the loop and its thread, which code that does not end is left behind on."""
         if self._loop is None or self._thread is None:
             return
         self._loop.call_soon_threadsafe(self._leave.set)
-        self._thread.join(timeout=1.0)
+        if not any(self.abandoned.values()):  # else it may take for ever, and our loop waits here
+            self._thread.join(timeout=LAST_STEPS_S)
 
     def _start(self) -> asyncio.AbstractEventLoop:
-        started: Future[asyncio.AbstractEventLoop] = Future()
+        """Start the thread; its loop takes calls at once, and nobody waits for it."""
+        runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop = runner.get_loop()
+        self._loop.set_default_executor(_DaemonExecutor(max_workers=1))
 
         async def serve() -> None:
-            self._leave = asyncio.Event()
-            loop = asyncio.get_running_loop()
-            loop.set_default_executor(_DaemonExecutor(max_workers=1))
-            watch = None if self._watch is None else loop.create_task(self._watch())
-            started.set_result(loop)
-            await self._leave.wait()
-            if watch is not None:
-                watch.cancel()
+            async with anyio.create_task_group() as tasks:
+                if self._watch is not None:
+                    tasks.start_soon(self._watch)
+                await self._leave.wait()
+                tasks.cancel_scope.cancel()
 
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(serve()), name="rollout-asyncio", daemon=True
-        )
+        def run() -> None:
+            with runner:
+                runner.run(serve(), context=Context())
+
+        self._thread = threading.Thread(target=run, name="rollout-asyncio", daemon=True)
         self._thread.start()
-        self._loop = started.result()
         return self._loop
 
 
-def result_of(future: Future[T], name: str) -> T:
+def take_result(future: Future[T], name: str) -> T:
     """What a call of foreign code in another thread returned or raised.
 
     Raises:

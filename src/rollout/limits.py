@@ -24,6 +24,12 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 
+#: Where a prompt bounds its agent's time. It ends the agent as its other limits do, by number of
+#: turns or calls: what it has done until then counts, and is rewarded.
+AGENT_TIMEOUT_S = "agent_timeout_s"
+AGENT_TIMEOUT = f"extra.{AGENT_TIMEOUT_S}"
+
+
 class Deadline(msgspec.Struct, frozen=True, gc=False):
     """An absolute time (`anyio.current_time`) and the limit it comes from, e.g. ``limits.tool_s``.
 
@@ -69,7 +75,7 @@ class Deadline(msgspec.Struct, frozen=True, gc=False):
             f"{self.source} = {self.seconds:g} s is over",
             source=self.source,
             reason=self.source.rpartition(".")[2].removesuffix("_s"),
-            outcome=Outcome.DEADLINE,
+            outcome=Outcome.LIMIT if self.source == AGENT_TIMEOUT else Outcome.DEADLINE,
         )
 
 

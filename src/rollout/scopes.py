@@ -108,9 +108,6 @@ class OneTask(AbstractAsyncContextManager[T]):
             )
         return await self._manager.__aexit__(kind, error, traceback)
 
-    def __await__(self) -> NoReturn:
-        raise NotEnteredError(f"{self._name} is awaited; {HOW_TO_OPEN}")
-
     def __enter__(self) -> NoReturn:
         raise NotEnteredError(f"{self._name} is entered by `with`; {HOW_TO_OPEN}")
 
@@ -131,26 +128,23 @@ async def open_task_group() -> AsyncIterator[TaskGroup]:
     body_error: BaseException | None = None
     failure: BaseException | None = None
     try:
-        try:
-            async with anyio.create_task_group() as tasks:
-                try:
-                    yield tasks
-                except BaseException as error:
-                    body_error = error
-                    raise
-                finally:
-                    tasks.cancel_scope.cancel()
-        except BaseExceptionGroup as group:
-            failure = _failure_of(group, body_error)
-        # The group's own cancelled scope may have swallowed a cancellation from outside.
-        failure = failure or body_error
-        if failure is not None:
-            raise failure
-    finally:  # their tracebacks hold this frame, and only the collector would end that
-        failure = body_error = None
+        async with anyio.create_task_group() as tasks:
+            try:
+                yield tasks
+            except BaseException as error:
+                body_error = error
+                raise
+            finally:
+                tasks.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        failure = _choose_failure(group, body_error)
+    # The group's own cancelled scope may have swallowed a cancellation from outside.
+    failure = failure or body_error
+    if failure is not None:
+        raise failure
 
 
-def _failure_of(
+def _choose_failure(
     group: BaseExceptionGroup[BaseException], body_error: BaseException | None
 ) -> BaseException | None:
     others = group.subgroup(lambda error: error is not body_error)
@@ -182,7 +176,4 @@ async def outwait(event: anyio.Event) -> None:
         except anyio.get_cancelled_exc_class() as error:
             cancelled = error
     if cancelled is not None:
-        try:
-            raise cancelled
-        finally:
-            del cancelled  # its traceback holds this frame
+        raise cancelled

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 
-from rollout.bridge import AsyncioThread, loop_poster, result_of
+from rollout.bridge import AsyncioThread, loop_poster, take_result
 from rollout.errors import ToolError
 from rollout.scopes import give_back
 from rollout.wait_places import thread_frames
@@ -214,7 +214,7 @@ class WorkerThreads:
                 was_abandoned = True
                 self._abandoned[name] = self._abandoned.get(name, 0) + 1
             raise
-        return result_of(future, name)
+        return take_result(future, name)
 
     def close(self) -> None:
         """End idle threads; running ones end by themselves when their function returns."""

@@ -1,21 +1,24 @@
-"""Coding agents as users train them: programs in a sandbox whose one door leads to the gateway."""
+"""Coding agents as users train them: programs in a sandbox that reach the gateway alone."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from command_lines import NODE, PROGRAMS, require
-from through_gateway import AgentFailed, Run, run
+from through_gateway import Run, run
 
-from rollout import Prompt, register_agent
+from rollout import Prompt, SandboxUnavailable, register_agent
 from rollout.agents import ProgramAgent
+from rollout.config import SandboxConfig
 from rollout.testing import Scenario, tool_call
 
 pytestmark = pytest.mark.anyio
 
 QUESTION = "Write what you think to b.txt, dear robot"
-SEEN: Any = {"readable": [PROGRAMS.parents[1], NODE], "files": {"a.txt": "héllo\n"}}
+FILES = {"a.txt": "héllo\n"}
+READABLE = [str(PROGRAMS.parents[1]), str(NODE)]
+SANDBOX = SandboxConfig(
+    provider="bubblewrap", provider_options={"readable": READABLE}, max_processes=512, disk_mb=1024
+)
 PATH = f"{NODE}:/usr/local/bin:/usr/bin:/bin"
 
 register_agent("claude_code")(
@@ -27,8 +30,8 @@ register_agent("claude_code")(
             "ANTHROPIC_SMALL_FAST_MODEL": "{model}",
             "IS_SANDBOX": "1",
         },
+        FILES,
         collect=["b.txt"],
-        **SEEN,
     )
 )
 register_agent("codex")(
@@ -45,8 +48,8 @@ register_agent("codex")(
             "{prompt}",
         ],
         {"PATH": PATH},
+        FILES,
         collect=["b.txt"],
-        **SEEN,
     )
 )
 
@@ -55,10 +58,8 @@ async def ask(agent: str, call: str) -> Run:
     scenario = Scenario().reply(QUESTION, f"<think>Hm.</think>Writing.\n{call}").then("Done.")
     prompt = Prompt(messages=[{"role": "user", "content": QUESTION}])
     try:
-        return await run(prompt, scenario, agent=agent)
-    except AgentFailed as error:
-        if "no isolation with a door" not in str(error):
-            raise
+        return await run(prompt, scenario, agent=agent, sandbox=SANDBOX)
+    except SandboxUnavailable as error:
         pytest.skip(f"{agent}: {error}")
 
 

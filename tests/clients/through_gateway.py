@@ -18,7 +18,13 @@ import rollout
 from rollout import Prompt, Trajectory
 from rollout.agents import AgentTask
 from rollout.batch import RolloutBatch
-from rollout.config import AgentConfig, ChannelConfig, GatewayConfig, LengthsConfig
+from rollout.config import (
+    AgentConfig,
+    ChannelConfig,
+    GatewayConfig,
+    LengthsConfig,
+    SandboxConfig,
+)
 from rollout.testing import Recorder, Scenario, decode_ids
 
 Program = Callable[[AgentTask], Any]
@@ -154,6 +160,7 @@ async def opened(
     recorder: Recorder | None = None,
     lengths: LengthsConfig = LENGTHS,
     base_s: float = 0.0005,
+    sandbox: SandboxConfig | None = None,
     **gateway: Any,
 ) -> AsyncIterator[Gatewayed]:
     """A runtime whose agents are clients.
@@ -164,6 +171,7 @@ async def opened(
         recorder: Records it.
         lengths: Of the rows.
         base_s: Real seconds that the engine takes for a token; streams come in pieces.
+        sandbox: Where programs run.
         gateway: Fields of the `gateway` section.
     """
     scenario = scenario.capacity(context_length=CONTEXT).kv(tokens=2 * CONTEXT)
@@ -171,6 +179,7 @@ async def opened(
         agent=AgentConfig(name=agent),
         gateway=GatewayConfig(**gateway),
         lengths=lengths,
+        sandbox=sandbox or SandboxConfig(),
         channel=ChannelConfig(stream_interval_s=0.01),
     )
     recorder = recorder or Recorder()

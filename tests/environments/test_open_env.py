@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import anyio
-import anyio.to_thread
 import pytest
 
 import rollout
+from open_env_runs import act_by_text, act_by_tool, prompts, step
 from open_env_server import SCHEMA, EchoServer, serving
-from rollout import EnvironmentAgent, Outcome, Prompt, Trajectory, register_agent
-from rollout.config import AgentConfig, LimitsConfig
+from rollout import Outcome
+from rollout.config import LimitsConfig
 from rollout.environments import OpenEnv, OpenEnvError
-from rollout.testing import Scenario
-from rollout.testing.scenario import tool_call
 
 pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])]
-
-LIMITS = LimitsConfig(
-    generation_s=20, tool_s=10, turn_s=40, trajectory_s=60, batch_s=500, cleanup_s=2
-)
 
 
 @pytest.fixture
@@ -34,43 +27,6 @@ def echo() -> EchoServer:
 def url(echo: EchoServer) -> Iterator[str]:
     with serving(echo) as url:
         yield url
-
-
-def prompts(count: int = 1, **extra: Any) -> list[Prompt]:
-    said = [{"role": "user", "content": "Echo."}]
-    return [Prompt(messages=said, uid=f"p{n}", extra=extra) for n in range(count)]
-
-
-def scenario(*turns: str) -> Scenario:
-    first, *rest = turns
-    made = Scenario(seed=1).timing(base_s=0.001, slope_s=0.0, prefill_tokens_per_s=1e9)
-    made = made.reply("Echo", first)
-    for text in rest:
-        made = made.then(text)
-    return made
-
-
-async def act_by_text(
-    server: OpenEnv, *turns: str, given: list[Prompt] | None = None, **options: Any
-) -> list[Trajectory]:
-    name = f"plays_{server.url}"
-    register_agent(name)(EnvironmentAgent(server))
-    options.setdefault("limits", LIMITS)
-    config = scenario(*turns).config(agent=AgentConfig(name=name), **options)
-    async with rollout.open_rollout(config) as runtime:
-        return list((await runtime.generate(given or prompts())).trajectories)
-
-
-async def act_by_tool(
-    server: OpenEnv, *turns: str, given: list[Prompt] | None = None, samples: int = 1
-) -> list[Trajectory]:
-    config = scenario(*turns).config(limits=LIMITS)
-    async with rollout.open_rollout(config, [server]) as runtime:
-        return list((await runtime.generate(given or prompts(), samples=samples)).trajectories)
-
-
-def step(text: str) -> str:
-    return tool_call("step", text=text)
 
 
 async def test_open_env_is_played_by_text_to_its_end(echo: EchoServer, url: str) -> None:
@@ -187,52 +143,3 @@ async def test_open_env_wrong_arguments_say_why() -> None:
         OpenEnv("localhost:8000")
     with pytest.raises(rollout.ToolError, match="expected a number > 0"):
         OpenEnv("http://localhost", timeout_s=0)
-
-
-async def test_open_env_of_the_real_package_speaks_these_messages() -> None:
-    pytest.importorskip("openenv.core.env_server", reason="openenv-core is not installed")
-    server, uvicorn = _real_server(), pytest.importorskip("uvicorn")
-    config = uvicorn.Config(server, host="127.0.0.1", port=0, log_level="error")
-    running = uvicorn.Server(config)
-    thread = threading.Thread(target=running.run)
-    thread.start()
-    try:
-        while not running.started:
-            await anyio.sleep(0.05)
-        url = f"http://127.0.0.1:{running.servers[0].sockets[0].getsockname()[1]}"
-        given = prompts(4, seed=3)
-        played = await act_by_tool(
-            OpenEnv(url), step("abc"), step("boom"), step("bye"), given=given
-        )
-        assert [each.reward for each in played] == [0.6] * 4
-        assert played[0].messages[0].content == "Echo.\n\nhello seed=3"
-        (by_text,) = await act_by_text(OpenEnv(url), "abc", "bye")
-        assert by_text.reward == 0.6
-    finally:
-        running.should_exit = True
-        await anyio.to_thread.run_sync(thread.join)
-
-
-def _real_server() -> Any:
-    from openenv.core import env_server  # type: ignore[import-not-found, unused-ignore]
-
-    class EchoAction(env_server.Action):  # type: ignore[misc, unused-ignore]
-        text: str
-
-    class EchoObservation(env_server.Observation):  # type: ignore[misc, unused-ignore]
-        text: str = ""
-
-    class Echo(env_server.Environment):  # type: ignore[misc, unused-ignore]
-        SUPPORTS_CONCURRENT_SESSIONS = True
-        state = property(lambda self: env_server.State())
-
-        def reset(self, seed: int | None = None, **row: Any) -> Any:
-            return EchoObservation(text=f"hello seed={seed}")
-
-        def step(self, action: Any, **_: Any) -> Any:
-            if action.text == "boom":
-                raise ValueError("boom")
-            text = action.text
-            return EchoObservation(text=text.upper(), reward=len(text) / 10, done=text == "bye")
-
-    return env_server.create_fastapi_app(Echo, EchoAction, EchoObservation, max_concurrent_envs=2)

@@ -192,7 +192,7 @@ async def streamed_groups(seed: int) -> Calls:
                 # All that may begin under these weights has ended under them.
                 await stage.until("ended", 2 * each * (staleness + version))
                 taken = [await anext(stream) for _ in range(each)]
-                call = call_of(f"version {version - 1}", await runtime.batch_of(taken))
+                call = call_of(f"version {version - 1}", await runtime.make_batch(taken))
                 call["versions"] = [[group.min_version, group.max_version] for group in taken]
                 calls.append(call)
                 await runtime.update_weights(version=version, source=WEIGHTS)

@@ -20,6 +20,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
+OF_TASKS = HERE.parent / "environments" / "test_harbor_runs.py"
 PACKAGES = "podman runc crun uidmap netavark iptables catatonit busybox-static"
 INSTALL = f"apt-get install --yes --no-install-recommends {PACKAGES}"
 IMAGE = "localhost/rollout-test:1"
@@ -120,7 +121,7 @@ def main() -> int:
         make_image(engine)
         print(f"containers of {engine}", flush=True)
         environment = {**os.environ, "ROLLOUT_TEST_ENGINE": engine, "ROLLOUT_TEST_IMAGE": IMAGE}
-        tests = [sys.executable, "-m", "pytest", str(HERE), *sys.argv[1:]]
+        tests = [sys.executable, "-m", "pytest", str(HERE), str(OF_TASKS), *sys.argv[1:]]
         code = subprocess.run(tests, env=environment, check=False).returncode
     if code == 0 and os.geteuid() == 0:
         code = run_as_nobody()

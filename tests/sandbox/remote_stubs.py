@@ -80,6 +80,10 @@ class AsyncSandbox:
     async def write(self, path: str, data: bytes) -> None:
         Path(path).write_bytes(data)
 
+    async def read(self, path: str, *, format: str) -> bytearray:
+        assert format == "bytes"
+        return bytearray(Path(path).read_bytes())
+
     def get_host(self, port: int) -> str:
         return f"{port}-{self.sandbox_id}.e2b.app"
 

@@ -2,22 +2,48 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import anyio
+import psutil
 import pytest
-from sandbox_material import PROVIDERS, opened, processes_with, unique_seconds
+import trio
+from sandbox_material import (
+    PROVIDERS,
+    directories,
+    opened,
+    processes_with,
+    skip_where_missing,
+    unique_seconds,
+)
 
 import rollout
 from rollout import Trajectory
-from rollout.config import LengthsConfig, LimitsConfig, SandboxConfig
-from rollout.errors import ToolError
+from rollout.config import (
+    LengthsConfig,
+    LimitsConfig,
+    SandboxConfig,
+    SchedulingConfig,
+    ToolsConfig,
+)
+from rollout.errors import ConfigError, SandboxUnavailable, ToolError
 from rollout.sandbox import Sandbox
 from rollout.testing import Scenario, tool_call
-from rollout.tools import ToolContext, ToolResult, ToolSession, normalise_result
-from rollout.tools.sandbox_tools import CAP, EditTool, PythonTool, ShellTool
+from rollout.testing.schedule import schedule_seed
+from rollout.tools import (
+    EditTool,
+    PythonTool,
+    ShellTool,
+    ToolContext,
+    ToolResult,
+    ToolSession,
+    normalise_result,
+)
+from rollout.tools.sandbox_tools import CAP
 from rollout.types import ToolCall
 from rollout.worker_threads import WorkerThreads
 
@@ -168,6 +194,41 @@ async def test_python_that_ends_itself_says_that_its_variables_are_gone(
         assert said.text.endswith(f"[the interpreter has ended; {LOST}")
         assert ("a\n" in said.text) == ("print" in code)
         assert (await hands.python("1")).text == f"[{LOST}\n1\n"
+
+
+BOMBS = {
+    "forks": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+    "forks once refused": "import os\nwhile True: os.fork()",
+    "threads": (
+        "import _thread, time\nwhile True:\n    try: _thread.start_new_thread(time.sleep, (999,))\n"
+        "    except RuntimeError: pass"
+    ),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+async def test_python_fork_bomb_is_killed_and_the_a_later_call_has_room(bomb: str) -> None:
+    async with holding("bubblewrap", PythonTool(timeout_s=1.0), max_processes=16) as hands:
+        assert (await hands.python(BOMBS[bomb])).is_error
+        await hands.python("1")  # while the last of them end, it may have no room itself
+        assert (await hands.python("6 * 7")).text.endswith("42\n")
+
+
+@pytest.mark.parametrize("junk", [b"junk", b"j\nu\nn\nk\n"])
+async def test_python_junk_on_every_descriptor_harms_no_later_call(junk: bytes) -> None:
+    attack = f"import os\nfor n in range(3, 256):\n    try: os.write(n, {junk!r})\n"
+    async with holding("bubblewrap", PythonTool()) as hands:
+        await hands.python(f"x = 0\n{attack}    except OSError: pass")
+        assert [(await hands.python("x += 1\nx")).text for _ in range(3)] == ["1\n", "2\n", "3\n"]
+
+
+@pytest.mark.parametrize(
+    "code", ["sys.modules.clear()", "del sys.modules['builtins']", "sys.modules['sys'] = 3"]
+)
+async def test_python_that_takes_pythons_own_modules_away_is_answered_on(code: str) -> None:
+    async with holding("none", PythonTool()) as hands:
+        assert await hands.python(f"import sys\nprint('a')\n{code}\ny = 2") == ToolResult("a\n")
+        assert await hands.python("y + 1") == ToolResult("3\n")
 
 
 async def test_python_call_that_is_cancelled_leaves_no_process(provider: str) -> None:
@@ -374,6 +435,103 @@ async def test_tools_of_a_trajectory_share_its_sandbox_with_its_reward() -> None
     assert said[:4] == ["2\n", "20", "1 /\n", "     1\t20"]
     assert said[4] == "timed out after 3 s (limits.tool_s)"
     assert said[5] == f"[{LOST}\n5\n"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_calls_of_one_turn_run_as_written_under_any_schedule(seed: int) -> None:
+    calls = [
+        tool_call("python", code="open('log', 'w').write('a')"),
+        tool_call("shell", command="printf b >>log"),
+        tool_call("python", code="n = 1\nopen('log', 'a').write('c')"),
+        tool_call("shell", command="cat log"),
+        tool_call("python", code="n += 1\nn"),
+    ]
+
+    async def main() -> list[str | None]:
+        scenario = Scenario(seed=1).reply("go", "".join(calls)).then("done")
+        config = scenario.config(
+            sandbox=SandboxConfig(provider="none"),
+            lengths=LengthsConfig(prompt=8192, response=8192),
+        )
+        async with rollout.open_rollout(config, tools=[PythonTool(), ShellTool()]) as runtime:
+            (trajectory,) = (await runtime.generate([rollout.Prompt("go")])).trajectories
+        return [m.content for m in trajectory.messages if m.role == "tool"]
+
+    with schedule_seed(seed):
+        texts = trio.run(main)
+    assert texts == ["1\n", "(no output)", "1\n", "abc", "2\n"]
+
+
+async def test_trajectories_with_five_calls_each_leave_nothing() -> None:
+    await run_trajectories(24)
+
+
+@pytest.mark.full
+async def test_thousand_trajectories_with_five_calls_each_leave_nothing(
+    anyio_backend: str,
+) -> None:
+    if anyio_backend == "asyncio":
+        pytest.skip("once is enough")
+    await run_trajectories(1000)
+
+
+async def run_trajectories(count: int) -> None:
+    """Members of one prompt, each with a sandbox that keeps a variable over five calls."""
+    skip_where_missing("bubblewrap")
+    instant = Scenario(stream_interval=1000).timing(base_s=0, slope_s=0, prefill_tokens_per_s=None)
+    scenario = instant.reply("count", tool_call("python", code="x = 1\nx"))
+    for _ in range(4):
+        scenario = scenario.then(tool_call("python", code="x += 1\nx"))
+    config = scenario.then("done").config(
+        sandbox=SandboxConfig(provider="bubblewrap"),
+        scheduling=SchedulingConfig(samples_per_prompt=count, max_in_flight=8),
+        limits=LimitsConfig(batch_s=7200.0),
+    )
+    before = len(os.listdir("/proc/self/fd"))
+    async with rollout.open_rollout(config, tools=[PythonTool()]) as runtime:
+        batch = await runtime.generate([rollout.Prompt("count")])
+    assert {t.cause for t in batch.trajectories} == {None}
+    said = {tuple(m.content for m in t.messages if m.role == "tool") for t in batch.trajectories}
+    assert said == {("1\n", "2\n", "3\n", "4\n", "5\n")}
+    assert psutil.Process().children(recursive=True) == []
+    assert directories() == set()
+    assert len(os.listdir("/proc/self/fd")) <= before + 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"isolation": "none"}, "isolation is no argument any more: sandbox.provider of the"),
+        ({"limits": None}, "limits is no argument any more: timeout_s bounds a call"),
+        ({"readable": ["/opt"]}, "readable is no argument any more: sandbox.provider_options"),
+        ({"is_stateful": False}, "is_stateful is no argument any more: variables always stay"),
+        ({"max_pictures": -1}, "max_pictures = -1: expected an integer ≥ 0"),
+        ({"max_pictures": True}, "max_pictures = True: expected an integer ≥ 0"),
+    ],
+)
+def test_arguments_that_are_no_more_are_refused_by_name(
+    arguments: dict[str, Any], text: str
+) -> None:
+    for tool in (PythonTool, ShellTool):
+        with pytest.raises(ToolError) as refusal:
+            tool(**arguments)
+        assert text in str(refusal.value)
+        with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+            tool(colour="red")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["python", "shell", "edit"])
+async def test_tools_without_a_sandbox_are_refused_when_opened(
+    name: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout.sandbox.bubblewrap.find_bwrap", lambda: "/bin/false")
+    monkeypatch.setitem(sys.modules, "rollout.sandbox.sandlock", None)
+    config = Scenario().config(tools=ToolsConfig(builtin=(name,)))
+    with pytest.raises(SandboxUnavailable, match="no sandbox for what models write"):
+        async with rollout.open_rollout(config):
+            pytest.fail("it opened")
+    with pytest.raises(ConfigError, match=r"tools.isolation.*sandbox.provider says who isolates"):
+        rollout.config_from_dict({"tools": {"isolation": "none"}})
 
 
 def test_schemas_are_of_the_openai_form() -> None:

@@ -459,8 +459,8 @@ async def test_prompt_names_another_image_and_files_they_are_merged() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"imgae": "x"}, "unknown key 'imgae'"),
-        ({"provider": "none"}, "unknown key 'provider'"),
+        ({"imgae": "x"}, "sandbox.imgae = 'x': unknown key"),
+        ({"provider": "none"}, "sandbox.provider = 'none': unknown key"),
         ({"memory_mb": "much"}, "memory_mb = 'much'"),
         ("busybox", "expected a mapping"),
     ],

@@ -24,6 +24,7 @@ class AgentLoop(ABC):
     Attributes:
         needs_gateway: Whether it works through `AgentContext.door`: `open_rollout` then fails where
             the gateway cannot be opened, and not the first trajectory.
+        needs_sandbox: Whether it works in `AgentContext.sandbox`: the same where none can be had.
         is_shared: Whether one instance may serve all trajectories, since it keeps nothing of any:
             only then an instance can be registered. A subclass with an `__init__` of its own says
             it again.
@@ -32,6 +33,7 @@ class AgentLoop(ABC):
     __slots__ = ()
 
     needs_gateway: ClassVar[bool] = False
+    needs_sandbox: ClassVar[bool] = False
     is_shared: bool = False
 
     async def check(self) -> None:  # noqa: B027  (most have nothing to check)

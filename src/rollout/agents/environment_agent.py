@@ -45,6 +45,8 @@ class EnvironmentAgent(AgentLoop):
       action is the text of the model's turn; see `action_of`.
     - ``close()``, where it has one: called once at the end, whatever that is.
 
+    Async methods of an environment whose attribute `backend` is "asyncio" run there on trio too.
+
     An observation is a text, which a user says, a message, a list of messages, or None. The
     rewards of the steps are the trajectory's `turn_scores`, stand at the last tokens of their turns
     in its token rewards, and their sum is its reward where `open_rollout` has no reward function;
@@ -137,9 +139,11 @@ def _reset(environment: Any, context: AgentContext) -> Callable[[], Any]:
 async def _call(
     context: AgentContext, environment: Any, name: str, method: Callable[[], Any]
 ) -> Any:
-    if is_async(method):
-        return await method()
     what = f"{name} of {type(environment).__name__}"
+    if is_async(method):
+        if getattr(environment, "backend", "native") == "asyncio":
+            return await context.services.threads.run_asyncio(what, method)
+        return await method()
     value = await context.services.threads.run(what, method)
     return await value if inspect.isawaitable(value) else value
 

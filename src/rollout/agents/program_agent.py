@@ -1,49 +1,52 @@
-"""Whole programs as agents: a command line for each trajectory, in a sandbox with one door."""
+"""Whole programs as agents: a command line for each trajectory, in the trajectory's sandbox."""
 
 from __future__ import annotations
 
 import re
 import shlex
-import sys
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from rollout.agents.agent_loop import AgentLoop
 from rollout.agents.function_agent import AgentTask
 from rollout.chat.messages import text_in
-from rollout.errors import AgentError, LimitExceeded
-from rollout.tools.sandbox import SandboxLimits, SandboxProcess, SandboxProgram, SandboxSpec
-from rollout.tools.sandbox.sandbox_isolation import bubblewrap_program, find_isolation
+from rollout.errors import (
+    AgentError,
+    LimitExceeded,
+    SandboxLimit,
+    SandboxTimeout,
+    SandboxUnsupported,
+)
+from rollout.sandbox.api import ExecResult
+from rollout.tools.sandbox_tools import refuse_moved
 
 if TYPE_CHECKING:
+    from typing import Never
+
     from rollout.agents.context import AgentContext
     from rollout.agents.gateway_door import GatewayAddress
-    from rollout.tools.sandbox import SandboxAnswer
+    from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
 
 T = TypeVar("T")
 
-#: Methods that give programs a network of their own, which a door can lead out of.
-Walls = Literal["auto", "namespaces", "bubblewrap", "none"]
-_WITH_DOOR: tuple[Literal["namespaces", "bubblewrap"], ...] = ("namespaces", "bubblewrap")
-_HOST = "127.0.0.1"
-#: Bytes of files that go in: they travel as text in one frame of 64 MiB.
-_MAX_FILES = 40 * 2**20
 _WORD = "a text without NUL and lone surrogates"
 _PLACEHOLDER = re.compile(r"\{(base_url|root_url|api_key|model|prompt|uid)\}")
-#: What a program may use that works for minutes; its trajectory's deadline ends it before.
-PROGRAM_LIMITS = SandboxLimits(
-    timeout_s=24 * 3600,
-    cpu_s=3600,
-    memory_mb=4096,
-    disk_mb=1024,
-    file_mb=256,
-    max_processes=256,
-    max_output_bytes=2**20,
-)
+_RUN = ("/bin/sh", "-c", 'exec "$@" 2>&1', "sh")
+#: Prints each path with a letter: f for a file that can be read, x for what is left out.
+_KIND = r"""for p; do
+  if [ -L "$p" ]; then k=x
+  elif [ -f "$p" ] && [ -r "$p" ]; then k=f
+  elif [ -d "$p" ] && [ -r "$p" ] && [ -x "$p" ]; then continue
+  else k=x; fi
+  printf '%s%s\0' "$k" "$p"
+done"""
+_LIST = ("find", ".", "!", "-name", ".", "-exec", "sh", "-c", _KIND, "sh", "{}", "+")
+_MAX_LIST = 64 * 2**20
 
 Texts = Mapping[str, str]
 Contents = Mapping[str, "str | bytes | Path"]
@@ -53,10 +56,10 @@ class ProgramAgent(AgentLoop):
     """Runs a command for each trajectory, against the trajectory's endpoint of the gateway.
 
     Register an instance: ``register_agent("coder")(ProgramAgent(["coder", "--ask", "{prompt}"]))``.
-    The program sees the system's programs and an empty directory, has no network but the
-    gateway, and gets nothing of the driver's environment. It finds the gateway in
+    The program runs in the trajectory's sandbox, in its working directory. It finds the gateway in
     ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL``, ``ANTHROPIC_API_KEY`` and
-    ``ROLLOUT_MODEL``. When its first process ends, the trajectory does, and all its processes.
+    ``ROLLOUT_MODEL``. When its first process ends, the agent does; what it leaves in the background
+    ends with the sandbox, after the reward.
 
     Into the trajectory's `extra` go ``program``, a dict with ``exit_code``, ``output`` (standard
     output and errors, their end where they are long) and ``left_out`` (paths that were not
@@ -76,19 +79,17 @@ class ProgramAgent(AgentLoop):
             or directory here; or a function of the task. What begins with ``#!`` can be run.
         collect: What is collected after it: relative paths of files or directories, or patterns of
             paths, in which ``*`` stands for any text.
-        isolation: "auto" takes namespaces or bubblewrap; "none" lets the program do what the
-            driver can.
-        limits: What it may use. `memory_mb` bounds no address space, only what is used.
-        python: An interpreter of Python 3.9 or newer that starts it, seen in it; None takes this.
-        readable: Further paths that it may read.
         max_collected_bytes: Of all collected files together.
         check: Whether an exit code other than 0 fails the trajectory.
+        timeout_s: Seconds after which it is killed, and the trajectory ends as `limit` with what
+            was printed and written until then; None: only the trajectory's limits bound it.
 
     Raises:
-        AgentError: An argument is wrong.
+        AgentError: An argument is wrong, or is one that is no more.
     """
 
     needs_gateway = True
+    needs_sandbox = True
     is_shared = True
 
     def __init__(
@@ -98,16 +99,12 @@ class ProgramAgent(AgentLoop):
         files: Contents | Callable[[AgentTask], Contents] | None = None,
         collect: Sequence[str] = (),
         *,
-        isolation: Walls = "auto",
-        limits: SandboxLimits = PROGRAM_LIMITS,
-        python: str | None = None,
-        readable: Sequence[str | Path] = (),
         max_collected_bytes: int = 8 * 2**20,
         check: bool = True,
+        timeout_s: float | None = None,
+        **moved: Never,
     ) -> None:
-        if isolation not in get_args(Walls):
-            known = ", ".join(map(repr, get_args(Walls)))
-            raise AgentError(f"ProgramAgent: isolation = {isolation!r}; expected one of {known}")
+        refuse_moved("ProgramAgent", moved, AgentError)
         if isinstance(collect, str):
             raise AgentError(f"ProgramAgent: collect = {collect!r}; expected a list of paths")
         for path in collect:
@@ -119,73 +116,52 @@ class ProgramAgent(AgentLoop):
         if not callable(files):
             for path in _mapping("files", files or {}):
                 _check_path("files", path)
-        for place in readable:
-            if not Path(place).exists():
-                raise AgentError(f"ProgramAgent: readable: {str(place)!r} does not exist")
         self._command, self._env, self._files = command, env or {}, files or {}
         self._collect = tuple(collect)
-        self._isolation = isolation
         self._collected_bytes = max_collected_bytes
         self._check = check
-        self._spec = SandboxSpec(
-            method="none",
-            limits=limits,
-            python=python or sys.executable,
-            readable=tuple(map(str, readable)),
-            bubblewrap=bubblewrap_program(),
-            bounds_address_space=False,
-        )
-
-    async def check(self) -> None:
-        """Find the isolation.
-
-        Raises:
-            AgentError: There is none; it says what is missing.
-        """
-        await self._walled()
+        self._timeout_s = timeout_s
 
     async def run(self, context: AgentContext) -> None:
         """Run the program to its end; cancellation and deadlines kill all of its processes."""
-        spec = await self._walled()
+        sandbox, in_thread = context.sandbox, context.services.threads.run
         async with context.door.open(context) as address:
-            spec, inside = _through_door(spec, address)
-            task = await AgentTask.of(context, inside)
-            program = await context.services.threads.run("files of a program", self._program, task)
-            sandbox = await SandboxProcess.start(spec)
+            task = await AgentTask.of(context, await _seen_inside(context, address))
+            with tempfile.TemporaryDirectory(prefix="rollout-files-") as directory:
+                command, env = await in_thread(
+                    "files of a program", self._prepare, task, Path(directory)
+                )
+                await sandbox.upload(directory, ".")
+            is_late = False
             try:
-                answer = await sandbox.run_program(program)
-            finally:
-                await sandbox.close()
+                result = await sandbox.exec([*_RUN, *command], env=env, timeout_s=self._timeout_s)
+            except SandboxTimeout as error:
+                result, is_late = ExecResult(exit_code=137, stdout=error.stdout), True
+            output = result.stdout.decode(errors="replace")
+            files, left_out = await self._collected(sandbox)
             context.extra["program"] = {
-                "exit_code": answer.code,
-                "output": answer.output,
-                "left_out": answer.left_out,
+                "exit_code": result.exit_code,
+                "output": output,
+                "left_out": left_out,
             }
-            context.extra["files"] = {path: _text(body) for path, body in answer.files.items()}
-            self._judge(answer)
+            context.extra["files"] = files
+            if is_late:
+                raise LimitExceeded(
+                    f"the program timed out after {self._timeout_s:g} s",
+                    source="ProgramAgent.timeout_s",
+                    reason="timeout",
+                )
+            if result.exit_code and self._check:
+                end = output.strip()[-400:]
+                failure = AgentError(
+                    f"the program failed: exit code {result.exit_code}"
+                    + (f": {end}" if end else "")
+                )
+                failure.output = output
+                raise failure
 
-    async def _walled(self) -> SandboxSpec:
-        """With the method that holds here.
-
-        Raises:
-            AgentError: None does; it says what is missing.
-        """
-        if self._isolation == "none":
-            return self._spec
-        missing: dict[str, str] = {}
-        for method in _WITH_DOOR if self._isolation == "auto" else (self._isolation,):
-            report = await find_isolation(method, self._spec)
-            if report.method is not None:
-                return msgspec.structs.replace(self._spec, method=report.method)
-            missing |= report.missing
-        lacks = "; ".join(f"{method}: {fault}" for method, fault in missing.items())
-        raise AgentError(
-            f"ProgramAgent: no isolation with a door to the gateway: {lacks}; mend one of these, "
-            'or accept isolation="none", where programs can do what the driver can'
-        )
-
-    def _program(self, task: AgentTask) -> SandboxProgram:
-        """What runs; reads files."""
+    def _prepare(self, task: AgentTask, directory: Path) -> tuple[tuple[str, ...], Texts]:
+        """What runs, and its variables; its files are written to the directory."""
         env = _mapping("env", _given(self._env, task))
         files = _mapping("files", _given(self._files, task))
         values = _values(task)
@@ -194,41 +170,73 @@ class ProgramAgent(AgentLoop):
         command = _filled_command(_given(self._command, task), values)
         own = {name: _filled(str(value), values) for name, value in env.items()}
         _check_words(command, own)
-        return SandboxProgram(
-            command=command,
-            environment={**_own_environment(task), **own},
-            files=_contents(files),
-            collect=self._collect,
-            collected_bytes=self._collected_bytes,
-        )
+        for path, content in _contents(files):
+            target = directory / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+            target.chmod(0o755 if content.startswith(b"#!") else 0o644)
+        return command, {**_own_environment(task), **own}
 
-    def _judge(self, answer: SandboxAnswer) -> None:
-        """Let pass what ended well.
+    async def _collected(
+        self, sandbox: TrajectorySandbox
+    ) -> tuple[dict[str, str | bytes], list[str]]:
+        """What is collected, and what of it is left out."""
+        files: dict[str, str | bytes] = {}
+        left_out: list[str] = []
+        idle = dict.fromkeys(self._collect)
+        room = self._collected_bytes
+        listed = b""
+        if self._collect:
+            listed = (await sandbox.exec(_LIST, max_output_bytes=_MAX_LIST, keep="head")).stdout
+        found = sorted((entry[3:], entry[:1]) for entry in _text_entries(listed))
+        for path, kind in found:
+            matching = [pattern for pattern in self._collect if _matches(path, pattern)]
+            if not matching:
+                continue
+            for pattern in matching:
+                idle.pop(pattern, None)
+            content = await _read(sandbox, path, room) if kind == "f" else None
+            if content is None:
+                left_out.append(path)
+            else:
+                room -= len(content)
+                files[path] = _text(content)
+        return files, [*left_out, *idle]
 
-        Raises:
-            LimitExceeded: It passed one of its limits.
-            AgentError: It failed.
-        """
-        limits = self._spec.limits
-        what = limits.describe(answer.reason)
-        if answer.status == "stopped" and what != answer.reason:
-            source = f"SandboxLimits.{_FIELDS[answer.reason]}"
-            raise LimitExceeded(f"the program {what}", source=source, reason=answer.reason)
-        if answer.status == "stopped" or (answer.status == "error" and self._check):
-            end = answer.output.strip()[-400:]
-            error = AgentError(f"the program failed: {what}" + (f": {end}" if end else ""))
-            error.output = answer.output
-            raise error
+
+def _text_entries(listed: bytes) -> list[str]:
+    """What `_LIST` prints; bytes that are no text cannot have been asked for."""
+    entries = listed.decode(errors="surrogateescape").split("\0")[:-1]
+    return [entry for entry in entries if _is_word(entry)]
 
 
-#: Which limit a sandbox means by a word.
-_FIELDS = {
-    "timeout": "timeout_s",
-    "cpu": "cpu_s",
-    "memory": "memory_mb",
-    "disk": "disk_mb",
-    "output": "max_output_bytes",
-}
+def _matches(path: str, pattern: str) -> bool:
+    return path.startswith(pattern.rstrip("/") + "/") or fnmatchcase(path, pattern)
+
+
+async def _read(sandbox: TrajectorySandbox, path: str, most: int) -> bytes | None:
+    try:
+        return await sandbox.read_file(path, max_bytes=most)
+    except (OSError, SandboxLimit):
+        return None
+
+
+async def _seen_inside(context: AgentContext, address: GatewayAddress) -> GatewayAddress:
+    """The address as programs in the sandbox see it.
+
+    Raises:
+        AgentError: They can reach no server here, and the gateway has no public address.
+    """
+    try:
+        root_url = await context.sandbox.host_url(address.root_url)
+    except SandboxUnsupported as error:
+        if context.services.config.gateway.public_url is None:
+            raise AgentError(
+                f"ProgramAgent: {error}: set gateway.public_url to an address of the gateway that "
+                "programs there reach"
+            ) from None
+        return address
+    return msgspec.structs.replace(address, root_url=root_url)
 
 
 def _own_environment(task: AgentTask) -> dict[str, str]:
@@ -239,21 +247,6 @@ def _own_environment(task: AgentTask) -> dict[str, str]:
         "ANTHROPIC_API_KEY": task.api_key,
         "ROLLOUT_MODEL": task.model,
     }
-
-
-def _through_door(spec: SandboxSpec, address: GatewayAddress) -> tuple[SandboxSpec, GatewayAddress]:
-    """The sandbox with a door to this address, and the address as it is seen in it."""
-    url = urlsplit(address.root_url)
-    if spec.method == "none":
-        return spec, address
-    if url.scheme != "http" or url.hostname is None:
-        raise AgentError(f"ProgramAgent: the gateway is at {address.root_url}; expected http")
-    port = url.port or 80
-    inside = url._replace(netloc=f"{_HOST}:{port}").geturl()
-    return (
-        msgspec.structs.replace(spec, door=(url.hostname, port)),
-        msgspec.structs.replace(address, root_url=inside),
-    )
 
 
 def _given(value: T | Callable[[AgentTask], T], task: AgentTask) -> T:
@@ -348,32 +341,21 @@ def _check_path(what: str, path: Any) -> None:
         raise AgentError(f"ProgramAgent: {what}: {path!r}; expected a relative path without '..'")
 
 
-def _contents(files: Contents) -> dict[str, bytes]:
-    contents: dict[str, bytes] = {}
+def _contents(files: Contents) -> Iterator[tuple[str, bytes]]:
     for path, given in files.items():
         _check_path("files", path)
         if isinstance(given, Path):
-            contents |= _read(path, given)
+            if not given.is_dir():
+                yield path, given.read_bytes()
+                continue
+            for each in sorted(each for each in given.rglob("*") if each.is_file()):
+                yield f"{path}/{each.relative_to(given).as_posix()}", each.read_bytes()
         elif isinstance(given, str | bytes):
-            contents[path] = given.encode() if isinstance(given, str) else given
+            yield path, given.encode() if isinstance(given, str) else given
         else:
             raise AgentError(
                 f"ProgramAgent: files[{path!r}] = {given!r:.80}; expected text, bytes or a Path"
             )
-    size = sum(map(len, contents.values()))
-    if size > _MAX_FILES:
-        raise AgentError(
-            f"ProgramAgent: files have {size} bytes; expected at most {_MAX_FILES}: show larger "
-            "ones through readable="
-        )
-    return contents
-
-
-def _read(path: str, source: Path) -> dict[str, bytes]:
-    if not source.is_dir():
-        return {path: source.read_bytes()}
-    found = sorted(each for each in source.rglob("*") if each.is_file())
-    return {f"{path}/{each.relative_to(source).as_posix()}": each.read_bytes() for each in found}
 
 
 def _text(content: bytes) -> str | bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +24,13 @@ from rollout.config import (
 from rollout.config.sections import SIMULATED_MODEL
 from rollout.engine.driver.engine_opening import core_spec
 from rollout.engine.model_files import model_path_fault
-from rollout.errors import AgentError, ConfigError, EngineError, ToolError
+from rollout.errors import AgentError, ConfigError, EngineError, SandboxError
 from rollout.interactions import InteractionRegistry
+from rollout.runtime.opening import needs_sandbox
+from rollout.sandbox.providers import open_provider
 from rollout.scheduling.journal.journal_file import path_fault
 from rollout.scheduling.selection import acceptance
-from rollout.tools import PythonTool
-from rollout.tools.sandbox.sandbox_tool import SandboxTool
-from rollout.tools.shipped import shipped_tools
+from rollout.tools.shipped import SHIPPED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -163,28 +164,25 @@ def is_importable(name: str) -> bool:
         return False
 
 
-def builtin_programs(config: RolloutConfig) -> list[Tool]:
-    """The tools of ``tools.builtin`` that run programs."""
-    names = [name for name in config.tools.builtin if name in ("python", "shell")]
-    return shipped_tools(names, isolation=config.tools.isolation)
+async def look_at_sandbox(config: RolloutConfig, tools: Sequence[Tool]) -> tuple[str, list[str]]:
+    """Who makes sandboxes here, or why nobody does; and the faults of what needs one.
 
-
-async def look_at_tools(tools: Sequence[Tool]) -> tuple[str, list[str]]:
-    """What isolates the programs that models write here, and which tools cannot run for want of it.
-
-    Tools with an isolation or interpreter of their own are named beside what holds for all others.
+    Args:
+        config: Names the provider.
+        tools: Those that are given beside ``tools.builtin``.
     """
-    own = [tool for tool in tools if isinstance(tool, SandboxTool)]
-    usual = (await PythonTool().find_isolation()).describe()
-    found = {tool.name: (await tool.find_isolation()).describe() for tool in own}
-    unusual = [f"{name}: {text}" for name, text in found.items() if text != usual]
-    faults = []
-    for tool in own:
-        try:
-            await tool.prepare()
-        except ToolError as error:
-            faults.append(str(error))
-    return "; ".join([usual, *unusual]), faults
+    try:
+        async with open_provider(
+            config.sandbox.provider, **config.sandbox.provider_options
+        ) as provider:
+            return provider.name, []
+    except (SandboxError, ConfigError) as error:
+        fault = str(error)
+    builtin = [SHIPPED[name]() for name in config.tools.builtin if name in SHIPPED]
+    is_needed = config.sandbox.provider != "auto" or bool(config.sandbox.warm)
+    with suppress(AgentError):  # there is no such agent, which is another fault
+        is_needed = is_needed or needs_sandbox(config.agent.name, [*builtin, *tools])
+    return ("none can be made here", [fault]) if is_needed else (fault, [])
 
 
 def _name_faults(config: RolloutConfig, interactions: Sequence[Any]) -> Iterator[str]:

@@ -78,7 +78,13 @@ def _add_run(commands: Commands) -> None:
         f"{PROMPTS_HELP}\n{EXIT_CODES}",
     )
     _add_config(parser)
-    parser.add_argument("--prompts", required=True, metavar="FILE", help="JSONL or parquet")
+    parser.add_argument(
+        "--prompts",
+        required=True,
+        metavar="FILE",
+        help="JSONL or parquet; or a directory of Harbor tasks, whose tests are the reward where "
+        "--reward names none, and whose sandboxes sandbox.provider makes",
+    )
     parser.add_argument(
         "--out", required=True, metavar="DIR", help="directory for the results; made if missing"
     )

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import attrs
 from rich.text import Text
 
-from rollout.cli.check import builtin_programs, config_faults, look_at_tools
+from rollout.cli.check import config_faults, look_at_sandbox
 from rollout.cli.consoles import lasting_consoles
 from rollout.cli.exit_codes import BAD_INPUT, ENGINE_LOST, NOT_SAVED, OK, SOME_FAILED
 from rollout.cli.foreground import INTERRUPTED, ForegroundJob, JobResult, run_job
@@ -25,6 +26,7 @@ from rollout.errors import (
     EngineError,
     PromptError,
     RolloutError,
+    SandboxUnavailable,
     TemplateError,
     ToolError,
 )
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from rollout.batch import RolloutBatch
+    from rollout.config import RolloutConfig
+    from rollout.types import Prompt
 
 TIMELINE = "timeline.json"
 DEMO_DIRECTORY = "rollout-output/demo"
@@ -56,7 +60,7 @@ def run_command(arguments: argparse.Namespace) -> int:
                 return command(arguments, output, errors)
         except EngineError as error:
             return _tell(errors, error, ENGINE_LOST)
-        except (ConfigError, PromptError, ToolError, TemplateError) as error:
+        except (ConfigError, PromptError, SandboxUnavailable, TemplateError, ToolError) as error:
             return _tell(errors, error, BAD_INPUT)
         except RolloutError as error:
             return _tell(errors, error, SOME_FAILED)
@@ -92,11 +96,11 @@ def _run(arguments: argparse.Namespace, output: Console, errors: Console) -> int
     config = load_config(arguments.config, arguments.overrides)
     code = UserCode()
     tools, interactions, rewards = _code_of(arguments, code)
-    checked(rewards, config.rewards.processes)
     faults = config_faults(config, interactions)
     if faults:
         raise _cannot_run("the configuration", faults)
-    prompts = read_prompts(arguments.prompts)
+    prompts, rewards = _read_prompts(Path(arguments.prompts), config, rewards)
+    checked(rewards, config.rewards.processes)
     known = [*config.tools.builtin, *(tool.name for tool in tools)]
     check_names(prompts, config.agent, known, InteractionRegistry(interactions))
     samples, step, validate = arguments.samples, arguments.step, arguments.validate
@@ -155,8 +159,8 @@ def _check(arguments: argparse.Namespace, output: Console, errors: Console) -> i
         print_line(output, line)
     for label, text in sizing_lines(config):
         print_line(output, f"{label:<12}{text}")
-    isolation, unfit = anyio.run(look_at_tools, [*builtin_programs(config), *tools])
-    print_line(output, f"{'isolation':<12}{isolation}")
+    sandbox, unfit = anyio.run(look_at_sandbox, config, tools)
+    print_line(output, f"{'sandbox':<12}{sandbox}")
     faults = [*config_faults(config, interactions, asks_for_gpus=True), *unfit]
     for fault in faults:
         _tell(errors, fault, BAD_INPUT)
@@ -242,6 +246,21 @@ def _code_of(
     tools = code.tools(arguments.tools)
     code.agents(arguments.agents)
     return tools, code.interactions(), rewards
+
+
+def _read_prompts(
+    path: Path, config: RolloutConfig, rewards: GivenRewards
+) -> tuple[list[Prompt], GivenRewards]:
+    """The prompts of a file, or of a directory of tasks, whose tests are the reward then."""
+    if not path.is_dir():
+        return read_prompts(path), rewards
+    from rollout.environments.task_directory import TaskDirectory
+
+    tasks = TaskDirectory(path, provider=config.sandbox.provider)
+    tasks.warn_of(config.limits)
+    if rewards.single is None:
+        rewards = attrs.evolve(rewards, single=tasks.reward)
+    return tasks.prompts(), rewards
 
 
 def _cannot_run(what: str, faults: Sequence[str]) -> ConfigError:

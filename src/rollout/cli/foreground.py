@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from rollout.batch import RolloutBatch
     from rollout.cli.live_details import Detail
     from rollout.observe.explanation import Explanation
+    from rollout.runtime.measuring import RuntimeStatistics
     from rollout.runtime.runtime import RolloutRuntime
-    from rollout.runtime.statistics import RuntimeStatistics
 
 #: From a signal to giving up on trajectories that have not ended by themselves: rewards that are
 #: being computed, say. The last answers of engines come before that. Closing the engines takes up

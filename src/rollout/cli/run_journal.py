@@ -35,7 +35,7 @@ def with_journal(
     Args:
         config: Of the run.
         directory: Of its results.
-        prompts: Their file.
+        prompts: Their file, or the directory of tasks.
         asked: As `asked_otherwise`; a resumption must agree.
 
     Raises:
@@ -66,6 +66,10 @@ def asked_otherwise(
 
 def _named(prompts: Path) -> str:
     try:
+        if prompts.is_dir():
+            from rollout.environments.task_directory import hash_directory
+
+            return f"{prompts.resolve().name}, SHA-256 {hash_directory(prompts)}"
         with prompts.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:

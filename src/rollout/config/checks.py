@@ -104,9 +104,10 @@ DriftKinds = Annotated[
     ),
 ]
 BuiltinTools = Annotated[
-    tuple[Literal["calculator", "finish", "python", "search", "shell", "submit"], ...],
+    tuple[Literal["calculator", "edit", "finish", "python", "search", "shell", "submit"], ...],
     Rule(
-        "a list of shipped tools, each once (calculator, finish, python, search, shell, submit)",
+        "a list of shipped tools, each once (calculator, edit, finish, python, search, shell, "
+        "submit)",
         lambda names: len(set(names)) == len(names),
     ),
 ]
@@ -156,7 +157,9 @@ def validate(annotation: Any, value: Any) -> tuple[Any, list[Fault]]:
     if shape is tuple:
         kept, faults = _validate_list(get_args(base)[0], wanted, value)
     elif shape is Mapping:
-        kept, faults = _validate_mapping(wanted, value)
+        kept, faults = _validate_mapping(base, wanted, value)
+    elif shape is types.UnionType:
+        kept, faults = value, []  # its rule judges it alone
     elif shape is Literal:
         kept, faults = _validate_choice(get_args(base), wanted, value)
     else:
@@ -209,9 +212,11 @@ def _validate_list(item: Any, wanted: str, value: Any) -> tuple[Any, list[Fault]
     return tuple(kept for kept, _ in validated), faults
 
 
-def _validate_mapping(wanted: str, value: Any) -> tuple[Any, list[Fault]]:
+def _validate_mapping(base: Any, wanted: str, value: Any) -> tuple[Any, list[Fault]]:
     if not isinstance(value, Mapping):
         return value, [Fault("", f"expected {wanted}{got(value)}", value)]
+    if get_args(base)[1] is not Any:  # its rule judges what is in it
+        return dict(value), []
     faults: list[Fault] = []
     try:
         return _copy_plain(value, "", faults), faults

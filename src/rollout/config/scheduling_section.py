@@ -36,9 +36,9 @@ class SchedulingConfig(Section):
     #: At limits.batch_s: "partial" returns what there is; "drop" does too, with everything that
     #: was cut marked untrainable; "raise" ends with an error that carries it.
     on_deadline: Literal["partial", "drop", "raise"] = "partial"
-    #: Keeps Python's full garbage collections, which would stop the loop, to a minimum: none while
-    #: a batch runs, unless memory grows much, and what lives when the runtime opens is left out of
-    #: all until it is closed. A collector that is disabled, or has thresholds of yours, stays so.
+    #: Makes Python's full garbage collections, which stop the loop, rare while a runtime is open,
+    #: and leaves out of them what lived when it had opened. A collector that is disabled, or has
+    #: thresholds of yours, stays as it is.
     freeze_heap: Flag = True
     #: Outcomes that a trainer may learn from, and for which rewards are computed.
     trainable: Outcomes = ("completed", "length", "limit")

@@ -181,12 +181,10 @@ class ToolsConfig(Section):
 
     section: ClassVar[str] = "tools"
     #: Shipped tools that models are offered, beside those given to `open_rollout`: calculator,
-    #: finish, python, search, shell, submit.
+    #: edit, finish, python, search, shell, submit.
     builtin: BuiltinTools = ()
-    #: What isolates the programs of the built-in python and shell; see ``docs/sandbox.md``.
-    isolation: Literal["auto", "namespaces", "bubblewrap", "landlock", "none"] = "auto"
-    #: Pictures that a call of the built-in python or shell writes to its directory, such as plots,
-    #: of which the model is shown so many; more than 0 needs a model that reads images.
+    #: Pictures that a call of the built-in python or shell writes to the sandbox's directory, such
+    #: as plots, of which the model is shown so many; more than 0 needs a model that reads images.
     max_pictures: Natural = 0
     #: Files and directories that the built-in search looks in.
     search_corpus: Texts = ()
@@ -201,9 +199,14 @@ class ToolsConfig(Section):
     #: Child processes of tools with ``isolation="process"``, each running one call at a time.
     max_processes: Count = 8
 
+    @classmethod
+    def instead_of(cls, key: str) -> str:
+        """Who makes sandboxes, for all that act in them."""
+        return "unknown key; sandbox.provider says who isolates" if key == "isolation" else ""
+
     def relation_faults(self, sound: Collection[str]) -> Iterator[Fault]:
         """A corpus where there is a search, and no setting of a tool that is not there."""
-        if not {"builtin", "isolation", "search_corpus"} <= set(sound):
+        if not {"builtin", "search_corpus"} <= set(sound):
             return
         if "search" in self.builtin and not self.search_corpus:
             yield Fault("search_corpus", "expected paths, for 'search' in tools.builtin", [])
@@ -217,9 +220,6 @@ class ToolsConfig(Section):
         ):
             problem = "expected 0 without 'python' or 'shell' in tools.builtin"
             yield Fault("max_pictures", problem, self.max_pictures)
-        if self.isolation != "auto" and not {"python", "shell"} & set(self.builtin):
-            problem = "expected 'auto' without 'python' or 'shell' in tools.builtin"
-            yield Fault("isolation", problem, self.isolation)
 
 
 @attrs.frozen(kw_only=True)

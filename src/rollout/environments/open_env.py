@@ -7,36 +7,33 @@ import json
 import logging
 import math
 import urllib.request
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import anyio
 import anyio.to_thread
 
-from rollout.bridge import AsyncioThread
 from rollout.errors import ToolError
 from rollout.seeds import derive_seed
 from rollout.tools.providers import ToolProvider
 from rollout.tools.results import ToolResult
 from rollout.tools.tool import Tool, ToolContext, ToolSession
 from rollout.types import text_of
-from rollout.worker_threads import ASYNCIO_CLEANUP_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from types import ModuleType
 
     from rollout.types import Prompt, ToolCall
-
-#: Observation, reward, whether the episode is done, and what an agent keeps.
-Step = tuple[str, float, bool, dict[str, Any]]
 
 logger = logging.getLogger("rollout.environments")
 
 #: A full server is asked again after this long, doubled each time up to the longest.
 _BACKOFF_S, _MAX_BACKOFF_S = 0.1, 5.0
 _CLOSE_S = 2.0
-_CAPACITY = "CAPACITY_REACHED"
-_HELD_BACK = frozenset(("reward", "done", "metadata"))
+_NO_OBSERVATION = frozenset(("reward", "done", "metadata"))
 
 
 class OpenEnvError(ToolError):
@@ -102,19 +99,17 @@ class OpenEnv(ToolProvider):
             raise ToolError(f"OpenEnv: columns = {columns!r}; expected a list of names")
         if not 0 < timeout_s < math.inf:
             raise ToolError(f"OpenEnv: timeout_s = {timeout_s}; expected a number > 0")
-        suffix = "s" if parts.scheme in ("https", "wss") else ""
+        tls = "s" if parts.scheme in ("https", "wss") else ""
         path = parts.path.removesuffix("/ws").rstrip("/")
         self.url = url
-        self.socket_url = parts._replace(scheme=f"ws{suffix}", path=f"{path}/ws").geturl()
-        self._schema_url = parts._replace(scheme=f"http{suffix}", path=f"{path}/schema").geturl()
+        self.socket_url = parts._replace(scheme=f"ws{tls}", path=f"{path}/ws").geturl()
+        self._schema_url = parts._replace(scheme=f"http{tls}", path=f"{path}/schema").geturl()
         self._action_field = action_field
-        self.observation_text = observation_text or _text_in
+        self.observation_text = observation_text or _read_text
         self._columns, self.tool_name = columns, tool_name
         self.headers = dict(headers or {})
         self.timeout_s, self.max_message_bytes = timeout_s, max_message_bytes
-        self._loop: AsyncioThread | None = None
-        self._sessions = 0
-        self._was_full = False
+        self.was_full = False
 
     def __call__(self) -> OpenEnvSession:
         """A session for one trajectory; it connects at `reset`."""
@@ -126,7 +121,7 @@ class OpenEnv(ToolProvider):
         Raises:
             ToolError: `websockets` is missing, or the server does not say what an action is.
         """
-        _import_connect()
+        _import_websockets()
         return [_ActionTool(self, await self.action_schema())]
 
     async def action_schema(self) -> dict[str, Any]:
@@ -182,43 +177,23 @@ class OpenEnv(ToolProvider):
         data.setdefault("seed", derive_seed(0, prompt.uid or "") >> 32)
         return data
 
-    async def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """``await function(*args)`` on asyncio, where the sockets live."""
-        if self._loop is None:
-            self._loop = AsyncioThread(cleanup_s=ASYNCIO_CLEANUP_S)
-        return await self._loop.run(f"OpenEnv {self.url}", function, *args)
-
-    def enter(self) -> None:
-        """One more session uses the asyncio loop."""
-        self._sessions += 1
-
-    def leave(self) -> None:
-        """One uses it no more; the last one ends the thread that it may have."""
-        self._sessions -= 1
-        if not self._sessions and self._loop is not None:
-            self._loop.close()
-            self._loop = None
-
-    def note_full(self, why: str) -> None:
-        """The server has no room; said once."""
-        if not self._was_full:
-            self._was_full = True
-            logger.warning("%s (trajectories wait for room; said once)", why)
-
 
 class OpenEnvSession:
     """An episode on the server, as `EnvironmentAgent` plays it; its calls come one after another.
+
+    It runs on asyncio, where its socket lives.
 
     Attributes:
         is_done: Whether the server has said so.
         lost: Why the connection is of no use any more; "" while it is.
     """
 
+    backend = "asyncio"
+
     def __init__(self, server: OpenEnv, *, reads_text: bool) -> None:
         self._server, self._reads_text = server, reads_text
         self._socket: Any = None
         self._field = ""
-        self._is_entered = False
         self.is_done = False
         self.lost = ""
 
@@ -229,25 +204,24 @@ class OpenEnvSession:
             OpenEnvError: The server refuses it, or cannot be reached.
         """
         server = self._server
-        if not self._is_entered:
-            self._is_entered = True
-            server.enter()
         if self._reads_text:
             self._field = await server.action_field()
         data = server.reset_data(prompt)
         for tries in itertools.count():
             try:
-                await server.run(self._connect)
+                await self._connect()
                 answer = await self._ask("reset", data)
                 break
             except OpenEnvError as error:
-                if error.code != _CAPACITY:
+                if error.code != "CAPACITY_REACHED":
                     raise
-                server.note_full(str(error))
-            await server.run(self._disconnect)
+                if not server.was_full:
+                    server.was_full = True
+                    logger.warning("%s (trajectories wait for room; said once)", error)
+            await self.close()
             spread = 0.5 + derive_seed(tries, id(self)) / 2**64  # or all would come back at once
             await anyio.sleep(spread * min(_BACKOFF_S * 2**tries, _MAX_BACKOFF_S))
-        return self._observed(answer)[0]
+        return self._read_observation(answer)[0]
 
     async def step(
         self, action: str | Mapping[str, Any]
@@ -258,63 +232,60 @@ class OpenEnvSession:
             OpenEnvError: The server refuses the action, or is gone.
         """
         data = {self._field: action} if isinstance(action, str) else dict(action)
-        return self._observed(await self._ask("step", data))
+        return self._read_observation(await self._ask("step", data))
 
     async def close(self) -> None:
         """End the session."""
-        if not self._is_entered:
+        socket, self._socket = self._socket, None
+        if socket is None:
             return
-        self._is_entered = False
-        try:
-            await self._server.run(self._disconnect)
-        finally:
-            self._server.leave()
+        with suppress(OSError, _import_websockets().ConnectionClosed):
+            with anyio.move_on_after(_CLOSE_S):
+                await socket.send('{"type":"close"}')
+        await socket.close()
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         if self.lost:
             raise OpenEnvError(self._server.url, "CONNECTION", self.lost)
         # A late answer would be taken for the next one's.
         self.lost = f"{kind} was given up before its answer came"
-        code, answer = "TIMEOUT", None
+        message = json.dumps({"type": kind, "data": data})
         try:
-            answer = await self._server.run(
-                self._exchange, json.dumps({"type": kind, "data": data})
-            )
+            answer = await self._exchange(message)
         except TimeoutError:
             self.lost = f"no answer to {kind} within {self._server.timeout_s:g} s"
-        except (OSError, _closed()) as error:
-            code, self.lost = "CONNECTION", f"lost during {kind}: {text_of(error)}"
-        except ValueError as error:
-            code, self.lost = "BAD_ANSWER", f"to {kind}: {text_of(error)}"
-        if answer is None:
-            raise OpenEnvError(self._server.url, code, self.lost)
-        self.lost = ""
-        found: dict[str, Any] = answer["data"]
-        if answer["type"] == "error":
-            details = f" {found['errors']}" if found.get("errors") else ""
-            message = f"{found.get('message', '')}{details}"
-            raise OpenEnvError(self._server.url, str(found.get("code", "ERROR")), message)
-        return found
-
-    async def _exchange(self, message: str) -> dict[str, Any]:
-        """Send a message and read the answer; runs on asyncio."""
-        with anyio.fail_after(self._server.timeout_s):
-            try:
-                await self._socket.send(message)
-            except _closed():
-                pass  # what the server said before it closed is still to be read
-            answer: Any = json.loads(await self._socket.recv())
+            raise OpenEnvError(self._server.url, "TIMEOUT", self.lost) from None
+        except (OSError, _import_websockets().WebSocketException) as error:
+            self.lost = f"lost during {kind}: {text_of(error)}"
+            raise OpenEnvError(self._server.url, "CONNECTION", self.lost) from None
         is_answer = isinstance(answer, dict) and isinstance(answer.get("data"), dict)
         if not is_answer or answer.get("type") not in ("observation", "error"):
-            raise ValueError(f"{answer!r:.200}")
-        found: dict[str, Any] = answer
-        return found
+            self.lost = f"to {kind}: {answer!r:.200}"
+            raise OpenEnvError(self._server.url, "BAD_ANSWER", self.lost)
+        self.lost = ""
+        content: dict[str, Any] = answer["data"]
+        if answer["type"] == "error":
+            details = f" {content['errors']}" if content.get("errors") else ""
+            message = f"{content.get('message', '')}{details}"
+            raise OpenEnvError(self._server.url, str(content.get("code", "ERROR")), message)
+        return content
+
+    async def _exchange(self, message: str) -> Any:
+        """Send a message and read the answer, a text where it is no JSON."""
+        with anyio.fail_after(self._server.timeout_s):
+            # What the server said before it closed is still to be read.
+            with suppress(_import_websockets().ConnectionClosed):
+                await self._socket.send(message)
+            answer = await self._socket.recv()
+        try:
+            return json.loads(answer)
+        except ValueError:
+            return answer
 
     async def _connect(self) -> None:
-        """Runs on asyncio."""
-        server, connect = self._server, _import_connect()
+        server, websockets = self._server, _import_websockets()
         try:
-            self._socket = await connect(
+            self._socket = await websockets.connect(
                 server.socket_url,
                 additional_headers=server.headers,
                 max_size=server.max_message_bytes,
@@ -322,22 +293,10 @@ class OpenEnvSession:
                 close_timeout=_CLOSE_S,
                 ping_timeout=None,  # a server that computes says nothing; `timeout_s` bounds that
             )
-        except (OSError, _refused()) as error:
+        except (OSError, websockets.WebSocketException) as error:
             raise OpenEnvError(server.url, "CONNECTION", text_of(error)) from None
 
-    async def _disconnect(self) -> None:
-        """Runs on asyncio."""
-        socket, self._socket = self._socket, None
-        if socket is None:
-            return
-        try:
-            with anyio.move_on_after(_CLOSE_S):
-                await socket.send('{"type":"close"}')
-        except (OSError, _closed()):
-            pass
-        await socket.close()
-
-    def _observed(self, data: dict[str, Any]) -> Step:
+    def _read_observation(self, data: dict[str, Any]) -> tuple[str, float, bool, dict[str, Any]]:
         observation = data.get("observation")
         if not isinstance(observation, dict):
             raise OpenEnvError(self._server.url, "BAD_ANSWER", f"observation: {observation!r:.200}")
@@ -361,26 +320,27 @@ class _ActionTool(Tool):
 
     async def open(self, context: ToolContext) -> ToolSession:
         """A session, which connects as it begins."""
-        return _ActionSession(OpenEnvSession(self._server, reads_text=False), context.prompt)
+        return _ActionSession(OpenEnvSession(self._server, reads_text=False), context)
 
 
 class _ActionSession(ToolSession):
     decides_reward = True
 
-    def __init__(self, episode: OpenEnvSession, prompt: Prompt | None) -> None:
+    def __init__(self, episode: OpenEnvSession, context: ToolContext) -> None:
         self.serial = self._episode = episode
-        self._prompt = prompt
+        self._prompt = context.prompt
+        self._run = partial(context.threads.run_asyncio, "OpenEnv")
         self._reward = 0.0
 
     async def begin(self) -> str:
-        return f"\n\n{await self._episode.reset(self._prompt)}"
+        return f"\n\n{await self._run(self._episode.reset, self._prompt)}"
 
     async def execute(self, call: ToolCall) -> ToolResult:
         episode = self._episode
         if episode.is_done:
             return ToolResult("the episode is over", is_error=True, end_trajectory=True)
         try:
-            text, reward, is_done, _ = await episode.step(call.arguments)
+            text, reward, is_done, _ = await self._run(episode.step, call.arguments)
         except OpenEnvError as error:
             if not episode.lost:
                 raise
@@ -395,15 +355,15 @@ class _ActionSession(ToolSession):
         return self._reward
 
     async def close(self) -> None:
-        await self._episode.close()
+        await self._run(self._episode.close)
 
 
-def _text_in(observation: Mapping[str, Any]) -> str:
+def _read_text(observation: Mapping[str, Any]) -> str:
     """The only text of an observation, else all of it as JSON."""
-    shown = {name: value for name, value in observation.items() if name not in _HELD_BACK}
-    texts = [value for value in shown.values() if isinstance(value, str)]
-    if len(texts) == 1 and len(shown) == 1:
-        return texts[0]
+    shown = {name: each for name, each in observation.items() if name not in _NO_OBSERVATION}
+    values = list(shown.values())
+    if len(values) == 1 and isinstance(values[0], str):
+        return values[0]
     return json.dumps(shown, ensure_ascii=False)
 
 
@@ -415,23 +375,11 @@ def _is_json(value: Any) -> bool:
     return True
 
 
-def _import_connect() -> Any:
+def _import_websockets() -> ModuleType:
     try:
-        from websockets.asyncio.client import connect
+        import websockets
     except ImportError as error:
         raise ToolError(
             f"OpenEnv needs the package websockets ({error}): pip install 'rollout-rl[openenv]'"
         ) from error
-    return connect
-
-
-def _closed() -> type[Exception]:
-    from websockets.exceptions import ConnectionClosed
-
-    return ConnectionClosed
-
-
-def _refused() -> type[Exception]:
-    from websockets.exceptions import WebSocketException
-
-    return WebSocketException
+    return websockets

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
 import re
@@ -17,41 +18,33 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from rollout.errors import ConfigError, SandboxError, SandboxTimeout, SandboxUnsupported
+from rollout.limits import AGENT_TIMEOUT_S
 from rollout.reward_values import BadRewardError, finite_number
 from rollout.types import Prompt, Reward
 
 if TYPE_CHECKING:
+    from rollout.config import LimitsConfig
     from rollout.sandbox import Sandbox
     from rollout.types import Trajectory
+
+logger = logging.getLogger("rollout.environments")
 
 #: Providers that build images.
 ENGINES = ("docker", "podman")
 _LOGS = "/logs/agent /logs/verifier /logs/artifacts"
 _TESTS = "(/tests/test.sh) >/logs/verifier/test-stdout.txt 2>&1"
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-(.*))?\}", re.DOTALL)
-#: What would be another task without it, by section.
-_REFUSED = {
+#: What would be another task without it: keys by section, and files.
+_REFUSED_KEYS = {
+    "": ("steps",),
     "environment": ("gpus", "tpu", "mcp_servers"),
     "verifier": ("environment",),
-    "": ("steps",),
 }
-
-
-@attrs.frozen(kw_only=True)
-class _Task:
-    name: str
-    path: Path
-    instruction: str
-    #: What goes to the prompt's ``extra["sandbox"]``.
-    sandbox: dict[str, Any]
-    build_timeout_s: float
-    agent_timeout_s: float | None
-    timeout_s: float
-    env: dict[str, str]
-    user: str | None
-    is_separate: bool
-    artifacts: list[str]
-    collect: list[dict[str, Any]]
+_COMPOSE = ("docker-compose.yaml", "docker-compose.yml")
+_REFUSED_FILES = (
+    *(f"{folder}/{name}" for folder in ("environment", "tests") for name in _COMPOSE),
+    *("steps", "trajectory.json", "tests/Dockerfile"),
+)
 
 
 class TaskDirectory:
@@ -60,7 +53,8 @@ class TaskDirectory:
     ``open_rollout(config, tools=[ShellTool(), EditTool()], reward=tasks.reward)`` runs the prompts
     of `prompts`, with ``sandbox.provider`` of the configuration as here. What is not supported is
     refused with its name: compose files, several steps, GPUs, MCP servers, an image of the
-    verifier's own, and a Dockerfile where `provider` builds none.
+    verifier's own, and a Dockerfile where `provider` builds none. Of ``storage_mb`` a warning says
+    that nothing bounds it.
 
     Args:
         path: A directory with ``task.toml``, or one whose subdirectories have it.
@@ -68,24 +62,36 @@ class TaskDirectory:
 
     Attributes:
         names: Of the tasks: the names of their directories.
-        agent_timeout_s: The longest that an agent may have, a value for ``limits.trajectory_s``;
-            None where a task does not bound it.
+        agent_timeout_s: The longest that an agent may have, which ``limits.trajectory_s`` should
+            leave it; None where no task bounds it.
+        verifier_timeout_s: The longest that tests may take, which ``limits.reward_s`` should leave.
 
     Raises:
         ConfigError: There is no task, a file of it is missing or wrong, or see above.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, provider: str = "docker") -> None:
-        root = Path(path)
-        found = [root] if (root / "task.toml").is_file() else []
-        found += sorted(each.parent for each in root.glob("*/task.toml") if not found)
+        root = Path(path).resolve()
+        is_one = (root / "task.toml").is_file()
+        found = [root] if is_one else sorted(each.parent for each in root.glob("*/task.toml"))
         if not found:
-            raise ConfigError(f"{root}: expected a directory with task.toml, or one of such")
+            raise ConfigError(f"{path}: expected a directory with task.toml, or one of such")
         self._provider = provider
-        self._tasks = {each.resolve().name: _read(each.resolve(), provider) for each in found}
+        self._tasks = {each.name: _read_task(each, provider) for each in found}
         self.names = tuple(self._tasks)
-        limits = [each.agent_timeout_s for each in self._tasks.values()]
-        self.agent_timeout_s = max((s for s in limits if s), default=None) if all(limits) else None
+        tasks = self._tasks.values()
+        self.agent_timeout_s = max(
+            filter(None, (each.agent_timeout_s for each in tasks)), default=None
+        )
+        self.verifier_timeout_s = max(each.tests["timeout_s"] for each in tasks)
+
+    def warn_of(self, limits: LimitsConfig) -> None:
+        """Log which limits are shorter than what a task leaves its agent or its tests."""
+        wanted = {"trajectory_s": self.agent_timeout_s, "reward_s": self.verifier_timeout_s}
+        for key, seconds in wanted.items():
+            limit = getattr(limits, key)
+            if limit is not None and seconds is not None and limit < seconds:
+                logger.warning("limits.%s = %g: tasks want %g s", key, limit, seconds)
 
     def prompts(self, **fields: Any) -> list[Prompt]:
         """A prompt for each task, whose uid is the task's name; it builds images that are missing.
@@ -101,10 +107,9 @@ class TaskDirectory:
         extra = fields.pop("extra", {})
         made = []
         for task in self._tasks.values():
-            sandbox = dict(task.sandbox)
-            if "image" not in sandbox:
-                sandbox["image"] = _build(task, self._provider)
-            own = {"task": task.name, "agent_timeout_s": task.agent_timeout_s, "sandbox": sandbox}
+            image = task.sandbox.get("image") or _build_image(task, self._provider)
+            sandbox = {**task.sandbox, "image": image}
+            own = {"task": task.name, AGENT_TIMEOUT_S: task.agent_timeout_s, "sandbox": sandbox}
             settings = {"uid": task.name, "data_source": "harbor", **fields}
             made.append(Prompt(task.instruction, extra={**extra, **own}, **settings))
         return made
@@ -122,9 +127,8 @@ class TaskDirectory:
         if not task.is_separate:
             return await _verify(task, sandbox)
         for hook in task.collect:
-            await sandbox.exec(
-                hook["command"], user=_text(hook.get("user")), timeout_s=hook.get("timeout_sec", 60)
-            )
+            user, seconds = _text(hook.get("user")), hook.get("timeout_sec", 60)
+            await sandbox.exec(hook["command"], user=user, timeout_s=seconds)
         artifacts = [
             path
             for path in dict.fromkeys(["/logs/artifacts", *task.artifacts])
@@ -134,120 +138,140 @@ class TaskDirectory:
             return await _verify(task, judge)
 
 
-def _read(path: Path, provider: str) -> _Task:
+@attrs.frozen(kw_only=True)
+class _Task:
+    name: str
+    path: Path
+    instruction: str
+    #: What goes to the prompt's ``extra["sandbox"]``.
+    sandbox: dict[str, Any]
+    agent_timeout_s: float | None
+    #: How ``test.sh`` is executed.
+    tests: dict[str, Any]
+    is_separate: bool
+    artifacts: list[str]
+    collect: list[dict[str, Any]]
+
+
+def _read_task(path: Path, provider: str) -> _Task:
     try:
-        config = tomllib.loads((path / "task.toml").read_text(encoding="utf-8"))
-        instruction = (path / "instruction.md").read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        return _read(path, provider)
+    except (OSError, ValueError, ConfigError) as error:
         raise ConfigError(f"task {path.name}: {error}") from error
+
+
+def _read(path: Path, provider: str) -> _Task:
+    config = tomllib.loads((path / "task.toml").read_text(encoding="utf-8"))
     sections = {name: config.get(name, {}) for name in ("environment", "agent", "verifier")}
     if not all(isinstance(section, Mapping) for section in sections.values()):
-        raise ConfigError(f"task {path.name}: expected tables in task.toml")
+        raise ConfigError("expected tables in task.toml")
     environment, agent, verifier = sections.values()
-    if not (path / "tests" / "test.sh").is_file():
-        raise ConfigError(f"task {path.name}: tests/test.sh is missing")
-    _refuse(path, {**sections, "": config}, provider)
-    user, workdir = _text(agent.get("user")), environment.get("workdir")
+    _refuse_unsupported(path, {**sections, "": config}, provider)
+    mode = verifier.get("environment_mode", "shared")
+    if mode not in ("shared", "separate"):
+        raise ConfigError(f"verifier.environment_mode = {mode!r}: expected 'shared' or 'separate'")
+    artifacts = [{"source": a} if isinstance(a, str) else a for a in config.get("artifacts", [])]
+    collect = list(verifier.get("collect", []))
+    for entry in (*artifacts, *collect):
+        if entry.get("service", "main") != "main":
+            raise ConfigError(f"service {entry['service']!r} needs compose")
+    if environment.get("storage_mb") or environment.get("storage"):
+        logger.warning("task %s: environment.storage_mb: nothing bounds it here", path.name)
     sandbox = {
         "image": environment.get("docker_image"),
-        "workdir": workdir,
-        "user": user,
-        "env": _resolve(path, "environment.env", environment.get("env")),
-        "network": _read_network(path, sections),
+        "workdir": environment.get("workdir"),
+        "user": _text(agent.get("user")),
+        "env": _resolve_variables("environment.env", environment.get("env")),
+        "network": _read_network(sections),
         "cpus": environment.get("cpus"),
         "memory_mb": environment.get("memory_mb") or _read_size(environment.get("memory")),
         "setup": _write_setup(environment.get("healthcheck")),
-        "setup_s": environment.get("build_timeout_sec", 600.0),
+        "setup_s": _read_seconds("environment.build_timeout_sec", environment, 600.0),
     }
-    mode = verifier.get("environment_mode", "shared")
-    if mode not in ("shared", "separate"):
-        raise ConfigError(
-            f"task {path.name}: verifier.environment_mode = {mode!r}: expected 'shared' or "
-            "'separate'"
-        )
-    artifacts = [{"source": a} if isinstance(a, str) else a for a in config.get("artifacts", [])]
-    for entry in (*artifacts, *verifier.get("collect", [])):
-        if entry.get("service", "main") != "main":
-            raise ConfigError(f"task {path.name}: service {entry['service']!r} needs compose")
     return _Task(
         name=path.name,
         path=path,
-        instruction=instruction,
+        instruction=(path / "instruction.md").read_text(encoding="utf-8"),
         sandbox={key: value for key, value in sandbox.items() if value not in (None, {})},
-        build_timeout_s=environment.get("build_timeout_sec", 600.0),
-        agent_timeout_s=agent.get("timeout_sec"),
-        timeout_s=verifier.get("timeout_sec", 600.0),
-        env=_resolve(path, "verifier.env", verifier.get("env")),
-        user=_text(verifier.get("user")),
+        agent_timeout_s=_read_seconds("agent.timeout_sec", agent, None),
+        tests={
+            "timeout_s": _read_seconds("verifier.timeout_sec", verifier, 600.0),
+            "env": _resolve_variables("verifier.env", verifier.get("env")),
+            "user": _text(verifier.get("user")),
+        },
         is_separate=mode == "separate",
         artifacts=[entry["source"] for entry in artifacts],
-        collect=list(verifier.get("collect", [])),
+        collect=collect,
     )
 
 
-def _refuse(path: Path, sections: Mapping[str, Mapping[str, Any]], provider: str) -> None:
-    for section, names in _REFUSED.items():
+def _refuse_unsupported(
+    path: Path, sections: Mapping[str, Mapping[str, Any]], provider: str
+) -> None:
+    for section, names in _REFUSED_KEYS.items():
         for name in names:
             if sections[section].get(name):
-                where = f"{section}.{name}" if section else name
-                raise ConfigError(f"task {path.name}: {where} is not supported")
-    if str(sections["environment"].get("os", "linux")).lower() != "linux":
-        raise ConfigError(f"task {path.name}: environment.os: expected 'linux'")
-    for name in ("docker-compose.yaml", "docker-compose.yml"):
-        for folder in ("environment", "tests"):
-            if (path / folder / name).exists():
-                raise ConfigError(f"task {path.name}: {folder}/{name}: compose is not supported")
-    for name in ("steps", "trajectory.json", "tests/Dockerfile"):
+                raise ConfigError(f"{section and section + '.'}{name} is not supported")
+    for name in _REFUSED_FILES:
         if (path / name).exists():
-            raise ConfigError(f"task {path.name}: {name} is not supported")
-    if sections["environment"].get("docker_image"):
+            raise ConfigError(f"{name}{': compose' * name.endswith(_COMPOSE)} is not supported")
+    environment = sections["environment"]
+    if str(environment.get("os", "linux")).lower() != "linux":
+        raise ConfigError("environment.os: expected 'linux'")
+    if not (path / "tests" / "test.sh").is_file():
+        raise ConfigError("tests/test.sh is missing")
+    if environment.get("docker_image"):
         return
     if not (path / "environment" / "Dockerfile").is_file():
-        raise ConfigError(
-            f"task {path.name}: expected environment.docker_image or environment/Dockerfile"
-        )
+        raise ConfigError("expected environment.docker_image or environment/Dockerfile")
     if provider not in ENGINES:
         raise ConfigError(
-            f"task {path.name}: it has a Dockerfile and no environment.docker_image, and sandbox "
-            f"provider {provider!r} builds no images; build and publish it, and name it there"
+            f"it has environment/Dockerfile and no environment.docker_image, and sandbox.provider "
+            f"= {provider!r} builds no images; expected 'docker' or 'podman', or an image that is "
+            "built and published, in environment.docker_image"
         )
 
 
-def _resolve(path: Path, where: str, variables: Any) -> dict[str, str]:
+def _read_seconds(name: str, section: Mapping[str, Any], default: Any) -> Any:
+    value = section.get(name.partition(".")[2], default)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (is_number and 0 < value < math.inf):
+        raise ConfigError(f"{name} = {value!r}: expected a number > 0")
+    return value
+
+
+def _resolve_variables(where: str, variables: Any) -> dict[str, str]:
     """Values with ``${VAR}`` and ``${VAR:-default}`` taken from this process's environment."""
     resolved = {}
     for name, value in (variables or {}).items():
         match = _VARIABLE.fullmatch(str(value))
         text = str(value) if match is None else os.environ.get(match[1], match[2])
         if text is None:
-            assert match is not None
-            raise ConfigError(f"task {path.name}: {where}.{name}: {match[1]} is not set here")
+            raise ConfigError(f"{where}.{name}: {match and match[1]} is not set here")
         resolved[name] = text
     return resolved
 
 
-def _read_network(path: Path, sections: Mapping[str, Mapping[str, Any]]) -> str | Sequence[str]:
+def _read_network(sections: Mapping[str, Mapping[str, Any]]) -> str | Sequence[str]:
     """One for all phases: a sandbox's network does not change."""
     environment = sections["environment"]
-    is_public = environment.get("allow_internet", True)
-    usual = environment.get("network_mode", "public" if is_public else "no-network")
+    default = "public" if environment.get("allow_internet", True) else "no-network"
+    mode = environment.get("network_mode", default)
     hosts = environment.get("allowed_hosts", [])
     for name in ("agent", "verifier"):
-        section = sections[name]
-        mode = section.get("network_mode", usual)
-        if (mode, section.get("allowed_hosts", hosts)) != (usual, hosts):
+        own = sections[name].get("network_mode", mode)
+        if (own, sections[name].get("allowed_hosts", hosts)) != (mode, hosts):
             raise ConfigError(
-                f"task {path.name}: {name}.network_mode = {mode!r}: expected that of the "
-                f"environment, {usual!r}"
+                f"{name}.network_mode = {own!r}: expected that of the environment, {mode!r}"
             )
-    modes = {"public": "public", "no-network": "none", "allowlist": hosts}
-    if usual not in modes or not modes[usual]:
-        known = ", ".join(map(repr, modes))
+    networks = {"public": "public", "no-network": "none", "allowlist": hosts}
+    if not networks.get(mode):
         raise ConfigError(
-            f"task {path.name}: environment.network_mode = {usual!r}: expected one of {known}, "
-            "the last with allowed_hosts"
+            f"environment.network_mode = {mode!r}: expected one of "
+            f"{', '.join(map(repr, networks))}, the last with allowed_hosts"
         )
-    return modes[usual]  # type: ignore[no-any-return]
+    network: str | Sequence[str] = networks[mode]
+    return network
 
 
 def _read_size(text: Any) -> int | None:
@@ -271,24 +295,28 @@ def _write_setup(healthcheck: Mapping[str, Any] | None) -> str:
     return f"{setup}; n=0; until {check}; do {wait}; done"
 
 
-def _build(task: _Task, engine: str) -> str:
+def hash_directory(path: Path) -> str:
+    """SHA-256 of its files' names, modes and contents."""
+    digest = hashlib.sha256()
+    for file in sorted(each for each in path.rglob("*") if each.is_file()):
+        mode, size = file.stat().st_mode, file.stat().st_size
+        digest.update(f"{file.relative_to(path)}\0{mode}\0{size}\0".encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _build_image(task: _Task, engine: str) -> str:
     """The image of a task's Dockerfile, named by what it is made of."""
     folder = task.path / "environment"
-    digest = hashlib.sha256()
-    for file in sorted(each for each in folder.rglob("*") if each.is_file()):
-        mode = file.stat().st_mode
-        digest.update(f"{file.relative_to(folder)}\0{mode}\0{file.stat().st_size}\0".encode())
-        digest.update(file.read_bytes())
-    image = f"localhost/rollout-task:{digest.hexdigest()[:16]}"
+    image = f"localhost/rollout-task:{hash_directory(folder)[:16]}"
     try:
-        look = [engine, "image", "inspect", image]
-        there = subprocess.run(look, capture_output=True, check=False)
-        if there.returncode:
-            command = [engine, "build", "--tag", image, str(folder)]
-            subprocess.run(command, capture_output=True, check=True, timeout=task.build_timeout_s)
+        inspect = [engine, "image", "inspect", image]
+        if subprocess.run(inspect, capture_output=True, check=False).returncode:
+            build = [engine, "build", "--tag", image, str(folder)]
+            subprocess.run(build, capture_output=True, check=True, timeout=task.sandbox["setup_s"])
     except subprocess.CalledProcessError as error:
-        said = (error.stderr or error.stdout)[-1000:].decode(errors="replace").strip()
-        raise SandboxError(f"task {task.name}: {engine} build: {said}") from error
+        output = (error.stderr or error.stdout)[-1000:].decode(errors="replace").strip()
+        raise SandboxError(f"task {task.name}: {engine} build: {output}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SandboxError(f"task {task.name}: {engine} build: {error}") from error
     return image
@@ -306,9 +334,10 @@ async def _verify(task: _Task, sandbox: Sandbox) -> Reward:
         sandbox, "chown -R 0:0 /tests || :; chmod -R a+rX,go-w /tests; chmod a+x /tests/test.sh"
     )
     try:
-        result = await sandbox.exec(_TESTS, user=task.user, env=task.env, timeout_s=task.timeout_s)
+        result = await sandbox.exec(_TESTS, **task.tests)
     except SandboxTimeout as error:
-        raise SandboxError(f"task {task.name}: its tests ran for {task.timeout_s:g} s") from error
+        seconds = task.tests["timeout_s"]
+        raise SandboxError(f"task {task.name}: its tests ran for {seconds:g} s") from error
     for name in ("reward.json", "reward.txt"):
         try:
             text = (await sandbox.read_file(f"/logs/verifier/{name}")).decode(errors="replace")
@@ -324,7 +353,7 @@ async def _verify(task: _Task, sandbox: Sandbox) -> Reward:
 
 async def _run_as_root(sandbox: Sandbox, command: str) -> None:
     """Run it as root, or as whom there is: a provider or an image may know no users."""
-    said = b""
+    output = b""
     for user in ("root", None):
         try:
             result = await sandbox.exec(f"set -e; {command}", user=user)
@@ -332,8 +361,8 @@ async def _run_as_root(sandbox: Sandbox, command: str) -> None:
             continue
         if result.exit_code == 0:
             return
-        said = result.stderr
-    raise SandboxError(f"cannot put tests into {sandbox.id}: {said.decode(errors='replace')}")
+        output = result.stderr
+    raise SandboxError(f"cannot put tests into {sandbox.id}: {output.decode(errors='replace')}")
 
 
 def _read_reward(task: _Task, name: str, text: str) -> Reward:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import anyio.to_thread
 
-from rollout.bridge import AsyncioThread, has_virtual_clock
 from rollout.chat.messages import template_messages
 from rollout.errors import TemplateError, ToolError
 from rollout.reward_values import BadRewardError, finite_number
@@ -18,7 +17,7 @@ from rollout.tools.function import FunctionTool
 from rollout.tools.policy import ToolPolicy
 from rollout.tools.providers import ToolProvider
 from rollout.tools.tool import Tool, ToolContext, ToolSession
-from rollout.worker_threads import ASYNCIO_CLEANUP_S, is_async
+from rollout.worker_threads import is_async
 
 if TYPE_CHECKING:
     from rollout.types import Prompt, ToolCall
@@ -106,8 +105,8 @@ class ToolSet(ToolProvider):
         """
         tools: dict[str, _MethodTool] = {}
         for environment, factory in self._factories.items():
-            kind = factory if isinstance(factory, type) else await _kind_made_by(factory)
-            functions = functions_of(kind)
+            kind = factory if isinstance(factory, type) else await _probe(factory)
+            functions = read_functions(kind)
             if not all(is_async(each.function) for each in functions):
                 self.serial.add(environment)
             for function in functions:
@@ -168,11 +167,11 @@ class _MethodTool(Tool):
     async def open(self, context: ToolContext) -> ToolSession:
         """A session; the first one of the trajectory makes the object, and closes it."""
         key = f"{__name__}.{id(self._tool_set)}"
-        environment: _Environment | None = context.state.get(key)
-        if environment is not None:
-            return _MethodSession(self, environment, context)
-        environment = context.state[key] = await self._tool_set.open(context)
-        return _FirstSession(self, environment, context)
+        is_first = key not in context.state
+        if is_first:
+            context.state[key] = await self._tool_set.open(context)
+        session = _FirstSession if is_first else _MethodSession
+        return session(self, context.state[key], context)
 
 
 class _Environment:
@@ -184,23 +183,29 @@ class _Environment:
         self.title = type(instance).__name__
         self._backend, self._threads = tool_set.backend, context.threads
 
+    def has(self, name: str) -> bool:
+        """Whether the object has this method."""
+        return callable(getattr(self.instance, name, None))
+
     async def call(self, name: str, **arguments: Any) -> Any:
         """What a method returns, wherever it runs."""
         what, method = f"{name} of {self.title}", getattr(self.instance, name)
-        call = partial(method, **arguments)
+        call: Callable[[], Any] = partial(method, **arguments)
         if not is_async(method):
             value = await self._threads.run(what, call)
             if not inspect.isawaitable(value):
                 return value
-            # An async function in a sync wrapper: the wrapper ran in the thread, the rest is ours.
-            call = partial(_itself, value)
+
+            # A sync wrapper of an async function: the wrapper ran in the thread, the rest does not.
+            call = partial(_finish, value)
+
         if self._backend == "native":
             return await call()
         return await self._threads.run_asyncio(what, call)
 
 
-def _itself(value: Any) -> Any:
-    return value
+async def _finish(value: Any) -> Any:
+    return await value
 
 
 class _MethodSession(ToolSession):
@@ -226,12 +231,12 @@ class _FirstSession(_MethodSession):
 
     async def begin(self) -> Any:
         environment = self._environment
-        if not callable(getattr(environment.instance, "reset", None)):
+        if not environment.has("reset"):
             return None
-        row = _row_of(self._context)
+        row = _make_row(self._context)
         if environment.name:
             row.pop(_COLUMN, None)
-        columns = _columns_for(environment.instance.reset, row, environment.title)
+        columns = _choose_columns(environment.instance.reset, row, environment.title)
         observation = await environment.call("reset", **columns)
         if observation is None or isinstance(observation, str | list):
             return observation
@@ -242,7 +247,7 @@ class _FirstSession(_MethodSession):
 
     async def calc_reward(self) -> float | None:
         environment = self._environment
-        if not callable(getattr(environment.instance, "get_reward", None)):
+        if not environment.has("get_reward"):
             return None
         value = await environment.call("get_reward")
         try:
@@ -251,11 +256,11 @@ class _FirstSession(_MethodSession):
             raise ToolError(str(error)) from None
 
     async def close(self) -> None:
-        if callable(getattr(self._environment.instance, "close", None)):
+        if self._environment.has("close"):
             await self._environment.call("close")
 
 
-def _row_of(context: ToolContext) -> dict[str, Any]:
+def _make_row(context: ToolContext) -> dict[str, Any]:
     """The columns of a prompt's row."""
     prompt = context.prompt
     if prompt is None:
@@ -273,7 +278,9 @@ def _row_of(context: ToolContext) -> dict[str, Any]:
     }
 
 
-def _columns_for(reset: Callable[..., Any], row: Mapping[str, Any], title: str) -> dict[str, Any]:
+def _choose_columns(
+    reset: Callable[..., Any], row: Mapping[str, Any], title: str
+) -> dict[str, Any]:
     """Those that `reset` takes.
 
     Raises:
@@ -282,18 +289,18 @@ def _columns_for(reset: Callable[..., Any], row: Mapping[str, Any], title: str) 
     parameters = inspect.signature(reset).parameters.values()
     others = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = [each for each in parameters if each.kind not in others]
-    lacking = [e.name for e in named if e.default is e.empty and e.name not in row]
+    lacking = [repr(e.name) for e in named if e.default is e.empty and e.name not in row]
     if lacking:
+        known = ", ".join(map(repr, row))
         raise ToolError(
-            f"reset of {title}: the row has no column {', '.join(map(repr, lacking))}; it has "
-            f"{', '.join(map(repr, row))}"
+            f"reset of {title}: the row has no column {', '.join(lacking)}; it has {known}"
         )
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return dict(row)
     return {each.name: row[each.name] for each in named if each.name in row}
 
 
-def functions_of(kind: type) -> list[FunctionTool[..., Any]]:
+def read_functions(kind: type) -> list[FunctionTool[..., Any]]:
     """The public methods of a class as function tools, in the order of their names.
 
     Raises:
@@ -314,34 +321,23 @@ def functions_of(kind: type) -> list[FunctionTool[..., Any]]:
     return found
 
 
-async def _kind_made_by(factory: Factory) -> type:
+async def _probe(factory: Factory) -> type:
     """The class of what a function makes; the object is closed again.
 
     Raises:
         ToolError: It makes none.
     """
-    title = _name_of(factory)
     try:
-        instance = await _run(factory)
+        instance = factory()
     except Exception as error:
-        raise ToolError(f"ToolSet: {title} raised {type(error).__name__}: {error}") from error
-    close = getattr(instance, "close", None)
-    if callable(close) and not is_async(close):
-        await _run(close)
+        name = _name_of(factory)
+        raise ToolError(f"ToolSet: {name} raised {type(error).__name__}: {error}") from error
+    close: Any = getattr(instance, "close", None)
+    if callable(close) and is_async(close):
+        await anyio.to_thread.run_sync(partial(anyio.run, close))  # asyncio, whatever runs here
     elif callable(close):
-        loop = AsyncioThread(cleanup_s=ASYNCIO_CLEANUP_S)
-        try:
-            await loop.run(title, close)
-        finally:
-            loop.close()
+        close()
     return type(instance)
-
-
-async def _run(function: Callable[[], Any]) -> Any:
-    """What it returns, called in a thread; in virtual time at once."""
-    if has_virtual_clock():
-        return function()
-    return await anyio.to_thread.run_sync(function, abandon_on_cancel=True)
 
 
 def _name_of(factory: Factory) -> str:

@@ -8,7 +8,6 @@ import zlib
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import MediaError
-from rollout.lazy import importing
 from rollout.medium import FRAMES_MIME
 
 if TYPE_CHECKING:
@@ -182,11 +181,10 @@ def open_video(content: bytes) -> Any:
     Raises:
         MediaError: It is no video of a known format, or av is not installed.
     """
-    with importing:
-        try:
-            import av
-        except ImportError:
-            raise MediaError("videos need av: pip install 'rollout-rl[media]'") from None
+    try:
+        import av
+    except ImportError:
+        raise MediaError("videos need av: pip install 'rollout-rl[media]'") from None
     try:
         container = av.open(
             io.BytesIO(content), metadata_errors="ignore", container_options=_ONLY_THE_BYTES
@@ -204,11 +202,10 @@ def open_video(content: bytes) -> Any:
 
 
 def _pillow() -> Any:
-    with importing:
-        try:
-            from PIL import Image
-        except ImportError:
-            raise MediaError("images need pillow: pip install 'rollout-rl[media]'") from None
+    try:
+        from PIL import Image
+    except ImportError:
+        raise MediaError("images need pillow: pip install 'rollout-rl[media]'") from None
     return Image
 
 

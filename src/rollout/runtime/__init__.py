@@ -8,15 +8,15 @@ from rollout.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from rollout.runtime.blocking import BlockingRollout, open_rollout_blocking
+    from rollout.runtime.measuring import RuntimeStatistics
     from rollout.runtime.opening import open_rollout
     from rollout.runtime.runtime import RolloutRuntime
-    from rollout.runtime.statistics import RuntimeStatistics
 
 _HOMES = {
     "rollout.runtime.blocking": ("BlockingRollout", "open_rollout_blocking"),
     "rollout.runtime.opening": ("open_rollout",),
     "rollout.runtime.runtime": ("RolloutRuntime",),
-    "rollout.runtime.statistics": ("RuntimeStatistics",),
+    "rollout.runtime.measuring": ("RuntimeStatistics",),
 }
 __all__ = [
     "BlockingRollout",

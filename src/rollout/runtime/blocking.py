@@ -3,111 +3,187 @@
 from __future__ import annotations
 
 import atexit
+import functools
+import inspect
 import logging
 import math
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast, get_args
+from contextlib import ExitStack, contextmanager, suppress
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Literal,
+    NoReturn,
+    ParamSpec,
+    TypeVar,
+    get_args,
+)
 
 import anyio
 
 from rollout.bridge import Post, loop_poster, wait_future
-from rollout.engine.wire.operations import ALL_TAGS
+from rollout.chat.group import Group
+from rollout.chat.trajectory import Trajectory
 from rollout.errors import ConfigError, RolloutError
 from rollout.function_refs import refuse_while_imported
-from rollout.runtime.blocking_groups import BlockingGroups
-from rollout.runtime.blocking_views import BlockingEngines, BlockingTrajectories
-from rollout.runtime.loop_call import LoopCall
 from rollout.runtime.opening import open_rollout
-from rollout.scopes import HOW_TO_OPEN, NotEnteredError, open_task_group
+from rollout.runtime.runtime import RolloutRuntime
+from rollout.scopes import HOW_TO_OPEN, NotEnteredError, open_task_group, passing_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
     from contextlib import AbstractAsyncContextManager
-    from types import TracebackType
 
-    from anyio.abc import TaskGroup
-    from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+    from anyio.streams.memory import MemoryObjectSendStream
 
     from rollout.agents.media_intake import MediaFetcher
     from rollout.batch import RolloutBatch
     from rollout.chat import ChatTemplate
-    from rollout.config import RolloutConfig
-    from rollout.engine.weights import UpdateMode, WeightSource
-    from rollout.observe.explanation import Explanation
-    from rollout.runtime.runtime import RolloutRuntime
-    from rollout.runtime.statistics import RuntimeStatistics
+    from rollout.config import GroupPolicy, RolloutConfig
+    from rollout.engine.core import EngineInfo, EngineLoad
+    from rollout.engine.driver.pool import EnginePool
+    from rollout.engine.driver.replica_statistics import ReplicaStatistics
+    from rollout.engine.routing import Router
+    from rollout.runtime.calls import GroupStream
+    from rollout.scheduling.prompt_source import Source
     from rollout.scheduling.rewards import GroupRewardFunction, RewardFunction
+    from rollout.scheduling.streamed_run import TrajectoryStream
     from rollout.tensor_layout import Layout, Trim
     from rollout.types import Prompt
 
 T = TypeVar("T")
+P = ParamSpec("P")
 #: The loops of anyio.
 Backend = Literal["trio", "asyncio"]
-
-_HOW = f"{HOW_TO_OPEN}, or `with` in code that is not async"
 
 logger = logging.getLogger("rollout")
 
 
-async def _read(read: Callable[[], T]) -> T:
-    return read()
+class _Call:
+    """One call on the runtime's loop.
+
+    Attributes:
+        future: What it returns or raises; done when it has ended.
+        is_cancelled: Set by the caller's thread: a call that has not begun does not begin.
+    """
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.future: Future[Any] = Future()
+        self.is_cancelled = False
+        self._function = function
+        self._scope: anyio.CancelScope | None = None
+
+    async def run(self) -> None:
+        """Perform it. Cancelled before it begins, it would still run to its first checkpoint."""
+        if self.is_cancelled:
+            self.fail()
+            return
+        with anyio.CancelScope() as self._scope:
+            try:
+                value = self._function()
+                self.future.set_result(await value if inspect.isawaitable(value) else value)
+            except BaseException as error:
+                if passing_of(error) is not None:
+                    self.fail()
+                    raise
+                self.future.set_exception(error)
+
+    def end(self) -> None:
+        """Cancel it, or have it not begin; on the loop."""
+        if self._scope is None:
+            self.fail()
+        else:
+            self._scope.cancel()
+
+    def fail(self) -> None:
+        """It was cancelled, or no loop is going to perform it."""
+        if not self.future.done():
+            why = "the call was cancelled" if self.is_cancelled else "the runtime is closed"
+            self.future.set_exception(RolloutError(why))
 
 
-class BlockingRollout(BlockingGroups):
+def _waited_for(
+    method: Callable[Concatenate[RolloutRuntime, P], Coroutine[Any, Any, T]],
+    *,
+    is_ended: bool = True,
+) -> Callable[Concatenate[BlockingRollout, P], T]:
+    """A method of the runtime, awaited on its loop and waited for in the caller's thread.
+
+    Args:
+        is_ended: Whether an exception that reaches the thread meanwhile ends the call.
+    """
+
+    @functools.wraps(method)
+    def wait(self: BlockingRollout, /, *args: P.args, **named: P.kwargs) -> T:
+        function = functools.partial(method, self._runtime, *args, **named)
+        if is_ended:
+            return self._wait(function)
+        result: T = self._start(function).future.result()
+        return result
+
+    return wait
+
+
+def _called(
+    method: Callable[Concatenate[RolloutRuntime, P], T],
+) -> Callable[Concatenate[BlockingRollout, P], T]:
+    """A method of the runtime, called on its loop."""
+
+    @functools.wraps(method)
+    def call(self: BlockingRollout, /, *args: P.args, **named: P.kwargs) -> T:
+        return self._do(functools.partial(method, self._runtime, *args, **named))
+
+    return call
+
+
+class BlockingRollout:
     """A `RolloutRuntime` on a thread of its own; made by `open_rollout_blocking`.
 
-    Every method may be called from any thread but the runtime's own, on which async functions and
-    `accept` run: what waits there is refused with a `RolloutError`. Ctrl-C, or any other exception
+    Its methods are the runtime's, waited for in the caller's thread. Every one may be called from
+    any thread but the runtime's own, on which async functions and `accept` run: what waits there
+    is refused with a `RolloutError`. Ctrl-C, or any other exception
     that reaches a caller while it waits, ends that call's trajectories, leaves as itself, and
     leaves the runtime usable.
     """
 
-    def __init__(self, open_runtime: Callable[[], Any], backend: Backend) -> None:
+    def __init__(
+        self, open_runtime: Callable[[], AbstractAsyncContextManager[RolloutRuntime]], backend: str
+    ) -> None:
         refuse_while_imported("open_rollout_blocking")
-        self._runtime: RolloutRuntime
-        self._inbox: MemoryObjectSendStream[LoopCall]
-        self._leave: anyio.Event
-        self._post: Post
-        self._calls: set[LoopCall] = set()
-        self._is_ready = threading.Event()
-        self._has_ended = False
-        started: Future[None] = Future()
+        self._lock, self._closing = threading.Lock(), threading.Lock()
+        self._is_running = True  # guarded by `_lock`, and so are `_calls`
+        self._calls: set[_Call] = set()
+        self._started: Future[tuple[Post, MemoryObjectSendStream[_Call]]] = Future()
         # A daemon: a caller that forgets to close must not hang the exit of its process.
         self._thread = threading.Thread(
-            target=self._run, args=(open_runtime, backend, started), name="rollout", daemon=True
+            target=self._run, args=(backend,), name="rollout", daemon=True
         )
         self._thread.start()
-        try:
-            started.result()
-        except BaseException:
-            self.close()
-            raise
+        with ExitStack() as stack:
+            stack.callback(self._stop)
+            self._post, self._inbox = self._started.result()
+            self._runtime: RolloutRuntime = stack.enter_context(self._entered(open_runtime))[0]
+            self._stack = stack.pop_all()
         atexit.register(self.close)
 
     def __enter__(self) -> BlockingRollout:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     async def __aenter__(self) -> NoReturn:
         self.close()
-        raise NotEnteredError(f"open_rollout_blocking is entered by `async with`; {_HOW}")
+        raise NotEnteredError(
+            f"open_rollout_blocking is entered by `async with`; {HOW_TO_OPEN}, or `with` in code "
+            "that is not async"
+        )
 
     async def __aexit__(self, *_error: object) -> None:
         pass
-
-    def __await__(self) -> NoReturn:
-        self.close()
-        raise NotEnteredError(f"open_rollout_blocking is awaited; {_HOW}")
 
     @property
     def config(self) -> RolloutConfig:
@@ -122,24 +198,20 @@ class BlockingRollout(BlockingGroups):
     @property
     def engines(self) -> BlockingEngines:
         """The engines: replicas can be added, removed and drained there while calls run."""
-        return BlockingEngines(self._runtime.engines, self._wait)
+        return BlockingEngines(self._runtime.engines, self)
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        samples: int | None = None,
-        step: int | None = None,
-        validate: bool = False,
-        layout: Layout = "padded",
-        trim: Trim = False,
-    ) -> RolloutBatch:
-        """`RolloutRuntime.generate`, waited for in this thread."""
-        return self._wait(
-            lambda: self._runtime.generate(
-                prompts, samples=samples, step=step, validate=validate, layout=layout, trim=trim
-            )
-        )
+    generate = _waited_for(RolloutRuntime.generate)
+    collect = _waited_for(RolloutRuntime.collect)
+    make_batch = _waited_for(RolloutRuntime.make_batch)
+    discard_carried = _waited_for(RolloutRuntime.discard_carried)
+    # An exception that reaches the thread while it waits for these leaves the engines to them.
+    update_weights = _waited_for(RolloutRuntime.update_weights, is_ended=False)
+    sleep = _waited_for(RolloutRuntime.sleep, is_ended=False)
+    wake_up = _waited_for(RolloutRuntime.wake_up, is_ended=False)
+    flush_cache = _waited_for(RolloutRuntime.flush_cache, is_ended=False)
+    cancel = _called(RolloutRuntime.cancel)
+    statistics = _called(RolloutRuntime.statistics)
+    explain = _called(RolloutRuntime.explain)
 
     async def agenerate(
         self,
@@ -156,19 +228,20 @@ class BlockingRollout(BlockingGroups):
         Cancellation, or any other exception that reaches the awaiting task, ends the call's
         trajectories and passes through.
         """
-        call = LoopCall(
+        call = _Call(
             lambda: self._runtime.generate(
                 prompts, samples=samples, step=step, validate=validate, layout=layout, trim=trim
             )
         )
         try:
-            self._hand_over(call)
+            self._send(call)
             batch: RolloutBatch = await wait_future(call.future)
-        except BaseException:
-            if not call.future.done():  # a cancellation, or a Ctrl-C in this thread
-                self._post(call.cancel)
-                with anyio.CancelScope(shield=True):
-                    await call.settled()
+        except BaseException:  # the call's error, a cancellation, or a Ctrl-C in this thread
+            if not call.future.done():
+                call.is_cancelled = True
+                self._post(call.end)
+                with anyio.CancelScope(shield=True), suppress(Exception):
+                    await wait_future(call.future)
             raise
         return batch
 
@@ -187,50 +260,30 @@ class BlockingRollout(BlockingGroups):
         """
         with self._entered(
             lambda: self._runtime.stream(prompts, samples=samples, step=step, validate=validate)
-        ) as (received, end):
-            yield BlockingTrajectories(received, self._wait, end)
+        ) as (received, leave):
+            yield BlockingTrajectories(received, leave, self)
 
-    def cancel(
-        self, uid: str | None = None, member: int | None = None, *, reason: str = "cancelled"
-    ) -> int:
-        """`RolloutRuntime.cancel`, from any thread, also while `generate` runs in another."""
-
-        async def cancel() -> int:
-            return self._runtime.cancel(uid, member, reason=reason)
-
-        return self._wait(cancel)
-
-    def update_weights(
-        self, *, version: int, source: WeightSource, mode: UpdateMode = "abort_and_resume"
-    ) -> None:
-        """`RolloutRuntime.update_weights`, waited for in this thread.
-
-        An exception that reaches the thread while it waits leaves the engines to it.
-        """
-        update = self._start(
-            lambda: self._runtime.update_weights(version=version, source=source, mode=mode)
-        )
-        update.future.result()
-
-    def sleep(self, level: int = 1) -> None:
-        """`RolloutRuntime.sleep`, waited for in this thread."""
-        self._start(lambda: self._runtime.sleep(level)).future.result()
-
-    def wake_up(self, tags: Iterable[str] = ALL_TAGS) -> None:
-        """`RolloutRuntime.wake_up`, waited for in this thread."""
-        self._start(lambda: self._runtime.wake_up(tags)).future.result()
-
-    def statistics(self) -> RuntimeStatistics:
-        """`RolloutRuntime.statistics`, from any thread."""
-        return self._wait(partial(_read, self._runtime.statistics))
-
-    def explain(self) -> Explanation:
-        """`RolloutRuntime.explain`, from any thread; waits where something blocks the loop."""
-        return self._wait(partial(_read, self._runtime.explain))
-
-    def flush_cache(self) -> None:
-        """`RolloutRuntime.flush_cache`, waited for in this thread."""
-        self._start(self._runtime.flush_cache).future.result()
+    @contextmanager
+    def stream_groups(
+        self,
+        source: Source,
+        *,
+        policy: GroupPolicy | None = None,
+        step: int | None = None,
+        max_staleness: int | None = None,
+        groups_per_step: int | None = None,
+    ) -> Iterator[BlockingGroupStream]:
+        """`RolloutRuntime.stream_groups`: ``with … as groups``, an iterator of any thread."""
+        with self._entered(
+            lambda: self._runtime.stream_groups(
+                source,
+                policy=policy,
+                step=step,
+                max_staleness=max_staleness,
+                groups_per_step=groups_per_step,
+            )
+        ) as (stream, _):
+            yield BlockingGroupStream(stream, self)
 
     def close(self) -> None:
         """End the runtime and its thread; calls of other threads fail. Idempotent.
@@ -240,67 +293,126 @@ class BlockingRollout(BlockingGroups):
         """
         self._refuse_own_thread("close")
         atexit.unregister(self.close)
-        self._is_ready.wait()
-        self._post(self._leave.set)
+        with self._closing:  # a second thread returns when the first one has closed it
+            try:
+                self._stack.close()
+            except Exception:
+                logger.exception("the runtime's thread failed")
+
+    def _wait(self, function: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """What a coroutine function returns on the loop."""
+        result: T = self._finish(self._start(function))
+        return result
+
+    def _do(self, function: Callable[[], T]) -> T:
+        """What a function returns that is called on the loop."""
+        result: T = self._finish(self._start(function))
+        return result
+
+    def _start(self, function: Callable[[], Any]) -> _Call:
+        """Have a function called on the loop."""
+        self._refuse_own_thread()
+        call = _Call(function)
+        try:
+            self._send(call)
+        except BaseException:
+            self._cancel(call)
+            raise
+        return call
+
+    def _finish(self, call: _Call) -> Any:
+        """Wait for a call's end; an exception that reaches this thread meanwhile cancels it."""
+        try:
+            return call.future.result()
+        except BaseException:
+            self._cancel(call)
+            raise
+
+    def _cancel(self, call: _Call) -> None:
+        """Cancel a call, and wait for its end."""
+        call.is_cancelled = True
+        if call in self._calls:
+            self._post(call.end)
+            call.future.exception()
+
+    def _send(self, call: _Call) -> None:
+        """Have the loop perform a call; where the loop ends first, the call fails.
+
+        The loop is not waited for, as `BlockingPortal` does: a thread that runs a loop of its own
+        may not wait for trio, and the two loops may need each other.
+        """
+        with self._lock:
+            if not self._is_running:
+                raise RolloutError("the runtime is closed")
+            self._calls.add(call)
+        call.future.add_done_callback(lambda _: self._calls.discard(call))
+        self._post(lambda: self._begin(call))
+
+    def _begin(self, call: _Call) -> None:
+        """On the loop, but in no task of it, which alone could start one."""
+        with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):  # the loop ends
+            self._inbox.send_nowait(call)
+
+    def _run(self, backend: str) -> None:
+        """The life of the thread."""
+        try:
+            anyio.run(self._serve, backend=backend)
+        except BaseException as error:
+            if self._started.done():
+                logger.exception("the runtime's thread failed")
+            else:
+                self._started.set_exception(error)
+        finally:
+            with self._lock:
+                self._is_running = False
+            for call in tuple(self._calls):
+                call.fail()
+
+    async def _serve(self) -> None:
+        inbox, calls = anyio.create_memory_object_stream[_Call](math.inf)
+        async with inbox, calls, open_task_group() as tasks:
+            self._started.set_result((loop_poster(), inbox))
+            async for call in calls:
+                tasks.start_soon(call.run)
+
+    def _stop(self) -> None:
+        """End the thread."""
+        post, inbox = self._started.result()
+        post(inbox.close)
         self._thread.join()
 
     @contextmanager
     def _entered(
         self, manager: Callable[[], AbstractAsyncContextManager[T]]
     ) -> Iterator[tuple[T, Callable[[], None]]]:
-        """What an async context manager gives on the loop, and what has it left; it is left after
-        the block.
-        """
+        """What an async context manager gives on the loop, and what leaves it; left at the end."""
         opened: Future[tuple[T, anyio.Event]] = Future()
 
-        async def keep_open() -> None:
-            async with manager() as given:
-                leave = anyio.Event()
-                opened.set_result((given, leave))
-                await leave.wait()
+        async def hold_open() -> None:
+            async with manager() as value:
+                leaving = anyio.Event()
+                opened.set_result((value, leaving))
+                await leaving.wait()
 
-        def give_up(ended: Future[None]) -> None:
+        def report(ended: Future[None]) -> None:
             if not opened.done():
                 opened.set_exception(ended.exception() or RolloutError("the runtime is closed"))
 
-        self._refuse_own_thread()
-        call = LoopCall(keep_open)
-        call.future.add_done_callback(give_up)
+        call = self._start(hold_open)
+        call.future.add_done_callback(report)
         try:
-            self._hand_over(call)
-            given, leave = opened.result()
+            value, leaving = opened.result()
 
-            def end() -> None:
+            def leave() -> None:
                 self._refuse_own_thread()
-                self._post(leave.set)
+                self._post(leaving.set)
                 self._finish(call)
 
-            yield given, end
+            yield value, leave
         except BaseException:
-            self._abandon(call)
+            self._cancel(call)
             raise
-        end()
-
-    def _wait(self, function: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What a call returns; an exception that reaches this thread meanwhile ends the call."""
-        self._refuse_own_thread()
-        return cast("T", self._finish(LoopCall(function), is_new=True))
-
-    def _finish(self, call: LoopCall, *, is_new: bool = False) -> Any:
-        """Wait for the end of a call; an exception that reaches this thread brings it about."""
-        try:
-            if is_new:
-                self._hand_over(call)
-            return call.future.result()
-        except BaseException:
-            self._abandon(call)
-            raise
-
-    def _abandon(self, call: LoopCall) -> None:
-        """End a call, and wait until it has."""
-        if not call.future.done():
-            self._post(call.cancel)
-            call.future.exception()
+        leave()
 
     def _refuse_own_thread(self, what: str = "a blocking method") -> None:
         """There a wait would have no end."""
@@ -310,73 +422,83 @@ class BlockingRollout(BlockingGroups):
                 "run, and which it would wait for; expected another thread"
             )
 
-    def _start(self, function: Callable[[], Awaitable[Any]]) -> LoopCall:
-        """Have it called on the loop, to its end."""
-        self._refuse_own_thread()
-        call = LoopCall(function)
-        self._hand_over(call)
-        return call
 
-    def _hand_over(self, call: LoopCall) -> None:
-        """Have the loop perform a call; a Ctrl-C in here says nothing about whether it will."""
-        self._calls.add(call)
-        call.future.add_done_callback(lambda _: self._calls.discard(call))
-        self._post(lambda: self._accept(call))
-        # The loop may end before the callback runs, and its thread's own sweep may have passed by
-        # then.
-        if self._has_ended:
-            self._fail_calls()
+class BlockingEngines:
+    """The `EnginePool` of a runtime on another thread; its methods may be called from any."""
 
-    def _accept(self, call: LoopCall) -> None:
-        """On the loop, but in no task of it: the call is handed to one that can start tasks."""
-        call.is_accepted = True
-        try:
-            self._inbox.send_nowait(call)
-        except (anyio.ClosedResourceError, anyio.BrokenResourceError):
-            call.fail()
+    def __init__(self, pool: EnginePool, runtime: BlockingRollout) -> None:
+        self._pool, self._runtime = pool, runtime
 
-    def _fail_calls(self) -> None:
-        for call in tuple(self._calls):
-            call.fail()
+    @property
+    def info(self) -> EngineInfo:
+        """The facts that all replicas share."""
+        return self._pool.info
 
-    def _run(self, open_runtime: Callable[[], Any], backend: str, started: Future[None]) -> None:
-        try:
-            anyio.run(self._serve, open_runtime, started, backend=backend)
-        except BaseException as error:
-            if not started.done():
-                started.set_exception(error)
-            else:
-                logger.exception("the runtime's thread failed")
-        finally:
-            self._is_ready.set()
-            self._has_ended = True
-            self._fail_calls()
+    @property
+    def router(self) -> Router:
+        """Decides where requests go; its `statistics` say why."""
+        return self._pool.router
 
-    async def _serve(self, open_runtime: Callable[[], Any], started: Future[None]) -> None:
-        self._leave = anyio.Event()
-        self._post = loop_poster()
-        self._is_ready.set()
-        self._inbox, calls = anyio.create_memory_object_stream[LoopCall](math.inf)
-        async with open_task_group() as tasks, self._inbox:
-            tasks.start_soon(self._start_calls, calls, tasks)
-            tasks.start_soon(self._leave_while_opening, started, tasks.cancel_scope)
-            async with open_runtime() as self._runtime:
-                started.set_result(None)
-                await self._leave.wait()
-        if not started.done():
-            started.set_exception(RolloutError("the runtime was closed while it opened"))
+    def statistics(self) -> tuple[ReplicaStatistics, ...]:
+        """`EnginePool.statistics`."""
+        return self._runtime._do(self._pool.statistics)
 
-    async def _start_calls(
-        self, calls: MemoryObjectReceiveStream[LoopCall], tasks: TaskGroup
+    def loads(self) -> dict[str, EngineLoad]:
+        """`EnginePool.loads`."""
+        return self._runtime._do(self._pool.loads)
+
+    def drain(self, name: str) -> None:
+        """`EnginePool.drain`."""
+        self._runtime._do(lambda: self._pool.drain(name))
+
+    def resume(self, name: str) -> None:
+        """`EnginePool.resume`."""
+        self._runtime._do(lambda: self._pool.resume(name))
+
+    def add_replica(self, *, load_share: float = 1.0) -> str:
+        """`EnginePool.add_replica`, waited for in this thread."""
+        return self._runtime._wait(lambda: self._pool.add_replica(load_share=load_share))
+
+    def remove_replica(self, name: str, *, drain_s: float | None = None) -> None:
+        """`EnginePool.remove_replica`, waited for in this thread."""
+        self._runtime._wait(lambda: self._pool.remove_replica(name, drain_s=drain_s))
+
+
+class BlockingTrajectories(Iterator[Trajectory]):
+    """Trajectories of `BlockingRollout.stream`, in the order in which they end."""
+
+    def __init__(
+        self, stream: TrajectoryStream, leave: Callable[[], None], runtime: BlockingRollout
     ) -> None:
-        async with calls:
-            async for call in calls:
-                tasks.start_soon(call.run)
+        self._stream, self._leave, self._runtime = stream, leave, runtime
 
-    async def _leave_while_opening(self, started: Future[None], opening: anyio.CancelScope) -> None:
-        await self._leave.wait()
-        if not started.done():
-            opening.cancel()
+    def __next__(self) -> Trajectory:
+        """The next one, once it has ended; a RolloutError where the stream is over."""
+        try:
+            return self._runtime._wait(self._stream.receive)
+        except anyio.EndOfStream:
+            raise StopIteration from None
+        except (anyio.ClosedResourceError, RolloutError):
+            self._leave()  # the runtime may have been closed, and says so
+            raise RolloutError("the stream has been left") from None
+
+
+class BlockingGroupStream(Iterator[Group]):
+    """Groups of `BlockingRollout.stream_groups`, as they finish."""
+
+    def __init__(self, stream: GroupStream, runtime: BlockingRollout) -> None:
+        self._stream, self._runtime = stream, runtime
+
+    def __next__(self) -> Group:
+        """The next one, once it is accepted."""
+        group = self._runtime._wait(self._stream.receive)
+        if group is None:
+            raise StopIteration
+        return group
+
+    def metrics(self) -> dict[str, float]:
+        """`GroupStream.metrics`."""
+        return self._runtime._do(self._stream.metrics)
 
 
 def open_rollout_blocking(

@@ -5,10 +5,15 @@ from __future__ import annotations
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+import anyio
+import anyio.to_thread
+
+from rollout.bridge import has_virtual_clock
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from rollout.batch import RolloutBatch
     from rollout.batch.saved_tokenizer import BatchTokenizer
@@ -16,12 +21,32 @@ if TYPE_CHECKING:
     from rollout.chat import ChatTemplate
     from rollout.chat.trajectory import Trajectory
     from rollout.config import LengthsConfig, ModelConfig
-    from rollout.runtime.batch_watch import BatchWindow
-    from rollout.runtime.long_work import LongWork
+    from rollout.runtime.measuring import BatchWindow
     from rollout.tensor_layout import Layout, Trim
+
+T = TypeVar("T")
+
+#: Pieces of work that are done at once; others wait. They share the machine with the event loop.
+MAX_THREADS = 2
 
 #: Places of tokens that are laid out as fast as a thread is asked to.
 SHORT = 1 << 16
+
+
+class LongWork:
+    """Threads of their own, so that the runtime's work waits for nobody's.
+
+    In virtual time nothing runs in threads: time would run away from them.
+    """
+
+    def __init__(self) -> None:
+        self._limiter = anyio.CapacityLimiter(MAX_THREADS)
+
+    async def run(self, is_long: bool, function: Callable[[], T]) -> T:
+        """``function()``, in a thread where it is long work; cancellation waits for its end."""
+        if not is_long or has_virtual_clock():
+            return function()
+        return await anyio.to_thread.run_sync(function, limiter=self._limiter)
 
 
 class Collation:

@@ -19,7 +19,6 @@ from rollout.engine.model_files import resolve_model
 from rollout.engine.model_identity import end_ids, model_fingerprint
 from rollout.engine.wire.protocol import DriverFacts
 from rollout.errors import TemplateError
-from rollout.runtime.tensor_imports import import_tensors
 
 if TYPE_CHECKING:
     from rollout.config import RolloutConfig
@@ -59,7 +58,8 @@ def _load(config: RolloutConfig) -> DriverModel:
     _prepare(template)
     if config.journal.path is not None:
         template.fingerprint  # noqa: B018  # takes a while with a large vocabulary, and is kept
-    import_tensors()  # last: engines need what comes before
+    import rollout.batch  # noqa: F401  # torch, here and last: engines need what comes before
+
     return model
 
 

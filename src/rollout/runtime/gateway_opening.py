@@ -6,13 +6,12 @@ It is a floor above, and found by its name.
 from __future__ import annotations
 
 import importlib
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
 from rollout.agents.agent_loop import class_of, get_agent
-from rollout.errors import ConfigError
 from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
@@ -36,18 +35,15 @@ class GatewayOnDemand:
         self._is_wanted = anyio.Event()
         self._is_settled = anyio.Event()
         self._gateway: Any = None
-        self._fault: ConfigError | None = None
+        self._fault: Exception | None = None
 
-    def open(self, context: AgentContext) -> AbstractAsyncContextManager[GatewayAddress]:
+    @asynccontextmanager
+    async def open(self, context: AgentContext) -> AsyncIterator[GatewayAddress]:
         """As `GatewayDoor.open`.
 
         Raises:
             ConfigError: The server cannot be opened.
         """
-        return self._open(context)
-
-    @asynccontextmanager
-    async def _open(self, context: AgentContext) -> AsyncIterator[GatewayAddress]:
         await self.start()
         async with self._gateway.open(context) as address:
             yield address
@@ -56,7 +52,7 @@ class GatewayOnDemand:
         """The server runs afterwards.
 
         Raises:
-            ConfigError: It cannot be opened.
+            ConfigError: It cannot be opened; or whatever else its start raised.
         """
         self._is_wanted.set()
         await self._is_settled.wait()
@@ -64,22 +60,27 @@ class GatewayOnDemand:
             raise self._fault
 
     async def serve(self) -> None:
-        """Serve from the first `start` until this is cancelled."""
+        """Serve from the first `start` until this is cancelled.
+
+        What keeps the server from starting is raised by each `start`, and ends nothing else.
+        """
         await self._is_wanted.wait()
-        threads, services = self._services.threads, self._services
-        module = await threads.run("import", importlib.import_module, HOME)
+        services = self._services
         try:
+            module = await services.threads.run("import", importlib.import_module, HOME)
             async with module.serve_trajectories(services) as self._gateway:
                 services.gateway.door = self  # agents keep to it
                 self._is_settled.set()
                 await anyio.sleep_forever()
-        except ConfigError as error:
+        except Exception as error:
+            if self._is_settled.is_set():
+                raise
             self._fault = error
             self._is_settled.set()
 
 
 @asynccontextmanager
-async def gateway_of(services: Services) -> AsyncIterator[None]:
+async def serve_gateway(services: Services) -> AsyncIterator[None]:
     """Have agents find a gateway while the block runs.
 
     Raises:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
 from typing import TYPE_CHECKING, Any
 
 import anyio.to_thread
 
 from rollout.agents import AgentLoop, get_agent
+from rollout.agents.agent_loop import class_of
 from rollout.agents.long_texts import LongTexts
 from rollout.agents.media_intake import MediaFetcher, MediaIntake
 from rollout.agents.prompt_sampling import top_log_probs_fault
@@ -28,26 +29,25 @@ from rollout.interactions import InteractionRegistry
 from rollout.observe.event_stream import EventStream
 from rollout.observe.loop_lag import LoopLag
 from rollout.observe.tally import Tally
+from rollout.runtime.collector import collecting_seldom
 from rollout.runtime.driver_model import DriverModel, load_driver_model, warn_of_end_token
-from rollout.runtime.gateway_opening import gateway_of
-from rollout.runtime.heap import freeze_loaded, frozen_heap
+from rollout.runtime.gateway_opening import serve_gateway
 from rollout.runtime.observing import observed
 from rollout.runtime.reward_opening import (
     GivenRewards,
-    RewardFunctions,
     checked,
+    make_rewarding,
     reward_processes,
-    rewarding_of,
 )
 from rollout.runtime.runtime import RolloutRuntime
 from rollout.scheduling.journal.journal import open_journal
-from rollout.scheduling.journal.journal_file import JournalFile, journal_file
+from rollout.scheduling.journal.journal_file import journal_file
 from rollout.scheduling.journal.run_identity import seed_of_run
 from rollout.scheduling.selection import acceptance
 from rollout.scheduling.tokenization import TokenizationCheck
 from rollout.scheduling.trajectory_runner import TrajectoryRunner
 from rollout.scopes import OneTask, open_task_group
-from rollout.tools import ToolExecutor
+from rollout.tools import Tool, ToolExecutor
 from rollout.tools.providers import open_tools
 from rollout.tools.shipped import shipped_tools
 from rollout.worker_threads import WorkerThreads
@@ -60,7 +60,6 @@ if TYPE_CHECKING:
     from rollout.engine.core import EngineInfo
     from rollout.engine.wire.protocol import DriverFacts
     from rollout.scheduling.rewards import GroupRewardFunction, RewardFunction
-    from rollout.tools import Tool
 
 
 EngineOpener = Callable[
@@ -105,8 +104,8 @@ def open_rollout(
             a reward function cannot be called like that, or not in `rewards.processes`, or the
             engines cannot do what `sampling` asks of them.
         ToolError: A tool is defined wrongly or cannot run here, or two share a name.
-        SandboxUnavailable: The reward names a sandbox, or `sandbox` a provider or warm ones, and
-            there can be none here.
+        SandboxUnavailable: The agent, a tool or the reward needs a sandbox, or `sandbox` names a
+            provider or warm ones, and there can be none here.
         EngineError: An engine did not start, or refused to serve with this tokenizer.
         RolloutError: It is left in another task than it was entered in; nothing has happened then.
     """
@@ -139,7 +138,7 @@ def open_rollout_on(
 
 @asynccontextmanager
 async def _open(
-    engines: EngineOpener,
+    opener: EngineOpener,
     config: RolloutConfig,
     tools: Sequence[Any],
     rewards: GivenRewards,
@@ -147,8 +146,115 @@ async def _open(
     media_fetcher: MediaFetcher | None,
     resume: bool,
 ) -> AsyncIterator[RolloutRuntime]:
+    check_arguments(config, tools, interactions)
+    functions = checked(rewards, config.rewards.processes)
+    acceptance(config.scheduling.groups.accept)
+    async with AsyncExitStack() as stack:
+        # What can be refused before anything starts.
+        file = await stack.enter_async_context(journal_file(config, resume=resume))
+        run_seed = seed_of_run(config, None if file is None else file.contents)
+        registry = InteractionRegistry(interactions)
+        parser = tool_parser(config, registry)
+        builtin = await builtin_tools(config.tools)
+        freeze = None
+        if config.scheduling.freeze_heap:
+            freeze = stack.enter_context(collecting_seldom())
+        opened = await stack.enter_async_context(open_tools([*builtin, *tools]))
+
+        # Where the code of users runs.
+        threads = WorkerThreads(
+            max_threads=config.tools.max_threads,
+            max_abandoned=config.tools.max_abandoned_threads,
+            watch=None if has_virtual_clock() else LoopLag().watch,
+        )
+        stack.callback(threads.close)
+        tally, events = Tally(), EventStream()
+        executor = tool_executor(config, opened, threads, tally)
+        stack.push_async_callback(executor.close)
+        processes = reward_processes(config, functions, threads)
+        if processes is not None:
+            stack.push_async_callback(processes.close)
+            await processes.prepare(config.limits.reward_s)
+        await executor.prepare()
+        await check_agent(config.agent.name)
+
+        # The model is loaded while the engines start; they ask for its facts.
+        observers = await stack.enter_async_context(observed(config, events, run_seed))
+        tasks = await stack.enter_async_context(open_task_group())
+        loading = tasks.start_soon(load_driver_model, config, threads)
+
+        async def model() -> DriverModel:
+            await loading.wait()
+            try:
+                return loading.return_value
+            except anyio.TaskFailed as error:  # as itself
+                raise (error.__cause__ or error) from None
+
+        async def facts() -> DriverFacts:
+            return (await model()).facts
+
+        engines = await stack.enter_async_context(opener(config, facts, events))
+        containment = await stack.enter_async_context(open_containment(config.limits.cleanup_s))
+        loaded = await model()
+        template = loaded.template
+        observers.decode_with(template.decode)
+        warn_of_end_token(template, engines.info)
+        check_abilities(config, engines.info)
+
+        # What trajectories share, and what runs them.
+        ends = (*template.stop_token_ids, *stop_token_ids(parser, template.tokenizer))
+        services = Services(
+            config=config,
+            engines=engines,
+            template=template,
+            parser=parser,
+            stop_token_ids=ends,
+            tools=executor,
+            interactions=registry,
+            tally=tally,
+            threads=threads,
+            containment=containment,
+            events=events,
+            texts=stack.enter_context(closing(LongTexts(template.encoder))),
+            media=stack.enter_context(
+                closing(
+                    MediaIntake(
+                        config.media, template.processor, media_fetcher, engines.media_fault
+                    )
+                )
+            ),
+        )
+        rewarding = make_rewarding(
+            config, functions, processes, template.tokenizer, threads, tally, events
+        )
+        tokens = TokenizationCheck(
+            config.agent.tokenization_check, config.agent.tokenization_ignore
+        )
+        runner = TrajectoryRunner(services=services, rewarding=rewarding, tokens=tokens)
+        journal = await stack.enter_async_context(
+            open_journal(services, file, loaded.facts.fingerprint, run_seed)
+        )
+        runtime = RolloutRuntime(config, runner, threads, tally, run_seed, journal)
+        is_needed = functions.needs_sandbox or needs_sandbox(config.agent.name, opened)
+        await stack.enter_async_context(services.sandboxes.serving(is_needed=is_needed))
+        await stack.enter_async_context(serve_gateway(services))
+        await stack.enter_async_context(runtime.serving())
+        if freeze is not None:
+            freeze()
+        yield runtime
+
+
+def check_arguments(config: Any, tools: Any, interactions: Any) -> None:
+    """What is given to `open_rollout` has the types that it must have.
+
+    Raises:
+        ConfigError: One has another.
+    """
     if not isinstance(config, RolloutConfig):
-        how = {str: "rollout.load_config(path)", dict: "rollout.config_from_dict(values)"}
+        how: dict[type, str] = {
+            str: "rollout.load_config(path)",
+            dict: "rollout.config_from_dict(values)",
+        }
         hint = f"; {how[type(config)]} makes one" if type(config) in how else ""
         raise ConfigError(f"config: expected a RolloutConfig, got {type(config).__name__}{hint}")
     for name, given in (("tools", tools), ("interactions", interactions)):
@@ -157,114 +263,14 @@ async def _open(
                 f"{name} = {given!r:.200}: expected a sequence, such as [one], () where there are "
                 "none"
             )
-    functions = checked(rewards, config.rewards.processes)
-    acceptance(config.scheduling.groups.accept)
-    async with journal_file(config, resume=resume) as file:
-        registry = InteractionRegistry(interactions)
-        parser = tool_parser(config, registry)
-        builtin = await builtin_tools(config.tools)
-        with frozen_heap() if config.scheduling.freeze_heap else nullcontext():
-            async with (
-                open_tools([*builtin, *tools]) as opened,
-                _open_runtime(
-                    engines, config, opened, functions, registry, parser, media_fetcher, file
-                ) as runtime,
-            ):
-                freeze_loaded()
-                yield runtime
 
 
-@asynccontextmanager
-async def _open_runtime(
-    opener: EngineOpener,
-    config: RolloutConfig,
-    tools: Sequence[Any],
-    rewards: RewardFunctions,
-    registry: InteractionRegistry,
-    parser: ToolParser,
-    media_fetcher: MediaFetcher | None,
-    file: JournalFile | None,
-) -> AsyncIterator[RolloutRuntime]:
-    threads = WorkerThreads(
-        max_threads=config.tools.max_threads,
-        max_abandoned=config.tools.max_abandoned_threads,
-        watch=None if has_virtual_clock() else LoopLag().watch,
+def needs_sandbox(agent: str, tools: Sequence[Any]) -> bool:
+    """Whether the agent of this name, or one of these tools, acts in the trajectory's sandbox."""
+    agent_class = class_of(get_agent(agent))
+    return agent_class.needs_sandbox or any(
+        isinstance(tool, Tool) and tool.needs_sandbox for tool in tools
     )
-    tally, events = Tally(), EventStream()
-    executor = tool_executor(config, tools, threads, tally)
-    processes = reward_processes(config, rewards, threads)
-    run_seed = seed_of_run(config, None if file is None else file.contents)
-    try:
-        if processes is not None:
-            await processes.prepare(config.limits.reward_s)
-        await executor.prepare()
-        await check_agent(config.agent.name)
-        async with observed(config, events, run_seed) as observers, open_task_group() as tasks:
-            loading = tasks.start_soon(load_driver_model, config, threads)  # while engines start
-
-            async def model() -> DriverModel:
-                await loading.wait()
-                try:
-                    return loading.return_value
-                except anyio.TaskFailed as error:  # as itself
-                    raise (error.__cause__ or error) from None
-
-            async def facts() -> DriverFacts:
-                return (await model()).facts
-
-            async with (
-                opener(config, facts, events) as engines,
-                open_containment(config.limits.cleanup_s) as containment,
-            ):
-                loaded = await model()
-                template = loaded.template
-                observers.decode_with(template.decode)
-                warn_of_end_token(template, engines.info)
-                check_abilities(config, engines.info)
-                services = Services(
-                    config=config,
-                    engines=engines,
-                    template=template,
-                    parser=parser,
-                    stop_token_ids=(
-                        *template.stop_token_ids,
-                        *stop_token_ids(parser, template.tokenizer),
-                    ),
-                    tools=executor,
-                    interactions=registry,
-                    tally=tally,
-                    threads=threads,
-                    containment=containment,
-                    events=events,
-                    texts=LongTexts(template.encoder),
-                    media=MediaIntake(
-                        config.media, template.processor, media_fetcher, engines.media_fault
-                    ),
-                )
-                runner = TrajectoryRunner(
-                    services=services,
-                    rewarding=rewarding_of(
-                        config, rewards, processes, template.tokenizer, threads, tally, events
-                    ),
-                    tokens=TokenizationCheck(
-                        config.agent.tokenization_check, config.agent.tokenization_ignore
-                    ),
-                )
-                fingerprint = loaded.facts.fingerprint
-                with closing(services.texts), closing(services.media):
-                    async with open_journal(services, file, fingerprint, run_seed) as journal:
-                        runtime = RolloutRuntime(config, runner, threads, tally, run_seed, journal)
-                        async with (
-                            services.sandboxes.serving(is_needed=rewards.needs_sandbox),
-                            gateway_of(services),
-                            runtime.serving(),
-                        ):
-                            yield runtime
-    finally:
-        if processes is not None:
-            await processes.close()
-        await executor.close()
-        threads.close()
 
 
 async def check_agent(name: str) -> None:
@@ -330,7 +336,6 @@ async def builtin_tools(tools: ToolsConfig) -> list[Tool]:
     make = functools.partial(
         shipped_tools,
         tools.builtin,
-        isolation=tools.isolation,
         corpus=tools.search_corpus,
         max_pictures=tools.max_pictures,
     )

@@ -27,9 +27,9 @@ from rollout.errors import AgentError, ConfigError, EngineError, ToolError
 from rollout.holds import NEVER
 from rollout.interactions import InteractionRegistry
 from rollout.observe.tally import Tally
-from rollout.runtime.gateway_opening import gateway_of
+from rollout.runtime.gateway_opening import serve_gateway
 from rollout.runtime.opening import tool_executor
-from rollout.runtime.reward_opening import RewardFunctions, rewarding_of
+from rollout.runtime.reward_opening import RewardFunctions, make_rewarding
 from rollout.scheduling.finished import unstarted
 from rollout.scheduling.journal.ended_trajectories import ended_trajectories
 from rollout.scheduling.journal.journal_reading import (
@@ -146,10 +146,10 @@ def find_record(
             f"--trajectory {uid}/{member}: is in {path} in calls {', '.join(map(str, calls))} of "
             f"step {steps[0]}; expected one of them with --call"
         )
-    return _record_of(path, contents, keys[0])
+    return _read_record(path, contents, keys[0])
 
 
-def _record_of(path: Path, contents: Contents, key: Key) -> Record:
+def _read_record(path: Path, contents: Contents, key: Key) -> Record:
     assert contents.header is not None
     read, recorded = reader_of(path), contents.trajectories[key]
     payload = contents.prompts[(key.step, key.uid, key.validate, key.call)]
@@ -190,7 +190,7 @@ async def replay(
     Raises:
         ConfigError: The agent is not registered.
     """
-    config = _config_of(record.header)
+    config = _make_config(record.header)
     name = record.prompt.agent_name or config.agent.name
     try:
         get_agent(name)
@@ -207,7 +207,7 @@ async def replay(
                 config, record.header, template, threads, interactions, containment
             )
             with closing(services.texts), closing(services.media):
-                async with gateway_of(services):
+                async with serve_gateway(services):
                     return await _run(record, services, on_step)
 
 
@@ -241,7 +241,7 @@ async def _run(
     config, tally, threads = services.config, services.tally, services.threads
     runner = TrajectoryRunner(
         services=services,
-        rewarding=rewarding_of(
+        rewarding=make_rewarding(
             config, RewardFunctions(None, None), None, None, threads, tally, services.events
         ),
         tokens=TokenizationCheck(config.agent.tokenization_check, config.agent.tokenization_ignore),
@@ -254,7 +254,7 @@ async def _run(
     return Replayed(record, alone.trajectory, log.steps, log.departure, log.is_beyond)
 
 
-def _config_of(header: Header) -> RolloutConfig:
+def _make_config(header: Header) -> RolloutConfig:
     """That of the run, without limits of time and without tools that would have to be prepared."""
     config = config_from_dict(header.all_config)
     names = [each.name for each in attrs.fields(LimitsConfig) if each.name != "cleanup_s"]

@@ -98,7 +98,7 @@ def reward_processes(
     return RewardProcesses(refs, threads, max_processes=count, cleanup_s=cleanup_s)
 
 
-def rewarding_of(
+def make_rewarding(
     config: RolloutConfig,
     functions: RewardFunctions,
     processes: RewardProcesses | None,

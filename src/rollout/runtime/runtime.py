@@ -4,32 +4,33 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sized
-from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import anyio
 
 from rollout.bridge import has_virtual_clock, loop_clock
-from rollout.errors import RolloutError
+from rollout.engine.wire.operations import ALL_TAGS
+from rollout.errors import RolloutError, SourceEnded
 from rollout.limits import Deadline
 from rollout.observe.loop_lag import LoopLag
-from rollout.runtime.batch_watch import BatchWatch
-from rollout.runtime.collation import Collation
-from rollout.runtime.engine_controls import EngineControls
-from rollout.runtime.explaining import ExplainingRuntime
-from rollout.runtime.group_calls import GroupCalls
-from rollout.runtime.grouping import GroupingRuntime
-from rollout.runtime.heap import collect_as_memory_asks, collections_put_off
-from rollout.runtime.long_work import LongWork
-from rollout.runtime.open_calls import OpenCalls
-from rollout.runtime.sleep_between_batches import SleepBetweenBatches
-from rollout.runtime.statistics import RuntimeStatistics, statistics_of
-from rollout.runtime.step_count import StepCount
+from rollout.runtime.calls import (
+    GroupCalls,
+    GroupStream,
+    OpenCalls,
+    SleepBetweenBatches,
+    StepCount,
+    number_rows,
+)
+from rollout.runtime.collation import Collation, LongWork, attach
+from rollout.runtime.explain import explain
+from rollout.runtime.measuring import BatchWatch, RuntimeStatistics, take_statistics
 from rollout.scheduling.admission import Admission
 from rollout.scheduling.batch_run import BatchRun
-from rollout.scheduling.call_arguments import check_call, check_target
+from rollout.scheduling.call_arguments import check_call, check_groups, check_target
 from rollout.scheduling.group_desk import GroupDesk
+from rollout.scheduling.group_handover import made
 from rollout.scheduling.journal.group_log import GroupLog
 from rollout.scheduling.member_runs import MemberRuns
 from rollout.scheduling.pressure import Progress
@@ -39,19 +40,26 @@ from rollout.scheduling.streamed_run import STREAM_DROPPED, StreamedRun, Traject
 from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 
     from anyio.abc import TaskGroup
 
     from rollout.batch import RolloutBatch
     from rollout.chat import ChatTemplate
+    from rollout.chat.group import Group
     from rollout.chat.trajectory import Trajectory
-    from rollout.config import RolloutConfig
+    from rollout.config import GroupPolicy, RolloutConfig
+    from rollout.engine.driver.pool import EnginePool
+    from rollout.engine.weights import UpdateMode, WeightSource
+    from rollout.observe.explanation import Explanation
     from rollout.observe.tally import Tally
-    from rollout.runtime.batch_watch import BatchWindow
+    from rollout.runtime.measuring import BatchWindow
+    from rollout.scheduling.group_run import GroupRun
     from rollout.scheduling.journal.entries import PromptEntry
     from rollout.scheduling.journal.journal import Journal
+    from rollout.scheduling.prompt_source import Source
     from rollout.scheduling.prompts import Member
+    from rollout.scheduling.pulled_group import PulledGroup
     from rollout.scheduling.trajectory_runner import TrajectoryRunner
     from rollout.tensor_layout import Layout, Trim
     from rollout.types import Prompt
@@ -63,7 +71,7 @@ MANY_MEMBERS = 500
 logger = logging.getLogger("rollout")
 
 
-class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
+class RolloutRuntime:
     """Runs batches of trajectories on its engines; made by `open_rollout`.
 
     Several `generate` and `stream` calls may run at once; they share engines, threads and
@@ -89,41 +97,55 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
     ) -> None:
         self.config = config
         self._runner = runner
-        self.services = runner.services
+        self.services = services = runner.services
         self._threads = threads
         self._tally = tally
         self.admission = Admission(
             config.scheduling.max_in_flight, is_adaptive=config.scheduling.adaptive_admission
         )
         self._sleep = SleepBetweenBatches(
-            runner.services.engines, is_wanted=config.engine.sleep_between_batches
+            services.engines, is_wanted=config.engine.sleep_between_batches
         )
         self._long_work = LongWork()
         self._collation = Collation(
             config.lengths,
-            runner.services.template,
+            services.template,
             self._long_work,
             config.observe.path,
             config.media.position_rows,
             model=config.model,
         )
-        services, self._run_seed = runner.services, run_seed
-        self._journal = journal
+        self._run_seed, self._journal = run_seed, journal
         self._lag = LoopLag(services.events)
         self._watch = BatchWatch(services.events, services.engines, self._lag, tally)
         self._steps, self._clock = StepCount(), loop_clock()
         self._calls = OpenCalls()
-        self._groups = GroupCalls(self._new_desk(), config, tally, runner.services.engines)
+        self._desk = GroupDesk(
+            config,
+            services.engines,
+            runner.rewarding,
+            threads,
+            tally,
+            run_seed,
+            self._new_runs,
+            lambda job: self._tasks.start_soon(job),  # noqa: PLW0108  (there is no group yet)
+            GroupLog(journal, has_group_reward=runner.rewarding.group is not None),
+        )
+        self._groups = GroupCalls(self._desk, config, tally, services.engines)
         self._misuse: str | None = None
         self._tasks: TaskGroup
         self._is_closing = False
-        self._unhurried = collections_put_off if config.scheduling.freeze_heap else nullcontext
         self.on_trajectory: Callable[[Trajectory], object] | None = None
 
     @property
     def template(self) -> ChatTemplate:
         """The model's tokenizer and chat format."""
         return self.services.template
+
+    @property
+    def engines(self) -> EnginePool:
+        """The engines: replicas can be added, removed and drained there while calls run."""
+        return self.services.engines
 
     async def generate(
         self,
@@ -161,9 +183,13 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
 
         def keep(row: int, trajectory: Trajectory) -> None:
             rows[row] = trajectory
-            self._tell(trajectory)
+            try:
+                if self.on_trajectory is not None:
+                    self.on_trajectory(trajectory)
+            except Exception:
+                logger.exception("on_trajectory raised at %s/%s", trajectory.uid, trajectory.member)
 
-        with self._unhurried(), self._watched("generate", run, validate) as window:
+        with self._watched("generate", run, validate) as window:
             try:
                 async with self._sleep.awake():
                     with self._calls.running(run, run):
@@ -183,15 +209,6 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
             logs = [member.log for member in run.members if member.log is not None]
             self._journal.delivered([log.key for log in logs if not log.is_taken])
         return batch
-
-    @contextmanager
-    def _watched(self, call: str, run: BatchRun, validate: bool) -> Iterator[BatchWindow]:
-        groups = len({member.identity.group for member in run.members})
-        with self._watch.window(
-            call, run.step, validate=validate, prompts=groups, trajectories=len(run.members)
-        ) as window:
-            run.batch = window.batch
-            yield window
 
     @asynccontextmanager
     async def stream(
@@ -216,10 +233,15 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
         received and are not referenced any more.
         """
         run = await self._new_run(prompts, samples, step, validate)
-        with self._unhurried(), self._watched("stream", run, validate) as window:
+        with self._watched("stream", run, validate) as window:
             async with self._sleep.awake():
                 streamed = StreamedRun(run)
-                self._tasks.start_soon(self._produce, run, streamed)
+
+                async def produce() -> None:
+                    with self._calls.running(run, streamed):
+                        await streamed.produce()
+
+                self._tasks.start_soon(produce)
                 try:
                     with self._calls.entered(streamed):
                         yield streamed.received
@@ -235,6 +257,146 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
             if streamed.failure is not None:
                 await self._collation.attach(streamed.failure, streamed.trajectories(), window)
                 raise streamed.failure
+
+    async def collect(
+        self,
+        source: Source,
+        groups: int,
+        *,
+        policy: GroupPolicy | None = None,
+        step: int | None = None,
+        layout: Layout = "padded",
+        trim: Trim = False,
+    ) -> RolloutBatch:
+        """So many accepted groups, in the order in which their prompts were pulled.
+
+        Rows of a group are adjacent, in member order. The source is pulled only as places come
+        free and is left where it was: what was pulled and not used stays with the runtime and
+        comes first in the next call with this source, or in the next one of all where it is over.
+        Cancellation leaves it there too, and passes through.
+
+        Args:
+            source: Any iterable or async iterable of `Prompt`, endless ones too, or what has them
+                by number, as map-style datasets do. It may block: it is asked in a thread, unless
+                it is a sequence. An async one is always asked in the same task; an async generator
+                is closed there, with the runtime at the latest.
+            groups: How many. With ``on_group_deadline = "drop"`` those left out are missing, and
+                so are others once `cancel` was called for all.
+            policy: Stands over ``scheduling.groups`` of the configuration.
+            step: As for `generate`.
+            layout, trim: Of the tensors; see `rollout.batch.collate`.
+
+        Returns:
+            The batch; its metrics ``groups/…`` and ``selection/…`` say what was not taken.
+
+        Raises:
+            PromptError: An argument is wrong, and nothing was started; or the source gave what is
+                no prompt, or `accept` returned no bool.
+            SourceEnded: The source has no more prompts. The next call begins it again.
+            LimitExceeded: More groups were refused than ``max_refused``, more members failed than
+                `scheduling.max_failures`, or `limits.batch_s` is over.
+            JournalError: What it gives cannot be written, and `limits.batch_s` is over.
+            RolloutError: The runtime was closed meanwhile.
+
+        What the source or `accept` raises leaves as itself. Errors after the start carry the
+        groups that there were as `partial`; those count as used.
+        """
+        self._refuse_when_closed()
+        step, _ = check_call(step, validate=False, samples=None, layout=layout, trim=trim)
+        with self._steps.counted(step) as step:
+            run = self._groups.make_run(source, policy, step, groups=groups)
+        with self._watch.window("collect", step, prompts=int(groups)) as window:
+            run.batch = window.batch
+            found: list[PulledGroup] = []
+            try:
+                async with self._sleep.awake(), self._running_groups(run):
+                    found = await run.all_groups()
+                rows, error = number_rows([*map(made, found)]), run.fault(groups, len(found))
+                metrics = run.metrics()
+                batch = await self._collation.batch(rows, window, layout, trim, extra=metrics)
+            except BaseException:  # cancelled, or no room for tensors: nobody has them
+                run.handover.give_back(found)
+                raise
+            if error is None and len(found) < groups:
+                run.handover.note_missing(groups - len(found))
+            failure = await run.handover.give(found)
+            if len(found) < groups:
+                run.handover.tell_end(is_recorded=isinstance(error, SourceEnded))
+            error = error or failure
+            if error is None:
+                return batch
+            attach(error, batch)
+            raise error
+
+    @asynccontextmanager
+    async def stream_groups(
+        self,
+        source: Source,
+        *,
+        policy: GroupPolicy | None = None,
+        step: int | None = None,
+        max_staleness: int | None = None,
+        groups_per_step: int | None = None,
+    ) -> AsyncIterator[GroupStream]:
+        """Accepted groups as they finish; leaving cancels or carries the rest, as the policy says.
+
+        A slow consumer holds the admission of further groups back. Groups that finished and were
+        not taken stay with the runtime, like prompts: see `collect`.
+
+        Args:
+            source, policy: As for `collect`; `oversample` has no meaning here.
+            step: As for `generate`; one for the whole stream.
+            max_staleness: By how many versions the weights may be newer, when a group is taken,
+                than those that sampled its first token. Admission is withheld, and groups that
+                are due are given out first, so that this holds while `update_weights` raises the
+                version by one for each `groups_per_step` groups taken. Carried groups for which it
+                cannot hold begin again. None does not bound it.
+            groups_per_step: How many groups the consumer takes for each version.
+
+        Raises:
+            PromptError, LimitExceeded, RolloutError: As `collect`, from the iterator.
+        """
+        self._refuse_when_closed()
+        step, _ = check_call(step, validate=False, samples=None)
+        with self._steps.counted(step) as step:
+            run = self._groups.make_run(
+                source,
+                policy,
+                step,
+                is_stream=True,
+                max_staleness=max_staleness,
+                groups_per_step=groups_per_step,
+            )
+        with self._watch.window("stream_groups", step) as window:
+            run.batch = window.batch
+            async with self._sleep.awake(), self._running_groups(run):
+                with self._calls.entered(run):
+                    yield GroupStream(run)
+
+    async def make_batch(
+        self, groups: Sequence[Group], *, layout: Layout = "padded", trim: Trim = False
+    ) -> RolloutBatch:
+        """The tensors of groups that `stream_groups` gave; rows of a group adjacent, in this order.
+
+        Its metrics say nothing of time (`batch_s`, `throughput/…`): each group had its own.
+
+        Args:
+            layout, trim: See `rollout.batch.collate`.
+
+        Raises:
+            PromptError: An argument is wrong.
+        """
+        check_groups(groups, layout, trim)
+        with self._watch.measured() as window:
+            return await self._collation.batch(number_rows(groups), window, layout, trim)
+
+    async def discard_carried(self) -> int:
+        """End carried trajectories as `cancelled`; how many there were.
+
+        Their groups are dropped with all that they had. Prompts that were pulled and never
+        started stay, and so do trajectories that wait in a call which is open: `cancel` them.
+        """
+        return await self._desk.discard_carried()
 
     def cancel(
         self, uid: str | None = None, member: int | None = None, *, reason: str = "cancelled"
@@ -256,12 +418,54 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
         """
         check_target(uid, member, reason)
         running = sum([run.cancel(uid, member, reason) for run in self._calls])
-        return running + self._groups.cancel(uid, member, reason)
+        return running + self._desk.cancel(uid, member, reason)
+
+    async def update_weights(
+        self, *, version: int, source: WeightSource, mode: UpdateMode = "abort_and_resume"
+    ) -> None:
+        """Every engine has these weights afterwards; see `EnginePool.update_weights`.
+
+        Args:
+            version: What tokens sampled with them are stamped with, in `weight_versions`.
+            mode: What becomes of generations under way: "wait", "abort_and_resume" or "in_place".
+
+        Raises:
+            EngineError: An argument is wrong, or no engine could load them; all keep the weights
+                that they have.
+            RolloutError: The runtime is closed.
+        """
+        self._refuse_when_closed()
+        await self.engines.update_weights(version, source, mode)
+        self._desk.tell()  # there is room for groups whose weights must not be old
+        if self._journal is not None:
+            self._journal.note_version(int(version))
+
+    async def sleep(self, level: int = 1) -> None:
+        """The engines have released memory afterwards; see `EnginePool.sleep`.
+
+        Trajectories stay as they are; those that generate wait until `wake_up`.
+
+        Args:
+            level: 1 releases the KV cache, 2 the weights as well.
+        """
+        await self.engines.sleep(level)
+
+    async def wake_up(self, tags: Iterable[str] = ALL_TAGS) -> None:
+        """The engines have taken memory back afterwards; see `EnginePool.wake_up`.
+
+        Args:
+            tags: "weights", "kv_cache", or both.
+        """
+        await self.engines.wake_up(tags)
+
+    async def flush_cache(self) -> None:
+        """The engines have forgotten what they computed so far; see `EnginePool.flush_cache`."""
+        await self.engines.flush_cache()
 
     def statistics(self) -> RuntimeStatistics:
         """A snapshot."""
         services = self.services
-        return statistics_of(
+        return take_statistics(
             self._tally,
             services.engines,
             self._lag.total,
@@ -272,6 +476,25 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
             journal=None if self._journal is None else self._journal.statistics(),
             sandboxes=services.sandboxes.statistics(),
         )
+
+    def explain(self) -> Explanation:
+        """What each trajectory that has not ended waits for, and since when; print it.
+
+        Waits for nothing, and may be called from a signal handler of the loop's thread, also while
+        something blocks the loop.
+        """
+        calls = tuple(self._calls.items())
+        carried, blocked_s = self._groups.carried, self._lag.blocked_now_s
+        return explain(self.services.engines, self._clock(), calls, carried, blocked_s)
+
+    @contextmanager
+    def _watched(self, call: str, run: BatchRun, validate: bool) -> Iterator[BatchWindow]:
+        groups = len({member.identity.group for member in run.members})
+        with self._watch.window(
+            call, run.step, validate=validate, prompts=groups, trajectories=len(run.members)
+        ) as window:
+            run.batch = window.batch
+            yield window
 
     async def _new_run(
         self,
@@ -307,22 +530,6 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
             journal=self._journal,
         )
 
-    def _new_desk(self) -> GroupDesk:
-        return GroupDesk(
-            self.config,
-            self.engines,
-            self._runner.rewarding,
-            self._threads,
-            self._tally,
-            self._run_seed,
-            self._new_runs,
-            self._start,
-            GroupLog(self._journal, has_group_reward=self._runner.rewarding.group is not None),
-        )
-
-    def _start(self, job: Callable[[], Coroutine[Any, Any, object]]) -> None:
-        self._tasks.start_soon(job)
-
     def _new_runs(self) -> MemberRuns:
         return MemberRuns(self._runner, self.admission.limiter, self._tally)
 
@@ -346,18 +553,6 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
         if self._is_closing:
             raise RolloutError("the runtime is closed")
 
-    def _tell(self, trajectory: Trajectory) -> None:
-        if self.on_trajectory is None:
-            return
-        try:
-            self.on_trajectory(trajectory)
-        except Exception:
-            logger.exception("on_trajectory raised at %s/%s", trajectory.uid, trajectory.member)
-
-    async def _produce(self, run: BatchRun, streamed: StreamedRun) -> None:
-        with self._calls.running(run, streamed):
-            await streamed.produce()
-
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         """Watch the loop and the engines' load; at the end no call is left.
@@ -365,31 +560,41 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
         Raises:
             RolloutError: A stream was entered and not left.
         """
+        tally = self._tally
         async with open_task_group() as self._tasks:
             self._tasks.start_soon(self._watch.sample)
             if not has_virtual_clock():
                 self._tasks.start_soon(self._lag.watch)
-                if self.config.scheduling.freeze_heap:
-                    self._tasks.start_soon(collect_as_memory_asks)
-            loads = self.services.engines.loads
-            self._tasks.start_soon(self.admission.adapt, loads, self._progress)
+            self._tasks.start_soon(
+                self.admission.adapt,
+                self.services.engines.loads,
+                lambda: Progress(tally.finished, tally.known_tokens, tally.reused_tokens),
+            )
             try:
                 await self._sleep.begin()
                 yield
             finally:
-                await self._end_calls()
+                self._is_closing = self._sleep.is_over = True
+                if self._calls.has_stream_of_this_task:
+                    self._misuse = STREAM_DROPPED  # left after the runtime, it can never be left
+                with anyio.CancelScope(shield=True):  # until the calls use the engines no more
+                    await self._calls.close()
+                    await self._desk.close()
         if self._misuse is not None:
             raise RolloutError(self._misuse)
 
-    def _progress(self) -> Progress:
-        tally = self._tally
-        return Progress(tally.finished, tally.known_tokens, tally.reused_tokens)
+    @asynccontextmanager
+    async def _running_groups(self, run: GroupRun) -> AsyncIterator[None]:
+        """It runs in the block; after it, nothing of it does but what is carried."""
 
-    async def _end_calls(self) -> None:
-        """End the calls of other tasks and wait until they use the engines no more."""
-        self._is_closing = self._sleep.is_over = True
-        if self._calls.has_stream_of_this_task:
-            self._misuse = STREAM_DROPPED  # its block, left after the runtime, can never be left
-        with anyio.CancelScope(shield=True):
-            await self._calls.close()
-            await self._groups.close()
+        async def serve() -> None:
+            with self._calls.running(run, run):
+                await run.serve()
+
+        await self._desk.open(run, serve)
+        try:
+            yield
+        finally:
+            await run.leave()
+            self._desk.left(run)
+            run.change()  # a task that still waits for a group learns that there is none

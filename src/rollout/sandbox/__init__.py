@@ -4,6 +4,7 @@ A provider makes them (`open_provider`), a pool bounds and prepares them (`Sandb
 tool that needs one is written on the protocol `Sandbox` alone.
 """
 
+from rollout.config.sandbox_section import SandboxSpec
 from rollout.errors import (
     SandboxError,
     SandboxLimit,
@@ -15,7 +16,6 @@ from rollout.errors import (
 from rollout.sandbox.api import ExecResult, Sandbox, SandboxProvider
 from rollout.sandbox.pool import PoolStatistics, SandboxPool
 from rollout.sandbox.providers import open_provider
-from rollout.sandbox.spec import SandboxSpec
 
 __all__ = [
     "ExecResult",

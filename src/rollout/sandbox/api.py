@@ -12,7 +12,7 @@ import shlex
 import stat
 import tarfile
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import anyio
 import anyio.to_thread
@@ -30,26 +30,25 @@ from rollout.errors import (
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rollout.sandbox.spec import SandboxSpec
+    from rollout.config.sandbox_section import SandboxSpec
 
 Keep = Literal["head", "tail"]
 MIB = 2**20
-#: Exit codes of `_FILE_CHECK`, which are errnos, and the exceptions they mean.
-_FILE_ERRORS: dict[int, type[OSError]] = {
-    2: FileNotFoundError,
-    13: PermissionError,
-    20: NotADirectoryError,
-    21: IsADirectoryError,
-}
-_READ = (
-    '[ -d "$1" ] && exit 21; [ -e "$1" ] || exit 2; [ -f "$1" ] || exit 13; '
-    '[ -r "$1" ] || exit 13; exec head -c "$2" -- "$1"'
+#: Scripts say by errnos as exit codes why a file cannot be read or written: no such file, refused,
+#: not a directory, a directory, no space.
+_ERRNOS = (2, 13, 20, 21, 28)
+#: Ends unless its first argument is a file that can be read.
+CHECK_FILE = (
+    '[ -d "$1" ] && exit 21; [ -e "$1" ] || exit 2; { [ -f "$1" ] && [ -r "$1" ]; } || exit 13; '
 )
 _WRITE = (
     '[ -d "$1" ] && exit 21; [ -e "$1" ] && [ ! -f "$1" ] && exit 13; '
-    'mkdir -p -- "$(dirname -- "$1")" 2>/dev/null || exit 13; { cat > "$1"; } 2>/dev/null || '
-    'exit 13; [ -z "$2" ] || chmod "$2" -- "$1"'
+    'mkdir -p -- "$(dirname -- "$1")" 2>/dev/null || exit 13; { true > "$1"; } 2>/dev/null || '
+    'exit 13; e=$(cat 2>&1 > "$1") || case $e in *"No space"*) exit 28;; *) exit 5;; esac; '
+    '[ -z "$2" ] || chmod "$2" -- "$1"'
 )
+#: Bytes of files that are uploaded together.
+_BATCH = 16 * MIB
 
 
 @attrs.frozen(kw_only=True)
@@ -71,12 +70,16 @@ class ExecResult:
     seconds: float = 0.0
 
 
-class SandboxProvider(Protocol):
-    """Where sandboxes come from."""
+class SandboxProvider:
+    """Where sandboxes come from; one of somebody else's has `open`, and what else it needs.
+
+    Attributes:
+        name: As in ``sandbox.provider``.
+        max_open: How many sandboxes may be open at once unless somebody says otherwise.
+    """
 
     name: str
-    #: How many sandboxes may be open at once unless somebody says otherwise.
-    max_open: int
+    max_open = 64
 
     async def check(self) -> None:
         """Find out whether it can be used here, before anything is opened.
@@ -93,9 +96,11 @@ class SandboxProvider(Protocol):
             SandboxUnavailable: It has none to give now.
             SandboxError: It could not be prepared.
         """
+        raise NotImplementedError
 
     async def sweep(self) -> int:
         """Remove what drivers that have died left behind; how many sandboxes."""
+        return 0
 
     async def close(self) -> None:
         """Let go of what the provider holds; its sandboxes are closed before."""
@@ -146,7 +151,6 @@ class Sandbox:
         self.is_leaked = False
         self._closing: anyio.Event | None = None
         self._host_urls: dict[str, str] = {}
-        self._host_url_lock = anyio.Lock()
 
     async def exec(
         self,
@@ -186,26 +190,17 @@ class Sandbox:
         argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
         data = input.encode() if isinstance(input, str) else bytes(input)
         if len(data) > self.max_input_bytes:
-            raise SandboxLimit(
-                f"the input of a command has {len(data)} bytes; at most {self.max_input_bytes} "
-                "can be passed: write them to a file"
-            )
+            bound = f"at most {self.max_input_bytes} can be passed: write them to a file"
+            raise SandboxLimit(f"the input of a command has {len(data)} bytes; {bound}")
         if not argv or any("\0" in word for word in argv):
             raise ValueError(f"command = {command!r:.200}: expected words without NUL")
         if keep not in ("head", "tail"):
             raise ValueError(f"keep = {keep!r}: expected 'head' or 'tail'")
-        run = Command(
-            argv,
-            data,
-            self.join(cwd or "."),
-            {**self.env, **(env or {})},
-            self.user if user is None else user,
-            timeout_s,
-            max(0, max_output_bytes),
-            keep,
-        )
+        place, variables = self.join(cwd or "."), {**self.env, **(env or {})}
+        user = self.user if user is None else user
+        cap = max(0, max_output_bytes)
         began = monotonic()
-        result = await self._run(run)
+        result = await self._run(Command(argv, data, place, variables, user, timeout_s, cap, keep))
         return attrs.evolve(result, seconds=monotonic() - began)
 
     async def read_file(self, path: str, *, max_bytes: int = 10 * MIB) -> bytes:
@@ -235,19 +230,16 @@ class Sandbox:
             SandboxError: There is a link or device among the files.
         """
         self.check_open()
-        target = self.join(path)
-        for relative, source, archive in await anyio.to_thread.run_sync(_pack, Path(local)):
-            if source is not None:
-                data = await anyio.to_thread.run_sync(source.read_bytes)
-                mode = stat.S_IMODE(source.stat().st_mode)
-                await self.write_file(
-                    os.path.join(target, relative) if relative else target, data, mode=mode
-                )
-                continue
-            words = ["/bin/sh", "-c", 'mkdir -p -- "$1" && tar -xf - -C "$1"', "sh", target]
-            result = await self.exec(words, input=archive)
-            if result.exit_code:
-                raise SandboxError(f"upload to {path}: {_tell(result)}")
+        source, target = Path(local), self.join(path)
+        for batch in await anyio.to_thread.run_sync(_find_batches, source):
+            if len(batch) == 1 and batch[0].is_file():
+                data = await anyio.to_thread.run_sync(batch[0].read_bytes)
+                place = str(PurePosixPath(target, batch[0].relative_to(source)))
+                await self.write_file(place, data, mode=stat.S_IMODE(batch[0].stat().st_mode))
+            else:
+                words = ["/bin/sh", "-c", 'mkdir -p -- "$1" && tar -xf - -C "$1"', "sh", target]
+                archive = await anyio.to_thread.run_sync(_pack, source, batch)
+                check_exit(await self.exec(words, input=archive), f"upload to {path}")
 
     async def download(self, path: str, local: str | Path, *, max_bytes: int = 64 * MIB) -> None:
         """Copy a file or directory to `local`, which must not exist.
@@ -262,47 +254,29 @@ class Sandbox:
         try:
             data = await self.read_file(path, max_bytes=max_bytes)
         except IsADirectoryError:
-            pass
+            bound = max_bytes + max_bytes // 8 + MIB  # the archive's own part
+            data = await self._read_archive(self.join(path), bound)
+            await anyio.to_thread.run_sync(_unpack, data, target, path, max_bytes)
         else:
             await anyio.to_thread.run_sync(target.write_bytes, data)
-            return
-        result = await self.exec(
-            ["tar", "-cf", "-", "-C", self.join(path), "."],
-            max_output_bytes=max_bytes + max_bytes // 8 + MIB,  # the archive's own part
-            keep="head",
-        )
-        if result.truncated:
-            raise SandboxLimit(f"{path} has more than {max_bytes} bytes")
-        if result.exit_code:
-            raise SandboxError(f"download of {path}: {_tell(result)}")
-        await anyio.to_thread.run_sync(_unpack, result.stdout, target, path, max_bytes)
 
     async def expose_port(self, port: int) -> str:
-        """The URL that reaches a port of the sandbox from here.
-
-        Raises:
-            SandboxUnsupported: The provider cannot.
-        """
+        """The URL that reaches a port of the sandbox from here; else `SandboxUnsupported`."""
         raise SandboxUnsupported(f"{self.id}: ports cannot be reached from outside")
 
     async def host_url(self, url: str) -> str:
-        """The URL under which programs inside reach `url`, of a server on this machine.
+        """The URL under which programs inside reach a server of this machine that has `url` here.
 
         Raises:
-            SandboxUnsupported: The provider cannot.
+            SandboxUnsupported: They cannot.
         """
         self.check_open()
-        async with self._host_url_lock:
-            if url not in self._host_urls:
-                self._host_urls[url] = await self._host_url(url)
+        if url not in self._host_urls:
+            self._host_urls[url] = await self._host_url(url)
         return self._host_urls[url]
 
     async def snapshot(self) -> str:
-        """Save the file system as an image for `SandboxSpec.image`.
-
-        Raises:
-            SandboxUnsupported: The provider cannot.
-        """
+        """Save the file system as an image for `SandboxSpec.image`; else `SandboxUnsupported`."""
         raise SandboxUnsupported(f"{self.id}: its file system cannot be saved as an image")
 
     async def close(self) -> None:
@@ -332,23 +306,30 @@ class Sandbox:
         return os.path.join(self.workdir, path)
 
     async def prepare(self, spec: SandboxSpec) -> None:
-        """Write the spec's files and run its setup.
+        """Write the spec's files and run its setup; it is closed where that fails.
 
         Raises:
             SandboxError: The setup failed.
         """
-        for path, content in spec.files.items():
-            if isinstance(content, Path):
-                await self.upload(content, path)
-            else:
-                await self.write_file(path, content)
-        if spec.setup is not None:
-            try:
+        try:
+            await self._begin(spec)
+            for path, content in spec.files.items():
+                if isinstance(content, Path):
+                    await self.upload(content, path)
+                else:
+                    await self.write_file(path, content)
+            if spec.setup is not None:
                 result = await self.exec(spec.setup, timeout_s=spec.setup_s)
-            except SandboxTimeout as error:
-                raise SandboxError(f"the setup of {self.id}: {error}") from error
-            if result.exit_code:
-                raise SandboxError(f"the setup of {self.id}: {_tell(result)}")
+                check_exit(result, f"the setup of {self.id}")
+        except SandboxTimeout as error:
+            await self.close()
+            raise SandboxError(f"the setup of {self.id}: {error}") from error
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _begin(self, spec: SandboxSpec) -> None:
+        """What comes before files and setup."""
 
     async def _run(self, command: Command) -> ExecResult:
         raise NotImplementedError
@@ -357,32 +338,48 @@ class Sandbox:
         raise NotImplementedError
 
     async def _read(self, path: str, max_bytes: int) -> bytes:
-        words = ["/bin/sh", "-c", _READ, "sh", path, str(max_bytes + 1)]
+        script = CHECK_FILE + 'exec head -c "$2" -- "$1"'
+        words = ["/bin/sh", "-c", script, "sh", path, str(max_bytes + 1)]
         result = await self.exec(words, max_output_bytes=max_bytes + 1, keep="head")
-        _raise_file_error(result, path)
+        check_file(result, path)
         if len(result.stdout) > max_bytes:
             raise SandboxLimit(f"{path} has more than {max_bytes} bytes")
         return result.stdout
 
     async def _write(self, path: str, data: bytes, mode: int | None) -> None:
         words = ["/bin/sh", "-c", _WRITE, "sh", path, "" if mode is None else f"{mode:o}"]
-        _raise_file_error(await self.exec(words, input=data), path)
+        check_file(await self.exec(words, input=data), path)
+
+    async def _read_archive(self, path: str, max_bytes: int) -> bytes:
+        """A directory as a tar."""
+        command = ["tar", "-cf", "-", "-C", path, "."]
+        result = await self.exec(command, max_output_bytes=max_bytes, keep="head")
+        if result.truncated:
+            raise SandboxLimit(f"{path} has more than {max_bytes} bytes")
+        check_exit(result, f"download of {path}")
+        return result.stdout
 
     async def _host_url(self, url: str) -> str:
         raise SandboxUnsupported(f"{self.id}: no server of this machine can be reached from inside")
 
 
-def _raise_file_error(result: ExecResult, path: str) -> None:
+def check_exit(result: ExecResult, action: str) -> None:
+    """Raise a `SandboxError` with the end of a command's output where its exit code is not 0."""
+    if result.exit_code:
+        raise SandboxError(f"{action}: {_describe(result)}")
+
+
+def check_file(result: ExecResult, path: str) -> None:
+    """Raise the `OSError` that the exit code of a script for a file means."""
     code = result.exit_code
-    if code in _FILE_ERRORS:
-        raise _FILE_ERRORS[code](code, os.strerror(code), path)
     if code:
-        raise OSError(5, _tell(result), path)
+        what = os.strerror(code) if code in _ERRNOS else _describe(result)
+        raise OSError(code if code in _ERRNOS else 5, what, path)
 
 
-def _tell(result: ExecResult) -> str:
-    said = (result.stderr or result.stdout)[-500:].decode(errors="replace").strip()
-    return f"exit code {result.exit_code}: {said}" if said else f"exit code {result.exit_code}"
+def _describe(result: ExecResult) -> str:
+    output = (result.stderr or result.stdout)[-500:].decode(errors="replace").strip()
+    return f"exit code {result.exit_code}: {output}".removesuffix(": ")
 
 
 def cut(text: bytearray, cap: int, keep: Keep) -> bool:
@@ -407,72 +404,61 @@ def timed_out(command: Command, result: ExecResult) -> SandboxTimeout:
     )
 
 
-#: Larger files are uploaded by themselves, and archives end about there.
-_ARCHIVE = 16 * MIB
+def _find_batches(local: Path) -> list[list[Path]]:
+    """Files and directories that are uploaded together; more than `_BATCH` is one file."""
+    is_tree = local.is_dir() and not local.is_symlink()
+    batches: list[list[Path]] = [[]]
+    size = 0
+    for path in sorted(local.rglob("*")) if is_tree else [local]:
+        info = path.lstat()
+        if not stat.S_ISREG(info.st_mode) and not stat.S_ISDIR(info.st_mode):
+            raise SandboxError(f"upload of {local}: {path} is a link or no regular file")
+        size += info.st_size
+        if batches[-1] and size > _BATCH:
+            batches.append([])
+            size = info.st_size
+        batches[-1].append(path)
+    return batches
 
 
-def _pack(local: Path) -> list[tuple[str, Path | None, bytes]]:
-    """What is uploaded in turn: a single file with its relative path, or an archive of several."""
-    info = local.lstat()
-    if stat.S_ISREG(info.st_mode):
-        return [("", local, b"")]
-    if not stat.S_ISDIR(info.st_mode):
-        raise SandboxError(f"upload of {local}: neither a file nor a directory")
-    parts: list[tuple[str, Path | None, bytes]] = []
+def _pack(local: Path, paths: list[Path]) -> bytes:
+    """An archive of what lies in `local`, of nobody in particular."""
+
+    def drop_owner(member: tarfile.TarInfo) -> tarfile.TarInfo:
+        member.uid = member.gid = 0
+        member.uname = member.gname = ""
+        return member
+
     buffer = io.BytesIO()
-    archive = tarfile.open(fileobj=buffer, mode="w")  # noqa: SIM115  (one after another)
-    for root, folders, files in os.walk(local):
-        for name in sorted([*folders, *files]):
-            path = Path(root, name)
-            info = path.lstat()
-            if not stat.S_ISREG(info.st_mode) and not stat.S_ISDIR(info.st_mode):
-                raise SandboxError(f"upload of {local}: {path} is a link or no regular file")
-            relative = str(path.relative_to(local))
-            if stat.S_ISREG(info.st_mode) and info.st_size > _ARCHIVE:
-                parts.append((relative, path, b""))
-                continue
-            archive.add(path, relative, recursive=False, filter=_without_owner)
-            if buffer.tell() > _ARCHIVE:
-                archive.close()
-                parts.append(("", None, buffer.getvalue()))
-                buffer = io.BytesIO()
-                archive = tarfile.open(fileobj=buffer, mode="w")  # noqa: SIM115
-    archive.close()
-    return [*parts, ("", None, buffer.getvalue())]
-
-
-def _without_owner(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    member.uid = member.gid = 0
-    member.uname = member.gname = ""
-    return member
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for path in paths:
+            name = str(path.relative_to(local))
+            archive.add(path, name, recursive=False, filter=drop_owner)
+    return buffer.getvalue()
 
 
 def _unpack(data: bytes, local: Path, path: str, max_bytes: int) -> None:
     """Extract an archive that the sandbox made: nothing in it is trusted."""
     try:
-        archive = tarfile.open(fileobj=io.BytesIO(data))  # noqa: SIM115  (below)
-        members = archive.getmembers()
+        with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+            members = archive.getmembers()
+            for member in members:
+                if member.name.startswith("/") or ".." in PurePosixPath(member.name).parts:
+                    raise SandboxError(f"download of {path}: {member.name!r} leads out of it")
+                if not (member.isreg() or member.isdir()) or member.issparse():
+                    raise SandboxError(f"download of {path}: {member.name!r} is no regular file")
+            if sum(member.size for member in members) > max_bytes:
+                raise SandboxLimit(f"{path} has more than {max_bytes} bytes")
+            local.mkdir(parents=True)
+            for member in members:
+                target = local.joinpath(member.name)
+                if member.isdir():
+                    target.mkdir(parents=True, exist_ok=True)
+                    continue
+                source = archive.extractfile(member)
+                assert source is not None
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(source.read())
+                target.chmod(0o755 if member.mode & 0o100 else 0o644)
     except tarfile.TarError as error:
         raise SandboxError(f"download of {path}: {error}") from error
-    with archive:
-        total = 0
-        for member in members:
-            parts = PurePosixPath(member.name).parts
-            if member.name.startswith("/") or ".." in parts:
-                raise SandboxError(f"download of {path}: {member.name!r} leads out of it")
-            if (not member.isreg() and not member.isdir()) or member.issparse():
-                raise SandboxError(f"download of {path}: {member.name!r} is no regular file")
-            total += member.size
-        if total > max_bytes:
-            raise SandboxLimit(f"{path} has more than {max_bytes} bytes")
-        local.mkdir(parents=True)
-        for member in members:
-            target = local.joinpath(*PurePosixPath(member.name).parts)
-            if member.isdir():
-                target.mkdir(parents=True, exist_ok=True)
-                continue
-            target.parent.mkdir(parents=True, exist_ok=True)
-            source = archive.extractfile(member)
-            assert source is not None
-            target.write_bytes(source.read())
-            target.chmod(0o755 if member.mode & 0o100 else 0o644)

@@ -12,19 +12,20 @@ import shutil
 import socket
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollout.config.sandbox_section import SandboxSpec
 from rollout.errors import ConfigError, SandboxError, SandboxUnavailable, SandboxUnsupported
 from rollout.sandbox.api import MIB
 from rollout.sandbox.inside.seccomp import write_filter
-from rollout.sandbox.local import LocalSandbox, Relay, compile_host, limits_of, run_host
-from rollout.sandbox.spec import SandboxSpec
+from rollout.sandbox.local import LocalProvider, LocalSandbox, Relay, limit_commands, make_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from anyio.abc import Process
+    from rollout.sandbox.api import SandboxProvider
 
 #: Whom a driver that is root becomes: nobody.
 NOBODY = 65534
@@ -53,36 +54,60 @@ _ACCOUNTS = {
 
 # Each check prints a line for what does not hold.
 _PROBE = r"""
-import ctypes, errno, os, resource, socket
-from urllib.parse import urlsplit
+import ctypes, os, socket, sys, time
+port, limit = map(int, sys.argv[1:])
 def fails(function, *arguments):
     try: function(*arguments)
     except OSError: return True
     return False
-port, parent = PORT, os.getppid()
 if not fails(socket.create_connection, ("127.0.0.1", port), 5): print("the network")
-for place in ("/", "/usr", "/etc", "/dev", "/run"):
-    if not fails(os.close, -1) or not fails(os.mkdir, place + "/rollout-probe"):
-        print("files outside of " + WORKDIR); break
-for setting in ("kernel/core_pattern", "vm/overcommit_memory", "kernel/modprobe"):
-    if not fails(os.open, "/proc/sys/" + setting, os.O_WRONLY):
-        print("settings of the kernel"); break
+places = "", "/usr", "/etc", "/dev", "/run"
+if not all(fails(os.mkdir, place + "/rollout-probe") for place in places):
+    print("files outside of the working directory")
+settings = "kernel/core_pattern", "vm/overcommit_memory", "kernel/modprobe"
+if not all(fails(os.open, "/proc/sys/" + setting, os.O_WRONLY) for setting in settings):
+    print("settings of the kernel")
 children = []
 try:
-    for _ in range(LIMIT + 1):
+    for _ in range(limit + 1):
         child = os.fork()
         if not child:
-            os.read(0, 1); os._exit(0)
+            time.sleep(60); os._exit(0)
         children.append(child)
     print("the limit on processes")
 except OSError: pass
 for child in children: os.kill(child, 9); os.waitpid(child, 0)
-libc = ctypes.CDLL(None, use_errno=True)
-traced = libc.ptrace(16, 1, 0, 0) == 0
+traced = ctypes.CDLL(None, use_errno=True).ptrace(16, 1, 0, 0) == 0
 if traced or not fails(os.open, "/proc/1/mem", os.O_RDWR) or not fails(os.listdir, "/proc/1/fd"):
     print("process 1")
 print("checked")
 """
+
+
+async def check_walls(provider: SandboxProvider, python: str, **settings: Any) -> None:
+    """Open a sandbox and try to break out of it in five ways.
+
+    Raises:
+        SandboxUnavailable: It does not open, or one of them succeeds.
+    """
+    limit = 8
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        words = [str(listener.getsockname()[1]), str(limit)]
+        try:
+            sandbox = await provider.open(SandboxSpec(max_processes=limit, **settings))
+            try:
+                command = [python, "-I", "-S", "-c", _PROBE, *words]
+                result = await sandbox.exec(command, timeout_s=60)
+            finally:
+                await sandbox.close()
+        except SandboxError as error:
+            raise SandboxUnavailable(str(error)) from error
+    *faults, last = result.stdout.decode(errors="replace").splitlines() or [""]
+    if last != "checked":
+        said = result.stderr[-500:].decode(errors="replace").strip()
+        raise SandboxUnavailable(f"the check of {provider.name} failed: {said}")
+    if faults:
+        raise SandboxUnavailable(f"{provider.name} does not hold: {', '.join(faults)}")
 
 
 def find_bwrap() -> str | None:
@@ -104,7 +129,7 @@ def find_python() -> tuple[str, list[str]]:
     return os.path.realpath(sys.executable), [sys.base_prefix]
 
 
-class BubblewrapProvider:
+class BubblewrapProvider(LocalProvider):
     """Starts ``bwrap``, as nobody where the driver is root.
 
     Args:
@@ -115,7 +140,6 @@ class BubblewrapProvider:
     """
 
     name = "bubblewrap"
-    max_open = 256
 
     def __init__(
         self,
@@ -125,6 +149,7 @@ class BubblewrapProvider:
         readable: Sequence[str | Path] = (),
         cleanup_s: float = 10.0,
     ) -> None:
+        super().__init__(cleanup_s=cleanup_s)
         found = bwrap or find_bwrap()
         if found is None:
             raise SandboxUnavailable("there is no program bwrap")
@@ -132,12 +157,12 @@ class BubblewrapProvider:
             raise ConfigError(f"sandbox: readable = {readable!r}: expected paths that exist")
         self._bwrap = found
         self._python, shown = (python, []) if python else find_python()
-        self._cleanup_s = cleanup_s
-        self._count = 0
-        self._compiled: bytes | None = None
-        self._filter = write_filter()
         self._relay = Relay(DOOR, self._python)
         self._bound = {str(Path(place).absolute()) for place in (*shown, *readable)}
+
+    async def check(self) -> None:
+        """See `SandboxProvider.check`."""
+        await check_walls(self, self._python, disk_mb=1)
 
     async def open(self, spec: SandboxSpec) -> LocalSandbox:
         """See `SandboxProvider.open`."""
@@ -145,49 +170,36 @@ class BubblewrapProvider:
             "sandbox provider bubblewrap",
             ("image", "workdir", "memory_mb", "disk_mb", "max_processes"),
         )
-        if spec.image is not None and not Path(spec.image).is_dir():  # noqa: ASYNC240
-            raise SandboxUnsupported(
-                f"image = {spec.image!r}: bubblewrap takes a directory with a file system; the "
-                "providers docker, podman and remote ones take names"
-            )
+        python = self._python
+        if spec.image is not None:
+            python = "/usr/bin/python3"  # its own
+            if not Path(spec.image).is_dir():  # noqa: ASYNC240
+                raise SandboxUnsupported(
+                    f"image = {spec.image!r}: bubblewrap takes a directory with a file system; the "
+                    "providers docker, podman and remote ones take names"
+                )
         workdir = spec.workdir or WORKDIR
-        limits = limits_of(
-            max_processes=spec.max_processes or MAX_PROCESSES, memory_mb=spec.memory_mb
-        )
-        environment = {"PATH": PATH, "HOME": workdir, "LANG": "C.UTF-8"}
-        settings = {"env": environment, "limits": limits}
-        self._count += 1
-        sandbox = LocalSandbox(
-            f"bubblewrap-{os.getpid()}-{self._count}",
-            await self._start(spec, workdir, settings),
-            workdir=workdir,
-            env=spec.env,
-            cleanup_s=self._cleanup_s,
-            relay=self._relay,
-        )
-        await sandbox.begin(spec)
-        return sandbox
-
-    async def _start(self, spec: SandboxSpec, workdir: str, settings: dict[str, Any]) -> Process:
-        if self._compiled is None:
-            self._compiled = await compile_host(self._python)
-        python, compiled = self._python, self._compiled
-        if spec.image is not None:  # it has one of its own
-            python, compiled = "/usr/bin/python3", None
-        fds = []
+        settings = {
+            "env": {"PATH": PATH, "HOME": workdir, "LANG": "C.UTF-8"},
+            "limits": limit_commands(spec.max_processes or MAX_PROCESSES, spec.memory_mb),
+        }
         words = await self._arguments(spec, workdir)
-        if self._filter:
-            reading, writing = os.pipe()
-            fds.append(reading)
-            with os.fdopen(writing, "wb") as file:
-                file.write(self._filter)
-            words += ["--seccomp", str(reading)]
-        try:
-            wrapper = [*drop_root(), self._bwrap, *words, "--"]
-            return await run_host(wrapper, python, settings, compiled=compiled, fds=fds)
-        finally:
-            if self._filter:
-                os.close(reading)
+        program = write_filter()
+        with make_file(program) as file:
+            if program:
+                words += ["--seccomp", str(file.fileno())]
+            return await self._start(
+                partial(LocalSandbox, relay=self._relay),
+                spec,
+                [*drop_root(), self._bwrap, *words, "--", python],
+                settings,
+                workdir=workdir,
+                fds=[file.fileno()],
+            )
+
+    async def close(self) -> None:
+        """See `SandboxProvider.close`."""
+        await self._relay.close()
 
     async def _arguments(self, spec: SandboxSpec, workdir: str) -> list[str]:
         size = str((spec.disk_mb or DISK_MB) * MIB)
@@ -196,7 +208,7 @@ class BubblewrapProvider:
         words = ["--unshare-user", "--unshare-all", "--as-pid-1", "--new-session", "--clearenv"]
         words += ["--cap-drop", "ALL", "--disable-userns", "--hostname", "sandbox"]
         words += ["--uid", str(INSIDE_ID), "--gid", str(INSIDE_ID)]
-        words += _bind_image(spec.image) if spec.image is not None else _bind_system()
+        words += _bind_root(spec.image)
         for place in sorted(self._bound):
             words += ["--ro-bind", place, place]
         directory = await self._relay.open_directory(_ACCOUNTS)
@@ -209,42 +221,6 @@ class BubblewrapProvider:
             words += ["--perms", "1777", "--size", size, "--tmpfs", place]
         # Last, for nothing can be mounted afterwards: else / and /dev are memory without a bound.
         return [*words, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", workdir]
-
-    async def check(self) -> None:
-        """Open a sandbox and try to break out of it in five ways.
-
-        Raises:
-            SandboxUnavailable: It does not open, or one of them succeeds.
-        """
-        limit = 8
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            words = {"PORT": listener.getsockname()[1], "LIMIT": limit, "WORKDIR": repr(WORKDIR)}
-            program = _PROBE
-            for word, value in words.items():
-                program = program.replace(word, str(value))
-            try:
-                sandbox = await self.open(SandboxSpec(max_processes=limit, disk_mb=1))
-                try:
-                    command = [self._python, "-I", "-S", "-c", program]
-                    result = await sandbox.exec(command, timeout_s=60)
-                finally:
-                    await sandbox.close()
-            except SandboxError as error:
-                raise SandboxUnavailable(str(error)) from error
-        *faults, last = result.stdout.decode(errors="replace").splitlines() or [""]
-        if last != "checked":
-            said = result.stderr[-500:].decode(errors="replace").strip()
-            raise SandboxUnavailable(f"the check of {self._bwrap} failed: {said}")
-        if faults:
-            raise SandboxUnavailable(f"{self._bwrap} does not hold: {', '.join(faults)}")
-
-    async def sweep(self) -> int:
-        """See `SandboxProvider.sweep`: a sandbox ends with its driver."""
-        return 0
-
-    async def close(self) -> None:
-        """See `SandboxProvider.close`."""
-        await self._relay.close()
 
 
 def drop_root() -> list[str]:
@@ -264,7 +240,9 @@ def drop_root() -> list[str]:
     return [setpriv, *ids, "--inh-caps=-all", "--bounding-set=-all", "--no-new-privs", "--"]
 
 
-def _bind_system() -> list[str]:
+def _bind_root(image: str | None) -> list[str]:
+    if image is not None:  # it stays as it is, and places for mounts are made in memory over it
+        return ["--overlay-src", os.path.abspath(image), "--tmp-overlay", "/"]
     words = ["--perms", "0755", "--dir", "/etc", "--perms", "0755", "--dir", "/run"]
     words += ["--ro-bind", "/usr", "/usr"]
     for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
@@ -277,8 +255,3 @@ def _bind_system() -> list[str]:
         for found in sorted(Path("/etc").glob(pattern)):
             words += ["--ro-bind-try", str(found), str(found)]
     return words
-
-
-def _bind_image(image: str) -> list[str]:
-    """A directory as root; it stays as it is, and places for mounts are made in memory over it."""
-    return ["--overlay-src", os.path.abspath(image), "--tmp-overlay", "/"]

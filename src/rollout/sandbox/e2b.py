@@ -6,20 +6,11 @@ import math
 import shlex
 from typing import TYPE_CHECKING, Any
 
-import anyio
-
-from rollout.errors import SandboxUnavailable
-from rollout.sandbox.remote import (
-    Output,
-    RemoteSandbox,
-    check_asyncio,
-    import_sdk,
-    prepare,
-    read_options,
-)
+from rollout.sandbox.remote import Output, RemoteProvider, RemoteSandbox, import_sdk
 
 if TYPE_CHECKING:
-    from rollout.sandbox.spec import SandboxSpec
+    from rollout.config.sandbox_section import SandboxSpec
+    from rollout.sandbox.api import Command
 
 
 class E2bSandbox(RemoteSandbox):
@@ -27,17 +18,17 @@ class E2bSandbox(RemoteSandbox):
 
     is_text = True
 
-    def __init__(self, sdk: Any, box: Any, **settings: Any) -> None:
-        super().__init__(f"e2b-{box.sandbox_id}", **settings)
+    def __init__(self, sdk: Any, box: Any) -> None:
+        super().__init__(f"e2b-{box.sandbox_id}")
         self._sdk, self._box = sdk, box
         self.lost_errors = (sdk.SandboxNotFoundException, sdk.SandboxNotRunningException)
 
-    async def _call(self, argv: list[str], data: bytes, user: str | None, output: Output) -> int:
-        script = shlex.join(argv)
-        settings = {} if user is None else {"user": user}
-        if data:  # a command in the foreground has no standard input
+    async def _call(self, command: Command, output: Output) -> int:
+        script = shlex.join(command.argv)
+        settings = {} if command.user is None else {"user": command.user}
+        if command.input:  # a command in the foreground has no standard input
             path = f"/tmp/.rollout-input-{self._count}"
-            await self._box.files.write(path, data, **settings)
+            await self._box.files.write(path, command.input, **settings)
             script = f"{script} <{path}; c=$?; rm -f {path}; exit $c"
         try:
             result = await self._box.commands.run(
@@ -50,6 +41,10 @@ class E2bSandbox(RemoteSandbox):
         except self._sdk.CommandExitException as error:
             return int(error.exit_code)
         return int(result.exit_code)
+
+    async def _fetch(self, path: str) -> bytes:
+        settings = {} if self.user is None else {"user": self.user}
+        return bytes(await self._box.files.read(path, format="bytes", **settings))
 
     async def expose_port(self, port: int) -> str:
         """See `Sandbox.expose_port`."""
@@ -65,59 +60,28 @@ class E2bSandbox(RemoteSandbox):
         await self._box.kill()
 
 
-class E2bProvider:
-    """Asks E2B for sandboxes.
+class E2bProvider(RemoteProvider):
+    """Asks E2B, which ends a sandbox after `SandboxSpec.lifetime_s`.
 
     Args:
-        cleanup_s: Seconds that closing one may take.
         options: Of every request to E2B, such as `api_key` and `domain`.
     """
 
     name = "e2b"
-    max_open = 64
+    supported = ("image", "workdir", "user", "network")
 
-    def __init__(self, *, cleanup_s: float = 30.0, **options: Any) -> None:
-        self._sdk = import_sdk("e2b", "e2b", "e2b")
-        self._cleanup_s, self._options = cleanup_s, options
+    def __init__(self, **options: Any) -> None:
+        self._sdk, self._settings = import_sdk("e2b", "e2b", "e2b"), options
 
-    async def check(self) -> None:
-        """See `SandboxProvider.check`."""
-        check_asyncio(self.name)
-
-    async def open(self, spec: SandboxSpec) -> RemoteSandbox:
-        """See `SandboxProvider.open`."""
-        check_asyncio(self.name)
-        spec.refuse_unsupported("sandbox provider e2b", ("image", "workdir", "user", "network"))
-        read_options(self.name, spec, ())
-        hosts = None if isinstance(spec.network, str) else list(spec.network)
-        network = (
-            {} if hosts is None else {"network": {"allow_out": hosts, "deny_out": ["0.0.0.0/0"]}}
+    async def _create(self, spec: SandboxSpec) -> E2bSandbox:
+        settings = dict(self._settings)
+        if not isinstance(spec.network, str):
+            settings["network"] = {"allow_out": list(spec.network), "deny_out": ["0.0.0.0/0"]}
+        box = await self._sdk.AsyncSandbox.create(
+            spec.image,
+            timeout=math.ceil(spec.lifetime_s),
+            metadata=dict(spec.labels),
+            allow_internet_access=spec.network != "none",
+            **settings,
         )
-        try:
-            with anyio.CancelScope(shield=True):  # until it has an id that can be killed
-                box = await self._sdk.AsyncSandbox.create(
-                    spec.image,
-                    timeout=math.ceil(spec.lifetime_s),
-                    metadata=dict(spec.labels),
-                    allow_internet_access=spec.network != "none",
-                    **network,
-                    **self._options,
-                )
-        except Exception as error:  # its classes have no common base
-            raise SandboxUnavailable(f"e2b: {type(error).__name__}: {error}") from error
-        sandbox = E2bSandbox(
-            self._sdk,
-            box,
-            workdir=spec.workdir or "/home/user",
-            env=spec.env,
-            user=spec.user,
-            cleanup_s=self._cleanup_s,
-        )
-        return await prepare(sandbox, spec)
-
-    async def sweep(self) -> int:
-        """See `SandboxProvider.sweep`: E2B ends them after `SandboxSpec.lifetime_s`."""
-        return 0
-
-    async def close(self) -> None:
-        """See `SandboxProvider.close`."""
+        return E2bSandbox(self._sdk, box)

@@ -6,15 +6,15 @@ import logging
 import math
 import os
 from collections import deque
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 import anyio
 import attrs
 
+from rollout.config.sandbox_section import SandboxSpec
 from rollout.errors import SandboxError, SandboxUnavailable
 from rollout.sandbox.api import Sandbox
-from rollout.sandbox.spec import SandboxSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rollout.sandbox")
 
-#: Seconds before the second attempt to open one; doubled before each further.
-_BACKOFF_S = 0.5
-_MAX_BACKOFF_S = 30.0
+#: Seconds before the second attempt to open one; doubled before each further, up to a bound.
+_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 30.0
 
 
 @attrs.frozen(kw_only=True)
@@ -78,18 +77,17 @@ class SandboxPool:
     ) -> None:
         self.provider = provider
         self.spec = spec or SandboxSpec()
-        self._max_open = max_open or provider.max_open
-        self._slots = anyio.Semaphore(self._max_open, max_value=self._max_open)
+        self._slots = anyio.Semaphore(max_open or provider.max_open)
         self._creating = anyio.Semaphore(max_creating or 4 * (os.cpu_count() or 1))
         self._per_min = creations_per_min
-        self._created: deque[float] = deque(maxlen=creations_per_min)
-        self._warm_wanted = min(warm, self._max_open)
+        self._created: deque[float] = deque(maxlen=creations_per_min or 0)
+        self._warm_wanted = warm
         self._warm: deque[Sandbox] = deque()
         self._attempts = max(1, attempts)
         self._cleanup_s = math.inf if cleanup_s is None else cleanup_s
         self._wanted = anyio.Event()
-        self._in_use: dict[int, Sandbox] = {}  # by identity
-        #: Those of them that have no slot.
+        #: By identity; and those of them that have no slot.
+        self._in_use: dict[int, Sandbox] = {}
         self._beside: set[int] = set()
         self._waiting = self._opened = self._closed = self._retried = self._leaked = 0
         self._is_closed = False
@@ -123,12 +121,10 @@ class SandboxPool:
                 sandbox = await self._create(spec)
                 self._beside.add(id(sandbox))
             elif sandbox is None:
-                await self._take_slot()
-                try:
-                    sandbox = await self._create(spec)
-                except BaseException:
-                    self._slots.release()
-                    raise
+                if self._slots.value == 0 and self._warm:  # in the way of this one
+                    await self._close_one(self._warm.popleft())
+                await self._slots.acquire()
+                sandbox = await self._create_in_slot(spec)
         finally:
             self._waiting -= 1
         if self._is_closed:
@@ -149,20 +145,12 @@ class SandboxPool:
         """
         while True:
             self._wanted = anyio.Event()
-            while len(self._warm) < self._warm_wanted and not self._is_closed:
+            while len(self._warm) < self._warm_wanted and self._slots.value > 0:
+                self._slots.acquire_nowait()
                 try:
-                    self._slots.acquire_nowait()
-                except anyio.WouldBlock:
+                    self._warm.append(await self._create_in_slot(self.spec))
+                except Exception:  # whoever asks for one is told why
                     break
-                try:
-                    sandbox = await self._create(self.spec)
-                except SandboxError:
-                    self._slots.release()  # whoever asks for one is told why
-                    break
-                except BaseException:
-                    self._slots.release()
-                    raise
-                self._warm.append(sandbox)
             await self._wanted.wait()
 
     async def close(self) -> None:
@@ -193,47 +181,45 @@ class SandboxPool:
         while self._warm:
             sandbox = self._warm.popleft()
             self._wanted.set()
+            is_well = False
             try:
-                result = await sandbox.exec(["true"], timeout_s=10)
-            except SandboxError:
-                await self._close_one(sandbox)
-                continue
-            except BaseException:
-                await self._close_one(sandbox)
-                raise
-            if result.exit_code == 0:
+                with suppress(SandboxError):
+                    is_well = (await sandbox.exec(["true"], timeout_s=10)).exit_code == 0
+            finally:
+                if not is_well:
+                    await self._close_one(sandbox)
+            if is_well:
                 return sandbox
-            await self._close_one(sandbox)
         return None
 
-    async def _take_slot(self) -> None:
-        if self._slots.value == 0 and self._warm:  # ready for others, and in the way of this one
-            await self._close_one(self._warm.popleft())
-        await self._slots.acquire()
+    async def _create_in_slot(self, spec: SandboxSpec) -> Sandbox:
+        try:
+            return await self._create(spec)
+        except BaseException:
+            self._slots.release()
+            raise
 
     async def _create(self, spec: SandboxSpec) -> Sandbox:
-        pause_s = _BACKOFF_S
         for attempt in range(self._attempts):
+            if attempt:
+                self._retried += 1
+                await anyio.sleep(min(_BACKOFF_S * 2 ** (attempt - 1), _MAX_BACKOFF_S))
             if self._is_closed:
-                raise SandboxUnavailable("the pool of sandboxes is closed")
+                break
             try:
                 async with self._creating:
                     await self._keep_rate()
                     sandbox = await self.provider.open(spec)
-                self._opened += 1
-                return sandbox
             except SandboxUnavailable:
                 if attempt == self._attempts - 1:
                     raise
-                self._retried += 1
-            await anyio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _MAX_BACKOFF_S)
-        raise AssertionError("unreachable")
+            else:
+                self._opened += 1
+                return sandbox
+        raise SandboxUnavailable("the pool of sandboxes is closed")
 
     async def _keep_rate(self) -> None:
         """Wait until the oldest of the last `creations_per_min` is a minute ago."""
-        if self._per_min is None:
-            return
         while len(self._created) == self._per_min:
             wait_s = self._created[0] + 60.0 - anyio.current_time()
             if wait_s <= 0:
@@ -246,17 +232,16 @@ class SandboxPool:
         try:
             if isinstance(sandbox, Sandbox):  # which shields itself
                 sandbox.cleanup_s = min(sandbox.cleanup_s, self._cleanup_s)
-            with anyio.move_on_after(self._cleanup_s, shield=True) as scope:
+            with anyio.move_on_after(self._cleanup_s, shield=True):
                 await sandbox.close()
-            is_leaked = scope.cancelled_caught or bool(getattr(sandbox, "is_leaked", False))
+                is_leaked = bool(getattr(sandbox, "is_leaked", False))
         except Exception as error:  # a provider's own, when nobody could do anything about it
             logger.warning("sandbox %s: close failed: %s", sandbox.id, error)
-            is_leaked = True
         finally:
             self._closed += 1
             self._leaked += is_leaked
             if id(sandbox) in self._beside:
-                self._beside.discard(id(sandbox))
+                self._beside.remove(id(sandbox))
             else:
                 self._slots.release()
             self._wanted.set()

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import anyio
 
+from rollout.config.checks import validate
+from rollout.config.sandbox_section import Provider
 from rollout.errors import ConfigError, SandboxUnavailable
 
 if TYPE_CHECKING:
@@ -16,9 +18,8 @@ if TYPE_CHECKING:
 
     from rollout.sandbox.api import SandboxProvider
 
-#: A provider's module is imported when it is named. It is called with the provider's options, and
-#: for ``inspect:NAME`` with the name before them.
-FACTORIES = {
+#: A provider's module is imported when it is named.
+_FACTORIES = {
     "none": "rollout.sandbox.none:NoneProvider",
     "bubblewrap": "rollout.sandbox.bubblewrap:BubblewrapProvider",
     "sandlock": "rollout.sandbox.sandlock:SandlockProvider",
@@ -28,8 +29,6 @@ FACTORIES = {
     "modal": "rollout.sandbox.modal:ModalProvider",
     "inspect": "rollout.sandbox.inspect:InspectProvider",
 }
-#: What "auto" tries, best first.
-_WALLS = ("bubblewrap", "sandlock")
 
 
 @asynccontextmanager
@@ -37,32 +36,30 @@ async def open_provider(name: str = "auto", **options: Any) -> AsyncIterator[San
     """The provider of this name, which was checked; it is closed at the end.
 
     Args:
-        name: "auto", a key of `FACTORIES`, ``inspect:NAME``, or ``package.module:factory``. "auto"
-            takes bubblewrap where it holds, else sandlock where that does; never "none". A factory
-            is called with `options` and returns a provider.
+        name: As in ``sandbox.provider``. "auto" takes bubblewrap where it holds, else sandlock
+            where that does; never "none". A factory is called with `options` and returns a
+            provider.
         options: The provider's own.
 
     Raises:
         ConfigError: There is no such provider, or it does not know an option.
         SandboxUnavailable: It cannot be used here; what it lacks.
     """
+    provider = await (_open_wall() if name == "auto" else _open(name, options))
+    try:
+        yield provider
+    finally:
+        with anyio.CancelScope(shield=True):
+            await provider.close()
+
+
+async def _open_wall() -> SandboxProvider:
     faults = []
-    for each in _WALLS if name == "auto" else (name,):
-        provider = None
+    for name in ("bubblewrap", "sandlock"):
         try:
-            provider = _make(each, {} if name == "auto" else options)
-            await provider.check()
-        except BaseException as error:
-            await _close(provider)
-            if name != "auto" or not isinstance(error, SandboxUnavailable | ConfigError):
-                raise
-            faults.append(f"{each}: {error}")
-            continue
-        try:
-            yield provider
-        finally:
-            await _close(provider)
-        return
+            return await _open(name, {})
+        except (SandboxUnavailable, ConfigError) as error:
+            faults.append(f"{name}: {error}")
     raise SandboxUnavailable(
         f"no sandbox for what models write ({'; '.join(faults)}). Three ways out: permit user "
         "namespaces (sysctl kernel.unprivileged_userns_clone=1 or "
@@ -73,30 +70,22 @@ async def open_provider(name: str = "auto", **options: Any) -> AsyncIterator[San
     )
 
 
-async def _close(provider: SandboxProvider | None) -> None:
-    if provider is not None:
-        with anyio.CancelScope(shield=True):
-            await provider.close()
-
-
-def _make(name: str, options: dict[str, Any]) -> SandboxProvider:
+async def _open(name: str, options: dict[str, Any]) -> SandboxProvider:
+    for fault in validate(Provider, name)[1]:
+        raise ConfigError(f"sandbox.provider{fault}")
     kind, _, rest = name.partition(":")
-    if kind == "inspect" and rest:
-        reference, arguments = FACTORIES[kind], [rest]
-    elif name in FACTORIES and name != "inspect":
-        reference, arguments = FACTORIES[name], []
-    elif rest:
-        reference, arguments = name, []
-    else:
-        known = ", ".join(map(repr, ("auto", *FACTORIES)))
-        raise ConfigError(
-            f"sandbox.provider = {name!r}: expected one of {known}:NAME, or "
-            "'package.module:factory'"
-        )
-    module, _, attribute = reference.partition(":")
+    arguments = [rest] if kind == "inspect" else []
+    module, _, attribute = _FACTORIES.get(kind, name).partition(":")
     try:
         factory = getattr(importlib.import_module(module), attribute)
         inspect.signature(factory).bind(*arguments, **options)
     except (ImportError, AttributeError, TypeError) as error:
         raise ConfigError(f"sandbox.provider = {name!r}: {error}") from error
-    return cast("SandboxProvider", factory(*arguments, **options))
+    provider = cast("SandboxProvider", factory(*arguments, **options))
+    try:
+        await provider.check()
+    except BaseException:
+        with anyio.CancelScope(shield=True):
+            await provider.close()
+        raise
+    return provider

@@ -1,16 +1,15 @@
-"""What adapters to the SDKs of remote sandboxes share; these run on asyncio alone."""
+"""What sandboxes share whose commands go through somebody else's ``exec``: containers and SDKs."""
 
 from __future__ import annotations
 
-import base64
 import importlib
 import math
 import os
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import attrs
 import sniffio
 
 from rollout.errors import (
@@ -21,25 +20,39 @@ from rollout.errors import (
     SandboxUnsupported,
 )
 from rollout.sandbox.api import (
-    _READ,
+    CHECK_FILE,
     MIB,
     Command,
     ExecResult,
     Sandbox,
-    _raise_file_error,
-    _unpack,
+    SandboxProvider,
+    check_exit,
+    check_file,
     cut,
     timed_out,
 )
-from rollout.sandbox.containers import _CWD_ERRORS, _ENTER, _KILL, _KILL_S, _MARK, _SPARE_S
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+    from rollout.config.sandbox_section import SandboxSpec
     from rollout.sandbox.api import Keep
-    from rollout.sandbox.spec import SandboxSpec
 
-_READ_AS_TEXT = _READ.replace("exec head", "head") + " | base64"
+#: Seconds in which a command must be killed.
+_KILL_S = 10.0
+#: Seconds after a timeout at which a command ends though nobody killed it, as after a driver's
+#: death.
+_SPARE_S = 10
+#: Runs a command in a directory; where that cannot be, says why after the command's mark.
+_ENTER = (
+    'cd -- "$2" 2>/dev/null || { c=13; [ -e "$2" ] || c=2; [ -f "$2" ] && c=20; '
+    'echo "$1" >&2; exit $((c + 100)); }; shift 2; exec "$@"'
+)
+#: Kills all that has a mark in its environment, however it has detached itself.
+_KILL = (
+    "for i in 1 2 3 4 5 6 7 8; do found=; for p in /proc/[0-9]*; do "
+    'case "$(cat "$p/environ" 2>/dev/null)" in '
+    '*"$1"*) kill -9 "${p#/proc/}" 2>/dev/null && found=1;; esac; '
+    'done; [ "$found" ] || exit 0; done'
+)
 
 
 class Output:
@@ -55,53 +68,66 @@ class Output:
         text = self._texts[number]
         text += data.encode() if isinstance(data, str) else data
         if self._keep == "head" or len(text) > 2 * self._cap + MIB:
-            self._cut(text)
+            self._truncated |= cut(text, self._cap, self._keep)
 
     def result(self, exit_code: int) -> ExecResult:
         """What there is."""
         for text in self._texts:
-            self._cut(text)
+            self._truncated |= cut(text, self._cap, self._keep)
         stdout, stderr = map(bytes, self._texts)
         return ExecResult(
             exit_code=exit_code, stdout=stdout, stderr=stderr, truncated=self._truncated
         )
 
-    def _cut(self, text: bytearray) -> None:
-        self._truncated |= cut(text, self._cap, self._keep)
-
 
 class RemoteSandbox(Sandbox):
-    """A sandbox of an SDK; an implementation has `_call` and `_close`.
+    """One that runs a command by `_call`; an implementation also has `_close`.
+
+    Commands and all that they start bear a mark in their environment, by which they are killed.
 
     Attributes:
-        is_text: Whether the SDK gives output as text, with bytes that are no UTF-8 replaced.
-        lost_errors: What it raises where the sandbox has ended.
+        is_text: Whether output is text, with bytes that are no UTF-8 replaced; `_fetch` reads files
+            then.
+        has_workdir: Whether it was made with its working directory.
+        lost_errors: What `_call` raises where the sandbox has ended.
     """
 
     is_text = False
+    has_workdir = False
     lost_errors: tuple[type[Exception], ...] = ()
-    _count = 0
 
-    async def _call(self, argv: list[str], data: bytes, user: str | None, output: Output) -> int:
-        """Run a command to its end, in any directory; its exit code."""
+    def __init__(self, identity: str) -> None:
+        super().__init__(identity, workdir=".", cleanup_s=30.0)
+        self._count = 0
+
+    async def _call(self, command: Command, output: Output) -> int:
+        """Run an argv with its input as its user to its end, wherever; the exit code."""
         raise NotImplementedError
+
+    async def _fetch(self, path: str) -> bytes:
+        """The content of a file."""
+        raise NotImplementedError
+
+    async def _begin(self, spec: SandboxSpec) -> None:
+        self.env, self.user = dict(spec.env), spec.user
+        if spec.workdir is not None and not self.has_workdir:
+            result = await self.exec(["mkdir", "-p", spec.workdir])
+            check_exit(result, f"the workdir of {self.id}")
+        found = b"" if spec.workdir else (await self.exec(["pwd"])).stdout
+        self.workdir = spec.workdir or found.decode().strip() or "/"
 
     async def _run(self, command: Command) -> ExecResult:
         self._count += 1
-        mark = f"{_MARK}={self.id}-{self._count}."
+        mark = f"ROLLOUT_EXEC={self.id}-{self._count}."
         words = ["env", mark, *(f"{name}={value}" for name, value in command.env.items())]
         words += ["/bin/sh", "-c", _ENTER, "sh", mark, command.cwd]
         if command.timeout_s is not None:
             words += ["timeout", "-k", "5", str(math.ceil(command.timeout_s) + _SPARE_S)]
         output = Output(command.max_output_bytes, command.keep)
+        code = None
         try:
-            with anyio.move_on_after(command.timeout_s) as scope:
-                code = await self._call(
-                    [*words, *command.argv], command.input, command.user, output
-                )
-        except anyio.get_cancelled_exc_class():
-            await self._kill(mark, command.user)
-            raise
+            with anyio.move_on_after(command.timeout_s):
+                code = await self._call(attrs.evolve(command, argv=words + command.argv), output)
         except SandboxError:
             raise
         except Exception as error:  # the SDK's own, or its transport's
@@ -109,99 +135,84 @@ class RemoteSandbox(Sandbox):
                 error = error.exceptions[0]
             kind = SandboxLost if isinstance(error, self.lost_errors) else SandboxError
             raise kind(f"{self.id}: {type(error).__name__}: {error}") from error
-        if scope.cancelled_caught:
-            await self._kill(mark, command.user)
+        finally:
+            if code is None:
+                kill = attrs.evolve(command, argv=["/bin/sh", "-c", _KILL, "sh", mark], input=b"")
+                with anyio.move_on_after(_KILL_S, shield=True), suppress(Exception):
+                    await self._call(kill, Output(0, "head"))
+        if code is None:
             raise timed_out(command, output.result(-1))
         result = output.result(code)
-        if code == 125 and result.stderr.startswith(mark.encode()):
-            number = result.stderr.split()[-1].decode()
-            raise _CWD_ERRORS[number](int(number), os.strerror(int(number)), command.cwd)
+        if code > 100 and result.stderr == f"{mark}\n".encode():
+            raise OSError(code - 100, os.strerror(code - 100), command.cwd)
         return result
-
-    async def _kill(self, mark: str, user: str | None) -> None:
-        with anyio.move_on_after(_KILL_S, shield=True), suppress(Exception):
-            await self._call(["/bin/sh", "-c", _KILL, "sh", mark], b"", user, Output(0, "head"))
 
     async def _read(self, path: str, max_bytes: int) -> bytes:
         if not self.is_text:
             return await super()._read(path, max_bytes)
-        words = ["/bin/sh", "-c", _READ_AS_TEXT, "sh", path, str(max_bytes + 1)]
-        result = await self.exec(words, max_output_bytes=2 * max_bytes + MIB, keep="head")
-        _raise_file_error(result, path)
-        data = base64.b64decode(result.stdout)
-        if len(data) > max_bytes:
+        result = await self.exec(["/bin/sh", "-c", CHECK_FILE + 'exec wc -c <"$1"', "sh", path])
+        check_file(result, path)
+        if int(result.stdout) > max_bytes:
             raise SandboxLimit(f"{path} has more than {max_bytes} bytes")
-        return data
+        return await self._fetch(path)
 
-    async def download(self, path: str, local: str | Path, *, max_bytes: int = 64 * MIB) -> None:
-        """See `Sandbox.download`; an archive is a file where output is text."""
-        result = await self.exec(["test", "-d", self.join(path)])
-        if not self.is_text or result.exit_code:
-            return await super().download(path, local, max_bytes=max_bytes)
-        if os.path.lexists(local):  # noqa: ASYNC240  (at once)
-            raise FileExistsError(17, "File exists", str(local))
+    async def _read_archive(self, path: str, max_bytes: int) -> bytes:
+        if not self.is_text:
+            return await super()._read_archive(path, max_bytes)
+        self._count += 1
         archive = f"/tmp/.rollout-{self._count}.tar"
-        script = 'tar -cf "$1" -C "$2" .'
-        result = await self.exec(["/bin/sh", "-c", script, "sh", archive, self.join(path)])
-        if result.exit_code:
-            raise SandboxError(f"download of {path}: {result.stderr[-500:].decode()}")
         try:
-            data = await self.read_file(archive, max_bytes=max_bytes + max_bytes // 8 + MIB)
+            command = ["tar", "-cf", archive, "-C", path, "."]
+            check_exit(await self.exec(command), f"download of {path}")
+            return await self._read(archive, max_bytes)
         finally:
             await self.exec(["rm", "-f", archive])
-        await anyio.to_thread.run_sync(_unpack, data, Path(local), path, max_bytes)
-        return None
 
 
-def import_sdk(provider: str, module: str, extra: str) -> Any:
+class RemoteProvider(SandboxProvider):
+    """Asks an SDK, which runs on asyncio alone; an implementation has `_create`.
+
+    Attributes:
+        supported: The fields of `SandboxSpec` that it knows.
+        options: The keys of `SandboxSpec.options` that it knows.
+    """
+
+    supported: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+
+    async def _create(self, spec: SandboxSpec) -> RemoteSandbox:
+        """A sandbox that is there; this is never cancelled."""
+        raise NotImplementedError
+
+    async def check(self) -> None:
+        """See `SandboxProvider.check`; trio is refused."""
+        if sniffio.current_async_library() != "asyncio":
+            raise SandboxUnsupported(
+                f"sandbox provider {self.name}: its SDK runs on asyncio alone; open the runtime "
+                'on asyncio: anyio.run(main, backend="asyncio"), or open_rollout_blocking'
+            )
+
+    async def open(self, spec: SandboxSpec) -> RemoteSandbox:
+        """See `SandboxProvider.open`."""
+        spec.refuse_unsupported(f"sandbox provider {self.name}", self.supported, self.options)
+        try:
+            with anyio.CancelScope(shield=True):  # until it has an id by which it can be ended
+                sandbox = await self._create(spec)
+        except Exception as error:  # of the SDK; there is no common base
+            raise SandboxUnavailable(f"{self.name}: {type(error).__name__}: {error}") from error
+        await sandbox.prepare(spec)
+        return sandbox
+
+
+def import_sdk(provider: str, module: str, package: str) -> Any:
     """The SDK of a provider.
 
     Raises:
-        SandboxUnavailable: It is not installed.
+        SandboxUnavailable: Its package is not installed.
     """
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise SandboxUnavailable(
-            f"sandbox provider {provider} needs the package {extra}: {error}"
+            f"sandbox provider {provider} needs the package {package}: {error}"
         ) from error
-
-
-def check_asyncio(provider: str) -> None:
-    """Refuse to run on trio.
-
-    Raises:
-        SandboxUnsupported: On trio.
-    """
-    if sniffio.current_async_library() != "asyncio":
-        raise SandboxUnsupported(
-            f"sandbox provider {provider}: its SDK runs on asyncio alone; open the runtime on "
-            'asyncio: anyio.run(main, backend="asyncio"), or open_rollout_blocking'
-        )
-
-
-async def prepare(sandbox: RemoteSandbox, spec: SandboxSpec) -> RemoteSandbox:
-    """The sandbox with the spec's files and setup; it is closed where that fails."""
-    try:
-        result = await sandbox.exec(["mkdir", "-p", sandbox.workdir], cwd="/")
-        if result.exit_code:
-            raise SandboxError(f"{sandbox.id}: {result.stderr[-500:].decode(errors='replace')}")
-        await sandbox.prepare(spec)
-    except BaseException:
-        await sandbox.close()
-        raise
-    return sandbox
-
-
-def read_options(provider: str, spec: SandboxSpec, known: Sequence[str]) -> dict[str, Any]:
-    """`SandboxSpec.options`, all of them known.
-
-    Raises:
-        SandboxUnsupported: One is not.
-    """
-    for name in spec.options:
-        if name not in known:
-            raise SandboxUnsupported(
-                f"sandbox provider {provider}: unknown options[{name!r}]; known: {', '.join(known)}"
-            )
-    return dict(spec.options)

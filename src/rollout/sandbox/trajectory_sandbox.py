@@ -1,42 +1,40 @@
 """The sandboxes of a runtime's trajectories: one for each, opened when it is first used.
 
-A trajectory has a handle (`TrajectorySandbox`), which its agent, its tools and its reward share.
-Opening runs in a task of the runtime, whoever asked for it: a tool that is cancelled meanwhile, or
-given up, takes nothing with it.
+A trajectory's agent, its tools and its reward share one handle (`TrajectorySandbox`). Opening runs
+in a task of the runtime, whoever asked for it: a tool that is cancelled meanwhile, or given up,
+takes nothing with it.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import tempfile
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import anyio
-import anyio.to_thread
 import attrs
 
+from rollout.config.sandbox_section import SandboxSpec
 from rollout.errors import ConfigError, SandboxError, SandboxLost, SandboxUnavailable
 from rollout.limits import paused_call
-from rollout.sandbox.api import MIB
-from rollout.sandbox.pool import SandboxPool
+from rollout.sandbox.api import MIB, Sandbox
+from rollout.sandbox.pool import PoolStatistics, SandboxPool
 from rollout.sandbox.providers import open_provider
-from rollout.sandbox.spec import SandboxSpec
 from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+
+    from anyio.abc import TaskGroup
 
     from rollout.config import SandboxConfig
-    from rollout.sandbox.api import ExecResult, Keep, Sandbox
-    from rollout.sandbox.pool import PoolStatistics
 
 logger = logging.getLogger("rollout.sandbox")
-
-#: Where a prompt says what differs in its sandboxes.
-SANDBOX_KEY = "sandbox"
-_SPEC_FIELDS = tuple(field.name for field in attrs.fields(SandboxSpec))
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Sandboxes:
@@ -45,15 +43,20 @@ class Sandboxes:
     Args:
         config: Says who makes sandboxes, what they are, and how many.
         cleanup_s: How long closing one may take.
+
+    Attributes:
+        spec: What they are unless a prompt says otherwise.
+        pool: None until somebody needs it.
+        tasks: Where they are opened; None while nothing is served.
     """
 
     def __init__(self, config: SandboxConfig, cleanup_s: float) -> None:
         self._config, self._cleanup_s = config, cleanup_s
-        self._pool: SandboxPool | None = None
+        names = [field.name for field in attrs.fields(SandboxSpec)]
+        self.spec = SandboxSpec(**{name: getattr(config, name) for name in names})
+        self.pool: SandboxPool | None = None
+        self.tasks: TaskGroup | None = None
         self._failure: Exception | None = None
-        self._tasks: Any = None
-        self._served: anyio.Event | None = None
-        self.spec = SandboxSpec(**{name: getattr(config, name) for name in _SPEC_FIELDS})
 
     @asynccontextmanager
     async def serving(self, *, is_needed: bool) -> AsyncIterator[None]:
@@ -67,127 +70,88 @@ class Sandboxes:
             SandboxUnavailable: It cannot be used here.
             ConfigError: Its options are wrong.
         """
-        async with open_task_group() as tasks:
-            self._tasks = tasks
+        async with AsyncExitStack() as stack, open_task_group() as tasks:
+            self._stack, self.tasks, self._finding = stack, tasks, anyio.Lock()
             try:
                 if is_needed or self._config.warm or self._config.provider != "auto":
-                    await self._find_pool()
+                    await self.find_pool()
                 yield
             finally:
-                self._tasks = None
+                self.tasks = None
 
     def spec_for(self, extra: Mapping[str, Any]) -> SandboxSpec:
-        """What the sandbox of a prompt with this `extra` is to be; None there says nothing.
+        """What the sandbox of a prompt with this `extra` is to be: ``extra["sandbox"]`` differs.
 
         Raises:
             ConfigError: A key is unknown, or a value wrong.
         """
-        given = extra.get(SANDBOX_KEY)
-        if given is None:
-            return self.spec
-        if isinstance(given, dict):
-            given = {key: v for key, v in given.items() if v is not None or key not in _SPEC_FIELDS}
-        return self.spec.merge(given)
+        values = extra.get("sandbox")
+        return self.spec if values is None else self.spec.merge(values)
 
     def statistics(self) -> PoolStatistics | None:
         """The counts of this moment; None where none was ever asked for."""
-        return None if self._pool is None else self._pool.statistics()
+        return None if self.pool is None else self.pool.statistics()
 
-    def start(self, handle: TrajectorySandbox) -> Opening:
-        """Begin to open a sandbox.
+    async def find_pool(self) -> SandboxPool:
+        """The pool, which is open until the runtime closes; a failure is one for everybody.
 
         Raises:
-            SandboxLost: The runtime is closed.
+            SandboxUnavailable: The provider cannot be used here.
+            ConfigError: Its options are wrong.
         """
-        if self._tasks is None:
-            raise SandboxLost("the runtime is closed")
-        opening = Opening()
-        self._tasks.start_soon(self._open, handle, opening)
-        return opening
-
-    async def release(self, sandbox: Sandbox) -> None:
-        """Close a sandbox."""
-        assert self._pool is not None
-        await self._pool.release(sandbox)
-
-    async def _open(self, handle: TrajectorySandbox, opening: Opening) -> None:
-        try:
-            with opening.scope:
-                pool = await self._find_pool()
-                sandbox = await pool.acquire(handle.spec, is_beside=handle.is_beside)
-                if handle.is_closed:
-                    await pool.release(sandbox)
-                else:
-                    opening.sandbox = sandbox
-        except SandboxError as error:
-            opening.failure = error
-        except Exception as error:  # a provider's own
-            opening.failure = _unavailable(error)
-        finally:
-            opening.seconds = anyio.current_time() - opening.since
-            opening.is_over.set()
-
-    async def _find_pool(self) -> SandboxPool:
-        if self._served is None:
-            self._served = anyio.Event()
-            self._tasks.start_soon(self._serve, self._served)
-        await self._served.wait()
+        async with self._finding:
+            if self.pool is None and self._failure is None:
+                try:
+                    self.pool = await self._open_pool(self._config)
+                except Exception as error:
+                    self._failure = error if isinstance(error, ConfigError) else _wrap(error)
         if self._failure is not None:
             raise type(self._failure)(str(self._failure)) from self._failure
-        assert self._pool is not None
-        return self._pool
+        assert self.pool is not None
+        return self.pool
 
-    async def _serve(self, served: anyio.Event) -> None:
-        """Hold the provider and the pool open until the runtime closes."""
-        config = self._config
+    async def _open_pool(self, config: SandboxConfig) -> SandboxPool:
+        opening = open_provider(config.provider, **config.provider_options)
+        pool = SandboxPool(
+            await self._stack.enter_async_context(opening),
+            spec=self.spec,
+            max_open=config.max_open,
+            max_creating=config.max_creating,
+            creations_per_min=config.creations_per_min,
+            warm=config.warm,
+            cleanup_s=self._cleanup_s,
+        )
+        self._stack.push_async_callback(pool.close)
+        if self.tasks is not None:
+            self.tasks.start_soon(pool.keep_warm)
+        return pool
+
+
+def _wrap(error: Exception) -> SandboxError:
+    """Why there is no sandbox, which is a provider's own error unless it is one of ours."""
+    if isinstance(error, SandboxError):
+        return error
+    logger.warning("the provider of sandboxes failed", exc_info=error)
+    return SandboxUnavailable(f"no sandbox: {type(error).__name__}: {error}")
+
+
+def _open_first(
+    method: Callable[Concatenate[Sandbox, P], Coroutine[Any, Any, R]],
+) -> Callable[Concatenate[TrajectorySandbox, P], Coroutine[Any, Any, R]]:
+    """This method of the sandbox that a `TrajectorySandbox` opens."""
+
+    async def call(self: TrajectorySandbox, /, *args: P.args, **options: P.kwargs) -> R:
+        sandbox = await self._open()
         try:
-            async with open_provider(config.provider, **config.provider_options) as provider:
-                self._pool = pool = SandboxPool(
-                    provider,
-                    spec=self.spec,
-                    max_open=config.max_open,
-                    max_creating=config.max_creating,
-                    creations_per_min=config.creations_per_min,
-                    warm=config.warm,
-                    cleanup_s=self._cleanup_s,
-                )
-                served.set()
-                try:
-                    await pool.keep_warm()
-                finally:
-                    await pool.close()
-        except (SandboxError, ConfigError) as error:
-            self._failure = error
-        except Exception as error:  # a provider's own
-            logger.warning("the provider of sandboxes failed", exc_info=error)
-            self._failure = _unavailable(error)
-        finally:
-            served.set()
+            result: R = await getattr(sandbox, method.__name__)(*args, **options)
+        except SandboxLost as error:
+            if not self.is_closed:
+                self.failure = self.failure or error
+            raise
+        return result
 
-
-def _unavailable(error: Exception) -> SandboxUnavailable:
-    unavailable = SandboxUnavailable(f"no sandbox: {type(error).__name__}: {error}")
-    unavailable.__cause__ = error
-    return unavailable
-
-
-class Opening:
-    """A sandbox on its way.
-
-    Attributes:
-        since: When it was asked for, on the loop's clock.
-        seconds: How long it took, waiting for room included.
-        scope: Cancels it.
-        is_over: Set once it is there, or will not be.
-    """
-
-    __slots__ = ("failure", "is_over", "sandbox", "scope", "seconds", "since")
-
-    def __init__(self) -> None:
-        self.since, self.seconds = anyio.current_time(), 0.0
-        self.scope, self.is_over = anyio.CancelScope(), anyio.Event()
-        self.sandbox: Sandbox | None = None
-        self.failure: SandboxError | None = None
+    functools.update_wrapper(call, method)
+    return call
 
 
 class TrajectorySandbox:
@@ -205,18 +169,8 @@ class TrajectorySandbox:
     Attributes:
         failure: Why it was not opened, or was lost.
         is_closed: Whether it was closed.
+        opens_since: Since when somebody waits for it, on the loop's clock; None where nobody does.
     """
-
-    __slots__ = (
-        "_cleanup_s",
-        "_judges",
-        "_opening",
-        "_source",
-        "failure",
-        "is_beside",
-        "is_closed",
-        "spec",
-    )
 
     def __init__(
         self,
@@ -226,11 +180,16 @@ class TrajectorySandbox:
         cleanup_s: float = 5.0,
         is_beside: bool = False,
     ) -> None:
-        self._source, self._cleanup_s = source, cleanup_s
+        self._source, self._cleanup_s, self._is_beside = source, cleanup_s, is_beside
         self.spec = SandboxSpec() if spec is None else spec
-        self.is_beside, self.is_closed = is_beside, False
+        self.is_closed = False
         self.failure: SandboxError | None = None
-        self._opening: Opening | None = None
+        self.opens_since: float | None = None
+        self._wait_s = 0.0
+        self._sandbox: Sandbox | None = None
+        #: Set once it is there, or will not be; None until somebody asks for it.
+        self._is_over: anyio.Event | None = None
+        self._scope: anyio.CancelScope | None = None
         self._judges: tuple[TrajectorySandbox, ...] = ()
 
     def __repr__(self) -> str:
@@ -239,105 +198,41 @@ class TrajectorySandbox:
     @property
     def id(self) -> str:
         """Its name; empty until it is open."""
-        opened = self._opened
-        return "" if opened is None else opened.id
+        return "" if self._sandbox is None else self._sandbox.id
 
     @property
     def workdir(self) -> str:
         """What relative paths are relative to; "." where nobody knows until it is open."""
-        opened = self._opened
-        return (self.spec.workdir or ".") if opened is None else opened.workdir
+        return (self.spec.workdir or ".") if self._sandbox is None else self._sandbox.workdir
 
     @property
     def opened(self) -> int:
         """How many were opened, with those of `fresh`."""
-        return (self._opened is not None) + sum(judge.opened for judge in self._judges)
+        return (self._sandbox is not None) + sum(judge.opened for judge in self._judges)
 
     @property
     def wait_s(self) -> float:
         """Seconds from asking for them until they were open."""
-        own = 0.0 if self._opening is None else self._opening.seconds
-        return own + sum(judge.wait_s for judge in self._judges)
-
-    @property
-    def opens_since(self) -> float | None:
-        """Since when somebody waits for it, on the loop's clock; None where nobody does."""
-        opening = self._opening
-        return None if opening is None or opening.is_over.is_set() else opening.since
+        return self._wait_s + sum(judge.wait_s for judge in self._judges)
 
     @property
     def was_used(self) -> bool:
         """Whether there may be something to close."""
-        return self._opening is not None or bool(self._judges)
+        return self._is_over is not None or bool(self._judges)
 
     @property
     def is_open(self) -> bool:
         """Whether it is there."""
-        return self._opened is not None and not self.is_closed
+        return self._sandbox is not None and not self.is_closed
 
-    @property
-    def _opened(self) -> Sandbox | None:
-        return None if self._opening is None else self._opening.sandbox
-
-    async def exec(
-        self,
-        command: Sequence[str] | str,
-        *,
-        input: bytes | str = b"",
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        user: str | None = None,
-        timeout_s: float | None = None,
-        max_output_bytes: int = MIB,
-        keep: Keep = "tail",
-    ) -> ExecResult:
-        """See `Sandbox.exec`."""
-        async with self._using() as sandbox:
-            return await sandbox.exec(
-                command,
-                input=input,
-                cwd=cwd,
-                env=env,
-                user=user,
-                timeout_s=timeout_s,
-                max_output_bytes=max_output_bytes,
-                keep=keep,
-            )
-
-    async def read_file(self, path: str, *, max_bytes: int = 10 * MIB) -> bytes:
-        """See `Sandbox.read_file`."""
-        async with self._using() as sandbox:
-            return await sandbox.read_file(path, max_bytes=max_bytes)
-
-    async def write_file(self, path: str, data: bytes | str, *, mode: int | None = None) -> None:
-        """See `Sandbox.write_file`."""
-        async with self._using() as sandbox:
-            await sandbox.write_file(path, data, mode=mode)
-
-    async def upload(self, local: str | Path, path: str) -> None:
-        """See `Sandbox.upload`."""
-        async with self._using() as sandbox:
-            await sandbox.upload(local, path)
-
-    async def download(self, path: str, local: str | Path, *, max_bytes: int = 64 * MIB) -> None:
-        """See `Sandbox.download`."""
-        async with self._using() as sandbox:
-            await sandbox.download(path, local, max_bytes=max_bytes)
-
-    async def expose_port(self, port: int) -> str:
-        """See `Sandbox.expose_port`."""
-        async with self._using() as sandbox:
-            return await sandbox.expose_port(port)
-
-    async def host_url(self, url: str) -> str:
-        """See `Sandbox.host_url`."""
-        async with self._using() as sandbox:
-            return await sandbox.host_url(url)
-
-    async def snapshot(self) -> str:
-        """See `Sandbox.snapshot`."""
-        async with self._using() as sandbox:
-            return await sandbox.snapshot()
+    exec = _open_first(Sandbox.exec)
+    read_file = _open_first(Sandbox.read_file)
+    write_file = _open_first(Sandbox.write_file)
+    upload = _open_first(Sandbox.upload)
+    download = _open_first(Sandbox.download)
+    expose_port = _open_first(Sandbox.expose_port)
+    host_url = _open_first(Sandbox.host_url)
+    snapshot = _open_first(Sandbox.snapshot)
 
     @asynccontextmanager
     async def fresh(
@@ -364,7 +259,13 @@ class TrajectorySandbox:
         self._judges = (*self._judges, judge)
         try:
             for path in artifacts:
-                await self._copy(path, judge, max_bytes)
+                with tempfile.TemporaryDirectory(prefix="rollout-artifact-") as directory:
+                    local = anyio.Path(directory, "artifact")
+                    await self.download(path, Path(local), max_bytes=max_bytes)
+                    if await local.is_file():
+                        result = await self.exec(["test", "-x", path])
+                        await local.chmod(0o644 if result.exit_code else 0o755)
+                    await judge.upload(Path(local), path)
             yield judge
         finally:
             await judge.close()
@@ -377,50 +278,43 @@ class TrajectorySandbox:
         self.is_closed = True
         for judge in self._judges:
             await judge.close()
-        opening = self._opening
-        if opening is None:
-            return
-        if not opening.is_over.is_set():
-            opening.scope.cancel()
+        if self._scope is not None and self._is_over is not None:
+            self._scope.cancel()
             with anyio.move_on_after(self._cleanup_s, shield=True):
-                await opening.is_over.wait()
-        if opening.sandbox is not None:
-            assert self._source is not None
-            await self._source.release(opening.sandbox)
-
-    @asynccontextmanager
-    async def _using(self) -> AsyncIterator[Sandbox]:
-        sandbox = await self._open()
-        try:
-            yield sandbox
-        except SandboxLost as error:
-            if not self.is_closed:
-                self.failure = self.failure or error
-            raise
+                await self._is_over.wait()
+        if self._sandbox is not None and self._source is not None and self._source.pool is not None:
+            await self._source.pool.release(self._sandbox)
 
     async def _open(self) -> Sandbox:
-        if self.is_closed:
-            raise SandboxLost("the sandbox of this trajectory is closed")
-        if self._source is None:
-            raise SandboxUnavailable("there is no runtime that has sandboxes")
-        if self._opening is None:
-            self._opening = self._source.start(self)
-        opening = self._opening
-        if not opening.is_over.is_set():
+        if self._is_over is None and not self.is_closed:
+            if self._source is None or self._source.tasks is None:
+                raise SandboxUnavailable("there is no runtime that has sandboxes, or it is closed")
+            self._is_over, self._scope = anyio.Event(), anyio.CancelScope()
+            self.opens_since = anyio.current_time()
+            self._source.tasks.start_soon(self._acquire, self._source, self._scope, self._is_over)
+        if self._is_over is not None and not self._is_over.is_set():
             with paused_call():  # the time is the trajectory's, not the call's
-                await opening.is_over.wait()
-        if opening.failure is not None:
-            self.failure = self.failure or opening.failure
-            raise type(opening.failure)(str(opening.failure)) from opening.failure
-        if opening.sandbox is None or self.is_closed:
+                await self._is_over.wait()
+        if self._sandbox is None and self.failure is not None:
+            raise type(self.failure)(str(self.failure)) from self.failure
+        if self._sandbox is None or self.is_closed:
             raise SandboxLost("the sandbox of this trajectory is closed")
-        return opening.sandbox
+        return self._sandbox
 
-    async def _copy(self, path: str, other: TrajectorySandbox, max_bytes: int) -> None:
-        with tempfile.TemporaryDirectory(prefix="rollout-artifact-") as directory:
-            local = anyio.Path(directory, "artifact")
-            await self.download(path, Path(local), max_bytes=max_bytes)
-            if await local.is_file():
-                result = await self.exec(["test", "-x", path])
-                await local.chmod(0o644 if result.exit_code else 0o755)
-            await other.upload(Path(local), path)
+    async def _acquire(
+        self, source: Sandboxes, scope: anyio.CancelScope, is_over: anyio.Event
+    ) -> None:
+        began = anyio.current_time()
+        try:
+            with scope:
+                pool = await source.find_pool()
+                sandbox = await pool.acquire(self.spec, is_beside=self._is_beside)
+                if self.is_closed:
+                    await pool.release(sandbox)
+                else:
+                    self._sandbox = sandbox
+        except Exception as error:
+            self.failure = _wrap(error)
+        finally:
+            self._wait_s, self.opens_since = anyio.current_time() - began, None
+            is_over.set()

@@ -12,12 +12,11 @@ import msgspec
 
 from rollout.agents.identity import Identity
 from rollout.holds import Hold
-from rollout.limits import Deadline
 from rollout.scheduling.ended_groups import Ended
 from rollout.scheduling.journal.pulled_before import name_at
 from rollout.scheduling.member_runs import CLOSED
 from rollout.scheduling.prompt_source import PromptSource
-from rollout.scheduling.prompts import check_prompt
+from rollout.scheduling.prompts import check_prompt, trajectory_deadline
 from rollout.scheduling.pulled_group import GroupMember, PulledGroup
 from rollout.scheduling.trajectory_events import LOST, tell_ended, tell_lost
 from rollout.types import Outcome
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
     from rollout.config import RolloutConfig
     from rollout.engine.driver.pool import EnginePool
+    from rollout.limits import Deadline
     from rollout.observe.tally import Tally
     from rollout.scheduling.agent_run import AgentRun
     from rollout.scheduling.journal.group_log import GroupLog
@@ -319,8 +319,7 @@ class GroupDesk:
 
     def trajectory_deadline(self, group: PulledGroup) -> Deadline:
         """Of a member that starts, or continues, now; of two equal ones the outer."""
-        own = Deadline.after(self._config.limits.trajectory_s, "limits.trajectory_s")
-        return min(filter(None, (group.deadline, own)), key=attrgetter("at"))
+        return trajectory_deadline(self._config.limits, group.prompt, group.deadline)
 
     def wants_reward(self, group: PulledGroup, ended: Sequence[Ended]) -> bool:
         """Whether the reward of groups is still to be asked for, of these members."""

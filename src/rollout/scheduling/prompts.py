@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import attrs
 
 from rollout.agents.identity import Identity, named
 from rollout.errors import PromptError
 from rollout.holds import Hold
-from rollout.limits import Deadline
+from rollout.limits import AGENT_TIMEOUT, AGENT_TIMEOUT_S, Deadline
 from rollout.scheduling.journal.trajectory_log import TrajectoryLog
 from rollout.types import Prompt
 from rollout.utf8 import is_encodable
+
+if TYPE_CHECKING:
+    from rollout.config import LimitsConfig
+
+
+def trajectory_deadline(
+    limits: LimitsConfig, prompt: Prompt, outer: Deadline | None, *, now: float | None = None
+) -> Deadline:
+    """That of a trajectory that starts, or continues, `now`; the prompt's own where it is less."""
+    deadline = Deadline.after(limits.trajectory_s, "limits.trajectory_s", outer, now=now)
+    own = prompt.extra.get(AGENT_TIMEOUT_S)
+    return deadline if own is None else Deadline.after(own, AGENT_TIMEOUT, deadline, now=now)
 
 
 class Cancellable(Protocol):
@@ -175,6 +187,9 @@ def _faults_of(prompt: Prompt, path: str) -> list[str]:
             faults.append(f"{path}.{field} = {text!r:.80}: expected a text that UTF-8 can hold")
     if not is_priority(prompt.priority):
         faults.append(f"{path}.priority = {prompt.priority!r:.80}: expected {PRIORITY}")
+    if isinstance(prompt.extra, Mapping) and not _is_limit(prompt.extra.get(AGENT_TIMEOUT_S)):
+        own = prompt.extra[AGENT_TIMEOUT_S]
+        faults.append(f"{path}.extra[{AGENT_TIMEOUT_S!r}] = {own!r:.80}: expected a number > 0")
     if isinstance(prompt.tools, list | tuple):
         faults += [
             f"{path}.tools[{index}] = {name!r:.80}: expected a string"
@@ -182,6 +197,12 @@ def _faults_of(prompt: Prompt, path: str) -> list[str]:
             if not isinstance(name, str)
         ]
     return faults
+
+
+def _is_limit(value: object) -> bool:
+    if value is None:
+        return True
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def _expected(field: str) -> str:

@@ -22,7 +22,6 @@ from rollout.errors import (
     TemplateError,
     ToolError,
 )
-from rollout.limits import Deadline
 from rollout.observe.user_spans import enter_trajectory
 from rollout.reward_values import BadRewardError
 from rollout.scheduling.endings import NEVER_GENERATED
@@ -34,6 +33,7 @@ from rollout.scheduling.finished import (
     rejected,
 )
 from rollout.scheduling.intact import restore
+from rollout.scheduling.prompts import trajectory_deadline
 from rollout.scheduling.rewarding import Rewarding
 from rollout.scheduling.rewards import apply_reward, reward_of
 from rollout.scheduling.tokenization import COMPARED, TokenizationCheck
@@ -44,6 +44,7 @@ from rollout.types import DRIFT, Cause, Outcome
 if TYPE_CHECKING:
     from rollout.agents.agent_loop import Registered
     from rollout.chat.trajectory import Trajectory
+    from rollout.limits import Deadline
     from rollout.scheduling.agent_run import AgentRun
     from rollout.scheduling.prompts import Member
 
@@ -68,9 +69,7 @@ class TrajectoryRunner:
         if self.services.events.is_on:
             tell_started(self.services.events, run)
         if deadline is None:
-            deadline = Deadline.after(
-                limits.trajectory_s, "limits.trajectory_s", run.batch_deadline
-            )
+            deadline = trajectory_deadline(limits, run.member.prompt, run.batch_deadline)
         try:
             loop, context = self._prepare(run, deadline)
         except RejectedPrompt as error:

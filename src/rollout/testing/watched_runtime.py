@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from rollout.batch import RolloutBatch
     from rollout.chat.group import Group
     from rollout.config import RolloutConfig
+    from rollout.runtime.measuring import RuntimeStatistics
     from rollout.runtime.runtime import RolloutRuntime
-    from rollout.runtime.statistics import RuntimeStatistics
     from rollout.scheduling.rewards import GroupRewardFunction, RewardFunction
     from rollout.tensor_layout import Layout, Trim
     from rollout.testing.watched_core import WatchedCore

@@ -14,9 +14,8 @@ from rollout.tools.function import FunctionTool, function_tool
 from rollout.tools.langchain import langchain_tools
 from rollout.tools.mcp import connect_mcp
 from rollout.tools.policy import ToolPolicy, TransientError
-from rollout.tools.program_tools import PythonTool, ShellTool
 from rollout.tools.results import ToolResult, normalise_result
-from rollout.tools.sandbox.sandbox_limits import SandboxLimits
+from rollout.tools.sandbox_tools import EditTool, PythonTool, ShellTool
 from rollout.tools.search_tool import SearchTool
 from rollout.tools.tool import Tool, ToolContext, ToolSession
 from rollout.tools.tool_loading import load_tools
@@ -24,10 +23,10 @@ from rollout.tools.trajectory_tools import TrajectoryTools
 from rollout.tools.truncate import truncate_text
 
 __all__ = [
+    "EditTool",
     "FunctionTool",
     "MediaError",
     "PythonTool",
-    "SandboxLimits",
     "SearchTool",
     "ShellTool",
     "Tool",

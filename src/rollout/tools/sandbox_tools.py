@@ -6,6 +6,7 @@ They need nothing of a sandbox but ``exec``, ``read_file`` and ``write_file``.
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,6 +19,10 @@ from rollout.tools.tool import Tool, ToolContext, ToolSession
 from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Never
+
+    from rollout.errors import RolloutError
     from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
     from rollout.types import ToolCall
 
@@ -31,13 +36,18 @@ _MAKE = (
     'mktemp -d "$PWD/.rollout-XXXXXX") || exit; '
 )
 _START = _MAKE + 'w=$PWD; cd "$d" && "$1" - "$d" "$w" && echo "$d"'
-# Reading `done` fails once no session has it open, and is never the first to open it.
+# Reading `done` fails once no session has it open, and is never the first to open it. `answer` is
+# empty until the cell has ended, whatever its code writes into `done`.
 _CELL = (
-    'cd "$1" 2>/dev/null && exec 3<>done 4<done 3>&- || exit 111; cat >cell; echo 1<>go; '
-    'read -r _ <&4 || { head -c "$2" out; exit 111; }; cat answer'
+    'cd "$1" 2>/dev/null && exec 3<>done 4<done 3>&- || exit 111; cat >cell; : >answer; '
+    "echo 1<>go; while read -r _ <&4; do [ -s answer ] && exec cat answer; done; "
+    'head -c "$2" out; exit 111'
 )
+# Nothing that needs a process of its own comes before all have ended: the code may have taken as
+# many as there may be.
 _KILL = (
-    'cd "$1" && p=$(cat pid) && { kill -9 "-$p" || kill -9 "$p"; } 2>/dev/null; '
+    'cd "$1" && read -r p <pid; i=0; [ "$p" ] && { '
+    'while kill -9 "-$p" && [ $((i+=1)) -lt 50000 ]; do :; done; kill -9 "$p"; } 2>/dev/null; '
     'head -c "$2" out; rm -rf "$1"'
 )
 _SHELL = (
@@ -59,6 +69,10 @@ mv -f "$__rollout/new" "$__rollout/state"
 exit $__rollout_code' EXIT
 eval "$(cat "$__rollout/command")"
 """
+_PICTURES = (
+    r"find . -type f \( -name '*.png' -o -name '*.jpg' -o -name '*.jpeg' -o -name '*.webp' \) "
+    "-exec stat -c '%i %s %y %z %n' {} +"
+)
 _LIST = (
     "find \"$1\" -maxdepth 2 ! -path '*/.*' ! -path '*/node_modules/*' -type d -exec "
     "printf '%s/\\n' {} + ; find \"$1\" -maxdepth 2 ! -path '*/.*' ! -path '*/node_modules/*' "
@@ -66,16 +80,27 @@ _LIST = (
 )
 
 
-class _SandboxTool(Tool):
-    """A tool in the trajectory's sandbox.
+#: What the tools of a sandbox of their own took, and where it is said now.
+_MOVED = {
+    "isolation": "sandbox.provider of the configuration says who makes sandboxes",
+    "limits": "timeout_s bounds a call, and the section sandbox of the configuration the rest",
+    "readable": "sandbox.provider_options of the configuration has readable, for bubblewrap",
+    "is_stateful": "variables always stay",
+}
 
-    Args:
-        name: What the model calls it; None takes ours, and so for `description`.
-        description: What the model reads about it.
-        timeout_s: Seconds of one call, after which the model reads what it printed until then;
-            None: only ``limits.tool_s`` bounds it, after which the model reads nothing of it.
-    """
 
+def refuse_moved(kind: str, given: Mapping[str, object], error: type[RolloutError]) -> None:
+    """Refuse arguments that are no more, or never were any."""
+    for name in given:
+        if name not in _MOVED:
+            raise TypeError(f"{kind} got an unexpected keyword argument {name!r}")
+        raise error(f"{kind}: {name} is no argument any more: {_MOVED[name]}")
+
+
+class SandboxTool(Tool):
+    """A tool in the trajectory's sandbox; `max_pictures` are of one call."""
+
+    needs_sandbox = True
     description: str
     parameters: ClassVar[dict[str, Any]]
     required: ClassVar[list[str]]
@@ -86,12 +111,21 @@ class _SandboxTool(Tool):
         *,
         description: str | None = None,
         timeout_s: float | None = None,
+        max_pictures: int = 0,
+        **moved: Never,
     ) -> None:
+        refuse_moved(type(self).__name__, moved, ToolError)
+        if type(max_pictures) is not int or max_pictures < 0:
+            raise ToolError(f"max_pictures = {max_pictures!r}: expected an integer ≥ 0")
         self.name = name or self.name
         self.timeout_s = timeout_s
+        self.max_pictures = max_pictures
+        description = description or self.description
+        if max_pictures:
+            description += " Pictures that it saves as .png or .jpg in its directory are shown."
         function = {
             "name": self.name,
-            "description": description or self.description,
+            "description": description,
             "parameters": {
                 "type": "object",
                 "properties": self.parameters,
@@ -102,7 +136,7 @@ class _SandboxTool(Tool):
         self.schema = {"type": "function", "function": function}
 
 
-class PythonTool(_SandboxTool):
+class PythonTool(SandboxTool):
     """Runs Python code in one interpreter for the trajectory, whose variables stay.
 
     A call that takes too long, or that ends the interpreter, costs the variables; the next call has
@@ -113,7 +147,13 @@ class PythonTool(_SandboxTool):
         description: What the model reads about it.
         timeout_s: Seconds of one call, after which the model reads what it printed until then;
             None: only ``limits.tool_s`` bounds it, after which the model reads nothing of it.
+        max_pictures: Pictures (PNG, JPEG, WEBP) that a call writes to the sandbox's directory, such
+            as plots, of which the model is shown so many. More than 0 needs a model that reads
+            images.
         python: The interpreter, of Python 3.8 or newer, in the sandbox.
+
+    Raises:
+        ToolError: `max_pictures` is none, or an argument is given that is no more.
     """
 
     name = "python"
@@ -130,9 +170,17 @@ class PythonTool(_SandboxTool):
         *,
         description: str | None = None,
         timeout_s: float | None = None,
+        max_pictures: int = 0,
         python: str = "python3",
+        **moved: Never,
     ) -> None:
-        super().__init__(name, description=description, timeout_s=timeout_s)
+        super().__init__(
+            name,
+            description=description,
+            timeout_s=timeout_s,
+            max_pictures=max_pictures,
+            **moved,
+        )
         self.python = python
 
     async def open(self, context: ToolContext) -> ToolSession:
@@ -140,7 +188,7 @@ class PythonTool(_SandboxTool):
         return _PythonSession(self, context.sandbox)
 
 
-class ShellTool(_SandboxTool):
+class ShellTool(SandboxTool):
     """Runs shell commands: bash where the sandbox has it, else sh.
 
     The working directory, exported variables and, with bash, functions stay from call to call;
@@ -153,6 +201,12 @@ class ShellTool(_SandboxTool):
         timeout_s: Seconds of one call, after which all that it has started is killed and the model
             reads what it printed until then; None: only ``limits.tool_s`` bounds it, after which
             the model reads nothing of it.
+        max_pictures: Pictures (PNG, JPEG, WEBP) that a call writes to the sandbox's directory, such
+            as plots, of which the model is shown so many. More than 0 needs a model that reads
+            images.
+
+    Raises:
+        ToolError: `max_pictures` is none, or an argument is given that is no more.
     """
 
     name = "shell"
@@ -169,7 +223,7 @@ class ShellTool(_SandboxTool):
         return _ShellSession(self, context.sandbox)
 
 
-class EditTool(_SandboxTool):
+class EditTool(SandboxTool):
     """Shows and changes files.
 
     Args:
@@ -209,14 +263,42 @@ class EditTool(_SandboxTool):
 
     async def open(self, context: ToolContext) -> ToolSession:
         """See `Tool.open`."""
-        return _EditSession(context.sandbox)
+        return _EditSession(self, context.sandbox)
 
 
 class _SandboxSession(ToolSession):
     """Calls of all tools of one sandbox run one after another."""
 
-    def __init__(self, sandbox: TrajectorySandbox) -> None:
+    def __init__(self, tool: SandboxTool, sandbox: TrajectorySandbox) -> None:
+        self.tool = tool
         self.serial = self.sandbox = sandbox
+
+    @abstractmethod
+    async def answer(self, call: ToolCall) -> Any:
+        """What the call did, without pictures."""
+
+    async def execute(self, call: ToolCall) -> Any:
+        """See `ToolSession.execute`."""
+        before = await self._find_pictures()
+        answer = await self.answer(call)
+        result = answer if isinstance(answer, ToolResult) else ToolResult(answer)
+        pictures: list[bytes] = []
+        for path, written in sorted((await self._find_pictures()).items()):
+            is_shown = not result.is_error and len(pictures) < self.tool.max_pictures
+            if is_shown and before.get(path) != written:
+                with suppress(OSError, SandboxLimit):  # gone by now, or no picture for a model
+                    pictures.append(await self.sandbox.read_file(path))
+        if not pictures:
+            return result
+        return ToolResult("" if result.text == NO_OUTPUT else result.text, images=pictures)
+
+    async def _find_pictures(self) -> dict[str, str]:
+        """Pictures in the sandbox's directory, and what tells whether one was written since."""
+        if not self.tool.max_pictures:
+            return {}
+        found = (await self.sandbox.exec(_PICTURES)).stdout.decode(errors="surrogateescape")
+        lines = (line.partition(" ./") for line in found.splitlines())
+        return {path: written for written, _, path in lines}
 
     async def make_directory(self, script: str, *words: str, program: str = "") -> str:
         """The directory that a script makes and prints; the tool's own."""
@@ -230,24 +312,22 @@ class _SandboxSession(ToolSession):
 
 
 class _PythonSession(_SandboxSession):
-    def __init__(self, tool: PythonTool, sandbox: TrajectorySandbox) -> None:
-        super().__init__(sandbox)
-        self._tool = tool
-        self._directory: str | None = None
-        self._is_lost = False
+    tool: PythonTool
+    _directory: str | None = None
+    _is_lost = False
 
-    async def execute(self, call: ToolCall) -> Any:
+    async def answer(self, call: ToolCall) -> Any:
         code = encodable(call.arguments["code"])
         if self._directory is None:
             program = read_program("python_session")
-            self._directory = await self.make_directory(_START, self._tool.python, program=program)
+            self._directory = await self.make_directory(_START, self.tool.python, program=program)
         note = f"[{_GONE}]\n" if self._is_lost else ""
         self._is_lost = True  # until it has answered
         try:
             result = await self.sandbox.exec(
                 ["/bin/sh", "-c", _CELL, "sh", self._directory, str(CAP)],
                 input=code,
-                timeout_s=self._tool.timeout_s,
+                timeout_s=self.tool.timeout_s,
                 max_output_bytes=CAP + 64,
                 keep="head",
             )
@@ -279,19 +359,16 @@ class _PythonSession(_SandboxSession):
 
 
 class _ShellSession(_SandboxSession):
-    def __init__(self, tool: ShellTool, sandbox: TrajectorySandbox) -> None:
-        super().__init__(sandbox)
-        self._tool = tool
-        self._directory: str | None = None
+    _directory: str | None = None
 
-    async def execute(self, call: ToolCall) -> Any:
+    async def answer(self, call: ToolCall) -> Any:
         if self._directory is None:
             self._directory = await self.make_directory(_MAKE + 'echo "$d"')
         try:
             result = await self.sandbox.exec(
                 ["/bin/sh", "-c", _SHELL, "sh", self._directory, _SHELL_CALL],
                 input=encodable(call.arguments["command"]),
-                timeout_s=self._tool.timeout_s,
+                timeout_s=self.tool.timeout_s,
                 max_output_bytes=CAP,
             )
         except SandboxTimeout as error:
@@ -318,7 +395,7 @@ _NEEDED = {
 
 
 class _EditSession(_SandboxSession):
-    async def execute(self, call: ToolCall) -> Any:
+    async def answer(self, call: ToolCall) -> Any:
         arguments: dict[str, Any] = {
             name: encodable(value) if isinstance(value, str) else value
             for name, value in call.arguments.items()

@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING
 
 from rollout.tools.calculator import calculator
 from rollout.tools.finish_tool import finish, submit
-from rollout.tools.program_tools import PythonTool, ShellTool
+from rollout.tools.sandbox_tools import EditTool, PythonTool, ShellTool
 from rollout.tools.search_tool import SearchTool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from rollout.tools.sandbox.sandbox_isolation import Isolation
     from rollout.tools.tool import Tool
 
 #: Those that need no settings.
 SHIPPED: Mapping[str, Callable[[], Tool]] = {
     "calculator": lambda: calculator,
+    "edit": EditTool,
     "finish": lambda: finish,
     "python": PythonTool,
     "shell": ShellTool,
@@ -33,7 +33,6 @@ def is_shipped(names: str) -> bool:
 def shipped_tools(
     names: Sequence[str],
     *,
-    isolation: Isolation = "auto",
     corpus: Sequence[str] = (),
     max_pictures: int = 0,
 ) -> list[Tool]:
@@ -41,16 +40,15 @@ def shipped_tools(
 
     Args:
         names: Keys of `SHIPPED`, or ``search``.
-        isolation: Of programs; see `PythonTool`.
         corpus: What the search looks in.
-        max_pictures: Of a program's call, which the model is shown; see `SandboxTool`.
+        max_pictures: Of a program's call, which the model is shown; see `PythonTool`.
 
     Raises:
         ToolError: The corpus cannot be read.
     """
     with_settings: dict[str, Callable[[], Tool]] = {
-        "python": lambda: PythonTool(isolation=isolation, max_pictures=max_pictures),
-        "shell": lambda: ShellTool(isolation=isolation, max_pictures=max_pictures),
+        "python": lambda: PythonTool(max_pictures=max_pictures),
+        "shell": lambda: ShellTool(max_pictures=max_pictures),
         "search": lambda: SearchTool(corpus),
     }
     return [{**SHIPPED, **with_settings}[name]() for name in names]

@@ -157,6 +157,8 @@ class Tool(ABC):
         opens_first: Whether each trajectory that is offered it opens it before its agent begins, in
             place of at the first call: it may take as long as the trajectory then, and where it
             raises the trajectory fails.
+        needs_sandbox: Whether its calls act in `ToolContext.sandbox`: a runtime that has it does
+            not open where no sandbox can be had.
     """
 
     name: str
@@ -164,6 +166,7 @@ class Tool(ABC):
     policy: ToolPolicy = ToolPolicy()
     stateful: bool = True
     opens_first: bool = False
+    needs_sandbox: bool = False
 
     async def prepare(self) -> None:  # noqa: B027  (most tools need none)
         """Make sure that calls can be answered: once as a runtime opens, before any work.

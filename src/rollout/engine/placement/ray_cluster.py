@@ -13,7 +13,6 @@ import anyio
 
 from rollout.bridge import wait_future
 from rollout.errors import EngineError
-from rollout.lazy import importing
 from rollout.limits import cleanup_scope
 
 if TYPE_CHECKING:
@@ -73,9 +72,8 @@ def _join(ray: Any, address: str | None) -> None:
 
 def import_ray() -> Any:
     try:
-        with importing:
-            import ray
-            import ray.util.scheduling_strategies
+        import ray
+        import ray.util.scheduling_strategies
     except ImportError as error:
         raise EngineError(
             f'placement.kind = "ray" needs Ray: pip install "rollout-rl[ray]" ({error})'

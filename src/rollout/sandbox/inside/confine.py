@@ -15,7 +15,6 @@ import select
 import shutil
 import signal
 import sys
-import threading
 from contextlib import suppress
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -30,38 +29,26 @@ def find_children() -> list[int]:
     return found
 
 
-def end_all() -> None:
-    """Kill one generation after another, remove their directory, and leave."""
-    for _ in range(1000):
-        children = find_children()
-        if not children:
-            break
+def main() -> None:
+    import sandlock  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+    confinement = json.loads(sys.argv[1])
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    host = sandlock.Sandbox(**confinement).popen(sys.argv[2:])
+    poll = select.poll()
+    poll.register(0, 0)  # its end alone
+    poll.register(os.pidfd_open(host.pid), select.POLLIN)
+    poll.poll()
+    poll.unregister(0)
+    poll.poll(2000)  # the host leaves by itself, if nobody has stopped it
+    while children := find_children():  # one generation after another
         for pid in children:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
             with suppress(OSError):
                 os.waitpid(pid, 0)
-    shutil.rmtree(CONFINEMENT["cwd"], ignore_errors=True)
+    shutil.rmtree(confinement["cwd"], ignore_errors=True)
     os._exit(0)
 
 
-def watch_input() -> None:
-    poll = select.poll()
-    poll.register(0, 0)  # its end alone
-    poll.poll()
-    threading.Event().wait(2.0)  # the host leaves by itself
-    end_all()
-
-
-def main() -> None:
-    import sandlock  # type: ignore[import-not-found,unused-ignore]
-
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    threading.Thread(target=watch_input, daemon=True).start()
-    process = sandlock.Sandbox(**CONFINEMENT).popen(sys.argv[2:])
-    process.wait()
-    end_all()
-
-
-CONFINEMENT = json.loads(sys.argv[1])
 main()

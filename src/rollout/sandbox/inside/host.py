@@ -1,27 +1,26 @@
-"""Process 1 of a local sandbox: starts commands, collects what they print, reads and writes files.
+"""Process 1 of a local sandbox: starts commands and collects what they print.
 
-The driver sends this program through standard input, with `settings` beside it. Frames follow: u32
-length of the header and u32 length of the body, little-endian, the header, the body. Headers are
-dicts, of requests as `marshal` writes them, of answers as JSON. Requests and their answers carry an
-"id":
+Standard input is one end of a Unix socket (SOCK_SEQPACKET); the driver has the other. It sends this
+program, then `SETTINGS`, then a message with three descriptors for each command:
 
-    exec   argv, cwd, env, cap, keep; body: standard input
-           -> exit, out (bytes of stdout), truncated; body: stdout, then stderr
-    kill   target: the id of an exec, which then answers
-    read   path, offset, size -> body
-    write  path, append, mode; body -> nothing more
+    exchange  a file in memory with a dict, as `marshal` writes it: argv, cwd, env; cap: bytes of
+              each output; keep: which end of a longer one. The answer takes its place.
+    source    the command's standard input
+    done      a socket: a byte from here says that the answer is there; its end, that the command
+              and all that it has started are to be killed, and answered for
 
-A failed request is answered with "error", an exception's name, and "errno"; body: its text. The
-driver's death is the end of standard input, and ends everything here: so nothing in this process
-may block, neither on the pipes of commands nor on the driver's.
+The answer is a line of four numbers, then stdout, then stderr: an errno where nothing was started,
+or else 0; the exit code; the bytes of stdout; whether an output was longer.
 
-Written for Python 3.8 and for what is built into it: json, selectors, signal, struct and ctypes
-would double the time to start.
+The driver's death ends the socket, which ends everything here: so this process never waits for
+anything but all of its descriptors at once. Written for Python 3.8 and for modules that are built
+into it: json, selectors, signal and ctypes would double the time to start.
 """
 
 from __future__ import annotations
 
 import _ctypes
+import _socket
 import marshal
 import os
 import resource
@@ -38,78 +37,35 @@ else:
 CHUNK = 65536
 #: By this process; commands have the defaults.
 IGNORED = signal.SIGPIPE, signal.SIGINT, signal.SIGHUP, signal.SIGTERM
-PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
+PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, MSG_CMSG_CLOEXEC = 4, 36, 0x40000000
 #: "env": `PATH`, `HOME` and the like, for this process's environment is not handed on; "limits":
-#: resource limits of commands; "remove": a directory that goes with a host that is not process 1.
-SETTINGS: dict[str, Any] = globals()["settings"]
+#: resource limits of commands; "remove": a directory that ends with a host that is not process 1.
+SETTINGS: dict[str, Any] = marshal.loads(os.read(0, CHUNK))
 
+driver = _socket.socket(fileno=0)
 poll = select.epoll()
 callbacks: dict[int, Callable[[int], object]] = {}
-commands: dict[int, Command] = {}  # by id
-by_pid: dict[int, Command] = {}
-outgoing = bytearray()
-incoming = bytearray()
+commands: dict[int, Command] = {}  # by process id
 
 
 class Command:
-    """One running command: its pipes, and the bounded ends or beginnings of its output."""
+    """A running command and what it has printed."""
 
-    def __init__(self, request: dict[str, Any], body: bytes) -> None:
-        self.id = request["id"]
-        self.cap = request["cap"]
-        self.keeps_tail = request["keep"] == "tail"
-        self.outputs: dict[int, int] = {}  # descriptor -> 0 for stdout, 1 for stderr
-        self.texts = [bytearray(), bytearray()]
-        self.truncated = False
-        self.input = memoryview(body)
-        self.input_fd: int | None = None
-        self.start(request)
-
-    def start(self, request: dict[str, Any]) -> None:
-        pipes: list[int] = []
-        try:
-            stdout, stderr = os.pipe(), os.pipe()
-            pipes += [*stdout, *stderr]
-            if self.input:
-                source, self.input_fd = os.pipe()
-                pipes += [source, self.input_fd]
-            else:
-                source = os.open("/dev/null", os.O_RDONLY)
-                pipes.append(source)
-            # Checked here, where an error has a name: what a child says is only text.
-            os.close(os.open(request["cwd"], os.O_PATH | os.O_DIRECTORY))
-            self.pid = os.fork()
-        except OSError:
-            for descriptor in pipes:
-                os.close(descriptor)
-            raise
-        if not self.pid:
-            run_child(request, source, stdout[1], stderr[1])
-        for descriptor in (source, stdout[1], stderr[1]):
-            os.close(descriptor)
-        for number, descriptor in enumerate((stdout[0], stderr[0])):
-            self.outputs[descriptor] = number
+    def __init__(
+        self, pid: int, request: dict[str, Any], exchange: int, done: int, outputs: list[int]
+    ) -> None:
+        self.pid, self.exchange, self.done = pid, exchange, done
+        self.cap, self.keeps_tail = request["cap"], request["keep"] == "tail"
+        self.texts = {descriptor: bytearray() for descriptor in outputs}
+        self.is_cut = False
+        watch(done, self.kill)
+        for descriptor in outputs:
             os.set_blocking(descriptor, False)
-            watch(descriptor, select.EPOLLIN, self.read)
-        if self.input_fd is not None:
-            os.set_blocking(self.input_fd, False)
-            watch(self.input_fd, select.EPOLLOUT, self.write)
+            watch(descriptor, self.read)
 
-    def write(self, descriptor: int) -> None:
-        try:
-            self.input = self.input[os.write(descriptor, self.input[:CHUNK]) :]
-        except BlockingIOError:
-            return
-        except OSError:  # the command has closed it
-            self.input = self.input[:0]
-        if not self.input:
-            self.close_input()
-
-    def close_input(self) -> None:
-        if self.input_fd is not None:
-            unwatch(self.input_fd)
-            os.close(self.input_fd)
-            self.input_fd = None
+    def kill(self, descriptor: int) -> None:
+        unwatch(descriptor)
+        kill_tree(self.pid)
 
     def read(self, descriptor: int) -> bool:
         """Take what there is; whether there may be more."""
@@ -117,63 +73,98 @@ class Command:
             data = os.read(descriptor, CHUNK)
         except BlockingIOError:
             return False
-        if not data:
-            del self.outputs[descriptor]
-            unwatch(descriptor)
-            os.close(descriptor)
-            return False
-        number = self.outputs[descriptor]
-        text = self.texts[number]
-        if not self.keeps_tail:
-            self.truncated |= len(text) + len(data) > self.cap
-            text += data[: self.cap - len(text)]
-            return True
+        text = self.texts[descriptor]
         text += data
-        if len(text) > 2 * self.cap + CHUNK:
-            self.truncate(text)
-        return True
+        if not self.keeps_tail or len(text) > 2 * self.cap + CHUNK:
+            self.cut(text)
+        if not data:
+            unwatch(descriptor)
+        return bool(data)
 
-    def truncate(self, text: bytearray) -> None:
-        """Keep the last bytes alone."""
+    def cut(self, text: bytearray) -> None:
+        """Keep one end."""
         if len(text) > self.cap:
-            self.truncated = True
-            del text[: len(text) - self.cap]
+            self.is_cut = True
+            if self.keeps_tail:
+                del text[: len(text) - self.cap]
+            else:
+                del text[self.cap :]
 
     def end(self, status: int) -> None:
         """Answer. What is left running may hold the pipes: what is in them now is taken."""
-        for descriptor in list(self.outputs):
-            # Not without end: a background process may go on writing.
-            for _ in range(64):
+        for descriptor, text in self.texts.items():
+            for _ in range(64):  # not without end: a background process may go on writing
                 if not self.read(descriptor):
                     break
-        for descriptor in self.outputs:
             unwatch(descriptor)
             os.close(descriptor)
-        self.close_input()
-        for text in self.texts:
-            self.truncate(text)
+            self.cut(text)
+        unwatch(self.done)
         code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
-        stdout, stderr = self.texts
-        truncated = "true" if self.truncated else "false"
-        send(
-            f'{{"id":{self.id},"exit":{code},"out":{len(stdout)},"truncated":{truncated}}}',
-            bytes(stdout + stderr),
-        )
+        stdout, stderr = self.texts.values()
+        head = b"0 %d %d %d" % (code, len(stdout), self.is_cut)
+        answer(self.exchange, self.done, head, stdout, stderr)
 
 
-def watch(descriptor: int, events: int, callback: Callable[[int], object]) -> None:
+def watch(descriptor: int, callback: Callable[[int], object]) -> None:
     callbacks[descriptor] = callback
-    poll.register(descriptor, events)
+    poll.register(descriptor, select.EPOLLIN)
 
 
 def unwatch(descriptor: int) -> None:
-    del callbacks[descriptor]
-    poll.unregister(descriptor)
+    if callbacks.pop(descriptor, None):
+        poll.unregister(descriptor)
+
+
+def start(_: int) -> None:
+    """Start a command, or answer why it cannot be."""
+    message, ancillary, _, _ = driver.recvmsg(64, 64, MSG_CMSG_CLOEXEC)
+    if not message:
+        leave()
+    exchange, source, done = memoryview(ancillary[0][2]).cast("i")
+    request = marshal.loads(os.pread(exchange, os.fstat(exchange).st_size, 0))
+    pipes: list[int] = []
+    try:
+        # Here, where an error has a number: what a child prints is only text.
+        os.close(os.open(request["cwd"], os.O_PATH | os.O_DIRECTORY))
+        for _ in range(2):
+            pipes += os.pipe()
+        pid = fork()
+    except OSError as error:
+        for each in (*pipes, source):
+            os.close(each)
+        answer(exchange, done, b"%d 0 0 0" % (error.errno or 5))
+        return
+    if not pid:
+        run_child(request, source, pipes[1], pipes[3])
+    for each in (source, pipes[1], pipes[3]):
+        os.close(each)
+    commands[pid] = Command(pid, request, exchange, done, pipes[::2])
+
+
+def fork() -> int:
+    while True:
+        try:
+            return os.fork()
+        except InterruptedError:  # by the end of another command, where sandlock looks at it
+            pass
+
+
+def answer(exchange: int, done: int, head: bytes, *texts: bytearray) -> None:
+    with open(exchange, "wb") as file:
+        file.truncate(0)
+        file.write(head + b"\n")
+        file.writelines(texts)
+    try:
+        os.write(done, b"1")
+    except OSError:  # nobody waits any more
+        pass
+    os.close(done)
 
 
 def run_child(request: dict[str, Any], *streams: int) -> NoReturn:
     """Become the command; never returns."""
-    environment = {**SETTINGS["env"], **request["env"]}
+    name, environment = request["argv"][0], {**SETTINGS["env"], **request["env"]}
     try:
         os.setsid()
         for number, descriptor in enumerate(streams):
@@ -183,11 +174,10 @@ def run_child(request: dict[str, Any], *streams: int) -> NoReturn:
             signal.signal(number, signal.SIG_DFL)
         os.umask(0o022)
         os.chdir(request["cwd"])
-        for name, value in SETTINGS["limits"].items():
-            resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
-        os.execvpe(request["argv"][0], request["argv"], environment)
+        for limit, value in SETTINGS["limits"].items():
+            resource.setrlimit(getattr(resource, "RLIMIT_" + limit), (value, value))
+        os.execvpe(name, request["argv"], environment)
     except BaseException as error:
-        name = request["argv"][0]
         missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
         if "/" not in name:  # a directory of PATH that cannot be searched is no reason
             places = environment.get("PATH", os.defpath).split(":")
@@ -197,47 +187,27 @@ def run_child(request: dict[str, Any], *streams: int) -> NoReturn:
         os._exit(127 if missing else 126)
 
 
-def read_processes() -> dict[int, tuple[int, int, bytes]]:
-    """Parent and session of every process that can be seen, by id."""
-    found: dict[int, tuple[int, int, bytes]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
+def kill_tree(root: int) -> None:
+    """Kill a process, what it has started, and what is in their sessions.
+
+    All are stopped first: what is stopped starts no more, and its children can be found.
+    """
+    tree, stopped = {root}, {os.getpid()}
+    for _ in range(100):
+        for pid in tree - stopped:
+            kill(pid, signal.SIGSTOP)
+        stopped |= tree
+        for name in filter(str.isdigit, os.listdir("/proc")):
             try:
                 with open(f"/proc/{name}/stat", "rb") as file:
-                    fields = file.read().rpartition(b")")[2].split()
-            except OSError:
+                    _, parent, _, session = file.read().rpartition(b")")[2].split()[:4]
+            except OSError:  # it has ended
                 continue
-            found[int(name)] = int(fields[1]), int(fields[3]), fields[0]
-    return found
-
-
-def find_tree(root: int) -> set[int]:
-    """The process, what it has started, and what is in their sessions."""
-    processes = read_processes()
-    tree, sessions = {root}, {root}
-    while True:
-        more = {
-            pid
-            for pid, (parent, session, _) in processes.items()
-            if pid not in tree and (parent in tree or session in sessions)
-        }
-        if not more:
-            return {pid for pid in tree if processes.get(pid, (0, 0, b"Z"))[2] not in b"ZX"}
-        tree |= more
-        sessions |= {processes[pid][1] for pid in more if processes[pid][1] in tree}
-
-
-def kill_tree(root: int) -> None:
-    """Stop everything first: what is stopped starts no more, and its children can be found."""
-    stopped: set[int] = set()
-    for _ in range(100):
-        new = find_tree(root) - stopped - {os.getpid()}
-        if not new:
+            if int(parent) in tree or int(session) in tree:
+                tree.add(int(name))
+        if tree <= stopped:
             break
-        for pid in new:
-            kill(pid, signal.SIGSTOP)
-        stopped |= new
-    for pid in stopped:
+    for pid in tree - {os.getpid()}:
         kill(pid, signal.SIGKILL)
 
 
@@ -249,7 +219,8 @@ def kill(pid: int, number: int) -> None:
 
 
 def reap(_: int) -> None:
-    os.read(wakeup, 4096)
+    """Answer for commands that have ended; the orphans of others end here too."""
+    os.read(wakeup, CHUNK)
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -257,139 +228,20 @@ def reap(_: int) -> None:
             return
         if not pid:
             return
-        command = by_pid.pop(pid, None)
-        if command is not None:
-            del commands[command.id]
-            command.end(status)
-
-
-def read_file(request: dict[str, Any]) -> None:
-    descriptor = open_regular(request["path"], os.O_RDONLY)
-    try:
-        send(f'{{"id":{request["id"]}}}', os.pread(descriptor, request["size"], request["offset"]))
-    finally:
-        os.close(descriptor)
-
-
-def write_file(request: dict[str, Any], body: bytes) -> None:
-    path = request["path"]
-    try:
-        os.makedirs(os.path.dirname(path) or "/", exist_ok=True)
-    except FileExistsError:
-        raise NotADirectoryError(20, "Not a directory", path) from None
-    append = request["append"]
-    descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else 0))
-    try:
-        if not append:
-            os.ftruncate(descriptor, 0)
-        view = memoryview(body)
-        while view:
-            view = view[os.write(descriptor, view) :]
-        if request["mode"] is not None:
-            os.fchmod(descriptor, request["mode"])
-    finally:
-        os.close(descriptor)
-    send(f'{{"id":{request["id"]}}}')
-
-
-def open_regular(path: str, flags: int) -> int:
-    """A pipe or a device would make this process wait."""
-    try:
-        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        if error.errno == 6:  # ENXIO: a pipe that nobody reads, or a socket
-            raise PermissionError(13, "Not a regular file", path) from None
-        raise
-    kind = os.fstat(descriptor).st_mode & 0o170000
-    if kind == 0o100000:
-        return descriptor
-    os.close(descriptor)
-    if kind == 0o040000:
-        raise IsADirectoryError(21, "Is a directory", path)
-    raise PermissionError(13, "Not a regular file", path)
-
-
-def handle(request: dict[str, Any], body: bytes) -> None:
-    do = request["do"]
-    try:
-        if do == "exec":
-            command = Command(request, body)
-            commands[command.id] = by_pid[command.pid] = command
-        elif do == "kill":
-            target = commands.get(request["target"])
-            if target is not None:
-                kill_tree(target.pid)
-        elif do == "read":
-            read_file(request)
-        elif do == "write":
-            write_file(request, body)
-    except (OSError, ValueError) as error:
-        number = getattr(error, "errno", None) or 0
-        text = os.strerror(number) if number else str(error)
-        kind = type(error).__name__
-        answer = f'{{"id":{request["id"]},"error":"{kind}","errno":{number}}}'
-        send(answer, text.encode(errors="replace"))
-
-
-def send(header: str, body: bytes = b"") -> None:
-    was_empty = not outgoing
-    for part in (header.encode(), body):
-        outgoing.extend(len(part).to_bytes(4, "little"))
-    outgoing.extend(header.encode() + body)
-    if was_empty:
-        flush(1)
-        if outgoing:
-            watch(1, select.EPOLLOUT, flush)
-
-
-def flush(_: int) -> None:
-    try:
-        while outgoing:
-            with memoryview(outgoing) as view:
-                count = os.write(1, view[: 16 * CHUNK])
-            del outgoing[:count]
-    except BlockingIOError:
-        return
-    except OSError:
-        leave()
-    if 1 in callbacks:
-        unwatch(1)
-
-
-def receive(_: int) -> None:
-    try:
-        data = os.read(0, 16 * CHUNK)
-    except BlockingIOError:
-        return
-    if not data:
-        leave()
-    incoming.extend(data)
-    while len(incoming) >= 8:
-        head = int.from_bytes(incoming[:4], "little")
-        body = int.from_bytes(incoming[4:8], "little")
-        end = 8 + head + body
-        if len(incoming) < end:
-            return
-        request, payload = marshal.loads(incoming[8 : 8 + head]), bytes(incoming[8 + head : end])
-        del incoming[:end]
-        handle(request, payload)
+        if pid in commands:
+            commands.pop(pid).end(status)
 
 
 def leave() -> NoReturn:
     """End, and everything here with it: as process 1 by that alone."""
     directory = SETTINGS.get("remove")
     if directory:
-        me = os.getpid()
-        for _ in range(1000):  # orphans are handed to this process, one generation after another
-            children = [pid for pid, entry in read_processes().items() if entry[0] == me]
-            if not children:
-                break
-            for pid in children:
-                kill(pid, signal.SIGKILL)
-                try:
-                    os.waitpid(pid, 0)
-                except ChildProcessError:
-                    pass
+        kill_tree(os.getpid())
+        try:
+            while True:
+                os.waitpid(-1, 0)
+        except ChildProcessError:
+            pass
         os.execvpe("rm", ["rm", "-rf", "--", directory], {"PATH": os.defpath})
     os._exit(0)
 
@@ -397,17 +249,15 @@ def leave() -> NoReturn:
 def prctl(option: int, value: int) -> None:
     function = _ctypes.dlsym(_ctypes.dlopen(None, 0), "prctl")  # type: ignore[arg-type]
     if _ctypes.call_function(function, (option, value, 0, 0, 0)) != 0:
-        os.write(2, b"prctl failed")
-        os._exit(1)
+        raise OSError("prctl failed")
 
 
 if SETTINGS.get("remove"):
     prctl(PR_SET_CHILD_SUBREAPER, 1)
 else:
-    # Where memory runs out, the kernel ends these before the driver.
-    try:
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")
+    try:  # where memory runs out, the kernel ends these before the driver
+        with open("/proc/self/oom_score_adj", "w") as adjustment:
+            adjustment.write("1000")
     except OSError:
         pass
 # What runs here has the same user id: it may not trace this process or read its memory. Sandlock
@@ -415,15 +265,14 @@ else:
 if not SETTINGS.get("is_confined"):
     prctl(PR_SET_DUMPABLE, 0)
 wakeup, wakeup_end = os.pipe()
-for each in (0, 1, wakeup_end):
-    os.set_blocking(each, False)
+os.set_blocking(wakeup_end, False)
 signal.signal(signal.SIGCHLD, lambda *_: None)
 signal.set_wakeup_fd(wakeup_end, warn_on_full_buffer=False)
 for each in IGNORED:
     signal.signal(each, signal.SIG_IGN)
-watch(0, select.EPOLLIN, receive)
-watch(wakeup, select.EPOLLIN, reap)
-send('{"id":0}')
+watch(0, start)
+watch(wakeup, reap)
+driver.send(marshal.dumps(globals()["program"]))  # compiled: the next one starts sooner
 while True:
     for ready, _ in poll.poll():
         if ready in callbacks:

@@ -12,6 +12,7 @@ import anyio.lowlevel
 
 from rollout.chat.row_beginnings import common_length
 from rollout.errors import RolloutError
+from rollout.limits import AGENT_TIMEOUT
 from rollout.scheduling.journal.entries import AnswersEntry, TurnEntry
 from rollout.scheduling.journal.given_again import (
     answers_of,
@@ -307,6 +308,7 @@ def ending(trajectory: Trajectory) -> str:
 
 def _is_own(trajectory: Trajectory) -> bool:
     """Whether the agent's own steps led to its end, and no clock, engine or caller."""
-    if trajectory.outcome in (Outcome.DEADLINE, Outcome.CANCELLED):
+    is_cut = trajectory.outcome in (Outcome.DEADLINE, Outcome.CANCELLED)
+    if is_cut or trajectory.limit_source == AGENT_TIMEOUT:
         return False
     return trajectory.outcome is not Outcome.FAILED or trajectory.reason == "agent"

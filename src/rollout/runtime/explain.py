@@ -1,0 +1,137 @@
+"""What a runtime's trajectories wait for now: looked up when a caller asks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollout.agents.interacting import USER
+from rollout.observe.explanation import CallWaits, Explanation, TrajectoryWaits, Wait
+from rollout.scheduling.agent_run import AgentRun
+from rollout.scheduling.batch_run import BatchRun
+from rollout.scheduling.rewarding import RewardWork
+from rollout.scheduling.streamed_run import StreamedRun
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from rollout.engine.driver.pool import EnginePool
+    from rollout.engine.driver.replica_statistics import ReplicaStatistics
+    from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
+    from rollout.scheduling.group_run import GroupRun
+    from rollout.scheduling.prompts import Member
+
+
+def explain(
+    engines: EnginePool,
+    now: float,
+    open_calls: Iterable[tuple[BatchRun | GroupRun, object]],
+    carried: Iterable[Member],
+    blocked_s: float,
+) -> Explanation:
+    """What each trajectory that has not ended waits for, and since when.
+
+    Args:
+        engines: Of the runtime.
+        now: The loop's time.
+        open_calls: What runs for each call, and the call itself.
+        carried: Members that no call has.
+        blocked_s: How long something has been blocking the loop.
+    """
+    requests = engines.waits(now)
+    calls = [
+        CallWaits(
+            name=_call_name(run, call),
+            step=run.step,
+            seconds=now - run.began,
+            groups=_count_groups(run),
+            trajectories=tuple(
+                _member_waits(member, requests, now, run.began, waits_for_group=is_waiting)
+                for member, is_waiting in run.unfinished().items()
+            ),
+            waiting="" if isinstance(run, BatchRun) else run.book.waiting,
+        )
+        for run, call in open_calls
+    ]
+    held = [_member_waits(member, requests, now, None) for member in carried]
+    replicas = tuple(map(_describe_replica, engines.statistics()))
+    return Explanation(tuple(calls), tuple(held), replicas, blocked_s)
+
+
+def _call_name(run: BatchRun | GroupRun, call: object) -> str:
+    if isinstance(run, BatchRun):
+        return "stream" if isinstance(call, StreamedRun) else "generate"
+    return "stream_groups" if run.book.wanted.groups is None else "collect"
+
+
+def _count_groups(run: BatchRun | GroupRun) -> int:
+    if isinstance(run, BatchRun):
+        return len({member.identity.group for member in run.members})
+    return run.book.wanted.groups or 0
+
+
+def _member_waits(
+    member: Member,
+    requests: Mapping[str, list[Wait]],
+    now: float,
+    began: float | None,
+    *,
+    waits_for_group: bool = False,
+) -> TrajectoryWaits:
+    """Of a member; `began`: of the call that has it, None where none does."""
+    identity, scope, since = member.identity, member.scope, member.concluding_since
+    started: float | None = None
+    waits: list[Wait] = []
+    sandbox: TrajectorySandbox | None = None
+    if isinstance(scope, AgentRun):
+        started = scope.started
+        asked = sorted(requests.get(identity.session_id, ()), key=lambda wait: wait.path)
+        waits += [*asked, *_agent_waits(scope, now)]
+        sandbox = scope.context.sandbox_asked_for
+        waits = waits or [_own_code_wait(scope, now)]
+        if began is not None and all(wait.kind == "held" for wait in waits):
+            started, waits = None, [Wait("place", now - began)]  # it continues once it has one
+    elif isinstance(scope, RewardWork):
+        name = " of its group" if scope.is_group else ""
+        waits.append(Wait("reward", now - scope.since, name))
+    elif waits_for_group and since is not None:
+        waits.append(Wait("group", now - since))
+    elif since is not None:
+        waits.append(Wait("end", now - since))
+    else:
+        waits.append(Wait("place", 0.0 if began is None else now - began))
+    return TrajectoryWaits(
+        uid=identity.uid,
+        group=identity.group,
+        member=identity.member,
+        seconds=None if started is None else now - started,
+        waits=tuple(waits),
+        sandbox=sandbox.id if sandbox is not None and sandbox.is_open else "",
+    )
+
+
+def _agent_waits(run: AgentRun, now: float) -> Iterator[Wait]:
+    """What it waits for beside engines."""
+    sandbox = run.context.sandbox_asked_for
+    if sandbox is not None and sandbox.opens_since is not None:
+        yield Wait("sandbox", now - sandbox.opens_since)
+    calls = run.context.calls_under_way
+    for name, since in calls:
+        yield Wait("tool", now - since, repr(name))
+    for code in run.containment.within(run.code):
+        if code.what == USER:
+            yield Wait("user", now - code.since)
+        elif not (calls and code.what.startswith("tool ")):
+            yield Wait("code", now - code.since, code.what)
+
+
+def _own_code_wait(run: AgentRun, now: float) -> Wait:
+    since = max(run.started, run.context.idle_since)
+    place = run.code.place()
+    return Wait("code", now - since, run.what, note=f"at {place}" if place else "")
+
+
+def _describe_replica(replica: ReplicaStatistics) -> str:
+    zombies = f", {replica.zombies:,} cancelled ones among them" if replica.zombies else ""
+    starts = f", started {replica.starts} times" if replica.starts > 1 else ""
+    state = f"{replica.name}: {replica.state}, {replica.in_flight:,} in flight{zombies}{starts}"
+    return f"{state}; last error: {replica.last_error}" if replica.last_error else state

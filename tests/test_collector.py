@@ -1,0 +1,112 @@
+"""While a runtime is open, Python collects garbage seldom and leaves alone what was loaded."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+import rollout
+from rollout.config import SchedulingConfig
+from rollout.runtime.collector import SELDOM
+from rollout.testing import Scenario
+
+pytestmark = pytest.mark.anyio
+SILENT = Scenario(seed=1).reply("", "ok")
+PYTHONS = (700, 10, 10)
+PROMPT = rollout.Prompt(messages=[{"role": "user", "content": "hello"}])
+
+
+class Knot:
+    """Refers to itself."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+@pytest.fixture(autouse=True)
+def _thawed() -> Iterator[None]:
+    assert gc.get_freeze_count() == 0
+    before = gc.get_threshold()
+    gc.set_threshold(*PYTHONS)
+    yield
+    gc.enable()
+    gc.unfreeze()
+    gc.set_threshold(*before)
+
+
+def settings() -> tuple[bool, tuple[int, int, int]]:
+    return gc.get_freeze_count() > 0, gc.get_threshold()
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
+async def test_runtime_open_is_frozen_and_collects_seldom_and_gives_both_back() -> None:
+    async with rollout.open_rollout(SILENT.config()) as runtime:
+        assert settings() == (True, SELDOM)
+        await runtime.generate([PROMPT])
+        assert settings() == (True, SELDOM)
+    assert settings() == (False, PYTHONS)
+
+
+async def test_runtime_open_finds_new_cycles_and_leaves_old_ones_until_it_closes() -> None:
+    old = Knot()
+    old_gone = weakref.ref(old)
+    async with rollout.open_rollout(SILENT.config()):
+        young = Knot()
+        young_gone = weakref.ref(young)
+        del old, young
+        gc.collect()
+        assert young_gone() is None
+        assert old_gone() is not None
+    gc.collect()
+    assert old_gone() is None
+
+
+async def test_runtime_that_fails_to_open_or_whose_block_raises_gives_both_back() -> None:
+    with pytest.raises(rollout.EngineError):
+        async with rollout.open_rollout(SILENT.config(model=rollout.ModelConfig(path="/nowhere"))):
+            pytest.fail("it opened")
+    assert settings() == (False, PYTHONS)
+    with pytest.raises(ZeroDivisionError):
+        async with rollout.open_rollout(SILENT.config()):
+            raise ZeroDivisionError
+    assert settings() == (False, PYTHONS)
+
+
+async def test_runtimes_at_once_give_both_back_with_the_last() -> None:
+    async with rollout.open_rollout(SILENT.config()):
+        async with rollout.open_rollout(SILENT.config()):
+            pass
+        assert settings() == (True, SELDOM)
+    assert settings() == (False, PYTHONS)
+
+
+async def test_runtime_told_not_to_freeze_leaves_the_collector_alone() -> None:
+    config = SILENT.config(scheduling=SchedulingConfig(freeze_heap=False))
+    async with rollout.open_rollout(config):
+        assert settings() == (False, PYTHONS)
+
+
+async def test_runtime_leaves_a_callers_thresholds_alone() -> None:
+    gc.set_threshold(5000, 20, 30)
+    async with rollout.open_rollout(SILENT.config()):
+        assert gc.get_threshold() == (5000, 20, 30)
+    assert gc.get_threshold() == (5000, 20, 30)
+    gc.set_threshold(*PYTHONS)
+    async with rollout.open_rollout(SILENT.config()):
+        gc.set_threshold(900, 9, 9)
+    assert gc.get_threshold() == (900, 9, 9)
+
+
+async def test_runtime_leaves_a_disabled_collector_and_a_frozen_heap_alone() -> None:
+    gc.disable()
+    async with rollout.open_rollout(SILENT.config()):
+        assert settings() == (False, PYTHONS)
+        assert not gc.isenabled()
+    gc.enable()
+    gc.freeze()
+    async with rollout.open_rollout(SILENT.config()):
+        pass
+    assert gc.get_freeze_count() > 0
