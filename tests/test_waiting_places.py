@@ -317,5 +317,5 @@ async def test_tool_without_code_of_a_user_is_given_up_the_error_says_what_await
 
     said = await error_of(Stuck())
     assert "/src/rollout/" in said
-    assert "which waits for tool 'stuck' of trajectory task-0/0" in said
+    assert said.startswith("tool 'stuck' did not end")
     assert not [each for each in LOOPS if each in said]

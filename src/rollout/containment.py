@@ -299,7 +299,9 @@ class Containment:
                         watching.start_soon(self._watch)
                         await self.closing.wait()
                         await self._cancel_all()
-                    await self._wait_for_rest()
+                    self._tasks.cancel_scope.cancel()  # also what code has left running
+                    with anyio.CancelScope(shield=True):
+                        await self._wait_for_rest()
         except* RuntimeError:
             pass  # the loop's word on scopes that stopped code has left open
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import anyio
 
 from rollout.bridge import has_virtual_clock
-from rollout.containment import Contained, UnresponsiveError
+from rollout.containment import UnresponsiveError
 from rollout.errors import PromptError, RolloutError
 from rollout.scheduling.source_task import SourceTask
 from rollout.scopes import passing_of
@@ -142,17 +142,16 @@ class PromptSource:
             start(pull)
 
     async def _serve(self, pull: Callable[[], Any], containment: Containment, tally: Tally) -> None:
-        code = Contained[None](containment, THREAD_NAME)
-        task = self._task = SourceTask(code)
+        task = self._task = SourceTask(containment, THREAD_NAME)
         try:
-            await code.run(partial(task.serve, pull, self._close))
+            await task.run(partial(task.ask_until_cancelled, pull, self._close))
         except UnresponsiveError as error:
             tally.unresponsive += 1
             logger.warning("%s", error)
         finally:
             self._task = self._iterator = None
-        if code.error is not None:
-            raise code.error
+        if task.error is not None:
+            raise task.error
 
     async def _close(self) -> None:
         """Close a generator, which may have something open; other iterators are their owners'."""

@@ -6,23 +6,25 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from rollout.containment import Contained
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from rollout.containment import Contained
+    from rollout.containment import Containment
 
     Job = Callable[[], Awaitable[object]]
 
 
-class SourceTask:
+class SourceTask(Contained[None]):
     """Asks a source whenever that is wanted, and closes it, all in one task.
 
     What an async generator has open where it yields, such as a task group that prefetches, belongs
     to the task that asked it: asked or closed in another one, it would leave that out of turn.
     """
 
-    def __init__(self, code: Contained[None]) -> None:
-        self._code = code
+    def __init__(self, containment: Containment, what: str) -> None:
+        super().__init__(containment, what)
         self._asked = anyio.Event()
         self._is_ending = False
 
@@ -34,9 +36,9 @@ class SourceTask:
         """Ask it no more, and close it."""
         self._is_ending = True
         self._asked.set()
-        self._code.cancel()
+        super().cancel()
 
-    async def serve(self, pull: Job, close: Job) -> None:
+    async def ask_until_cancelled(self, pull: Job, close: Job) -> None:
         """Ask it, and again when that is wanted; until `cancel`."""
         # Entered before any scope of the source's, which may be open wherever we are below.
         with anyio.CancelScope() as whole:
