@@ -1,12 +1,15 @@
 """What sandboxes of bubblewrap cost: CPU to open one and to run a command, and memory.
 
-As many are open at once as `--sandboxes` says, opened four at a time, each with some commands.
+As many are open at once as `--sandboxes` says, opened four at a time, each with some commands. Then
+as many trajectories, all at once, call the shell tool and the Python tool, each in its own sandbox.
 CPU is that of the driver and of everything in the sandboxes, to the end of each.
 
 The last line is the result as JSON: `open_cpu_ms`: CPU milliseconds to open a sandbox and close it;
 `exec_cpu_ms`: of `exec(["true"])`; `mb_each`: MiB of memory of an open sandbox, shared pages shared
 out; `leaked`: processes, descriptors and directories that are left, and sandboxes that did not
-close in time; `open_ms`, `exec_ms`: wall milliseconds, four at a time.
+close in time; `open_ms`, `exec_ms`: wall milliseconds, four at a time; `tools_cpu_ms`: CPU
+milliseconds of a trajectory that opens a sandbox and calls both tools; `tools_failed`: trajectories
+whose tools did not answer as they should.
 
     python benchmarks/sandbox.py [--backend trio|asyncio] [--sandboxes 200] [--quick]
 """
@@ -24,7 +27,12 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import psutil
 
+import rollout
+from rollout import Prompt
+from rollout.chat.messages import text_in
+from rollout.config import AgentConfig, SandboxConfig, SchedulingConfig, ToolsConfig
 from rollout.sandbox import SandboxPool, open_provider
+from rollout.testing import Scenario, tool_call
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -93,6 +101,37 @@ async def measure(count: int, commands: int) -> dict[str, Any]:
     }
 
 
+async def run_tools(count: int) -> dict[str, Any]:
+    """Trajectories that call both tools, one after the other, all at once."""
+    scenario = Scenario(seed=1).reply("go", tool_call("shell", command="echo one >a; cat a"))
+    scenario = scenario.then(tool_call("python", code="open('a').read() + 'two'")).then("Done.")
+    config = scenario.config(
+        agent=AgentConfig(name="tool_agent"),
+        tools=ToolsConfig(builtin=["shell", "python"]),
+        sandbox=SandboxConfig(provider="bubblewrap", max_open=count),
+        scheduling=SchedulingConfig(max_in_flight=count),
+    )
+    before = len(os.listdir("/proc/self/fd")), count_directories()
+    prompts = [Prompt(messages=[{"role": "user", "content": "go"}]) for _ in range(count)]
+    async with rollout.open_rollout(config) as runtime:
+        cpu = measure_cpu()
+        batch = await runtime.generate(prompts)
+        cpu = measure_cpu() - cpu
+        sandboxes = runtime.statistics().sandboxes
+    assert sandboxes is not None
+    answers = [
+        [text_in(m.content) for m in each.messages if m.role == "tool"]
+        for each in batch.trajectories
+    ]
+    return {
+        "tools_cpu_ms": round(1000 * cpu / count, 1),
+        "tools_failed": sum(
+            len(each) != 2 or "one" not in each[0] or "one\\ntwo" not in each[1] for each in answers
+        ),
+        "leaked": sandboxes.leaked + count_left(before),
+    }
+
+
 async def run_once(pool: SandboxPool, count: int, commands: int) -> dict[str, float]:
     """Open `count` sandboxes, run `commands` in each, close them."""
     sandboxes: list[Sandbox] = []
@@ -133,7 +172,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     count, commands = (40, 5) if options.quick else (options.sandboxes, 10)
-    print(json.dumps(anyio.run(measure, count, commands, backend=options.backend)))
+    figures = anyio.run(measure, count, commands, backend=options.backend)
+    tools = anyio.run(run_tools, count, backend=options.backend)
+    print(json.dumps({**figures, **tools, "leaked": figures["leaked"] + tools["leaked"]}))
 
 
 if __name__ == "__main__":

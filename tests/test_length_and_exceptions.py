@@ -18,7 +18,7 @@ from fake_door import FakeDoor, fake_door
 from rollout import AgentTask, GatewayConfig, Outcome, ProgramAgent, Prompt, Trajectory
 from rollout.agents import AgentContext
 from rollout.agents.gateway_door import GatewayAddress
-from rollout.config import LengthsConfig
+from rollout.config import LengthsConfig, SandboxConfig
 from rollout.gateway.calls import GatewayCall, GatewayError, GivenMessage
 from rollout.gateway.session import GatewaySession
 from rollout.gateway.sessions import GatewaySettings, Sessions
@@ -267,12 +267,16 @@ async def test_program_that_fails_after_a_length_ends_as_what_it_prints(
     end: str, message: str | None
 ) -> None:
     command = [sys.executable, "-c", PROGRAM, end]
-    rollout.register_agent("a_long_program")(ProgramAgent(command, isolation="none"))
+    rollout.register_agent("a_long_program")(ProgramAgent(command))
     prompt = Prompt(messages=[{"role": "user", "content": "-"}], agent_name="a_long_program")
     config = (
         Scenario(seed=1)
         .reply("", "Well.")
-        .config(lengths=LENGTHS, gateway=GatewayConfig(start="always"))
+        .config(
+            lengths=LENGTHS,
+            gateway=GatewayConfig(start="always"),
+            sandbox=SandboxConfig(provider="none"),
+        )
     )
     async with rollout.open_rollout(config) as runtime:
         trajectory = (await runtime.generate([prompt])).trajectories[0]

@@ -20,6 +20,12 @@ CONFIG = Scenario(seed=1).reply("", "Well.").config()
 WORDS = r"write `async with rollout\.open_rollout\(\.\.\.\) as runtime:`"
 
 
+async def test_open_rollout_awaited_says_how_it_is_entered() -> None:
+    opening: Any = rollout.open_rollout(CONFIG)
+    with pytest.raises(RolloutError, match=WORDS):
+        await opening
+
+
 async def test_open_rollout_entered_by_with_says_how_it_is_entered() -> None:
     opening: Any = rollout.open_rollout(CONFIG)
     with pytest.raises(RolloutError, match=WORDS), opening:
@@ -36,8 +42,10 @@ async def test_open_rollout_used_before_it_is_entered_says_how_it_is_entered(nam
     assert not hasattr(runtime, name)
 
 
-async def test_open_rollout_blocking_entered_by_async_with_is_closed() -> None:
+async def test_open_rollout_blocking_awaited_or_entered_by_async_with_is_closed() -> None:
     with pytest.raises(RolloutError, match=WORDS):
         async with rollout.open_rollout_blocking(CONFIG):
             pass
+    with pytest.raises(RolloutError, match=WORDS):
+        await rollout.open_rollout_blocking(CONFIG)
     assert "rollout" not in [thread.name for thread in threading.enumerate()]

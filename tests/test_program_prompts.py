@@ -7,6 +7,7 @@ import json
 import sys
 from typing import Any
 
+import attrs
 import pytest
 
 import rollout
@@ -21,6 +22,7 @@ from rollout import (
     Trajectory,
     register_agent,
 )
+from rollout.config import SandboxConfig
 from rollout.testing import Scenario
 from test_media_trajectories import config_of
 
@@ -57,11 +59,10 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> RolloutConfig:
 
 
 async def ran(message: Any, config: RolloutConfig | None = None, **options: Any) -> Trajectory:
-    register_agent("a_program")(
-        ProgramAgent(ECHO, env={"P": "{prompt}"}, isolation="none", **options)
-    )
+    register_agent("a_program")(ProgramAgent(ECHO, env={"P": "{prompt}"}, **options))
     asked = Prompt(messages=[message], agent_name="a_program")
-    async with rollout.open_rollout(config or Scenario().config()) as runtime:
+    config = attrs.evolve(config or Scenario().config(), sandbox=SandboxConfig(provider="none"))
+    async with rollout.open_rollout(config) as runtime:
         return (await runtime.generate([asked])).trajectories[0]
 
 

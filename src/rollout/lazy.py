@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import ast
 import importlib
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+
+#: Held while a large library is imported. Two threads that import libraries which import each other
+#: could otherwise find modules that are half made: so Python breaks the deadlock.
+importing = threading.RLock()
 
 
 def lazy_exports(
@@ -25,7 +31,8 @@ def lazy_exports(
     def import_name(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {namespace['__name__']!r} has no attribute {name!r}")
-        value = namespace[name] = getattr(importlib.import_module(modules[name]), name)
+        with importing:
+            value = namespace[name] = getattr(importlib.import_module(modules[name]), name)
         return value
 
     return import_name

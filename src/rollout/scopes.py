@@ -108,6 +108,11 @@ class OneTask(AbstractAsyncContextManager[T]):
             )
         return await self._manager.__aexit__(kind, error, traceback)
 
+    def _refuse_await(self) -> NoReturn:
+        raise NotEnteredError(f"{self._name} is awaited; {HOW_TO_OPEN}")
+
+    __await__ = _refuse_await
+
     def __enter__(self) -> NoReturn:
         raise NotEnteredError(f"{self._name} is entered by `with`; {HOW_TO_OPEN}")
 

@@ -476,8 +476,10 @@ async def test_memory_bound_holds_for_each_process() -> None:
     assert reserved.exit_code == 0  # reserving is not using
 
 
-async def test_readable_paths_are_seen_and_stay_as_they_are() -> None:
-    with_shared = Path("/var/tmp") / f"rollout-{uuid.uuid4().hex}"  # noqa: TID251
+# Sandboxes have a /tmp of their own.
+@pytest.mark.parametrize("place", ["/var/tmp", "/tmp"])
+async def test_readable_paths_are_seen_and_stay_as_they_are(place: str) -> None:
+    with_shared = Path(place) / f"rollout-{uuid.uuid4().hex}"  # noqa: TID251
     with_shared.mkdir(mode=0o755)
     (with_shared / "data").write_text("ours")
     provider = BubblewrapProvider(readable=[with_shared])

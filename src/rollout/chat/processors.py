@@ -24,6 +24,7 @@ from rollout.chat.processor_inputs import (
 )
 from rollout.chat.rope_positions import has_rope_positions, rope_positions_of
 from rollout.errors import MediaError, TemplateError
+from rollout.lazy import importing
 from rollout.media import Media, PlacedMedia
 from rollout.media.torchvision_operators import declare_missing_operators
 from rollout.model_repository import model_file
@@ -371,8 +372,9 @@ def load_media_processor(
         return None
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
-        declare_missing_operators()
-        from transformers import AutoConfig, AutoProcessor
+        with importing:
+            declare_missing_operators()
+            from transformers import AutoConfig, AutoProcessor
 
         processor = AutoProcessor.from_pretrained(  # type: ignore[no-untyped-call]
             model, **options

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rollout.chat.fast_tokenizer_files import read_fast_tokenizer
 from rollout.chat.template import ChatTemplate
 from rollout.errors import TemplateError
+from rollout.lazy import importing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -134,8 +135,9 @@ def holds_tokenizer(folder: Path) -> bool:
 
 
 def _load_by_transformers(model: str, **options: Any) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-    from transformers.utils import logging as transformers_logging
+    with importing:
+        from transformers import AutoTokenizer
+        from transformers.utils import logging as transformers_logging
 
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(logging.ERROR)

@@ -12,6 +12,7 @@ import anyio
 
 from rollout.bridge import AsyncioThread, loop_poster
 from rollout.errors import ConfigError
+from rollout.lazy import importing
 from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ async def prepare(config: GatewayConfig, threads: WorkerThreads) -> Host:
 
 def _adapter() -> Any:
     try:
-        return importlib.import_module("rollout.gateway.http_adapter")
+        with importing:
+            return importlib.import_module("rollout.gateway.http_adapter")
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"the gateway needs the package {error.name}: pip install 'rollout-rl[gateway]'"

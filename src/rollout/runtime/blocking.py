@@ -176,10 +176,17 @@ class BlockingRollout:
         self.close()
 
     async def __aenter__(self) -> NoReturn:
+        self._refuse("is entered by `async with`")
+
+    def _refuse_await(self) -> NoReturn:
+        self._refuse("is awaited")
+
+    __await__ = _refuse_await
+
+    def _refuse(self, how: str) -> NoReturn:
         self.close()
         raise NotEnteredError(
-            f"open_rollout_blocking is entered by `async with`; {HOW_TO_OPEN}, or `with` in code "
-            "that is not async"
+            f"open_rollout_blocking {how}; {HOW_TO_OPEN}, or `with` in code that is not async"
         )
 
     async def __aexit__(self, *_error: object) -> None:

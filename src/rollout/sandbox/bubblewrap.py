@@ -209,8 +209,6 @@ class BubblewrapProvider(LocalProvider):
         words += ["--cap-drop", "ALL", "--disable-userns", "--hostname", "sandbox"]
         words += ["--uid", str(INSIDE_ID), "--gid", str(INSIDE_ID)]
         words += _bind_root(spec.image)
-        for place in sorted(self._bound):
-            words += ["--ro-bind", place, place]
         directory = await self._relay.open_directory(_ACCOUNTS)
         words += ["--ro-bind", str(directory / "door"), DOOR]
         if spec.image is None:
@@ -219,6 +217,8 @@ class BubblewrapProvider(LocalProvider):
         words += ["--proc", "/proc", "--dev", "/dev"]
         for place in dict.fromkeys(("/dev/shm", "/tmp", workdir)):
             words += ["--perms", "1777", "--size", size, "--tmpfs", place]
+        for place in sorted(self._bound):  # some may lie in one of these
+            words += ["--ro-bind", place, place]
         # Last, for nothing can be mounted afterwards: else / and /dev are memory without a bound.
         return [*words, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", workdir]
 

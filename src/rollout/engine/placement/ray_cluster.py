@@ -13,6 +13,7 @@ import anyio
 
 from rollout.bridge import wait_future
 from rollout.errors import EngineError
+from rollout.lazy import importing
 from rollout.limits import cleanup_scope
 
 if TYPE_CHECKING:
@@ -72,8 +73,9 @@ def _join(ray: Any, address: str | None) -> None:
 
 def import_ray() -> Any:
     try:
-        import ray
-        import ray.util.scheduling_strategies
+        with importing:
+            import ray
+            import ray.util.scheduling_strategies
     except ImportError as error:
         raise EngineError(
             f'placement.kind = "ray" needs Ray: pip install "rollout-rl[ray]" ({error})'
