@@ -35,7 +35,8 @@ _MAKE = (
     'd=$(mktemp -d "${TMPDIR:-/tmp}/.rollout-XXXXXX" 2>/dev/null || '
     'mktemp -d "$PWD/.rollout-XXXXXX") || exit; '
 )
-_START = _MAKE + 'w=$PWD; cd "$d" && "$1" - "$d" "$w" && echo "$d"'
+# What podman is sent and nobody reads costs what a command that ends at once has written.
+_START = _MAKE + 'w=$PWD; cd "$d" && cat >program && "$1" - "$d" "$w" <program && echo "$d"'
 # Reading `done` fails once no session has it open, and is never the first to open it. `answer` is
 # empty until the cell has ended, whatever its code writes into `done`.
 _CELL = (
