@@ -207,11 +207,12 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
-async def test_python_fork_bomb_is_killed_and_the_a_later_call_has_room(bomb: str) -> None:
+async def test_python_fork_bomb_is_killed_and_a_later_call_has_room(bomb: str) -> None:
     async with holding("bubblewrap", PythonTool(timeout_s=1.0), max_processes=16) as hands:
         assert (await hands.python(BOMBS[bomb])).is_error
-        await hands.python("1")  # while the last of them end, it may have no room itself
-        assert (await hands.python("6 * 7")).text.endswith("42\n")
+        # While the last of them end, a session may have no room itself.
+        answers = [(await hands.python("6 * 7")).text for _ in range(5)]
+        assert any(each.endswith("42\n") for each in answers), answers
 
 
 @pytest.mark.parametrize("junk", [b"junk", b"j\nu\nn\nk\n"])
