@@ -6,13 +6,13 @@ A scripted engine stands in for a model: one answer is right, one is wrong. The 
 bubblewrap's where that is installed; else "none", which isolates nothing.
 """
 
-import shutil
 from typing import Any
 
 import anyio
 
 import rollout
 from rollout.config import SandboxConfig
+from rollout.sandbox.bubblewrap import find_bwrap
 from rollout.testing import Scenario
 from rollout.testing.scenario import tool_call
 from rollout.tools import ToolContext, function_tool
@@ -48,7 +48,7 @@ async def passes_tests(trajectory: rollout.Trajectory, sandbox: Any) -> float:
 
 
 async def main() -> None:
-    provider = "bubblewrap" if shutil.which("bwrap") else "none"
+    provider = "bubblewrap" if find_bwrap() else "none"
     config = SCRIPT.config(sandbox=SandboxConfig(provider=provider))
     prompts = [
         rollout.Prompt(messages=f"Write double(n), the {word} way.", uid=word) for word in PROGRAMS

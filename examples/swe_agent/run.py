@@ -17,7 +17,7 @@ from rollout.config import LengthsConfig, SandboxConfig
 from rollout.environments import TaskDirectory
 from rollout.testing import Scenario
 from rollout.testing.scenario import tool_call
-from rollout.tools.sandbox_tools import EditTool, ShellTool
+from rollout.tools import EditTool, ShellTool
 
 TASKS = Path(__file__).parent / "tasks"
 #: The first of these that is there makes the containers.

@@ -29,7 +29,7 @@ PROVIDERS = [
 CONFIG = """
 from rollout.config import LengthsConfig, SandboxConfig
 from rollout.testing import Scenario, tool_call
-from rollout.tools.sandbox_tools import EditTool, ShellTool
+from rollout.tools import EditTool, ShellTool
 
 shell, edit = ShellTool(), EditTool()
 script = Scenario()
@@ -60,7 +60,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def write(
     folder: Path, provider: str, name: str, words: str, test: str = TEST, **more: str
 ) -> None:
-    config = 'artifacts = ["answer"]\n[verifier]\ntimeout_sec = 60\nenv = {KEY = "right"}\n'
+    config = (
+        'artifacts = ["answer", "missing"]\n[verifier]\ntimeout_sec = 60\nenv = {KEY = "right"}\n'
+    )
     config += f'environment_mode = "{more.get("mode", "shared")}"\n{more.get("agent", "")}\n'
     config += '[environment]\nnetwork_mode = "no-network"\n'
     files = {"instruction.md": f"{words}\n"}
@@ -153,8 +155,8 @@ def test_harbor_tasks_are_part_of_what_a_resumed_run_must_agree_with(
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ({"environment__Dockerfile": "FROM x"}, "task t: it has environment/Dockerfile and no"),
-        ({"environment__docker-compose.yaml": ""}, "docker-compose.yaml: compose is not supported"),
+        ({"environment__Dockerfile": "FROM x"}, "task t: it has environment/Dockerfile, and"),
+        ({"environment__docker-compose.yaml": ""}, "docker-compose.yaml is not supported"),
         ({"steps__a__instruction.md": ""}, "task t: steps is not supported"),
     ],
 )

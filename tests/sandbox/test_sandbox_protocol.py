@@ -642,6 +642,21 @@ async def test_container_that_is_gone_is_lost_and_a_missing_image_named() -> Non
             await made.open(SandboxSpec(image="localhost/no-such-image:1"))
 
 
+async def test_container_without_an_image_or_user_is_refused_and_has_its_time_to_start() -> None:
+    async with provided("container") as made:
+        with pytest.raises(SandboxUnsupported, match="expected the name of an image"):
+            await made.open(SandboxSpec())
+        with pytest.raises(SandboxError, match="unable to find user nobody-here"):
+            await made.open(spec_for("container", user="nobody-here"))
+    async with opened("container", setup_s=0.01, user="7") as sandbox:
+        assert (await sandbox.exec("id -u")).stdout == b"7\n"
+        assert (await sandbox.exec("id -u; touch f; chown 9 f", user="0")).stdout == b"0\n"
+        with pytest.raises(SandboxUnsupported, match="has no user 'nobody-here'"):
+            await sandbox.exec("true", user="nobody-here")
+        with pytest.raises(SandboxUnsupported, match=r"name port 8000 in options\['ports'\]"):
+            await sandbox.expose_port(8000)
+
+
 async def test_local_sandbox_whose_first_process_is_killed_is_lost() -> None:
     async with opened("bubblewrap") as sandbox:
         (outer,) = [p for p in psutil.Process().children() if "bwrap" in " ".join(p.cmdline())]

@@ -5,16 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import math
 import urllib.request
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 import anyio.to_thread
+import msgspec
 
+from rollout.config.checks import is_http_url
 from rollout.errors import ToolError
 from rollout.seeds import derive_seed
 from rollout.tools.providers import ToolProvider
@@ -23,8 +23,7 @@ from rollout.tools.tool import Tool, ToolContext, ToolSession
 from rollout.types import text_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from types import ModuleType
+    from collections.abc import Callable, Mapping
 
     from rollout.types import Prompt, ToolCall
 
@@ -33,7 +32,17 @@ logger = logging.getLogger("rollout.environments")
 #: A full server is asked again after this long, doubled each time up to the longest.
 _BACKOFF_S, _MAX_BACKOFF_S = 0.1, 5.0
 _CLOSE_S = 2.0
+#: The longest answer that is read.
+_MAX_MESSAGE_BYTES = 16 * 2**20
+#: Fields of observations that stand beside them too.
 _NO_OBSERVATION = frozenset(("reward", "done", "metadata"))
+#: The observation, the reward (0.0 where there is none), whether the episode is over, no info.
+Step = tuple[str, float, bool, dict[str, Any]]
+
+
+class _Answer(msgspec.Struct):
+    type: Literal["observation", "error"]
+    data: dict[str, Any]
 
 
 class OpenEnvError(ToolError):
@@ -55,7 +64,7 @@ class OpenEnv(ToolProvider):
     The model acts in one of two ways:
 
     - By text: ``register_agent("echo")(EnvironmentAgent(OpenEnv(url)))``. The text of a turn is the
-      one text field of the server's action; observations are said by a user.
+      one field of the server's action; observations are said by a user.
     - By a tool: ``open_rollout(config, tools=[OpenEnv(url)])``. The tool's parameters are the
       action's fields. The first observation is appended to the prompt's last message; the sum of
       the rewards is the trajectory's, where neither its agent nor `open_rollout` has another; an
@@ -66,18 +75,15 @@ class OpenEnv(ToolProvider):
     with back-off, until the trajectory's deadline. A connection that is lost fails the trajectory.
 
     Args:
-        url: Of the server: http, https, ws or wss.
-        action_field: The field that a turn's text becomes; None: the action's only required text.
+        url: Of the server: http or https.
+        action_field: The field that a turn's text becomes; None: the action's only required one.
         observation_text: What the model reads of an observation, a dict; None: its only text, else
             all of it as JSON.
-        columns: Keys of `extra` that `reset` gets; None: all.
-        tool_name: What the model calls the tool.
         headers: Sent with each HTTP request.
-        timeout_s: For connecting, and for each answer.
-        max_message_bytes: The longest answer that is read.
+        timeout_s: For each answer, connecting included.
 
     Raises:
-        ToolError: An argument is wrong.
+        ToolError: An argument is wrong, or `websockets` is missing.
     """
 
     def __init__(
@@ -86,102 +92,68 @@ class OpenEnv(ToolProvider):
         *,
         action_field: str | None = None,
         observation_text: Callable[[Mapping[str, Any]], str] | None = None,
-        columns: Sequence[str] | None = None,
-        tool_name: str = "step",
         headers: Mapping[str, str] | None = None,
         timeout_s: float = 60.0,
-        max_message_bytes: int = 16 * 2**20,
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https", "ws", "wss") or not parts.hostname:
-            raise ToolError(f"OpenEnv: url = {url!r}; expected an http, https, ws or wss URL")
-        if isinstance(columns, str):
-            raise ToolError(f"OpenEnv: columns = {columns!r}; expected a list of names")
-        if not 0 < timeout_s < math.inf:
+        if not is_http_url(url):
+            raise ToolError(f"OpenEnv: url = {url!r}; expected an http or https URL")
+        if not 0 < timeout_s < float("inf"):
             raise ToolError(f"OpenEnv: timeout_s = {timeout_s}; expected a number > 0")
-        tls = "s" if parts.scheme in ("https", "wss") else ""
-        path = parts.path.removesuffix("/ws").rstrip("/")
-        self.url = url
-        self.socket_url = parts._replace(scheme=f"ws{tls}", path=f"{path}/ws").geturl()
-        self._schema_url = parts._replace(scheme=f"http{tls}", path=f"{path}/schema").geturl()
+        try:
+            import websockets
+        except ImportError as error:
+            raise ToolError(
+                f"OpenEnv needs the package websockets ({error}): pip install 'rollout-rl[openenv]'"
+            ) from error
+        self.url, self.timeout_s, self.headers = url.rstrip("/"), timeout_s, dict(headers or {})
         self._action_field = action_field
         self.observation_text = observation_text or _read_text
-        self._columns, self.tool_name = columns, tool_name
-        self.headers = dict(headers or {})
-        self.timeout_s, self.max_message_bytes = timeout_s, max_message_bytes
+        self.websockets: Any = websockets
         self.was_full = False
 
     def __call__(self) -> OpenEnvSession:
         """A session for one trajectory; it connects at `reset`."""
-        return OpenEnvSession(self, reads_text=True)
+        return OpenEnvSession(self)
 
     async def __aenter__(self) -> list[Tool]:
-        """The one tool.
-
-        Raises:
-            ToolError: `websockets` is missing, or the server does not say what an action is.
-        """
-        _import_websockets()
+        """The one tool; raises `OpenEnvError` where the server does not say what an action is."""
         return [_ActionTool(self, await self.action_schema())]
 
     async def action_schema(self) -> dict[str, Any]:
-        """The JSON Schema of an action, without what is no choice of the model's.
+        """The JSON Schema of an action, without what is no choice of the model's."""
+        request = urllib.request.Request(f"{self.url}/schema", headers=self.headers)
 
-        Raises:
-            OpenEnvError: The server does not answer, or otherwise.
-        """
-        request = urllib.request.Request(self._schema_url, headers=self.headers)
-
-        def read() -> Any:
+        def read() -> dict[str, Any]:
             with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
-                return json.load(answer)
+                return msgspec.json.decode(answer.read(), type=dict[str, dict[str, Any]])["action"]
 
         try:
-            answer = await anyio.to_thread.run_sync(read, abandon_on_cancel=True)
-        except (OSError, ValueError) as error:
+            action = await anyio.to_thread.run_sync(read, abandon_on_cancel=True)
+        except OSError as error:
             raise OpenEnvError(self.url, "CONNECTION", f"GET /schema: {text_of(error)}") from None
-        action = answer.get("action") if isinstance(answer, dict) else None
-        if not isinstance(action, dict):
-            raise OpenEnvError(self.url, "BAD_ANSWER", f"GET /schema: {answer!r:.200}")
-        properties = {**action.get("properties", {})}
-        properties.pop("metadata", None)
-        return {**action, "type": "object", "properties": properties}
+        except (KeyError, ValueError) as error:
+            raise OpenEnvError(self.url, "BAD_ANSWER", f"GET /schema: {error}") from None
+        action.get("properties", {}).pop("metadata", None)
+        return {"properties": {}, **action, "type": "object"}
 
     async def action_field(self) -> str:
-        """The field of an action that a turn's text becomes.
-
-        Raises:
-            ToolError: It has not one text field that must be given.
-        """
+        """The field of an action that a turn's text becomes."""
         if self._action_field is None:
-            schema = await self.action_schema()
-            fields = schema["properties"]
-            required = [name for name in schema.get("required", ()) if name in fields]
-            texts = [name for name in required if fields[name].get("type") == "string"]
-            if len(texts) != 1 or len(required) != 1:
+            required = (await self.action_schema()).get("required", [])
+            if len(required) != 1:
                 raise ToolError(
-                    f"OpenEnv {self.url}: an action has the fields "
-                    f"{', '.join(map(repr, fields)) or 'none'}; expected action_field to name the "
-                    "one that a turn's text becomes"
+                    f"OpenEnv {self.url}: an action needs the fields {required}; expected "
+                    "action_field to name the one that a turn's text becomes"
                 )
-            self._action_field = texts[0]
+            self._action_field = required[0]
         return self._action_field
-
-    def reset_data(self, prompt: Prompt | None) -> dict[str, Any]:
-        """What `reset` is sent."""
-        if prompt is None:
-            return {}
-        extra = prompt.extra
-        names = extra if self._columns is None else [n for n in self._columns if n in extra]
-        data = {name: extra[name] for name in names if _is_json(extra[name])}
-        data.setdefault("seed", derive_seed(0, prompt.uid or "") >> 32)
-        return data
 
 
 class OpenEnvSession:
     """An episode on the server, as `EnvironmentAgent` plays it; its calls come one after another.
 
-    It runs on asyncio, where its socket lives.
+    It runs on asyncio, where its socket lives. `OpenEnvError` says what the server refused, or why
+    it is gone.
 
     Attributes:
         is_done: Whether the server has said so.
@@ -190,28 +162,21 @@ class OpenEnvSession:
 
     backend = "asyncio"
 
-    def __init__(self, server: OpenEnv, *, reads_text: bool) -> None:
-        self._server, self._reads_text = server, reads_text
+    def __init__(self, server: OpenEnv) -> None:
+        self._server = server
         self._socket: Any = None
-        self._field = ""
         self.is_done = False
         self.lost = ""
 
     async def reset(self, prompt: Prompt | None) -> str:
-        """Connect and begin an episode, once there is room; the first observation.
-
-        Raises:
-            OpenEnvError: The server refuses it, or cannot be reached.
-        """
+        """Connect and begin an episode, once there is room; the first observation."""
         server = self._server
-        if self._reads_text:
-            self._field = await server.action_field()
-        data = server.reset_data(prompt)
+        extra, uid = ({}, "") if prompt is None else (prompt.extra, prompt.uid or "")
+        data = {name: value for name, value in extra.items() if _is_json(value)}
+        data.setdefault("seed", derive_seed(0, uid) >> 32)
         for tries in itertools.count():
             try:
-                await self._connect()
-                answer = await self._ask("reset", data)
-                break
+                return (await self._ask("reset", data))[0]
             except OpenEnvError as error:
                 if error.code != "CAPACITY_REACHED":
                     raise
@@ -221,96 +186,75 @@ class OpenEnvSession:
             await self.close()
             spread = 0.5 + derive_seed(tries, id(self)) / 2**64  # or all would come back at once
             await anyio.sleep(spread * min(_BACKOFF_S * 2**tries, _MAX_BACKOFF_S))
-        return self._read_observation(answer)[0]
+        raise AssertionError("it is asked until it has room")
 
-    async def step(
-        self, action: str | Mapping[str, Any]
-    ) -> tuple[str, float, bool, dict[str, Any]]:
-        """Act: the observation, the reward (0.0 where there is none), whether it is done, nothing.
-
-        Raises:
-            OpenEnvError: The server refuses the action, or is gone.
-        """
-        data = {self._field: action} if isinstance(action, str) else dict(action)
-        return self._read_observation(await self._ask("step", data))
+    async def step(self, action: str | Mapping[str, Any]) -> Step:
+        """Act, by a text or by the fields of the server's action."""
+        if isinstance(action, str):
+            action = {await self._server.action_field(): action}
+        return await self._ask("step", action)
 
     async def close(self) -> None:
         """End the session."""
         socket, self._socket = self._socket, None
         if socket is None:
             return
-        with suppress(OSError, _import_websockets().ConnectionClosed):
+        with suppress(OSError, self._server.websockets.ConnectionClosed):
             with anyio.move_on_after(_CLOSE_S):
                 await socket.send('{"type":"close"}')
         await socket.close()
 
-    async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> Step:
+        server, websockets = self._server, self._server.websockets
         if self.lost:
-            raise OpenEnvError(self._server.url, "CONNECTION", self.lost)
+            raise OpenEnvError(server.url, "CONNECTION", self.lost)
         # A late answer would be taken for the next one's.
         self.lost = f"{kind} was given up before its answer came"
-        message = json.dumps({"type": kind, "data": data})
         try:
-            answer = await self._exchange(message)
+            with anyio.fail_after(server.timeout_s):
+                if self._socket is None:
+                    self._socket = await self._connect()
+                # What the server said before it closed is still to be read.
+                with suppress(websockets.ConnectionClosed):
+                    await self._socket.send(json.dumps({"type": kind, "data": data}))
+                answer = msgspec.json.decode(await self._socket.recv(), type=_Answer)
         except TimeoutError:
-            self.lost = f"no answer to {kind} within {self._server.timeout_s:g} s"
-            raise OpenEnvError(self._server.url, "TIMEOUT", self.lost) from None
-        except (OSError, _import_websockets().WebSocketException) as error:
+            self.lost = f"no answer to {kind} within {server.timeout_s:g} s"
+            raise OpenEnvError(server.url, "TIMEOUT", self.lost) from None
+        except (OSError, websockets.WebSocketException) as error:
             self.lost = f"lost during {kind}: {text_of(error)}"
-            raise OpenEnvError(self._server.url, "CONNECTION", self.lost) from None
-        is_answer = isinstance(answer, dict) and isinstance(answer.get("data"), dict)
-        if not is_answer or answer.get("type") not in ("observation", "error"):
-            self.lost = f"to {kind}: {answer!r:.200}"
-            raise OpenEnvError(self._server.url, "BAD_ANSWER", self.lost)
-        self.lost = ""
-        content: dict[str, Any] = answer["data"]
-        if answer["type"] == "error":
+            raise OpenEnvError(server.url, "CONNECTION", self.lost) from None
+        except ValueError as error:
+            self.lost = f"to {kind}: {error}"
+            raise OpenEnvError(server.url, "BAD_ANSWER", self.lost) from None
+        self.lost, content = "", answer.data
+        if answer.type == "error":
             details = f" {content['errors']}" if content.get("errors") else ""
             message = f"{content.get('message', '')}{details}"
-            raise OpenEnvError(self._server.url, str(content.get("code", "ERROR")), message)
-        return content
-
-    async def _exchange(self, message: str) -> Any:
-        """Send a message and read the answer, a text where it is no JSON."""
-        with anyio.fail_after(self._server.timeout_s):
-            # What the server said before it closed is still to be read.
-            with suppress(_import_websockets().ConnectionClosed):
-                await self._socket.send(message)
-            answer = await self._socket.recv()
-        try:
-            return json.loads(answer)
-        except ValueError:
-            return answer
-
-    async def _connect(self) -> None:
-        server, websockets = self._server, _import_websockets()
-        try:
-            self._socket = await websockets.connect(
-                server.socket_url,
-                additional_headers=server.headers,
-                max_size=server.max_message_bytes,
-                open_timeout=server.timeout_s,
-                close_timeout=_CLOSE_S,
-                ping_timeout=None,  # a server that computes says nothing; `timeout_s` bounds that
-            )
-        except (OSError, websockets.WebSocketException) as error:
-            raise OpenEnvError(server.url, "CONNECTION", text_of(error)) from None
-
-    def _read_observation(self, data: dict[str, Any]) -> tuple[str, float, bool, dict[str, Any]]:
-        observation = data.get("observation")
+            raise OpenEnvError(server.url, str(content.get("code", "ERROR")), message)
+        self.is_done = bool(content.get("done"))
+        observation = content.get("observation")
         if not isinstance(observation, dict):
-            raise OpenEnvError(self._server.url, "BAD_ANSWER", f"observation: {observation!r:.200}")
-        self.is_done = bool(data.get("done"))
-        reward = data.get("reward")
-        text = self._server.observation_text(observation)
-        return text, 0.0 if reward is None else reward, self.is_done, {}
+            raise OpenEnvError(server.url, "BAD_ANSWER", f"observation = {observation!r:.200}")
+        return server.observation_text(observation), content.get("reward") or 0.0, self.is_done, {}
+
+    async def _connect(self) -> Any:
+        server = self._server
+        return await server.websockets.connect(
+            f"ws{server.url.removeprefix('http')}/ws",
+            additional_headers=server.headers,
+            max_size=_MAX_MESSAGE_BYTES,
+            open_timeout=None,  # `timeout_s` bounds it
+            close_timeout=_CLOSE_S,
+            ping_timeout=None,  # a server that computes says nothing
+        )
 
 
 class _ActionTool(Tool):
     opens_first = True
 
     def __init__(self, server: OpenEnv, action: dict[str, Any]) -> None:
-        self._server, self.name = server, server.tool_name
+        self._server, self.name = server, "step"
         description = action.pop("description", "") or "Act in the environment."
         action.pop("title", None)
         self.schema = {
@@ -320,7 +264,7 @@ class _ActionTool(Tool):
 
     async def open(self, context: ToolContext) -> ToolSession:
         """A session, which connects as it begins."""
-        return _ActionSession(OpenEnvSession(self._server, reads_text=False), context)
+        return _ActionSession(OpenEnvSession(self._server), context)
 
 
 class _ActionSession(ToolSession):
@@ -373,13 +317,3 @@ def _is_json(value: Any) -> bool:
     except (TypeError, ValueError, RecursionError):
         return False
     return True
-
-
-def _import_websockets() -> ModuleType:
-    try:
-        import websockets
-    except ImportError as error:
-        raise ToolError(
-            f"OpenEnv needs the package websockets ({error}): pip install 'rollout-rl[openenv]'"
-        ) from error
-    return websockets

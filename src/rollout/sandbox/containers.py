@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 import anyio
 
 from rollout.errors import (
-    ConfigError,
     SandboxError,
     SandboxLost,
     SandboxUnavailable,
@@ -68,6 +67,9 @@ class Container(RemoteSandbox):
         code = await self._provider.run(words, output, command.input)
         if code:  # the client's own failures look like the command's
             self.check_open()
+        is_refused = command.user is not None and code in (125, 126, 255)
+        if is_refused and b"unable to find user" in output.result(code).stderr:
+            raise SandboxUnsupported(f"{self.id} has no user {command.user!r}")
         if code in (1, 125, 126, 137, 255) and not await self._is_running():
             raise SandboxLost(f"{self.id} has ended")
         return code
@@ -81,10 +83,11 @@ class Container(RemoteSandbox):
     async def expose_port(self, port: int) -> str:
         """See `Sandbox.expose_port`; ``options["ports"]`` names the ports when it is opened."""
         self.check_open()
-        try:
+        addresses = ""
+        with suppress(SandboxError):
             addresses = await self._provider.call("port", self.id, str(port))
-        except SandboxError as error:
-            raise SandboxUnsupported(f"{self.id}: name port {port} in options['ports']") from error
+        if not addresses:
+            raise SandboxUnsupported(f"{self.id}: name port {port} in options['ports']")
         return f"http://{addresses.split()[0]}"
 
     async def _host_url(self, url: str) -> str:
@@ -112,7 +115,10 @@ class ContainerProvider(SandboxProvider):
     def __init__(self, *, command: Sequence[str] = (), args: Sequence[str] = ()) -> None:
         self._command = list(command) or [self.name]
         if shutil.which(self._command[0]) is None:
-            raise SandboxUnavailable(f"there is no program {self._command[0]}")
+            raise SandboxUnavailable(
+                f"there is no program {self._command[0]}: install it, or name another "
+                "sandbox.provider"
+            )
         self._args = list(args)
         self._prefix = f"rollout-{secrets.token_hex(4)}"
         self._count = 0
@@ -127,7 +133,9 @@ class ContainerProvider(SandboxProvider):
         supported = ("image", "workdir", "user", "network", "cpus", "memory_mb", "max_processes")
         spec.refuse_unsupported(f"sandbox provider {self.name}", supported, ("args", "ports"))
         if spec.image is None:
-            raise ConfigError(f"sandbox.image = None: expected the name of an image of {self.name}")
+            raise SandboxUnsupported(
+                f"sandbox.image = None: expected the name of an image of {self.name}"
+            )
         if not isinstance(spec.network, str):
             raise SandboxUnsupported(f"{self.name} cannot bound the network to {spec.network!r}")
         self._count += 1
@@ -142,6 +150,7 @@ class ContainerProvider(SandboxProvider):
         memory = f"{spec.memory_mb}m" if spec.memory_mb else None
         for option, setting in (
             ("--workdir", spec.workdir),
+            ("--user", spec.user),
             ("--cpus", spec.cpus),
             ("--memory", memory),
             ("--memory-swap", memory),
@@ -155,7 +164,9 @@ class ContainerProvider(SandboxProvider):
         try:
             with anyio.CancelScope(shield=True):  # until the engine has the name
                 last = [spec.image, str(math.ceil(spec.lifetime_s))]
-                await self.call("run", *words, *last, timeout_s=spec.setup_s)
+                # Killed meanwhile, it leaves processes that nobody knows of.
+                timeout_s = max(spec.setup_s, _CLIENT_S)
+                await self.call("run", *words, *last, timeout_s=timeout_s)
         except BaseException:
             await sandbox.close()
             raise

@@ -214,5 +214,6 @@ def import_sdk(provider: str, module: str, package: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise SandboxUnavailable(
-            f"sandbox provider {provider} needs the package {package}: {error}"
+            f"sandbox provider {provider} needs the package {package}, of rollout's extra "
+            f"{provider.partition(':')[0]}: {error}"
         ) from error

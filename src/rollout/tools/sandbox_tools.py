@@ -5,9 +5,9 @@ They need nothing of a sandbox but ``exec``, ``read_file`` and ``write_file``.
 
 from __future__ import annotations
 
-import re
 from abc import abstractmethod
 from contextlib import suppress
+from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import anyio
@@ -19,7 +19,7 @@ from rollout.tools.tool import Tool, ToolContext, ToolSession
 from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from typing import Never
 
     from rollout.errors import RolloutError
@@ -35,7 +35,8 @@ _MAKE = (
     'd=$(mktemp -d "${TMPDIR:-/tmp}/.rollout-XXXXXX" 2>/dev/null || '
     'mktemp -d "$PWD/.rollout-XXXXXX") || exit; '
 )
-_START = _MAKE + 'w=$PWD; cd "$d" && "$1" - "$d" "$w" && echo "$d"'
+# What podman is sent and nobody reads costs what a command that ends at once has written.
+_START = _MAKE + 'w=$PWD; cd "$d" && cat >program && "$1" - "$d" "$w" <program && echo "$d"'
 # Reading `done` fails once no session has it open, and is never the first to open it. `answer` is
 # empty until the cell has ended, whatever its code writes into `done`.
 _CELL = (
@@ -58,11 +59,11 @@ _SHELL = (
 _SHELL_CALL = r"""
 __rollout=$1; shift
 if [ -f "$__rollout/state" ]; then
+  cd -- "$(cat "$__rollout/cwd")"
   unset $(env | sed -n 's/^\([A-Za-z_][A-Za-z0-9_]*\)=.*/\1/p' | grep -vx ROLLOUT_EXEC) 2>/dev/null
   . "$__rollout/state"
-  cd -- "$(cat "$__rollout/cwd")"
 fi
-trap '__rollout_code=$?; trap - EXIT; unset ROLLOUT_EXEC
+trap '{ __rollout_code=$?; set +x; } 2>/dev/null; trap - EXIT; unset ROLLOUT_EXEC
 pwd >"$__rollout/cwd"
 { export -p; [ -z "${BASH_VERSION-}" ] || declare -f; } >"$__rollout/new" &&
 mv -f "$__rollout/new" "$__rollout/state"
@@ -73,9 +74,10 @@ _PICTURES = (
     r"find . -type f \( -name '*.png' -o -name '*.jpg' -o -name '*.jpeg' -o -name '*.webp' \) "
     "-exec stat -c '%i %s %y %z %n' {} +"
 )
+# From within: what the path itself is called, and that it is a link, does not count.
 _LIST = (
-    "find \"$1\" -maxdepth 2 ! -path '*/.*' ! -path '*/node_modules/*' -type d -exec "
-    "printf '%s/\\n' {} + ; find \"$1\" -maxdepth 2 ! -path '*/.*' ! -path '*/node_modules/*' "
+    "cd -- \"$1\" && find . -maxdepth 2 ! -path '*/.*' ! -path '*/node_modules/*' -type d -exec "
+    "printf '%s/\\n' {} + ; find . -maxdepth 2 ! -path '*/.*' ! -path '*/node_modules/*' "
     "! -type d -exec printf '%s\\n' {} +"
 )
 
@@ -432,7 +434,8 @@ class _EditSession(_SandboxSession):
             data = await self.sandbox.read_file(path)
         except IsADirectoryError:
             result = await self.sandbox.exec(["/bin/sh", "-c", _LIST, "sh", path])
-            return "\n".join(sorted(result.stdout.decode(errors="replace").splitlines()))
+            found = sorted(result.stdout.decode(errors="replace").splitlines())
+            return "\n".join(path.rstrip("/") + each.removeprefix(".") for each in found)
         text = _split(data.decode(errors="replace"))
         first, last = lines or (1, -1)
         last = len(text) if last == -1 else last
@@ -469,14 +472,23 @@ def _replace(text: str, old: str, new: str) -> tuple[str, int]:
     """The text with the one `old` replaced, and the number of the line where it was."""
     if "\r\n" in text and old not in text:  # models write no carriage returns
         old, new = (each.replace("\n", "\r\n") for each in (old, new))
-    starts = [match.start() for match in re.finditer(f"(?={re.escape(old)})", text)] if old else []
+    starts = list(islice(_find_all(text, old), 21)) if old else []
     if not starts:
         raise ToolError("old_str does not occur in the file, which is unchanged")
     numbers = [text.count("\n", 0, start) + 1 for start in starts]
     if len(starts) > 1:
+        times = len(starts) if len(starts) <= 20 else "more than 20"
         where = ", ".join(map(str, numbers[:20]))
         raise ToolError(
-            f"old_str occurs {len(starts)} times, in lines {where}; the file is unchanged: give "
+            f"old_str occurs {times} times, in lines {where}; the file is unchanged: give "
             "enough of what is around it that it occurs once"
         )
     return text[: starts[0]] + new + text[starts[0] + len(old) :], numbers[0]
+
+
+def _find_all(text: str, part: str) -> Iterator[int]:
+    """Where it begins, also within an occurrence before."""
+    start = text.find(part)
+    while start >= 0:
+        yield start
+        start = text.find(part, start + 1)
