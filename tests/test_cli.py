@@ -142,8 +142,9 @@ def test_cli_run_saves_and_summarizes(
     assert lines[0].startswith("rows      3 trajectories of 1 prompt in ")
     assert lines[0].endswith(" s; 3 trainable")
     assert lines[1] == "outcomes  3 completed"
-    assert lines[3] == "reward    mean 1.000 over 3 rows"
-    assert lines[4].startswith("files     out: tensors.safetensors, samples.jsonl, ")
+    assert lines[3] == "tools     3 calls, no errors"
+    assert lines[4] == "reward    mean 1.000 over 3 rows"
+    assert lines[5].startswith("files     out: tensors.safetensors, samples.jsonl, ")
     assert errors.startswith("starting 1 engine (simulated, in_process)\n")
     assert "\n3/3 done · 0 running · " in errors
     batch = RolloutBatch.load(folder / "out")
@@ -263,7 +264,8 @@ def test_cli_run_with_engine_that_does_not_start_exits_with_3(
         (
             ("--reward", "judge.py:two"),
             "--reward judge.py:two = two(question, answer): cannot be called with one trajectory; "
-            "expected reward(trajectory) -> float | Reward, or verl's compute_score(",
+            "expected reward(trajectory) -> float | Reward, async reward(trajectory, sandbox), "
+            "or verl's compute_score(",
         ),
         (
             ("--group-reward", "tools.py:no"),

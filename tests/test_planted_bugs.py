@@ -15,6 +15,7 @@ import pytest
 
 from rollout.agents.identity import Identity
 from rollout.chat.transcript import Transcript
+from rollout.containment import Contained
 from rollout.engine.cores.simulated.simulated_model import SimulatedModel
 from rollout.engine.driver.channel import Channel
 from rollout.engine.driver.generation import Generation
@@ -163,7 +164,9 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("swallowed cancellation of an agent", "though its last generation was cancelled")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(AgentRun, "was_cancelled", property(lambda self: False, lambda self, value: None))
+    patch.setattr(
+        Contained, "was_cancelled", property(lambda self: False, lambda self, value: None)
+    )
 
 
 @bug("retry of a finished member", "answers of engines are not in its transcript")
@@ -176,7 +179,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
         if id(run.member) in retried or run.rejection or isinstance(trajectory, AgentRun):
             return trajectory
         retried.add(id(run.member))
-        again = run.again()
+        again = run.again({})
         again.before = run.before
         return again
 
