@@ -22,7 +22,7 @@ from rollout.observe.event_stream import EventStream
 from rollout.observe.tally import Tally
 from rollout.reward_values import check_metrics
 from rollout.scheduling.finished import end_without_reward, exclude
-from rollout.scheduling.prompts import Member
+from rollout.scheduling.prompts import Ended, Member
 from rollout.scheduling.reward_processes import RewardRaisedError
 from rollout.scheduling.rewards import GROUP_REWARD, REWARD, apply_reward
 from rollout.scheduling.scorers import LocalScorer, Scorer
@@ -32,7 +32,6 @@ from rollout.types import Cause, Outcome, Reward
 
 if TYPE_CHECKING:
     from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
-    from rollout.scheduling.ended_groups import Ended
 
 logger = logging.getLogger("rollout.scheduling")
 
