@@ -15,7 +15,7 @@ from rollout.scheduling.calls import Call
 from rollout.scheduling.groups import Groups, Wanted
 from rollout.scheduling.member_group import GroupMember, MemberGroup
 from rollout.scheduling.member_runs import CLOSED
-from rollout.scheduling.prompts import Ended
+from rollout.scheduling.prompts import Ended, Member
 from rollout.scopes import open_task_group
 from rollout.types import Outcome
 
@@ -111,6 +111,11 @@ class BatchCall(Call):
         }
         for group in sorted(groups, key=lambda group: -group.prompt.priority):
             self.groups.adopt(group)
+
+    def unfinished(self) -> dict[Member, bool]:
+        """Members without an outcome, and True for those that wait for others of their group."""
+        ended = {each.member for group in self.groups.open for each in group.ended}
+        return {member: member in ended for member in self.members if not member.is_finished}
 
     async def run(self) -> None:
         """Run every member, and hand each trajectory over once.

@@ -97,8 +97,7 @@ class Call:
 
     def unfinished(self) -> dict[Member, bool]:
         """Members without an outcome, and True for those that wait for others of their group."""
-        groups = self.groups.open if self.waits_for_groups else ()
-        ended = {e.member: True for group in groups for e in group.ended}
+        ended = {e.member: True for group in self.groups.open for e in group.ended}
         return {**dict.fromkeys(self._members(), False), **ended}
 
     def cancel(self, uid: str | None, member: int | None, reason: str) -> int:
