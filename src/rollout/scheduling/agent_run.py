@@ -107,8 +107,11 @@ class AgentRun:
 
     @property
     def unresponsive(self) -> UnresponsiveError | None:
-        """What did not end of the agent, or of what it called."""
-        return self.code.stopped_within or self.code.unresponsive
+        """What did not end of the agent, or of what it called; of its tools, where it ended well."""
+        first = self.code.stopped_within or self.code.unresponsive
+        if first is None and self.stuck and self.code.error is None and not self.code.was_cancelled:
+            return self.stuck[0]
+        return first
 
     @property
     def tokens(self) -> int:

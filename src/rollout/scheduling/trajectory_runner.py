@@ -138,8 +138,9 @@ class TrajectoryRunner:
 
     def _note(self, run: AgentRun) -> None:
         """Count what did not end of an attempt; what was of its clean-up is logged."""
-        self.services.tally.unresponsive += (run.unresponsive is not None) + len(run.stuck)
-        for each in run.stuck:  # it is no cause of the trajectory's, and nothing else would name it
+        unnamed = [each for each in run.stuck if each is not run.unresponsive]
+        self.services.tally.unresponsive += (run.unresponsive is not None) + len(unnamed)
+        for each in unnamed:  # it is no cause of the trajectory's
             logger.warning("%s: %s", run.member.identity.session_id, each)
 
     def _prepare(self, run: AgentRun, deadline: Deadline) -> tuple[Registered, AgentContext]:
