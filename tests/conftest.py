@@ -69,6 +69,7 @@ WITH_PROCESSES = (
     "collate",
     "config_loading",
     "driver_death",
+    "endless_code",
     "engine_pairs",
     "examples",
     "faults",

@@ -260,12 +260,14 @@ class Containment:
         clock: The loop's.
         running: Code that has not ended, in the order in which it began.
         closing: Set when the runtime closes.
+        is_delayed: Set when closing waits for code that cannot be stopped.
     """
 
     def __init__(self, cleanup_s: float) -> None:
         self.cleanup_s, self.clock = cleanup_s, loop_clock()
         self.running: dict[Contained[Any], None] = {}
         self.closing = anyio.Event()
+        self.is_delayed = anyio.Event()
         self._present: dict[Contained[Any], None] = {}  # with those that were stopped
         self._left = anyio.Event()
         self._alarm = anyio.CancelScope()
@@ -336,8 +338,12 @@ class Containment:
         while self._present:
             await self._left_or(1.0)
             if self._present:
-                names = ", ".join(f"{code.what} at {code.place()}" for code in self._present)
-                logger.warning("closing waits for %s", names)
+                self.is_delayed.set()
+                logger.warning("closing waits for %s", self.describe_rest())
+
+    def describe_rest(self) -> str:
+        """What has not ended, with the lines at which it waits."""
+        return ", ".join(f"{code.what} at {code.place()}" for code in self._present)
 
     async def _left_or(self, seconds: float) -> None:
         with anyio.move_on_after(seconds):

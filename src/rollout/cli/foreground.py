@@ -16,6 +16,7 @@ import anyio
 import attrs
 
 from rollout.cli.aside import set_aside, settle
+from rollout.cli.exit_codes import SOME_FAILED
 from rollout.cli.explain_signal import explaining_at_signal
 from rollout.cli.progress import ProgressDisplay, details_of, show_progress
 from rollout.cli.run_journal import (
@@ -142,12 +143,7 @@ async def run_job(job: ForegroundJob, console: Console) -> JobResult:
     try:
         await _perform(job, run, console)
     finally:
-        if not job.resume:
-            settle(job.directory / JOURNAL, has_results=run.batch is not None)
-        job.settle_events(
-            is_saved=run.batch is not None and run.fault is None,
-            are_given_up=run.events_are_given_up,
-        )
+        run.settle()
     return run.result()
 
 
@@ -175,6 +171,7 @@ async def _perform(job: ForegroundJob, run: _Run, console: Console) -> None:
                 ) as run.runtime:
                     tasks.start_soon(run.generate)
                     await run.leave.wait()
+                    tasks.start_soon(run.end_process, console)
             if run.runtime is not None:
                 await run.saved.wait()
 
@@ -279,6 +276,32 @@ class _Run:
         except RolloutError as error:
             return error
         return None
+
+    def settle(self) -> None:
+        """Put away what the journal and the events are not needed for any more."""
+        job = self._job
+        if not job.resume:
+            settle(job.directory / JOURNAL, has_results=self.batch is not None)
+        job.settle_events(
+            is_saved=self.batch is not None and self.fault is None,
+            are_given_up=self.events_are_given_up,
+        )
+
+    async def end_process(self, console: Console) -> None:
+        """End the process where closing the runtime waits for code that cannot be stopped."""
+        assert self.runtime is not None
+        cleanup_s = self._job.config.limits.cleanup_s
+        containment = self.runtime.services.containment
+        await containment.is_delayed.wait()
+        await anyio.sleep(cleanup_s)
+        await self.saved.wait()
+        self.settle()
+        message = (
+            f"{containment.describe_rest()} did not end within limits.cleanup_s = {cleanup_s:g} s"
+        )
+        console.print(f"error: {message}; the results are in {self._job.directory}", markup=False)
+        console.file.flush()
+        os._exit(SOME_FAILED)
 
     async def watch_signals(self, *, task_status: TaskStatus[None]) -> None:
         """End the job at a signal; once it does, further signals change nothing."""

@@ -107,9 +107,10 @@ class AgentRun:
 
     @property
     def unresponsive(self) -> UnresponsiveError | None:
-        """What did not end of the agent, or of what it called; of its tools, where it ended well."""
+        """What did not end of the agent, or of what it called; else a tool that did not close."""
         first = self.code.stopped_within or self.code.unresponsive
-        if first is None and self.stuck and self.code.error is None and not self.code.was_cancelled:
+        has_failed = self.code.error is not None or self.code.was_cancelled
+        if first is None and self.stuck and not has_failed:
             return self.stuck[0]
         return first
 
