@@ -18,6 +18,7 @@ from rollout import BlockingRollout, Outcome, Prompt, Trajectory, open_rollout_b
 from rollout.config import SamplingConfig
 from rollout.testing import Scenario
 
+pytestmark = pytest.mark.process
 SCENARIO = (
     Scenario(seed=1)
     .reply("quick", "ok")

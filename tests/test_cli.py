@@ -23,6 +23,7 @@ from rollout.chat import tool_parser_names
 from rollout.cli import main
 from rollout.testing import simulated_tokenizer
 
+pytestmark = pytest.mark.process
 CONFIG = """
 from rollout.config import *
 from rollout.testing import Scenario

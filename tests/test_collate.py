@@ -20,6 +20,7 @@ from rollout.batch.tensor_memory import LARGE, MOST_KEPT, TensorMemory
 from rollout.chat import Transcript
 from rollout.types import Outcome, Trajectory
 
+pytestmark = pytest.mark.process
 PAD = 99
 RESPONSE_KEYS = ("responses", "response_mask", "rollout_log_probs", "weight_versions")
 WHOLE_KEYS = ("input_ids", "attention_mask", "position_ids")

@@ -92,13 +92,13 @@ def test_random_trial_of_groups_conservation_laws_hold() -> None:
     check_trials(range(SHARE), GroupTrial)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(SHARE, GROUP_TRIALS, SHARE))
 def test_random_trial_of_groups_conservation_laws_hold_in_full(first: int) -> None:
     check_trials(range(first, first + SHARE), GroupTrial)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(CI_TRIALS, FULL_TRIALS, SHARE))
 def test_random_trial_conservation_laws_hold_in_full(first: int) -> None:
     check_trials(range(first, first + SHARE))
@@ -138,7 +138,7 @@ def test_schedule_seed_gives_the_same_bytes_and_any_the_same_tokens(seed: int) -
     check_schedules(seed, CI_SCHEDULES)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(30))
 def test_schedule_seed_gives_the_same_bytes_and_any_the_same_tokens_in_full(seed: int) -> None:
     check_schedules(seed, SCHEDULES)

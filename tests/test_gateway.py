@@ -34,7 +34,7 @@ pytest.importorskip("httptools")
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 
 CHAT = Scenario(seed=3).reply("One", "First.").then("Second.").then("Third.")
 THOUGHT = Scenario(seed=3).reply("One", "<think>\nHm.\n</think>\n\nFirst.").then("Second.")

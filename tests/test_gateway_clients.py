@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 openai: Any = None
 anthropic: Any = None
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 
 TOOL = {
     "type": "function",

@@ -22,7 +22,7 @@ from rollout.gateway import http_adapter
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 
 ASKED = {"model": "rollout", "messages": [{"role": "user", "content": "2 + 2?"}]}
 STREAMED = ASKED | {"stream": True}
@@ -449,8 +449,8 @@ CUTS = [
     (CHAT, 1),
     (MESSAGES, 13),
     (RESPONSES, 31),
-    pytest.param(MESSAGES, 1, marks=pytest.mark.full),
-    pytest.param(RESPONSES, 1, marks=pytest.mark.full),
+    pytest.param(MESSAGES, 1, marks=pytest.mark.slow),
+    pytest.param(RESPONSES, 1, marks=pytest.mark.slow),
 ]
 
 

@@ -142,7 +142,7 @@ def test_crowd_of_clients_that_leave_gets_whole_answers(seed: int) -> None:
     assert outcomes[Outcome.COMPLETED] > 20
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_thousand_trajectories_with_disconnects_deadlines_and_deaths_leave_nothing() -> None:
     recorder = Recorder()
     faulty = SCENARIO.fault(die_after_tokens=4000, replicas=(0, 1))

@@ -15,7 +15,7 @@ pytest.importorskip("httptools")
 if TYPE_CHECKING:
     from rollout import Trajectory
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 
 CHAT = Scenario(seed=3).reply("One", "First.").then("Second.").then("Third.")
 AGENT = {"x-claude-code-agent-id": "a1"}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from rollout.gateway.calls import Answer, Completion, GatewayCall
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 
 ASKED = [{"role": "user", "content": "2 + 2?"}]
 CALL = ToolCall(name="add", arguments={"a": 1, "b": "ü"}, id="call-1", raw="")
@@ -270,7 +270,7 @@ def told_of(api: str, events: bytes) -> str:
 
 STEPS = [
     *((api, step) for api, step in zip(APIS, (29, 61, 113), strict=True)),
-    *(pytest.param(api, 1, marks=pytest.mark.full) for api in APIS),
+    *(pytest.param(api, 1, marks=pytest.mark.slow) for api in APIS),
 ]
 
 

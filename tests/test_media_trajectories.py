@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.skipif(not find_spec("torchvision"), reason="torchvision is not installed"),
+    pytest.mark.process,
 ]
 
 

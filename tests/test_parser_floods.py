@@ -45,7 +45,7 @@ def test_parser_flood_takes_time_linear_in_its_length(name: str) -> None:
     check(name, step=23)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FRAGMENTS)
 def test_parser_every_flood_takes_time_linear_in_its_length(name: str) -> None:
     check(name, step=1)

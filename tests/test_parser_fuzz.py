@@ -73,7 +73,7 @@ def test_parser_mutated_outputs_are_parsed_without_an_error(name: str) -> None:
     fuzz(name, 1_500, seed=1)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_parser_a_hundred_thousand_mutated_outputs_are_parsed_without_an_error(name: str) -> None:
     fuzz(name, 100_000, seed=2)

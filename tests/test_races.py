@@ -31,7 +31,7 @@ def test_situation_share_of_all_injections_keeps_every_invariant(name: str) -> N
     assert done.runs == ceil(SHARE[name] * sum(done.steps.values()))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_situation_every_injection_at_every_step_keeps_every_invariant(name: str) -> None:
     done = explore(SITUATIONS[name])

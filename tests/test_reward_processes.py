@@ -39,7 +39,7 @@ from rollout.scheduling.reward_messages import Reply
 from rollout.testing import Scenario, tool_call
 from rollout.types import Reward
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 
 SHORT = Scenario(seed=1).reply("go", "Done.")
 TOOLS = Scenario(seed=1).reply("go", tool_call("add", a=2, b=3)).then("Five.")

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
+pytestmark = pytest.mark.process
 VOCABULARY, CONTEXT = 600, 2048
 TINY = {
     "vocab_size": VOCABULARY,
@@ -834,7 +835,7 @@ def smollm() -> tuple[str, list[list[int]]]:
 
 @pytest.mark.model
 @pytest.mark.parametrize("anyio_backend", ["trio"])
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_core_real_model_equals_generate_alone_and_in_a_batch(
     smollm: tuple[str, list[list[int]]],

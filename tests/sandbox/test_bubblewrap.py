@@ -23,7 +23,7 @@ from rollout.sandbox import ExecResult, Sandbox, SandboxSpec, bubblewrap
 from rollout.sandbox.bubblewrap import BubblewrapProvider, find_bwrap
 from rollout.sandbox.inside.seccomp import DENIED, write_filter
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 X86_64 = os.uname().machine == "x86_64"
 
 

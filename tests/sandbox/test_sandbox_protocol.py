@@ -37,7 +37,7 @@ from rollout.errors import (
 )
 from rollout.sandbox import SandboxSpec, open_provider
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 PNG = bytes(range(256)) * 4
 
 

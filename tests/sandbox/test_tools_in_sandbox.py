@@ -47,7 +47,7 @@ from rollout.tools.sandbox_tools import CAP
 from rollout.types import ToolCall
 from rollout.worker_threads import WorkerThreads
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 LOST = "what earlier calls had left in Python is gone]"
 
 
@@ -495,7 +495,7 @@ async def test_trajectories_with_five_calls_each_leave_nothing() -> None:
     await run_trajectories(24)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 async def test_thousand_trajectories_with_five_calls_each_leave_nothing(
     anyio_backend: str,
 ) -> None:
