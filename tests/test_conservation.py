@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from harness.recorder import Recorder
+from harness.token_accounting import balance_of
 from rollout import Outcome
 from rollout.batch.records import trajectory_line
 from rollout.chat.transcript import Transcript
 from rollout.testing import run_virtual
-from rollout.testing.recorder import Recorder
-from rollout.testing.token_accounting import balance_of
 from trials import CEILING_S, TIMED, GroupTrial, Trial, findings
 
 CI_TRIALS = 20

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from harness import Recorder
 from http_agents import Client, config_of, prompt_of, tried, user
 from rollout import (
     AgentError,
@@ -27,7 +28,7 @@ from rollout import (
     open_rollout,
 )
 from rollout.config import AgentConfig, ChannelConfig, config_from_dict, dump_config
-from rollout.testing import Recorder, Scenario
+from rollout.testing import Scenario
 
 pytest.importorskip("httptools")
 

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from gateway_clients import ADD, SESSIONS, TRIALS, asked, echo, result, system, user
+from harness import Recorder, balance_of
 from rollout import Outcome, Prompt
 from rollout.config import (
     AgentConfig,
@@ -23,7 +24,7 @@ from rollout.config import (
 )
 from rollout.gateway.calls import Draft, told_text
 from rollout.gateway.sessions import GatewaySettings, Sessions
-from rollout.testing import Recorder, Scenario, balance_of, run_virtual, tool_call
+from rollout.testing import Scenario, run_virtual, tool_call
 
 if TYPE_CHECKING:
     from rollout import AgentContext

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from harness import Recorder
 from http_agents import Client, Program, tried, user
-from rollout.testing import Recorder, Scenario
+from rollout.testing import Scenario
 
 pytest.importorskip("httptools")
 

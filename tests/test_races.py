@@ -8,11 +8,11 @@ import anyio
 import pytest
 
 import rollout
+from harness.races import INJECTIONS, RacesFoundError, explore, replay
+from harness.recorder import Recorder
 from race_situations import SITUATIONS
 from rollout.config import SchedulingConfig
 from rollout.testing import Scenario, run_virtual
-from rollout.testing.races import INJECTIONS, RacesFoundError, explore, replay
-from rollout.testing.recorder import Recorder
 
 #: Share of all runs that CI makes, less of those that take longest; the seed chooses which.
 SHARE = dict.fromkeys(SITUATIONS, 0.002) | {
