@@ -23,6 +23,7 @@ from rollout.engine.guardian import SHARED, is_alive, name_of, remove_at_end
 from rollout.engine.placement.local_process import LocalProcess, child_command
 from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.routing import Router
+from slow_cases import slow_but
 
 pytestmark = pytest.mark.process
 HERE = Path(__file__).parent
@@ -235,7 +236,7 @@ def test_driver_killed_engine_that_cannot_act_ends(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("after_s", [0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.2])
+@pytest.mark.parametrize("after_s", slow_but([0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.2], 0.2))
 def test_driver_killed_at_any_moment_of_the_start_no_engine_is_left(
     after_s: float, tmp_path: Path
 ) -> None:

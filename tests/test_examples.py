@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from slow_cases import slow_but
+
 pytestmark = pytest.mark.process
 ROOT = Path(__file__).parents[1]
 #: Examples of packages that this environment has not: tests/clients runs them.
@@ -49,7 +51,7 @@ OVERRIDES = {
 }
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", slow_but(EXAMPLES, "environment", "hidden_tests", "tool_set"))
 def test_example_runs(name: str) -> None:
     run_example(name, OVERRIDES.get(name, ()))
 

@@ -29,6 +29,7 @@ from rollout import (
 )
 from rollout.config import AgentConfig, ChannelConfig, config_from_dict, dump_config
 from rollout.testing import Scenario
+from slow_cases import slow_but
 
 pytest.importorskip("httptools")
 
@@ -41,7 +42,7 @@ CHAT = Scenario(seed=3).reply("One", "First.").then("Second.").then("Third.")
 THOUGHT = Scenario(seed=3).reply("One", "<think>\nHm.\n</think>\n\nFirst.").then("Second.")
 
 
-@pytest.fixture(params=["trio", "asyncio"])
+@pytest.fixture(params=slow_but(["trio", "asyncio"], "trio"))
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     """Real sockets, so real time."""
     return str(request.param)

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from fake_sessions import KEY, PATH, FakeSession, answer, served
+from slow_cases import slow_but
 
 pytest.importorskip("httptools")
 from rollout.gateway import http_adapter
@@ -35,7 +36,7 @@ TCP_REPAIR = 19
 RESPONSES = f"/t/{PATH}/v1/responses"
 
 
-@pytest.fixture(params=["trio", "asyncio"])
+@pytest.fixture(params=slow_but(["trio", "asyncio"], "trio"))
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     """Real sockets, so real time."""
     return str(request.param)

@@ -14,6 +14,7 @@ from anyio.to_thread import run_sync
 from fake_sessions import KEY, PATH, FakeSession, answer, served
 from rollout.gateway.calls import AnswerDraft, Draft, GatewayError
 from rollout.types import ToolCall
+from slow_cases import slow_but
 
 pytest.importorskip("httptools")
 openai = pytest.importorskip("openai")
@@ -42,7 +43,7 @@ BODIES = {
 APIS = sorted(BODIES)
 
 
-@pytest.fixture(params=["trio", "asyncio"])
+@pytest.fixture(params=slow_but(["trio", "asyncio"], "trio"))
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     """Real sockets, so real time."""
     return str(request.param)

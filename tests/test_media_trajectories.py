@@ -44,6 +44,7 @@ from rollout.config import (
 from rollout.media import Media, decode
 from rollout.tools import PythonTool, ShellTool, ToolResult
 from rollout.tools.verl_functions import verl_result
+from slow_cases import slow_but
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,7 +59,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=["asyncio", "trio"])
+@pytest.fixture(params=slow_but(["asyncio", "trio"], "asyncio"))
 def anyio_backend(request: pytest.FixtureRequest) -> Any:
     """The machine's own clock: media are read in threads."""
     return request.param

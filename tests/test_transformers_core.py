@@ -31,6 +31,7 @@ from rollout.engine.model_files import resolve_model
 from rollout.engine.model_identity import model_fingerprint
 from rollout.errors import EngineError
 from rollout.seeds import RequestIds
+from slow_cases import slow_but
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -84,7 +85,7 @@ class Answer(msgspec.Struct):
         return self.chunks[-1]
 
 
-@pytest.fixture(params=["asyncio", "trio"])
+@pytest.fixture(params=slow_but(["asyncio", "trio"], "asyncio"))
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     """Real time: the model works in a real thread."""
     return request.param
