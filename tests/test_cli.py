@@ -768,7 +768,8 @@ foreground._Run.load = load_late
 """
 
 
-@pytest.mark.parametrize("signum", slow_but([signal.SIGINT, signal.SIGTERM], signal.SIGTERM))
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_cli_signal_before_the_batch_begins_ends_it(folder: Path, signum: signal.Signals) -> None:
     (folder / "tools.py").write_text(TOOLS + LOADS_LATE)
     arguments = ["run", "config.py", "--prompts", "prompts.jsonl", "--out", "out", *CODE]

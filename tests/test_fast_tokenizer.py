@@ -97,7 +97,7 @@ def change(file: Path, **entries: Any) -> None:
     file.write_text(json.dumps(found | entries))
 
 
-@pytest.mark.parametrize("vocabulary", slow_but(VOCABULARIES, "smollm2", "tekken"))
+@pytest.mark.parametrize("vocabulary", slow_but(VOCABULARIES, "smollm2"))
 def test_fast_tokenizer_has_the_tokens_of_transformers(
     pair_of: Callable[[str], Pair], vocabulary: str
 ) -> None:

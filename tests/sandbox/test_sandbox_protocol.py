@@ -48,7 +48,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=PROVIDERS)
+@pytest.fixture(params=slow_but(PROVIDERS, "bubblewrap"))
 def provider(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

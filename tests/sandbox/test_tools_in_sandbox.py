@@ -58,7 +58,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=PROVIDERS)
+@pytest.fixture(params=slow_but(PROVIDERS, "bubblewrap"))
 def provider(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -506,6 +506,7 @@ def test_calls_of_one_turn_run_as_written_under_any_schedule(seed: int) -> None:
     assert texts == ["1\n", "(no output)", "1\n", "abc", "2\n"]
 
 
+@pytest.mark.slow
 async def test_trajectories_with_five_calls_each_leave_nothing() -> None:
     await run_trajectories(24)
 
