@@ -10,6 +10,8 @@ import pytest
 
 from rollout import Outcome, RolloutBatch
 
+pytestmark = pytest.mark.process
+
 if TYPE_CHECKING:
     from pathlib import Path
 

@@ -37,6 +37,7 @@ from rollout.scheduling.journal.frames import Frame, frames, records_of
 from rollout.scheduling.journal.journal_reading import read_journal
 from rollout.scheduling.journal.journal_writer import JournalWriter
 
+pytestmark = pytest.mark.process
 LENGTHS = LengthsConfig(prompt=8, response=256)
 WHAT_THERE_IS = r"File too large; [\d,]+ bytes are needed and [\d,]+ are free there"
 
@@ -436,7 +437,7 @@ def small_disk(place: Path, kilobytes: int) -> Iterator[None]:
         subprocess.run(["umount", str(place)], check=True)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("kilobytes", [8, 64, 100, 256, 1500, 6000])
 def test_cli_run_on_small_disks_loses_no_line_that_fits(folder: Path, kilobytes: int) -> None:
     write_prompts(folder, ["quick"] * 32)

@@ -38,8 +38,9 @@ from rollout.scheduling.reward_encoding import NotPlainError, encoded
 from rollout.scheduling.reward_messages import Reply
 from rollout.testing import Scenario, tool_call
 from rollout.types import Reward
+from slow_cases import slow_but
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 
 SHORT = Scenario(seed=1).reply("go", "Done.")
 TOOLS = Scenario(seed=1).reply("go", tool_call("add", a=2, b=3)).then("Five.")
@@ -47,7 +48,7 @@ HOLDING = Scenario(seed=1).reply("use", tool_call("hold")).then("Held.").reply("
 LENGTHS = LengthsConfig(prompt=800, response=200)
 
 
-@pytest.fixture(params=["trio", "asyncio"])
+@pytest.fixture(params=slow_but(["trio", "asyncio"], "trio"))
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -342,6 +342,7 @@ def prompts(count: int = MANY) -> list[Prompt]:
     return [Prompt(messages=[{"role": "user", "content": "go"}], uid=f"{n}") for n in range(count)]
 
 
+@pytest.mark.slow
 async def test_members_started_at_once_few_steps_in_a_round() -> None:
     config = SLOW.config(scheduling=SchedulingConfig(max_in_flight=MANY))
     async with rollout.open_rollout(config) as runtime, open_task_group() as tasks:
