@@ -34,8 +34,8 @@ from rollout.config import (
     SimulatedEngine,
     ToolsConfig,
 )
-from rollout.scheduling.reward_encoding import NotPlainError, encoded
-from rollout.scheduling.reward_messages import Reply
+from rollout.scheduling.rewards.encoding import NotPlainError, encoded
+from rollout.scheduling.rewards.messages import Reply
 from rollout.testing import Scenario, tool_call
 from rollout.types import Reward
 
@@ -56,7 +56,8 @@ def children() -> list[psutil.Process]:
     return [
         process
         for process in psutil.Process().children(recursive=True)
-        if "rollout.scheduling.reward_child" in process.as_dict(["cmdline"], ad_value=[])["cmdline"]
+        if "rollout.scheduling.rewards.child"
+        in process.as_dict(["cmdline"], ad_value=[])["cmdline"]
     ]
 
 

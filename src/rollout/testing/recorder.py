@@ -12,7 +12,7 @@ import attrs
 from rollout.config import InProcessPlacement
 from rollout.errors import ConfigError
 from rollout.runtime.opening import open_rollout_on
-from rollout.runtime.reward_opening import GivenRewards
+from rollout.scheduling.rewards.functions import GivenRewards
 from rollout.scopes import open_task_group
 from rollout.seeds import fresh_seed
 from rollout.testing.fault_injector import FaultInjector
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from rollout.config import RolloutConfig
-    from rollout.scheduling.rewards import GroupRewardFunction, RewardFunction
+    from rollout.scheduling.rewards.signatures import GroupRewardFunction, RewardFunction
     from rollout.testing.call_records import CallRecord
     from rollout.testing.watched_core import WatchedCore
 

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import signal
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import msgspec
 
+from rollout.chat.group import Group
 from rollout.child_processes import ChildDiedError, ChildProcesses, DiedIdleError, Worker
 from rollout.errors import ConfigError
 from rollout.import_watch import opened_watch
-from rollout.scheduling.reward_encoding import encoded
-from rollout.scheduling.reward_messages import Ask, Load, Reply
+from rollout.scheduling.rewards.encoding import encoded
+from rollout.scheduling.rewards.messages import Ask, Load, Reply
+from rollout.scheduling.rewards.signatures import verl_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from rollout.chat.trajectory import Trajectory
+    from rollout.config import RolloutConfig
     from rollout.function_refs import FunctionRef
+    from rollout.scheduling.rewards.functions import LoadedReward, RewardFunctions
     from rollout.types import Cause, Reward
     from rollout.worker_threads import WorkerThreads
 
@@ -64,7 +69,7 @@ class RewardProcesses:
         self._functions = list(functions)
         self._load = encoded(Load(self._functions))
         self._processes = ChildProcesses(
-            "rollout.scheduling.reward_child", max_processes=max_processes, cleanup_s=cleanup_s
+            "rollout.scheduling.rewards.child", max_processes=max_processes, cleanup_s=cleanup_s
         )
 
     async def prepare(self, limit_s: float | None) -> None:
@@ -88,11 +93,17 @@ class RewardProcesses:
                     f"rewards.processes: the reward cannot be imported in its process: {error}"
                 ) from error
 
-    async def ask(self, make: Callable[[], Ask], begin: Callable[[], None]) -> list[Reward | None]:
-        """The rewards; cancellation kills the process with the process's group.
+    async def score(
+        self,
+        function: LoadedReward,
+        subject: Trajectory | Group,
+        tokenizer: Any,
+        begin: Callable[[], None],
+    ) -> Any:
+        """A reward, or those of a group; cancellation kills the process with the process's group.
 
         Args:
-            make: Makes the call, once there is a process for it.
+            tokenizer: Decodes responses for functions that were written for verl.
             begin: Called when the call begins: not while it waits for a process or a thread, and
                 not while a new process imports the functions, which may take as long again.
 
@@ -101,8 +112,23 @@ class RewardProcesses:
             RewardProcessError: Its process died.
             NotPlainError: The trajectory holds what cannot be handed over.
         """
+        assert function.ref is not None
+        ref, names = function.ref, function.verl_names
+
+        def write() -> bytes:
+            keywords = None
+            if names and not isinstance(subject, Group):
+                keywords = verl_arguments(names, subject, tokenizer)
+            return encoded(Ask.about(ref, subject, keywords))
+
+        rewards = await self._ask(write, begin)
+        return rewards if isinstance(subject, Group) else rewards[0]
+
+    async def _ask(
+        self, write: Callable[[], bytes], begin: Callable[[], None]
+    ) -> list[Reward | None]:
         async with self._processes.worker() as worker:
-            body = await self._threads.run("reward", lambda: encoded(make()))
+            body = await self._threads.run("reward", write)
             with suppress(DiedIdleError):
                 if not worker.is_new:
                     begin()
@@ -115,6 +141,17 @@ class RewardProcesses:
     async def close(self) -> None:
         """End all processes."""
         await self._processes.close()
+
+
+def make_reward_processes(
+    config: RolloutConfig, functions: RewardFunctions, threads: WorkerThreads
+) -> RewardProcesses | None:
+    """The pool that the configuration asks for, if any; the caller closes it."""
+    count, each = config.rewards.processes, (functions.single, functions.group)
+    refs = [one.ref for one in each if one is not None and one.ref is not None]
+    if not count or not refs:
+        return None
+    return RewardProcesses(refs, threads, max_processes=count, cleanup_s=config.limits.cleanup_s)
 
 
 async def _reply_of(worker: Worker, request: bytes) -> Reply:

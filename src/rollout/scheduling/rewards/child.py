@@ -7,13 +7,12 @@ from typing import Any
 import msgspec
 
 from rollout.chat.group import Group
+from rollout.chat.reward_values import BadRewardError, check_group_values, check_reward_value
 from rollout.child_serving import MAX_REPLY, outcome_of, serve
 from rollout.function_refs import function_at
 from rollout.import_watch import noting_imports
-from rollout.reward_values import BadRewardError
-from rollout.scheduling.reward_encoding import NotPlainError, encoded
-from rollout.scheduling.reward_messages import Ask, Load, Reply, Request
-from rollout.scheduling.rewards import reward_of, rewards_of
+from rollout.scheduling.rewards.encoding import NotPlainError, encoded
+from rollout.scheduling.rewards.messages import Ask, Load, Reply, Request
 from rollout.types import Cause
 
 
@@ -41,7 +40,9 @@ def _reply(request: Request) -> bytes:
     subject = request.subject()
     value = _called(request, subject)
     checked = (
-        rewards_of(value, subject) if isinstance(subject, Group) else [reward_of(value, subject)]
+        check_group_values(value, subject)
+        if isinstance(subject, Group)
+        else [check_reward_value(value, subject)]
     )
     try:
         return encoded(Reply.of(checked))
