@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -25,6 +24,8 @@ from rollout.user_files import named_object
 from rollout.worker_threads import is_async
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
     from rollout.worker_threads import WorkerThreads
 
@@ -56,7 +57,7 @@ class LoadedReward:
         takes_sandbox: Whether it is called with the trajectory's sandbox too.
     """
 
-    function: Callable[..., Any]
+    function: Any
     what: str
     ref: FunctionRef | None = None
     verl_names: tuple[str, ...] = ()
