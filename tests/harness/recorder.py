@@ -17,7 +17,7 @@ from harness.watched_tools import WatchedInteractions, WatchedTool
 from rollout.config import InProcessPlacement
 from rollout.errors import ConfigError
 from rollout.runtime.opening import open_rollout_on
-from rollout.runtime.reward_opening import GivenRewards
+from rollout.scheduling.rewards.functions import GivenRewards
 from rollout.scopes import open_task_group
 from rollout.seeds import fresh_seed
 from rollout.tools.function import FunctionTool
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from harness.call_records import CallRecord
     from harness.watched_core import WatchedCore
     from rollout.config import RolloutConfig
-    from rollout.scheduling.rewards import GroupRewardFunction, RewardFunction
+    from rollout.scheduling.rewards.signatures import GroupRewardFunction, RewardFunction
 
 
 class Recorder:

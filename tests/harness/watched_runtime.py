@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rollout.config import RolloutConfig
     from rollout.runtime.measuring import RuntimeStatistics
     from rollout.runtime.runtime import RolloutRuntime
-    from rollout.scheduling.rewards import GroupRewardFunction, RewardFunction
+    from rollout.scheduling.rewards.signatures import GroupRewardFunction, RewardFunction
     from rollout.tensor_layout import Layout, Trim
     from rollout.types import Prompt
 

@@ -31,7 +31,7 @@ from rollout.errors import RolloutError
 from rollout.observe.event_file import EVENTS
 from rollout.plurals import count
 from rollout.runtime.opening import open_rollout
-from rollout.runtime.reward_opening import GivenRewards
+from rollout.scheduling.rewards.functions import GivenRewards
 from rollout.scopes import open_task_group
 from rollout.types import Prompt
 from rollout.worker_threads import WorkerThreads

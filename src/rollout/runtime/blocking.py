@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from rollout.engine.routing import Router
     from rollout.runtime.calls import GroupStream
     from rollout.scheduling.prompt_source import Source
-    from rollout.scheduling.rewards import GroupRewardFunction, RewardFunction
+    from rollout.scheduling.rewards.signatures import GroupRewardFunction, RewardFunction
     from rollout.scheduling.streamed_run import TrajectoryStream
     from rollout.tensor_layout import Layout, Trim
     from rollout.types import Prompt

@@ -33,16 +33,13 @@ from rollout.runtime.collector import collecting_seldom
 from rollout.runtime.driver_model import DriverModel, load_driver_model, warn_of_end_token
 from rollout.runtime.gateway_opening import serve_gateway
 from rollout.runtime.observing import observed
-from rollout.runtime.reward_opening import (
-    GivenRewards,
-    checked,
-    make_rewarding,
-    reward_processes,
-)
 from rollout.runtime.runtime import RolloutRuntime
 from rollout.scheduling.journal.journal import open_journal
 from rollout.scheduling.journal.journal_file import journal_file
 from rollout.scheduling.journal.run_identity import seed_of_run
+from rollout.scheduling.rewards.functions import GivenRewards, load_rewards
+from rollout.scheduling.rewards.processes import make_reward_processes
+from rollout.scheduling.rewards.score import make_rewarding
 from rollout.scheduling.selection import acceptance
 from rollout.scheduling.tokenization import TokenizationCheck
 from rollout.scheduling.trajectory_runner import TrajectoryRunner
@@ -59,7 +56,7 @@ if TYPE_CHECKING:
     from rollout.config import ToolsConfig
     from rollout.engine.core import EngineInfo
     from rollout.engine.wire.protocol import DriverFacts
-    from rollout.scheduling.rewards import GroupRewardFunction, RewardFunction
+    from rollout.scheduling.rewards.signatures import GroupRewardFunction, RewardFunction
 
 
 EngineOpener = Callable[
@@ -147,7 +144,7 @@ async def _open(
     resume: bool,
 ) -> AsyncIterator[RolloutRuntime]:
     check_arguments(config, tools, interactions)
-    functions = checked(rewards, config.rewards.processes)
+    functions = load_rewards(rewards, config.rewards.processes)
     acceptance(config.scheduling.groups.accept)
     async with AsyncExitStack() as stack:
         # What can be refused before anything starts.
@@ -171,7 +168,7 @@ async def _open(
         tally, events = Tally(), EventStream()
         executor = tool_executor(config, opened, threads, tally)
         stack.push_async_callback(executor.close)
-        processes = reward_processes(config, functions, threads)
+        processes = make_reward_processes(config, functions, threads)
         if processes is not None:
             stack.push_async_callback(processes.close)
             await processes.prepare(config.limits.reward_s)

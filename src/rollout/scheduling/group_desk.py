@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rollout.scheduling.journal.group_log import GroupLog
     from rollout.scheduling.journal.pulled_before import PulledBefore
     from rollout.scheduling.member_runs import MemberRuns
-    from rollout.scheduling.rewarding import Rewarding
+    from rollout.scheduling.rewards.score import Rewarding
     from rollout.worker_threads import WorkerThreads
 
     #: Starts a task of the runtime's.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rollout.agents.identity import Ending
-from rollout.reward_values import BadRewardError, finite_number
+from rollout.chat.reward_values import BadRewardError, finite_number
 from rollout.types import Outcome
 from rollout.utf8 import is_encodable
 

@@ -15,6 +15,7 @@ from rollout.agents.prompt_sampling import sampling_of, top_log_probs_fault
 from rollout.agents.services import Services
 from rollout.agents.trajectory_state import UNRESPONSIVE
 from rollout.agents.turn_end import natural_ending
+from rollout.chat.reward_values import BadRewardError, apply_reward, check_reward_value
 from rollout.errors import (
     AgentError,
     ConfigError,
@@ -23,7 +24,6 @@ from rollout.errors import (
     ToolError,
 )
 from rollout.observe.user_spans import enter_trajectory
-from rollout.reward_values import BadRewardError
 from rollout.scheduling.endings import NEVER_GENERATED
 from rollout.scheduling.finished import (
     calls_of,
@@ -34,8 +34,7 @@ from rollout.scheduling.finished import (
 )
 from rollout.scheduling.intact import restore
 from rollout.scheduling.prompts import trajectory_deadline
-from rollout.scheduling.rewarding import Rewarding
-from rollout.scheduling.rewards import apply_reward, reward_of
+from rollout.scheduling.rewards.score import Rewarding
 from rollout.scheduling.tokenization import COMPARED, TokenizationCheck
 from rollout.scheduling.trajectory_events import tell_started
 from rollout.scopes import first_leaf
@@ -213,7 +212,7 @@ def _held_s(member: Member) -> float:
 def _take_reward(trajectory: Trajectory, given: Any) -> None:
     """The reward that the agent itself gave; no other function does."""
     try:
-        apply_reward(trajectory, reward_of(given, trajectory, "the agent"))
+        apply_reward(trajectory, check_reward_value(given, trajectory, "the agent"))
     except BadRewardError as error:
         end_without_reward(trajectory, Outcome.FAILED, "reward", None, Cause.of(error))
 
