@@ -14,7 +14,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 
 from rollout.child_serving import BEGUN, LENGTH
 from rollout.limits import cleanup_scope
-from rollout.scopes import give_back, open_task_group
+from rollout.scopes import open_task_group, release_token
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -171,7 +171,7 @@ class ChildProcesses:
         finally:
             if worker is not None and worker.child is not None:
                 self._idle.append(worker.child)
-            give_back(self._places, borrower)
+            release_token(self._places, borrower)
 
     async def close(self) -> None:
         """End all processes; those with a request have ended with it."""

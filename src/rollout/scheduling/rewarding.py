@@ -27,7 +27,7 @@ from rollout.scheduling.reward_processes import RewardRaisedError
 from rollout.scheduling.rewards import GROUP_REWARD, REWARD, apply_reward
 from rollout.scheduling.scorers import LocalScorer, Scorer
 from rollout.scheduling.trajectory_events import tell_rewarded
-from rollout.scopes import first_leaf
+from rollout.scopes import find_exception
 from rollout.types import Cause, Outcome, Reward
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class _Call:
                 member.scope = None
         if work.error is None:
             return answer, None
-        interrupt = first_leaf(work.error, KeyboardInterrupt)
+        interrupt = find_exception(work.error, KeyboardInterrupt)
         if interrupt is not None:
             raise interrupt
         return None, _cause_of(work.error)
