@@ -413,9 +413,14 @@ async def test_members_never_started_end_at_once_timers_get_their_turn(clock: Mo
             await anyio.lowlevel.checkpoint()
 
     async with rollout.open_rollout(config) as runtime, open_task_group() as tasks:
-        runtime.on_trajectory = lambda _: ended.update([rounds])
+
+        async def run() -> None:
+            async with runtime.stream(prompts(5000)) as trajectories:
+                async for _ in trajectories:
+                    ended.update([rounds])
+
         async with anyio.create_task_group() as calls:
-            calls.start_soon(runtime.generate, prompts(5000))
+            calls.start_soon(run)
             await anyio.sleep(1.5)
             tasks.start_soon(count)
             assert runtime.cancel() == 5000

@@ -13,7 +13,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 
 from rollout.child_serving import BEGUN, LENGTH
 from rollout.limits import cleanup_scope
-from rollout.scopes import give_back, open_task_group
+from rollout.scopes import open_task_group, release_token
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -162,7 +162,7 @@ class ChildProcesses:
         finally:
             if child is not None and child.is_running:
                 self._idle.append(child)
-            give_back(self._slots, borrower)
+            release_token(self._slots, borrower)
 
     async def close(self) -> None:
         """End all processes; those with a request have ended with it."""

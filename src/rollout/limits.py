@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import anyio
 import msgspec
 
-from rollout.bridge import cancel_scope
 from rollout.errors import LimitExceeded
 from rollout.types import Outcome
 
@@ -133,7 +132,7 @@ class PausableDeadline:
         scope.deadline = self.now.at
 
     def __enter__(self) -> None:
-        self._scope = cancel_scope(self.now.at)
+        self._scope = anyio.CancelScope(deadline=self.now.at)
         self._scope.__enter__()
 
     def __exit__(

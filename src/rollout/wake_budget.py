@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
 
-from rollout.bridge import event_type, has_virtual_clock, loop_clock
+import anyio
+
+from rollout.bridge import loop_clock
 from rollout.clocks import thread_cpu
-
-if TYPE_CHECKING:
-    import anyio
+from rollout.worker_threads import may_leave_loop
 
 #: How long a round of the loop should take: the longest that a timer, a heartbeat or another
 #: trajectory waits for those that were woken together.
@@ -34,8 +33,7 @@ class WakeBudget:
     """
 
     def __init__(self) -> None:
-        self._clock = loop_clock() if has_virtual_clock() else thread_cpu
-        self._new_event = event_type()
+        self._clock = thread_cpu if may_leave_loop() else loop_clock()
         self._wake_s = ROUND_S / FIRST_WAKES
         self._allowed = self._left = float(FIRST_WAKES)
         self._renewed_at = self._clock()
@@ -62,7 +60,7 @@ class WakeBudget:
 
         Cancellation leaves the turn to the others.
         """
-        turn = self._new_event()
+        turn = anyio.Event()
         self._waiting.append(turn)
         if self._renewer is None:
             self._call(1)

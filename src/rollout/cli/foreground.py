@@ -22,8 +22,8 @@ from rollout.cli.progress import ProgressDisplay, details_of, show_progress
 from rollout.cli.run_journal import (
     JOURNAL,
     ended_in,
+    remove_earlier_batch,
     set_journal_aside,
-    without_earlier_batch,
 )
 from rollout.config import RolloutConfig
 from rollout.disk_room import lacks_room
@@ -249,15 +249,18 @@ class _Run:
         self._has_begun = True
         job = self._job
         began = anyio.current_time()
-        self.runtime.on_trajectory = without_earlier_batch(job.directory)
-        try:
-            self.batch = await self.runtime.generate(
-                job.prompts, samples=job.samples, step=job.step, validate=job.validate
-            )
-        except RolloutError as error:
-            if error.partial is None:
-                raise
-            self.batch = cast("RolloutBatch", error.partial)
+        async with open_task_group() as tasks:
+            tasks.start_soon(self._remove_earlier_batch)
+            try:
+                self.batch = await self.runtime.generate(
+                    job.prompts, samples=job.samples, step=job.step, validate=job.validate
+                )
+            except RolloutError as error:
+                if error.partial is None:
+                    raise
+                self.batch = cast("RolloutBatch", error.partial)
+        if self.batch.samples:
+            remove_earlier_batch(job.directory)
         self.seconds = anyio.current_time() - began
         with anyio.CancelScope(shield=True):
             self.fault = await self._save(self.batch)
@@ -267,6 +270,13 @@ class _Run:
                     self.fault = await self._save(self.batch)
         self.saved.set()
         self.leave.set()
+
+    async def _remove_earlier_batch(self) -> None:
+        """Remove what an earlier run left there as soon as a trajectory of this one has ended."""
+        assert self.runtime is not None
+        while not self.runtime.statistics().finished:  # noqa: ASYNC110
+            await anyio.sleep(0.1)
+        remove_earlier_batch(self._job.directory)
 
     async def _save(self, batch: RolloutBatch) -> RolloutError | None:
         """Why the batch cannot be saved; None where it is."""

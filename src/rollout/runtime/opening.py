@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import anyio.to_thread
 
@@ -15,7 +15,6 @@ from rollout.agents.long_texts import LongTexts
 from rollout.agents.media_intake import MediaFetcher, MediaIntake
 from rollout.agents.prompt_sampling import top_log_probs_fault
 from rollout.agents.services import Services
-from rollout.bridge import has_virtual_clock
 from rollout.chat import get_tool_parser, tool_parser_names
 from rollout.chat.parsers import stop_token_ids
 from rollout.config import RolloutConfig
@@ -23,7 +22,7 @@ from rollout.containment import open_containment
 from rollout.engine.driver.engine_opening import open_engines
 from rollout.engine.driver.pool import EnginePool
 from rollout.engine.driver.replica_supervisor import FactsGiver
-from rollout.errors import AgentError, ConfigError
+from rollout.errors import AgentError, ConfigError, RolloutError
 from rollout.function_refs import refuse_while_imported
 from rollout.interactions import InteractionRegistry
 from rollout.observe.event_stream import EventStream
@@ -43,7 +42,7 @@ from rollout.scheduling.rewards.score import make_rewarding
 from rollout.scheduling.selection import acceptance
 from rollout.scheduling.tokenization import TokenizationCheck
 from rollout.scheduling.trajectory_runner import TrajectoryRunner
-from rollout.scopes import OneTask, open_task_group
+from rollout.scopes import open_task_group
 from rollout.tools import Tool, ToolExecutor
 from rollout.tools.providers import open_tools
 from rollout.tools.shipped import shipped_tools
@@ -104,7 +103,6 @@ def open_rollout(
         SandboxUnavailable: The agent, a tool or the reward needs a sandbox, or `sandbox` names a
             provider or warm ones, and there can be none here.
         EngineError: An engine did not start, or refused to serve with this tokenizer.
-        RolloutError: It is left in another task than it was entered in; nothing has happened then.
     """
     return open_rollout_on(
         open_engines,
@@ -129,8 +127,42 @@ def open_rollout_on(
 ) -> AbstractAsyncContextManager[RolloutRuntime]:
     """`open_rollout` on the engines that `engines` opens."""
     refuse_while_imported("open_rollout")
-    opening = _open(engines, config, tools, rewards, interactions, media_fetcher, resume)
-    return OneTask("open_rollout", opening)
+    return _Opening(_open(engines, config, tools, rewards, interactions, media_fetcher, resume))
+
+
+#: What those read who use a runtime before it is open.
+HOW_TO_OPEN = "write `async with rollout.open_rollout(...) as runtime:`"
+
+
+class NotEnteredError(RolloutError, AttributeError):
+    """A runtime is used otherwise than in the block of a `with` statement."""
+
+
+class _Opening(AbstractAsyncContextManager[RolloutRuntime]):
+    """Opens a runtime for ``async with``; used otherwise, it says how it is entered."""
+
+    def __init__(self, manager: AbstractAsyncContextManager[RolloutRuntime]) -> None:
+        self._manager = manager
+
+    async def __aenter__(self) -> RolloutRuntime:
+        return await self._manager.__aenter__()
+
+    async def __aexit__(self, *error: Any) -> bool | None:
+        return await self._manager.__aexit__(*error)
+
+    def __enter__(self) -> NoReturn:
+        raise NotEnteredError(f"open_rollout is entered by `with`; {HOW_TO_OPEN}")
+
+    def __exit__(self, *_error: object) -> None:
+        pass
+
+    def _refuse_await(self) -> NoReturn:
+        raise NotEnteredError(f"open_rollout is awaited; {HOW_TO_OPEN}")
+
+    __await__ = _refuse_await
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise NotEnteredError(f"open_rollout(...).{name}: it must be entered first; {HOW_TO_OPEN}")
 
 
 @asynccontextmanager
@@ -162,7 +194,7 @@ async def _open(
         threads = WorkerThreads(
             max_threads=config.tools.max_threads,
             max_abandoned=config.tools.max_abandoned_threads,
-            watch=None if has_virtual_clock() else LoopLag().watch,
+            watch=LoopLag().watch,
         )
         stack.callback(threads.close)
         tally, events = Tally(), EventStream()

@@ -13,7 +13,7 @@ from rollout.agents.identity import RejectedPrompt
 from rollout.containment import Contained, UnresponsiveError
 from rollout.errors import EngineError, LimitExceeded
 from rollout.observe.user_spans import enter_trajectory
-from rollout.scopes import leaf_of
+from rollout.scopes import unwrap_group
 from rollout.types import Cause, Outcome
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ def _name_of(loop: Registered) -> str:
 
 def _failed(context: AgentContext, error: BaseException) -> Cause | None:
     """Settle the outcome of an agent that raised; the root cause, where that is not known yet."""
-    leaf = leaf_of(error) if isinstance(error, BaseExceptionGroup) else error
+    leaf = unwrap_group(error) if isinstance(error, BaseExceptionGroup) else error
     if isinstance(leaf, LimitExceeded):
         context.end(leaf.outcome, leaf.reason, limit_source=leaf.source)
         return None

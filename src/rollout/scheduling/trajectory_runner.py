@@ -37,7 +37,7 @@ from rollout.scheduling.prompts import trajectory_deadline
 from rollout.scheduling.rewards.score import Rewarding
 from rollout.scheduling.tokenization import COMPARED, TokenizationCheck
 from rollout.scheduling.trajectory_events import tell_started
-from rollout.scopes import first_leaf
+from rollout.scopes import find_exception
 from rollout.types import DRIFT, Cause, Outcome
 
 if TYPE_CHECKING:
@@ -224,7 +224,7 @@ def _judged(run: AgentRun) -> tuple[Ending, Cause | None]:
         KeyboardInterrupt: Ctrl-C reached the agent.
     """
     context, error = run.context, run.code.error
-    interrupt = None if error is None else first_leaf(error, KeyboardInterrupt)
+    interrupt = None if error is None else find_exception(error, KeyboardInterrupt)
     if interrupt is not None:
         raise interrupt
     if run.unresponsive is not None:

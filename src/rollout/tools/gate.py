@@ -12,7 +12,7 @@ import anyio
 import msgspec
 
 from rollout.limits import fail_at_deadline
-from rollout.scopes import give_back
+from rollout.scopes import release_token
 from rollout.tools.call_turn import acquire
 from rollout.tools.policy import speaks_of_call
 
@@ -144,7 +144,7 @@ class ToolGate:
             with fail_at_deadline(deadline):
                 if self._places is not None:
                     borrower = object()
-                    places.callback(give_back, self._places, borrower)
+                    places.callback(release_token, self._places, borrower)
                     await self._places.acquire_on_behalf_of(borrower)
                 if self._rate_limiter is not None:
                     await self._rate_limiter.wait()

@@ -29,7 +29,7 @@ from rollout.scheduling.finished import end_without_reward, exclude
 from rollout.scheduling.rewards.functions import LoadedReward
 from rollout.scheduling.rewards.processes import RewardProcesses, RewardRaisedError
 from rollout.scheduling.trajectory_events import tell_rewarded
-from rollout.scopes import first_leaf
+from rollout.scopes import find_exception
 from rollout.types import Cause, Outcome, Reward
 from rollout.worker_threads import WorkerThreads
 
@@ -139,7 +139,7 @@ class RewardCall:
             for member in self.members:
                 member.scope = None
         if code.error is not None:
-            interrupt = first_leaf(code.error, KeyboardInterrupt)
+            interrupt = find_exception(code.error, KeyboardInterrupt)
             if interrupt is not None:
                 raise interrupt
             return self._fail(code.error, self.reason)
