@@ -45,7 +45,7 @@ from rollout.scheduling.journal.journal_file import journal_file
 from rollout.scheduling.journal.run_identity import seed_of_run
 from rollout.scheduling.selection import acceptance
 from rollout.scheduling.tokenization import TokenizationCheck
-from rollout.scheduling.trajectory_runner import TrajectoryRunner
+from rollout.scheduling.trajectory import TrajectoryRunner
 from rollout.scopes import OneTask, open_task_group
 from rollout.tools import Tool, ToolExecutor
 from rollout.tools.providers import open_tools
