@@ -12,6 +12,8 @@ import anyio
 import msgspec
 import numpy as np
 import pytest
+from rollout.scheduling.agent_run import AgentRun
+from rollout.scheduling.trajectory_runner import TrajectoryRunner
 
 from rollout.agents.identity import Identity
 from rollout.chat.transcript import Transcript
@@ -26,11 +28,9 @@ from rollout.engine.process.client_session import ClientSession
 from rollout.limits import Deadline
 from rollout.scheduling import finished
 from rollout.scheduling import trajectory_runner as trajectory_module
-from rollout.scheduling.agent_run import AgentRun
 from rollout.scheduling.batch_run import BatchRun
 from rollout.scheduling.member_runs import MemberRuns
 from rollout.scheduling.rewards import score as rewarding_module
-from rollout.scheduling.trajectory_runner import TrajectoryRunner
 from rollout.seeds import derive_seed
 from rollout.tools.open_sessions import OpenSessions
 from rollout.tools.trajectory_tools import TrajectoryTools

@@ -74,7 +74,7 @@ async def test_client_that_has_proved_itself_is_no_stranger() -> None:
     async with wire.channel() as channel:
         assert len(wire.server.unauthenticated) == 0
         generation, pending = Asker(channel).submit([1], 20)
-        await pending.done
+        await pending.done.wait()
         assert list(generation.ids) == list(range(2, 22))
 
 
@@ -257,7 +257,7 @@ async def test_attack_by_idle_connections_costs_no_engine_and_no_token(
             assert await ask(pool, 5, 200) == list(range(6, 206))
             async with another_channel(pool) as channel:
                 generation, pending = Asker(channel).submit([7], 10)
-                await pending.done
+                await pending.done.wait()
                 assert list(generation.ids) == list(range(8, 18))
         (statistics,) = pool.statistics()
         assert (statistics.starts, statistics.state) == (1, "serving")

@@ -12,8 +12,7 @@ import anyio
 
 from rollout.chat.group import Group
 from rollout.errors import EngineError, PromptError, RolloutError
-from rollout.holds import NEVER
-from rollout.limits import Deadline
+from rollout.limits import NEVER, Deadline
 from rollout.scheduling.batch_run import BatchRun
 from rollout.scheduling.call_arguments import check_group_call
 from rollout.scheduling.group_book import GroupBook, Wanted

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from rollout.agents.interacting import USER
 from rollout.observe.explanation import CallWaits, Explanation, TrajectoryWaits, Wait
-from rollout.scheduling.agent_run import AgentRun
 from rollout.scheduling.batch_run import BatchRun
 from rollout.scheduling.rewards.score import RewardCall
 from rollout.scheduling.streamed_run import StreamedRun
+from rollout.scheduling.trajectory import AgentRun
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

@@ -41,7 +41,7 @@ from rollout.scheduling.rewards.processes import make_reward_processes
 from rollout.scheduling.rewards.score import make_rewarding
 from rollout.scheduling.selection import acceptance
 from rollout.scheduling.tokenization import TokenizationCheck
-from rollout.scheduling.trajectory_runner import TrajectoryRunner
+from rollout.scheduling.trajectory import TrajectoryRunner
 from rollout.scopes import open_task_group
 from rollout.tools import Tool, ToolExecutor
 from rollout.tools.providers import open_tools

@@ -24,8 +24,8 @@ from rollout.containment import Containment, open_containment
 from rollout.engine.core import EngineInfo
 from rollout.engine.driver.model_template import template_of
 from rollout.errors import AgentError, ConfigError, EngineError, ToolError
-from rollout.holds import NEVER
 from rollout.interactions import InteractionRegistry
+from rollout.limits import NEVER
 from rollout.observe.tally import Tally
 from rollout.runtime.gateway_opening import serve_gateway
 from rollout.runtime.opening import tool_executor
@@ -43,7 +43,7 @@ from rollout.scheduling.member_runs import MemberRuns
 from rollout.scheduling.prompts import Member
 from rollout.scheduling.rewards.score import Rewarding
 from rollout.scheduling.tokenization import TokenizationCheck
-from rollout.scheduling.trajectory_runner import TrajectoryRunner
+from rollout.scheduling.trajectory import TrajectoryRunner
 from rollout.tools import Tool, ToolContext, ToolSession
 from rollout.worker_threads import WorkerThreads
 
@@ -54,9 +54,9 @@ if TYPE_CHECKING:
 
     from rollout.chat import ChatTemplate
     from rollout.chat.trajectory import Trajectory
-    from rollout.scheduling.agent_run import AgentRun
     from rollout.scheduling.journal.entries import AnswersEntry, Header, Key, PromptEntry, TurnEntry
     from rollout.scheduling.journal.journal_reading import Contents, Recorded
+    from rollout.scheduling.trajectory import AgentRun
     from rollout.types import Prompt, ToolCall
 
 #: Reason of a replayed trajectory that has departed from its record.

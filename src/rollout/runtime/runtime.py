@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from rollout.scheduling.prompt_source import Source
     from rollout.scheduling.prompts import Member
     from rollout.scheduling.pulled_group import PulledGroup
-    from rollout.scheduling.trajectory_runner import TrajectoryRunner
+    from rollout.scheduling.trajectory import TrajectoryRunner
     from rollout.tensor_layout import Layout, Trim
     from rollout.types import Prompt
     from rollout.worker_threads import WorkerThreads

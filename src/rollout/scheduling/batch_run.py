@@ -11,9 +11,9 @@ import anyio
 
 from rollout.errors import RolloutError
 from rollout.scheduling.ended_groups import Ended, EndedGroups
-from rollout.scheduling.endings import BadEndings
+from rollout.scheduling.endings import CLOSED, BadEndings
 from rollout.scheduling.finished import unstarted
-from rollout.scheduling.member_runs import CLOSED, CLOSED_MEANWHILE
+from rollout.scheduling.member_runs import CLOSED_MEANWHILE
 from rollout.scheduling.trajectory_events import LOST, tell_ended, tell_group_ended, tell_lost
 from rollout.types import Outcome
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from rollout.limits import Deadline
     from rollout.observe.event_stream import EventStream
     from rollout.observe.tally import Tally
-    from rollout.scheduling.agent_run import AgentRun
     from rollout.scheduling.journal.open_journal import OpenJournal
     from rollout.scheduling.journal.trajectory_log import TrajectoryLog
     from rollout.scheduling.member_runs import MemberRuns
     from rollout.scheduling.prompts import Member
     from rollout.scheduling.rewards.score import Rewarding
+    from rollout.scheduling.trajectory import AgentRun
 
     #: Takes a finished trajectory and its row; may wait, and holds the trajectory's place.
     Deliver = Callable[[int, Trajectory], Awaitable[None]]

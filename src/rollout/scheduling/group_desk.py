@@ -11,10 +11,9 @@ import anyio
 import msgspec
 
 from rollout.agents.identity import Identity
-from rollout.holds import Hold
 from rollout.scheduling.ended_groups import Ended
+from rollout.scheduling.endings import CLOSED
 from rollout.scheduling.journal.pulled_before import name_at
-from rollout.scheduling.member_runs import CLOSED
 from rollout.scheduling.prompt_source import PromptSource
 from rollout.scheduling.prompts import check_prompt, trajectory_deadline
 from rollout.scheduling.pulled_group import GroupMember, PulledGroup
@@ -29,11 +28,11 @@ if TYPE_CHECKING:
     from rollout.engine.driver.pool import EnginePool
     from rollout.limits import Deadline
     from rollout.observe.tally import Tally
-    from rollout.scheduling.agent_run import AgentRun
     from rollout.scheduling.journal.group_log import GroupLog
     from rollout.scheduling.journal.pulled_before import PulledBefore
     from rollout.scheduling.member_runs import MemberRuns
     from rollout.scheduling.rewards.score import Rewarding
+    from rollout.scheduling.trajectory import AgentRun
     from rollout.worker_threads import WorkerThreads
 
     #: Starts a task of the runtime's.
@@ -306,16 +305,12 @@ class GroupDesk:
                 run_seed=self._run_seed,
                 validate=False,
             )
-            hold = Hold(self._config.limits)
-            group.waiting.append(GroupMember(group.prompt, identity, hold=hold, group=group))
+            group.waiting.append(GroupMember(group.prompt, identity, group=group))
         self.log.enrol(group)
 
     def member_like(self, member: GroupMember) -> GroupMember:
         """Another one in the place of one that failed."""
-        hold = Hold(self._config.limits)
-        return GroupMember(
-            member.prompt, member.identity, hold=hold, group=member.group, log=member.log
-        )
+        return GroupMember(member.prompt, member.identity, group=member.group, log=member.log)
 
     def trajectory_deadline(self, group: PulledGroup) -> Deadline:
         """Of a member that starts, or continues, now; of two equal ones the outer."""
@@ -367,9 +362,9 @@ class GroupDesk:
             group.waiting.appendleft(member)
             if not member.is_held:  # else it got no place in the call, and is ending
                 self.runs.suspend(member)
-        holds = [member.hold for member in members if member.hold is not None]
+        clocks = [member.clock for member in members if member.clock is not None]
         with anyio.move_on_after(self._config.limits.cleanup_s):
-            await self._stop(holds)
+            await self._stop(clocks)
 
     def drop_carried(self, group: PulledGroup) -> None:
         """End the carried members of a group whose prompt begins again."""

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 import anyio
 
 from rollout.errors import RolloutError, SourceEnded
-from rollout.holds import NEVER
+from rollout.limits import NEVER
 from rollout.scheduling.ended_groups import Ended
+from rollout.scheduling.endings import CLOSED
 from rollout.scheduling.finished import unstarted
 from rollout.scheduling.group_endings import GroupEndings
 from rollout.scheduling.group_handover import GroupHandover, made
 from rollout.scheduling.group_judging import SURPLUS, GroupJudging
-from rollout.scheduling.member_runs import CLOSED, CLOSED_MEANWHILE
+from rollout.scheduling.member_runs import CLOSED_MEANWHILE
 from rollout.scheduling.pulled_group import GroupMember, PulledGroup
 from rollout.scheduling.selection import Selection
 from rollout.scheduling.staleness import HINT_S
@@ -24,12 +25,12 @@ if TYPE_CHECKING:
     from rollout.config import SchedulingConfig
     from rollout.limits import Deadline
     from rollout.observe.tally import Tally
-    from rollout.scheduling.agent_run import AgentRun
     from rollout.scheduling.group_book import GroupBook
     from rollout.scheduling.group_desk import GroupDesk
     from rollout.scheduling.prompt_source import PromptSource
     from rollout.scheduling.prompts import Member
     from rollout.scheduling.selection import Accept
+    from rollout.scheduling.trajectory import AgentRun
 
 
 class GroupRun:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import anyio
 
 from rollout.containment import enter_containment
-from rollout.scheduling.agent_run import AgentRun, MemberHome
+from rollout.scheduling.trajectory import AgentRun, run_trajectory
 from rollout.scopes import unwrap_group
 
 if TYPE_CHECKING:
@@ -22,12 +22,10 @@ if TYPE_CHECKING:
     from rollout.limits import Deadline
     from rollout.observe.tally import Tally
     from rollout.scheduling.prompts import Member
-    from rollout.scheduling.trajectory_runner import TrajectoryRunner
+    from rollout.scheduling.trajectory import MemberHome, TrajectoryRunner
 
 M = TypeVar("M", bound="Member")
 
-#: Reason of trajectories that were cancelled because the runtime was closed.
-CLOSED = "closed"
 #: Error of calls that were.
 CLOSED_MEANWHILE = "the runtime was closed while this call was running"
 
@@ -124,17 +122,13 @@ class MemberRuns:
 
     def suspend(self, member: Member) -> None:
         """It stays, and makes no further request, without a place."""
-        assert member.hold is not None
-        member.is_held = True
-        member.hold.close()
+        member.pause()
         self.give_back(member)
         self._tally.carried += 1
 
     def resume(self, member: Member, deadline: Deadline) -> None:
         """It has a place again, and this deadline."""
-        assert member.hold is not None
-        member.is_held = False
-        member.hold.open(deadline)
+        member.resume(deadline)
         self._tally.carried -= 1
 
     def conclude_soon(self, work: Callable[[], Coroutine[Any, Any, object]]) -> bool:
@@ -148,17 +142,8 @@ class MemberRuns:
         """A member, from its first attempt to its trajectory, which its call gets."""
         enter_containment(self.containment)
         try:
-            while True:
-                try:
-                    ended = await self._runner.run(run)
-                finally:
-                    if run.sandbox is not None:
-                        await run.sandbox.close()
-                if not isinstance(ended, AgentRun):
-                    break
-                run = ended
-            run.forget()  # it may be long until somebody takes the trajectory
-            await run.home.end(run, ended)
+            trajectory = await run_trajectory(self._runner, run)
+            await run.home.end(run, trajectory)
         finally:
             if run.member.is_held:
                 self._tally.carried -= 1

@@ -10,14 +10,14 @@ import anyio.lowlevel
 
 from rollout.containment import Contained, UnresponsiveError, containment_here
 from rollout.errors import ToolError
-from rollout.limits import PausableDeadline, call_deadline
+from rollout.limits import call_limit
 from rollout.scopes import find_exception, find_propagating
 from rollout.types import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterable
 
-    from rollout.limits import Deadline
+    from rollout.limits import Limit
 
 T = TypeVar("T")
 
@@ -42,46 +42,42 @@ class CallError(Exception):
 async def attempt(
     action: Callable[..., Awaitable[T]],
     *args: object,
-    deadline: Deadline,
+    limit: Limit,
     what: str,
     grace_s: float = 0.0,
-    outer: Deadline | None = None,
 ) -> T:
     """What ``action(*args)`` returns; it runs in a task of its own.
 
     Args:
-        action: Runs within `deadline`.
+        action: Runs within `limit`.
         what: What it is, for messages.
         grace_s: How long it may still take once the caller is cancelled: what it has begun to
-            acquire it can finish acquiring. Infinite: until its deadline.
-        outer: Up to where the deadline is put off while the runtime lets the action wait; None: it
-            is not.
+            acquire it can finish acquiring. Infinite: until its limit.
 
     Raises:
         CallError: It raised anything but KeyboardInterrupt, which is raised as itself.
-        LimitExceeded: `deadline` passed; the action was cancelled, and has ended.
+        LimitExceeded: `limit` was over; the action was cancelled, and has ended.
         UnresponsiveError: It was cancelled, and did not end.
     """
     async with containment_here() as containment:
-        code = Contained[T](containment, what, deadline.at)
-        clock = None if outer is None else PausableDeadline(deadline, outer)
-        if clock is not None:
-            clock.govern(code)
-        token = call_deadline.set(clock)
+        code = Contained[T](containment, what)
+        limit.govern(code)
+        token = call_limit.set(limit)
         try:
             value = await code.run(partial(action, *args), grace_s=grace_s)
         finally:
-            call_deadline.reset(token)
-        deadline = deadline if clock is None else clock.now
-        is_late = anyio.current_time() >= deadline.at
+            call_limit.reset(token)
+            limit.release()
         error = code.error
         if error is None and not code.was_cancelled:
             return cast("T", value)
         interrupt = None if error is None else find_exception(error, KeyboardInterrupt)
         if interrupt is not None:
             raise interrupt
-        if error is None or (code.is_cancelled and is_late):
-            raise deadline.error()
+        if limit.is_over and (error is None or code.is_cancelled):
+            raise limit.deadline.error()
+        if error is None:
+            raise CallError(f"{what} was cancelled: the runtime is closing")
         raise CallError(describe(error)) from error
 
 
