@@ -42,9 +42,8 @@ if TYPE_CHECKING:
     from rollout.config import AgentConfig
     from rollout.engine.core import SamplingParams
     from rollout.engine.driver.generation import Generation
-    from rollout.holds import Hold
     from rollout.interactions import Interaction, InteractionTurn
-    from rollout.limits import Deadline, PausableDeadline
+    from rollout.limits import Clock, Deadline
     from rollout.observe.event_stream import EventStream
     from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
     from rollout.tools import ToolResult, TrajectoryTools
@@ -98,13 +97,11 @@ class AgentContext:
         prompt: Prompt,
         identity: Identity,
         sampling: SamplingParams,
-        deadline: Deadline,
-        outermost: Deadline,
-        hold: Hold | None = None,
+        limit: Clock,
         log: TurnLog | None = None,
         is_alone: bool = False,
     ) -> None:
-        self._state = TrajectoryState(services, prompt, identity, deadline, outermost, hold, log)
+        self._state = TrajectoryState(services, prompt, identity, limit, log)
         self._main = Conversation(
             self._state,
             ConversationLog.of(Row(Transcript(), MAIN), self._state.wording.reader),
@@ -144,9 +141,9 @@ class AgentContext:
         return self._state.identity
 
     @property
-    def deadline(self) -> PausableDeadline:
-        """The trajectory's own."""
-        return self._state.deadline
+    def deadline(self) -> Deadline:
+        """When the trajectory's time is over, as things stand, and which limit ends it then."""
+        return self._state.limit.deadline
 
     @property
     def idle_since(self) -> float:
@@ -444,7 +441,7 @@ class AgentContext:
         for each in (conversations := list(self._main.all())):
             await each.settle()
         if any(row.transcript.generated_length for each in conversations for row in each.rows):
-            self.tool_rewards += await self.tools.calc_rewards()
+            self.tool_rewards.extend(await self.tools.calc_rewards())
             if self.reward is None:
                 self.reward = self.tools.reward
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.agents.agent_loop import AgentLoop
 from rollout.agents.tool_agent import has_reached_turn_limit
+from rollout.chat.reward_values import finite_number
 from rollout.containment import contain
 from rollout.errors import AgentError, LimitExceeded
-from rollout.limits import Deadline
-from rollout.reward_values import finite_number
+from rollout.limits import Clock, Deadline
 from rollout.seeds import derive_seed
 from rollout.tools.attempt import CallError, attempt
 from rollout.types import Message
@@ -152,12 +152,12 @@ async def _close(environment: Any, context: AgentContext) -> None:
     """Let go of an environment; shielded, bounded, never raises."""
     if not callable(getattr(environment, "close", None)):
         return
-    deadline = Deadline.after(context.services.config.limits.cleanup_s, "limits.cleanup_s")
+    cleanup_s = context.services.config.limits.cleanup_s
     what = f"close of {type(environment).__name__}"
     try:
         await attempt(
             partial(_call, context, environment, "close", environment.close),
-            deadline=deadline,
+            limit=Clock(Deadline.after(cleanup_s, "limits.cleanup_s")),
             what=what,
             grace_s=math.inf,
         )

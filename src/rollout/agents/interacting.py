@@ -11,7 +11,7 @@ from rollout.agents.identity import RejectedPrompt
 from rollout.chat.messages import text_of_content
 from rollout.errors import ConfigError, LimitExceeded
 from rollout.interactions import InteractionContext
-from rollout.limits import Deadline
+from rollout.limits import Clock, Deadline
 from rollout.tools.attempt import CallError, attempt
 from rollout.types import Message, without_null_keys
 from rollout.utf8 import encodable
@@ -87,10 +87,10 @@ def heard(context: Context, name: str | None, turn: InteractionTurn) -> list[Mes
 
 async def finish(interaction: Interaction, session: str, cleanup_s: float) -> None:
     """Let a user go; shielded, bounded, never raises."""
-    deadline = Deadline.after(cleanup_s, "limits.cleanup_s")
+    limit = Clock(Deadline.after(cleanup_s, "limits.cleanup_s"))
     what = "finish of the interaction"
     try:
-        await attempt(interaction.finish, deadline=deadline, what=what, grace_s=math.inf)
+        await attempt(interaction.finish, limit=limit, what=what, grace_s=math.inf)
     except (CallError, LimitExceeded) as error:
         logger.warning("%s: finish of the interaction failed: %s", session, error)
 

@@ -23,12 +23,11 @@ from rollout.containment import Containment, open_containment
 from rollout.engine.core import EngineInfo
 from rollout.engine.driver.model_template import template_of
 from rollout.errors import AgentError, ConfigError, EngineError, ToolError
-from rollout.holds import NEVER
 from rollout.interactions import InteractionRegistry
+from rollout.limits import NEVER
 from rollout.observe.tally import Tally
 from rollout.runtime.gateway_opening import serve_gateway
 from rollout.runtime.opening import tool_executor
-from rollout.runtime.reward_opening import RewardFunctions, make_rewarding
 from rollout.scheduling.journal.ended_trajectories import ended_trajectories
 from rollout.scheduling.journal.journal_reading import (
     RecordedMedia,
@@ -40,8 +39,9 @@ from rollout.scheduling.journal.packed_prompt import prompt_of
 from rollout.scheduling.journal.replay_log import ReplayLog, ReplayStep, said_calls
 from rollout.scheduling.member_runs import MemberRuns
 from rollout.scheduling.prompts import Member
+from rollout.scheduling.rewards.score import Rewarding
 from rollout.scheduling.tokenization import TokenizationCheck
-from rollout.scheduling.trajectory_runner import TrajectoryRunner
+from rollout.scheduling.trajectory import TrajectoryRunner
 from rollout.tools import Tool, ToolContext, ToolSession
 from rollout.worker_threads import WorkerThreads
 
@@ -52,9 +52,9 @@ if TYPE_CHECKING:
 
     from rollout.chat import ChatTemplate
     from rollout.chat.trajectory import Trajectory
-    from rollout.scheduling.agent_run import AgentRun
     from rollout.scheduling.journal.entries import AnswersEntry, Header, Key, PromptEntry, TurnEntry
     from rollout.scheduling.journal.journal_reading import Contents, Recorded
+    from rollout.scheduling.trajectory import AgentRun
     from rollout.types import Prompt, ToolCall
 
 #: Reason of a replayed trajectory that has departed from its record.
@@ -239,9 +239,7 @@ async def _run(
     config, tally, threads = services.config, services.tally, services.threads
     runner = TrajectoryRunner(
         services=services,
-        rewarding=make_rewarding(
-            config, RewardFunctions(None, None), None, None, threads, tally, services.events
-        ),
+        rewarding=Rewarding(threads=threads, tally=tally, events=services.events),
         tokens=TokenizationCheck(config.agent.tokenization_check, config.agent.tokenization_ignore),
     )
     runs = MemberRuns(runner, anyio.CapacityLimiter(1), tally)

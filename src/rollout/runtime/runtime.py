@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from rollout.bridge import has_virtual_clock, loop_clock
+from rollout.bridge import loop_clock
 from rollout.engine.wire.operations import ALL_TAGS
 from rollout.errors import RolloutError, SourceEnded
 from rollout.limits import Deadline
 from rollout.observe.loop_lag import LoopLag
 from rollout.runtime.calls import GroupStream, SleepBetweenBatches, StepCount, number_rows
-from rollout.runtime.collation import Collation, LongWork, attach
+from rollout.runtime.collation import Collation, attach
 from rollout.runtime.explain import explain
 from rollout.runtime.measuring import BatchWatch, RuntimeStatistics, take_statistics
 from rollout.scheduling.admission import Admission
 from rollout.scheduling.batch_call import (
-    STREAM_DROPPED,
     BatchCall,
     StreamCall,
     make_groups,
@@ -34,9 +33,10 @@ from rollout.scheduling.prompt_names import check_names
 from rollout.scheduling.prompts import check_prompts
 from rollout.scheduling.scheduler import Scheduler
 from rollout.scopes import open_task_group
+from rollout.worker_threads import may_leave_loop, run_in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 
     from anyio.abc import TaskGroup
     from anyio.streams.memory import MemoryObjectReceiveStream
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from rollout.scheduling.journal.journal import Journal
     from rollout.scheduling.member_group import MemberGroup
     from rollout.scheduling.sources import Source
-    from rollout.scheduling.trajectory_runner import TrajectoryRunner
+    from rollout.scheduling.trajectory import TrajectoryRunner
     from rollout.tensor_layout import Layout, Trim
     from rollout.types import Prompt
     from rollout.worker_threads import WorkerThreads
@@ -76,9 +76,6 @@ class RolloutRuntime:
         config: What it was opened with.
         services: What its trajectories share, for what is built on a runtime.
         admission: `pause` and `resume` keep trajectories that have not started waiting.
-        on_trajectory: Called on the loop with each trajectory of `generate` as it ends, in the
-            order in which they do; None calls nothing. It must return at once; what it raises is
-            logged.
     """
 
     def __init__(
@@ -101,11 +98,9 @@ class RolloutRuntime:
         self._sleep = SleepBetweenBatches(
             services.engines, is_wanted=config.engine.sleep_between_batches
         )
-        self._long_work = LongWork()
         self._collation = Collation(
             config.lengths,
             services.template,
-            self._long_work,
             config.observe.path,
             config.media.position_rows,
             model=config.model,
@@ -123,10 +118,8 @@ class RolloutRuntime:
             lambda job: self._tasks.start_soon(job),  # noqa: PLW0108  (there is no group yet)
             GroupLog(journal, has_group_reward=runner.rewarding.group is not None),
         )
-        self._misuse: str | None = None
         self._tasks: TaskGroup
         self._is_closing = False
-        self.on_trajectory: Callable[[Trajectory], object] | None = None
 
     @property
     def template(self) -> ChatTemplate:
@@ -172,9 +165,7 @@ class RolloutRuntime:
         groups, step, deadline = await self._new_groups(
             prompts, samples, step, validate, layout, trim
         )
-        call = BatchCall(
-            self._scheduler, groups, step=step, deadline=deadline, on_trajectory=self.on_trajectory
-        )
+        call = BatchCall(self._scheduler, groups, step=step, deadline=deadline)
         rows = call.rows
         with self._watched(call, validate) as window:
             try:
@@ -206,8 +197,7 @@ class RolloutRuntime:
     ) -> AsyncIterator[MemoryObjectReceiveStream[Trajectory]]:
         """Trajectories as they end, in the order in which they do; leaving cancels the rest.
 
-        A slow consumer slows the admission of further members. Use it with ``async with``: entered
-        by hand and dropped, it ends its trajectories, and leaving `open_rollout` says so.
+        A slow consumer slows the admission of further members.
 
         Raises:
             PromptError: The prompts or another argument are unusable; nothing has been started.
@@ -224,12 +214,7 @@ class RolloutRuntime:
                 call.open()
                 self._tasks.start_soon(call.serve)
                 try:
-                    with self._scheduler.calls.entered(call):
-                        yield call.received
-                except GeneratorExit:  # it is collected as garbage
-                    logger.error(STREAM_DROPPED)
-                    self._misuse = STREAM_DROPPED
-                    raise
+                    yield call.received
                 except anyio.ClosedResourceError:
                     if not call.is_closed:
                         raise  # else its receiver was closed with the runtime
@@ -352,8 +337,7 @@ class RolloutRuntime:
         with self._watch.window("stream_groups", step) as window:
             call.batch = window.batch
             async with self._sleep.awake(), call.running():
-                with self._scheduler.calls.entered(call):
-                    yield GroupStream(call)
+                yield GroupStream(call)
 
     async def make_batch(
         self, groups: Sequence[Group], *, layout: Layout = "padded", trim: Trim = False
@@ -497,7 +481,7 @@ class RolloutRuntime:
         is_long = isinstance(prompts, Sized) and len(prompts) * samples > MANY_MEMBERS
         with self._steps.counted(step) as step:
             make = partial(self._make_groups, prompts, samples, step, validate)
-            groups, prompt_entries = await self._long_work.run(is_long, make)
+            groups, prompt_entries = await run_in_thread(make) if is_long else make()
         self._refuse_when_closed()
         if self._journal is not None:
             self._journal.put_all(prompt_entries)
@@ -526,15 +510,11 @@ class RolloutRuntime:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Watch the loop and the engines' load; at the end no call is left.
-
-        Raises:
-            RolloutError: A stream was entered and not left.
-        """
+        """Watch the loop and the engines' load; at the end no call is left."""
         tally = self._tally
         async with open_task_group() as self._tasks:
             self._tasks.start_soon(self._watch.sample)
-            if not has_virtual_clock():
+            if may_leave_loop():
                 self._tasks.start_soon(self._lag.watch)
             self._tasks.start_soon(
                 self.admission.adapt,
@@ -546,10 +526,6 @@ class RolloutRuntime:
                 yield
             finally:
                 self._is_closing = self._sleep.is_over = True
-                if self._scheduler.calls.has_stream_of_this_task:
-                    self._misuse = STREAM_DROPPED  # left after the runtime, it can never be left
                 with anyio.CancelScope(shield=True):  # until the calls use the engines no more
                     await self._scheduler.calls.close()
                     await self._scheduler.close()
-        if self._misuse is not None:
-            raise RolloutError(self._misuse)

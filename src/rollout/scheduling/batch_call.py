@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -12,31 +11,24 @@ import anyio
 from rollout.agents.identity import Identity, named
 from rollout.chat.trajectory import Trajectory
 from rollout.scheduling.calls import Call
+from rollout.scheduling.endings import CLOSED
 from rollout.scheduling.groups import Groups, Wanted
 from rollout.scheduling.member_group import GroupMember, MemberGroup
-from rollout.scheduling.member_runs import CLOSED
 from rollout.scheduling.prompts import Ended, Member
 from rollout.scopes import open_task_group
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from rollout.errors import JournalError
     from rollout.limits import Deadline
-    from rollout.scheduling.agent_run import MemberHome
     from rollout.scheduling.scheduler import Scheduler
+    from rollout.scheduling.trajectory import MemberHome
     from rollout.types import Prompt
 
 #: Finished trajectories that wait for a slow receiver before members wait too.
 STREAM_BUFFER = 16
-#: What is said of one that nobody left.
-STREAM_DROPPED = (
-    "runtime.stream() was entered and never left: its trajectories were cancelled; use "
-    "`async with runtime.stream(...) as trajectories:`"
-)
-
-logger = logging.getLogger("rollout")
 
 
 def make_groups(
@@ -79,7 +71,6 @@ class BatchCall(Call):
         members: All of them, in the order of their rows.
         rows: The trajectory of each, once it has ended.
         has_groups: See `MemberHome`.
-        on_trajectory: Called with each trajectory as it ends; None calls nothing.
     """
 
     name = "generate"
@@ -91,7 +82,6 @@ class BatchCall(Call):
         *,
         step: int,
         deadline: Deadline,
-        on_trajectory: Callable[[Trajectory], object] | None = None,
     ) -> None:
         members = [member for group in groups for member in group.waiting]
         samples = len(groups[0].waiting) if groups else 1
@@ -101,7 +91,6 @@ class BatchCall(Call):
         self.rows: list[Trajectory | None] = [None] * len(members)
         self.runs = scheduler.new_runs()
         self.waits_for_groups = scheduler.rewards_groups
-        self.on_trajectory = on_trajectory
         self._unwritten: JournalError | None = None
         #: Groups whose members run again, because their reward is not known yet.
         self._unrewarded_groups = {
@@ -201,13 +190,7 @@ class BatchCall(Call):
 
     async def _deliver(self, ended: Ended) -> None:
         """Have a trajectory in the batch."""
-        row, _, trajectory = ended
-        self.rows[row] = trajectory
-        try:
-            if self.on_trajectory is not None:
-                self.on_trajectory(trajectory)
-        except Exception:
-            logger.exception("on_trajectory raised at %s/%s", trajectory.uid, trajectory.member)
+        self.rows[ended.row] = ended.trajectory
 
     async def _deliver_alone(self, ended: Ended) -> None:
         if not self.waits_for_groups:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import anyio
 
 from rollout.errors import RolloutError
-from rollout.scheduling.endings import BadEndings, describe_ending
+from rollout.scheduling.endings import CLOSED, BadEndings, describe_ending
 from rollout.scheduling.finished import unstarted
 from rollout.scheduling.member_group import GroupMember
-from rollout.scheduling.member_runs import CLOSED, CLOSED_MEANWHILE
+from rollout.scheduling.member_runs import CLOSED_MEANWHILE
 from rollout.scheduling.prompts import Ended
 from rollout.scheduling.selection import judge
 from rollout.scheduling.trajectory_events import tell_ended, tell_group_ended
-from rollout.scopes import passing_of
+from rollout.scopes import find_propagating
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from rollout.chat.group import Group
     from rollout.chat.trajectory import Trajectory
     from rollout.limits import Deadline
-    from rollout.scheduling.agent_run import AgentRun, MemberHome
     from rollout.scheduling.groups import Groups
     from rollout.scheduling.member_group import MemberGroup
     from rollout.scheduling.member_runs import MemberRuns
     from rollout.scheduling.prompts import Member
     from rollout.scheduling.scheduler import Scheduler
     from rollout.scheduling.selection import Accept
+    from rollout.scheduling.trajectory import AgentRun, MemberHome
 
 #: Reason of members that nobody wants any more.
 SURPLUS = "surplus"
@@ -357,7 +357,7 @@ class Call:
         try:
             return judge(self._accept, group)
         except BaseException as error:  # as of an agent: it is its call's alone
-            if passing_of(error) is not None:
+            if find_propagating(error) is not None:
                 raise
             self._fail(error)
             return None

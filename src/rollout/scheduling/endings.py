@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rollout.scheduling")
 
+#: Reason of trajectories that were cancelled because the runtime was closed.
+CLOSED = "closed"
 #: Reason of a failure by an agent that returned without one generated token.
 NEVER_GENERATED = "never_generated"
 #: Turns of models that were offered tools and called none, from which on that says something.

@@ -9,15 +9,13 @@ import anyio
 
 from rollout.chat.group import Group
 from rollout.errors import PromptError, SourceEnded
-from rollout.holds import NEVER
-from rollout.limits import Deadline
+from rollout.limits import NEVER, Deadline
 from rollout.scheduling.call_arguments import check_group_call
 from rollout.scheduling.calls import SURPLUS, Call
 from rollout.scheduling.groups import Groups, Staleness, Wanted
 from rollout.scheduling.member_group import GroupMember, MemberGroup
 from rollout.scheduling.selection import Selection, acceptance
 from rollout.scheduling.sources import check_source
-from rollout.scopes import outwait
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
@@ -25,10 +23,10 @@ if TYPE_CHECKING:
 
     from rollout.chat.trajectory import Trajectory
     from rollout.errors import JournalError
-    from rollout.scheduling.agent_run import MemberHome
     from rollout.scheduling.prompts import Ended, Member
     from rollout.scheduling.scheduler import Scheduler
     from rollout.scheduling.sources import PromptSource
+    from rollout.scheduling.trajectory import MemberHome
 
 #: A consumer that waits for so long, and for itself, is told why.
 HINT_S = 5.0
@@ -68,7 +66,8 @@ class GroupCall(Call):
             yield
         finally:
             self._is_leaving.set()
-            await outwait(self._has_left)
+            with anyio.CancelScope(shield=True):
+                await self._has_left.wait()
             self.scheduler.leave(self)
             self.change()  # a task that still waits for a group learns that there is none
 

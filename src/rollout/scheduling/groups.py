@@ -11,7 +11,7 @@ import attrs
 
 from rollout.errors import LimitExceeded
 from rollout.scheduling.member_group import GroupMember, MemberGroup
-from rollout.scheduling.rewarding import REWARD_REASON
+from rollout.scheduling.rewards.score import REWARD_REASON
 from rollout.types import Outcome
 
 if TYPE_CHECKING:

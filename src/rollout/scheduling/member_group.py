@@ -8,12 +8,11 @@ from typing import Any
 import attrs
 
 from rollout.chat.group import Group
-from rollout.holds import NEVER
 from rollout.limits import Deadline
-from rollout.scheduling.agent_run import AgentRun
 from rollout.scheduling.journal.entries import Key
 from rollout.scheduling.journal.pulled_before import PulledBefore
 from rollout.scheduling.prompts import Ended, Member
+from rollout.scheduling.trajectory import AgentRun
 from rollout.types import Outcome, Prompt
 
 #: Limit of a group, as `Trajectory.limit_source` names it.
@@ -33,9 +32,7 @@ class GroupMember(Member):
     @property
     def tokens(self) -> int | None:
         """Sampled so far, while its agent runs; else None."""
-        if isinstance(self.scope, AgentRun) and self.hold is not None:
-            return self.scope.tokens + self.hold.tokens
-        return None
+        return self.scope.tokens if isinstance(self.scope, AgentRun) else None
 
 
 @attrs.define(eq=False)
@@ -138,7 +135,7 @@ class MemberGroup:
         """Its own as things stand, while a call has it."""
         own = self._deadline
         paused_s = 0.0 if own is None else self._paused_s() - self._paused_before
-        return own.later(paused_s, NEVER) if own is not None and paused_s else own
+        return own.later(paused_s) if own is not None and paused_s else own
 
     def end_alone(self, ended: Ended) -> None:
         """A member has ended while no call had it."""

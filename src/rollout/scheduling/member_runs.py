@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from rollout.containment import enter_containment
-from rollout.scheduling.agent_run import AgentRun
-from rollout.scopes import leaf_of
+from rollout.scheduling.trajectory import AgentRun, run_trajectory
+from rollout.scopes import unwrap_group
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterable
@@ -17,12 +17,9 @@ if TYPE_CHECKING:
 
     from rollout.limits import Deadline
     from rollout.observe.tally import Tally
-    from rollout.scheduling.agent_run import MemberHome
     from rollout.scheduling.prompts import Member
-    from rollout.scheduling.trajectory_runner import TrajectoryRunner
+    from rollout.scheduling.trajectory import MemberHome, TrajectoryRunner
 
-#: Reason of trajectories that were cancelled because the runtime was closed.
-CLOSED = "closed"
 #: Error of calls that were.
 CLOSED_MEANWHILE = "the runtime was closed while this call was running"
 
@@ -60,7 +57,7 @@ class MemberRuns:
                     self.is_cancelled = True
                     raise
         except BaseExceptionGroup as group:
-            error = leaf_of(group)
+            error = unwrap_group(group)
             raise error from error.__cause__ or group
         finally:
             self._tasks = None
@@ -118,17 +115,13 @@ class MemberRuns:
 
     def suspend(self, member: Member) -> None:
         """It stays, and makes no further request, without a slot."""
-        assert member.hold is not None
-        member.is_held = True
-        member.hold.close()
+        member.pause()
         self.release_slot(member)
         self._tally.carried += 1
 
     def resume(self, member: Member, deadline: Deadline) -> None:
         """It has a slot again, and this deadline."""
-        assert member.hold is not None
-        member.is_held = False
-        member.hold.open(deadline)
+        member.resume(deadline)
         self._tally.carried -= 1
 
     def cancel(self, members: Iterable[Member], reason: str) -> None:
@@ -149,17 +142,8 @@ class MemberRuns:
         """A member, from its first attempt to its trajectory, which its call gets."""
         enter_containment(self.containment)
         try:
-            while True:
-                try:
-                    ended = await self._runner.run(run)
-                finally:
-                    if run.sandbox is not None:
-                        await run.sandbox.close()
-                if not isinstance(ended, AgentRun):
-                    break
-                run = ended
-            run.forget()  # it may be long until somebody takes the trajectory
-            await run.home.end(run, ended)
+            trajectory = await run_trajectory(self._runner, run)
+            await run.home.end(run, trajectory)
         finally:
             if run.member.is_held:
                 self._tally.carried -= 1

@@ -9,8 +9,7 @@ import attrs
 
 from rollout.agents.identity import Identity, named
 from rollout.errors import PromptError
-from rollout.holds import Hold
-from rollout.limits import AGENT_TIMEOUT, AGENT_TIMEOUT_S, Deadline
+from rollout.limits import AGENT_TIMEOUT, AGENT_TIMEOUT_S, Clock, Deadline
 from rollout.scheduling.journal.trajectory_log import TrajectoryLog
 from rollout.types import Prompt
 from rollout.utf8 import is_encodable
@@ -47,7 +46,7 @@ class Member:
         scope: What ends its agent or its reward, while there is one.
         door: What ends its wait for a place.
         over: Whose time is over, where that ends it.
-        hold: Where it waits while it is carried; None where it never is.
+        clock: Its limits, once it has a place.
         is_held: It runs and has no place: it is carried to the next call.
         is_finished: Whether it has its outcome.
         log: Its journal; None where there is none.
@@ -64,7 +63,7 @@ class Member:
     scope: Cancellable | None = None
     door: Cancellable | None = None
     over: Deadline | None = None
-    hold: Hold | None = None
+    clock: Clock | None = None
     is_held: bool = False
     is_finished: bool = False
     log: TrajectoryLog | None = None
@@ -77,6 +76,18 @@ class Member:
         """Its prompt, with its uid; the same object each time."""
         self.prompt = prompt = named(self.prompt, self.identity.uid)
         return prompt
+
+    def pause(self) -> None:
+        """Carry it: it makes no further request, and all of its limits stand still."""
+        assert self.clock is not None
+        self.is_held = True
+        self.clock.carry()
+
+    def resume(self, deadline: Deadline) -> None:
+        """Let a carried one continue, with this deadline."""
+        assert self.clock is not None
+        self.is_held = False
+        self.clock.continue_carried(deadline)
 
     def is_named(self, uid: str | None, member: int | None) -> bool:
         """Whether it is this member of this prompt; None stands for all."""

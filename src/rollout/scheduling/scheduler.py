@@ -11,10 +11,10 @@ import anyio
 import msgspec
 
 from rollout.agents.identity import Identity
-from rollout.holds import Hold
+from rollout.scheduling.endings import CLOSED
 from rollout.scheduling.journal.pulled_before import name_at
 from rollout.scheduling.member_group import GroupMember, MemberGroup
-from rollout.scheduling.member_runs import CLOSED, MemberRuns
+from rollout.scheduling.member_runs import MemberRuns
 from rollout.scheduling.prompts import Ended, check_prompt, trajectory_deadline
 from rollout.scheduling.sources import PromptSource
 from rollout.scheduling.trajectory_events import LOST, tell_ended, tell_lost
@@ -26,12 +26,11 @@ if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
     from rollout.config import RolloutConfig
     from rollout.limits import Deadline
-    from rollout.scheduling.agent_run import AgentRun
     from rollout.scheduling.calls import Call
     from rollout.scheduling.group_call import GroupCall
     from rollout.scheduling.journal.group_log import GroupLog
     from rollout.scheduling.journal.pulled_before import PulledBefore
-    from rollout.scheduling.trajectory_runner import TrajectoryRunner
+    from rollout.scheduling.trajectory import AgentRun, TrajectoryRunner
     from rollout.worker_threads import WorkerThreads
 
 #: Reasons of carried members that do not continue: the caller wants none; its tokens are too old.
@@ -46,7 +45,6 @@ class OpenCalls(dict["Call", None]):
     def __init__(self) -> None:
         super().__init__()
         self._is_closing = False
-        self._tasks: dict[Call, int] = {}
         self._idle = anyio.Event()
 
     @contextmanager
@@ -61,20 +59,6 @@ class OpenCalls(dict["Call", None]):
             del self[call]
             if not self:
                 self._idle.set()
-
-    @contextmanager
-    def entered(self, stream: Call) -> Iterator[None]:
-        """The current task has entered the stream, until the block is left."""
-        self._tasks[stream] = anyio.get_current_task().id
-        try:
-            yield
-        finally:
-            del self._tasks[stream]
-
-    @property
-    def has_stream_of_this_task(self) -> bool:
-        """Whether the current task has entered one that it has not left."""
-        return anyio.get_current_task().id in self._tasks.values()
 
     async def close(self) -> None:
         """End the calls, which are other tasks', and wait until none is left."""
@@ -338,16 +322,12 @@ class Scheduler:
                 run_seed=self._run_seed,
                 validate=False,
             )
-            hold = Hold(self.config.limits)
-            group.waiting.append(GroupMember(group.prompt, identity, hold=hold, group=group))
+            group.waiting.append(GroupMember(group.prompt, identity, group=group))
         self.log.enrol(group)
 
     def replace_member(self, member: GroupMember) -> GroupMember:
         """Another one for one that failed."""
-        hold = Hold(self.config.limits)
-        return GroupMember(
-            member.prompt, member.identity, hold=hold, group=member.group, log=member.log
-        )
+        return GroupMember(member.prompt, member.identity, group=member.group, log=member.log)
 
     def trajectory_deadline(self, group: MemberGroup, outer: Deadline | None) -> Deadline:
         """Of a member that starts, or continues, now; of two equal ones the outer."""
@@ -399,9 +379,9 @@ class Scheduler:
             member.group.waiting.insert(0, member)
             if not member.is_held:  # else it got no slot in the call, and is ending
                 self.runs.suspend(member)
-        holds = [member.hold for member in members if member.hold is not None]
+        clocks = [member.clock for member in members if member.clock is not None]
         with anyio.move_on_after(self.config.limits.cleanup_s):
-            await self.engines.stop(holds)
+            await self.engines.stop(clocks)
 
     def drop_carried(self, group: MemberGroup) -> None:
         """End the carried members of a group whose prompt begins again."""

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
 
-from rollout.bridge import has_virtual_clock
 from rollout.containment import Contained, UnresponsiveError
 from rollout.errors import PromptError, RolloutError
-from rollout.scopes import passing_of
+from rollout.scopes import find_propagating
 from rollout.types import Prompt
+from rollout.worker_threads import may_leave_loop
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -152,7 +152,7 @@ class PromptSource:
                 self.is_used_up = True
                 self._end()
         except BaseException as error:  # also what is no Exception, of a loader in another language
-            if passing_of(error) is not None:
+            if find_propagating(error) is not None:
                 raise
             self.failure = _explain_cancellation(error)
         finally:
@@ -165,7 +165,7 @@ class PromptSource:
             self._iterator = aiter(self.given) if self._iterator is None else self._iterator
             return await anext(self._iterator, _END), False
         # A list cannot block; and time would run away from a thread where it is virtual.
-        if type(self.given) in (list, tuple) or has_virtual_clock():
+        if type(self.given) in (list, tuple) or not may_leave_loop():
             return self._next_sync()
         return await self._threads.run_beside(THREAD_NAME, self._next_sync, patience_s=0.0)
 
@@ -217,7 +217,7 @@ class PromptSource:
         try:
             await self._iterator.aclose()
         except BaseException as error:
-            if passing_of(error) is not None:
+            if find_propagating(error) is not None:
                 raise
             # Of a task group that it has open, what closes it comes back in a group.
             if isinstance(error, BaseExceptionGroup) and error.split(GeneratorExit)[1] is None:

@@ -10,14 +10,14 @@ import anyio.lowlevel
 
 from rollout.containment import Contained, UnresponsiveError, containment_here
 from rollout.errors import ToolError
-from rollout.limits import PausableDeadline, call_deadline
-from rollout.scopes import first_leaf, passing_of
+from rollout.limits import call_limit
+from rollout.scopes import find_exception, find_propagating
 from rollout.types import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterable
 
-    from rollout.limits import Deadline
+    from rollout.limits import Limit
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ class CallError(Exception):
     def root(self) -> BaseException:
         """What was raised, out of any groups around it."""
         cause = self.__cause__ or self
-        return first_leaf(cause) or cause
+        return find_exception(cause) or cause
 
     def after(self, tries: int) -> CallError:
         """The same, said of the last of so many attempts."""
@@ -42,46 +42,42 @@ class CallError(Exception):
 async def attempt(
     action: Callable[..., Awaitable[T]],
     *args: object,
-    deadline: Deadline,
+    limit: Limit,
     what: str,
     grace_s: float = 0.0,
-    outer: Deadline | None = None,
 ) -> T:
     """What ``action(*args)`` returns; it runs in a task of its own.
 
     Args:
-        action: Runs within `deadline`.
+        action: Runs within `limit`.
         what: What it is, for messages.
         grace_s: How long it may still take once the caller is cancelled: what it has begun to
-            acquire it can finish acquiring. Infinite: until its deadline.
-        outer: Up to where the deadline is put off while the runtime lets the action wait; None: it
-            is not.
+            acquire it can finish acquiring. Infinite: until its limit.
 
     Raises:
         CallError: It raised anything but KeyboardInterrupt, which is raised as itself.
-        LimitExceeded: `deadline` passed; the action was cancelled, and has ended.
+        LimitExceeded: `limit` was over; the action was cancelled, and has ended.
         UnresponsiveError: It was cancelled, and did not end.
     """
     async with containment_here() as containment:
-        code = Contained[T](containment, what, deadline.at)
-        clock = None if outer is None else PausableDeadline(deadline, outer)
-        if clock is not None:
-            clock.govern(code)
-        token = call_deadline.set(clock)
+        code = Contained[T](containment, what)
+        limit.govern(code)
+        token = call_limit.set(limit)
         try:
             value = await code.run(partial(action, *args), grace_s=grace_s)
         finally:
-            call_deadline.reset(token)
-        deadline = deadline if clock is None else clock.now
-        is_late = anyio.current_time() >= deadline.at
+            call_limit.reset(token)
+            limit.release()
         error = code.error
         if error is None and not code.was_cancelled:
             return cast("T", value)
-        interrupt = None if error is None else first_leaf(error, KeyboardInterrupt)
+        interrupt = None if error is None else find_exception(error, KeyboardInterrupt)
         if interrupt is not None:
             raise interrupt
-        if error is None or (code.is_cancelled and is_late):
-            raise deadline.error()
+        if limit.is_over and (error is None or code.is_cancelled):
+            raise limit.deadline.error()
+        if error is None:
+            raise CallError(f"{what} was cancelled: the runtime is closing")
         raise CallError(describe(error)) from error
 
 
@@ -99,8 +95,8 @@ async def attempt_at_once(action: Callable[..., Awaitable[T]], *args: object) ->
 
 
 def _let_pass(error: BaseException) -> None:
-    """Raise what of an action's error is not its own; see `passing_of`."""
-    passing = passing_of(error, is_unasked=True)
+    """Raise what of an action's error is not its own; see `find_propagating`."""
+    passing = find_propagating(error)
     if passing is error:
         raise error
     if passing is not None:
@@ -109,7 +105,7 @@ def _let_pass(error: BaseException) -> None:
 
 def describe(error: BaseException) -> str:
     """One short text for the model: type and message; a `ToolError` speaks for itself."""
-    leaf = first_leaf(error) or error
+    leaf = find_exception(error) or error
     message = text_of(leaf)
     if len(message) > MAX_MESSAGE:
         message = message[:MAX_MESSAGE] + "…"

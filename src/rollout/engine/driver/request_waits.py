@@ -33,6 +33,6 @@ def _wait_of(attempt: Attempt, path: str, now: float) -> Wait:
         note = f"{tokens:,} tokens so far" if attempt.has_answer else NO_TOKEN
         since = now - attempt.asked_at
         return Wait("generation", since, attempt.generation.replica, note=note, path=path)
-    if attempt.hold is not None and attempt.hold.is_closed:
-        return Wait("held", now - attempt.hold.closed_at, path=path)
+    if (since := attempt.clock.carried_since) is not None:
+        return Wait("held", now - since, path=path)
     return Wait("queue", now - attempt.waits_since, path=path)
