@@ -135,7 +135,7 @@ SHARED = frozenset(
     (  # noqa: SIM905  (a line for each would fill a page)
         "attacks beside_loop blocked_loop blocking bridge bubblewrap call_counts cli collate "
         "containment "
-        "deadline_races driver_death driver_http driver_ray driver_shared_memory "
+        "driver_death driver_http driver_ray driver_shared_memory "
         "engine_pairs examples fast_tokenizer faults foreign_tools full_disk "
         "function_agent gateway gateway_clients gateway_hostile "
         "gateway_matching gateway_races gateway_rows gateway_sessions gateway_streaming "
