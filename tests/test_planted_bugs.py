@@ -163,7 +163,10 @@ def _(patch: pytest.MonkeyPatch) -> None:
 @bug("swallowed cancellation of an agent", "though its last generation was cancelled")
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        Contained, "was_cancelled", property(lambda self: False, lambda self, value: None)
+        Contained,
+        "was_cancelled",
+        property(lambda self: False, lambda self, value: None),
+        raising=False,
     )
 
 
