@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
 BLOCKED_RUN = """
 from rollout.config import *
 from rollout.testing import Scenario, tool_call

@@ -14,7 +14,7 @@ from rollout.bridge import loop_poster, wait_future
 from rollout.errors import ToolError
 from rollout.worker_threads import WorkerThreads
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 
 
 @pytest.fixture(params=["trio", "asyncio"])

@@ -46,7 +46,7 @@ def expected(last: int, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(6, 200))]
+    "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 200))]
 )
 async def test_cut_in_mid_stream_nothing_is_lost_and_nothing_comes_twice(seed: int) -> None:
     dice = random.Random(seed)

@@ -28,6 +28,7 @@ from rollout.tools.providers import open_tools
 from rollout.types import ToolCall
 from rollout.worker_threads import WorkerThreads
 
+pytestmark = pytest.mark.process
 CLASSES = '''
 import asyncio
 

@@ -36,7 +36,9 @@ from rollout.scheduling.journal import journal_writer
 from rollout.scheduling.journal.frames import Frame, frames, records_of
 from rollout.scheduling.journal.journal_reading import read_journal
 from rollout.scheduling.journal.journal_writer import JournalWriter
+from rollout.testing.clock import virtual_threads
 
+pytestmark = pytest.mark.process
 LENGTHS = LengthsConfig(prompt=8, response=256)
 WHAT_THERE_IS = r"File too large; [\d,]+ bytes are needed and [\d,]+ are free there"
 
@@ -180,7 +182,8 @@ def test_journal_with_many_frames_and_room_for_some_has_the_records_that_fit(
         assert writer.failure is None
         await writer.close(1.0)
 
-    trio.run(write, clock=MockClock(autojump_threshold=0))
+    with virtual_threads():
+        trio.run(write, clock=MockClock(autojump_threshold=0))
     assert written_to(path) == records
     assert sizes == sorted(sizes)
 
@@ -224,7 +227,8 @@ def test_journal_continues_after_a_part_that_the_system_would_not_take_back(
             assert writer.failure is None
         await writer.close(1.0)
 
-    trio.run(write, clock=MockClock(autojump_threshold=0))
+    with virtual_threads():
+        trio.run(write, clock=MockClock(autojump_threshold=0))
     assert written_to(path) == [["record", at] for at in range(7)]
 
 
@@ -436,7 +440,7 @@ def small_disk(place: Path, kilobytes: int) -> Iterator[None]:
         subprocess.run(["umount", str(place)], check=True)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("kilobytes", [8, 64, 100, 256, 1500, 6000])
 def test_cli_run_on_small_disks_loses_no_line_that_fits(folder: Path, kilobytes: int) -> None:
     write_prompts(folder, ["quick"] * 32)

@@ -14,6 +14,7 @@ import pytest
 
 import rollout
 from fake_door import FakeDoor, fake_door
+from harness import Recorder
 from rollout import AgentError, AgentTask, Outcome, Prompt, Reward, RolloutBatch
 from rollout.agents import AgentContext
 from rollout.agents.gateway_door import GatewayAddress
@@ -21,7 +22,7 @@ from rollout.bridge import runs_on_trio
 from rollout.config import LimitsConfig, ToolsConfig
 from rollout.gateway.calls import GatewayCall, GatewayError, GivenMessage
 from rollout.gateway.sessions import GatewaySettings, Sessions
-from rollout.testing import Recorder, Scenario
+from rollout.testing import Scenario
 
 pytestmark = pytest.mark.anyio
 

@@ -16,8 +16,8 @@ import torch
 
 import rollout
 from rollout import Group, GroupPolicy, Message, Outcome, Prompt
-from rollout.advantages import group_relative
 from rollout.agents import AgentContext, AgentLoop
+from rollout.batch.advantages import group_relative
 from rollout.chat.shared_beginnings import SharedBeginnings
 from rollout.config import AgentConfig, JournalConfig, LimitsConfig, SchedulingConfig
 from rollout.errors import ConfigError, LimitExceeded, PromptError

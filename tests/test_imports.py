@@ -14,6 +14,7 @@ import pytest
 
 from rollout.testing import simulated_tokenizer
 
+pytestmark = pytest.mark.process
 HEAVY = {"torch", "transformers", "tensordict", "numpy", "attrs", "cattrs", "trio", "anyio"}
 
 
@@ -226,7 +227,7 @@ print(hashlib.sha256(json.dumps([*names, missing], sort_keys=True).encode()).hex
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_engine_libraries_have_the_names_that_transformers_reads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

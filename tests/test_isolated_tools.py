@@ -18,7 +18,7 @@ from rollout.errors import ToolError
 from rollout.tools import ToolContext, ToolResult, TrajectoryTools, function_tool
 from rollout.worker_threads import WorkerThreads
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 
 
 @pytest.fixture(params=["trio", "asyncio"])

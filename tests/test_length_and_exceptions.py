@@ -24,7 +24,7 @@ from rollout.gateway.session import GatewaySession
 from rollout.gateway.sessions import GatewaySettings, Sessions
 from rollout.testing import Scenario
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 on_asyncio = pytest.mark.parametrize("anyio_backend", ["asyncio"])  # real sockets
 
 LENGTHS = LengthsConfig(prompt=1500, response=3000)

@@ -23,7 +23,7 @@ from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.routing import Router
 from rollout.errors import EngineError
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 HERE = Path(__file__).parent
 
 

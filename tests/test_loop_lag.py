@@ -23,7 +23,7 @@ from rollout.clocks import monotonic
 from rollout.observe.loop_lag import BLOCKED_S, LoopLag, Repeats
 from rollout.testing import Scenario, tool_call
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 
 BACKENDS = ("asyncio", "trio")
 HOLD = threading.Event()  # never set: waiting on it blocks the loop for the time given
@@ -244,7 +244,7 @@ def test_idle_loop_of_a_stopped_process_is_not_blocked(backend: str) -> None:
 SPINNERS = 12
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_idle_loop_of_a_starved_machine_is_not_blocked(backend: str) -> None:
     """One CPU, a dozen programs that compute, and the runtime with the lowest priority of all."""

@@ -22,7 +22,7 @@ from rollout.testing import Scenario
 from rollout.tools import Tool, ToolResult, connect_mcp
 from rollout.types import Message, Outcome, Prompt, ToolCall
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 SHOP = [sys.executable, str(Path(__file__).parents[1] / "examples" / "mcp_tools" / "server.py")]
 EVERYTHING = [
     str(Path(ROOT_DIR) / "bin" / "node"),

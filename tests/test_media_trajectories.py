@@ -44,6 +44,7 @@ from rollout.config import (
 from rollout.media import Media, decode
 from rollout.tools import PythonTool, ShellTool, ToolResult
 from rollout.tools.verl_functions import verl_result
+from slow_cases import slow_but
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,10 +55,11 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.skipif(not find_spec("torchvision"), reason="torchvision is not installed"),
+    pytest.mark.process,
 ]
 
 
-@pytest.fixture(params=["asyncio", "trio"])
+@pytest.fixture(params=slow_but(["asyncio", "trio"], "asyncio"))
 def anyio_backend(request: pytest.FixtureRequest) -> Any:
     """The machine's own clock: media are read in threads."""
     return request.param

@@ -24,19 +24,29 @@ from rollout.engine.driver.recovery import Attempt
 from rollout.engine.process import client_session as host_module
 from rollout.engine.process.client_session import ClientSession
 from rollout.limits import Deadline
-from rollout.scheduling import rewarding as rewarding_module
 from rollout.scheduling import trajectory as trajectory_module
 from rollout.scheduling.batch_run import BatchRun
 from rollout.scheduling.member_runs import MemberRuns
+from rollout.scheduling.rewards import score as rewarding_module
 from rollout.scheduling.trajectory import AgentRun
 from rollout.seeds import derive_seed
 from rollout.tools.open_sessions import OpenSessions
 from rollout.tools.trajectory_tools import TrajectoryTools
+from slow_cases import slow_but
 from trials import findings
 
 MOST_TRAJECTORIES = 1000
 Plant = Callable[[pytest.MonkeyPatch], None]
 BUGS: dict[str, tuple[Plant, str]] = {}
+#: One for each kind of check; `make test` plants these alone.
+FAST = (
+    "lost abort",
+    "mask shifted by one",
+    "leaked tool",
+    "outcome never delivered",
+    "members with one seed",
+    "branch that trains its parent's tokens",
+)
 
 
 def bug(name: str, found_as: str) -> Callable[[Plant], Plant]:
@@ -440,7 +450,7 @@ def silent_library() -> Iterator[None]:
 
 
 @pytest.mark.rollout(allow_leaks=("threads",))
-@pytest.mark.parametrize("name", BUGS)
+@pytest.mark.parametrize("name", slow_but(BUGS, *FAST))
 def test_checker_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, found_as = BUGS[name]
     plant(monkeypatch)

@@ -32,7 +32,11 @@ from rollout.errors import ConfigError, EngineError
 PATIENCE_S = 300.0
 
 #: Ray's client opens connections when it needs them and keeps them; `opened` looks for engines.
-pytestmark = [pytest.mark.anyio, pytest.mark.rollout(allow_leaks=("files", "processes"))]
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.rollout(allow_leaks=("files", "processes")),
+    pytest.mark.process,
+]
 
 
 @pytest.fixture
@@ -261,7 +265,7 @@ ray.shutdown()
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 async def test_replicas_see_their_own_gpus_where_ray_sets_nothing() -> None:
     with anyio.fail_after(PATIENCE_S):
         done = await anyio.run_process(
@@ -422,9 +426,9 @@ async def driver(address: str) -> AsyncIterator[tuple[Process, list[psutil.Proce
     ("address", "end"),
     [
         ("cluster", "kill"),
-        pytest.param("local", "leave", marks=pytest.mark.full),
-        pytest.param("cluster", "leave", marks=pytest.mark.full),
-        pytest.param("local", "kill", marks=pytest.mark.full),
+        pytest.param("local", "leave", marks=pytest.mark.slow),
+        pytest.param("cluster", "leave", marks=pytest.mark.slow),
+        pytest.param("local", "kill", marks=pytest.mark.slow),
     ],
 )
 async def test_driver_that_ends_leaves_no_engine(cluster: Any, address: str, end: str) -> None:

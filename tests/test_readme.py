@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
 README = Path(__file__).parent.parent / "README.md"
 
 

@@ -23,7 +23,7 @@ from rollout.config import (
     SchedulingConfig,
 )
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.process]
 
 PROMPT = Prompt(
     messages=[{"role": "user", "content": "Tell me a long story about a lighthouse."}], uid="story"

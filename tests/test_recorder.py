@@ -8,6 +8,7 @@ import anyio
 import pytest
 
 import rollout
+from harness import Balance, Recorder, balance_of, explore
 from race_situations import add, user
 from rollout import Outcome, Trajectory
 from rollout.config import (
@@ -18,7 +19,7 @@ from rollout.config import (
     SamplingConfig,
     SchedulingConfig,
 )
-from rollout.testing import Balance, Recorder, Scenario, balance_of, explore, tool_call
+from rollout.testing import Scenario, tool_call
 
 pytestmark = pytest.mark.anyio
 

@@ -12,6 +12,7 @@ import pytest
 
 from rollout.cli import main
 
+pytestmark = pytest.mark.process
 CONFIG = """
 from rollout.config import *
 from rollout.testing import Scenario, tool_call

@@ -24,6 +24,7 @@ import rollout
 from race_situations import add
 from rollout import Outcome, Prompt, Trajectory, function_tool
 from rollout.batch import RolloutBatch
+from rollout.chat.plain_data import NotPlainError, simplify, to_plain
 from rollout.config import (
     LengthsConfig,
     LimitsConfig,
@@ -34,12 +35,10 @@ from rollout.config import (
     SimulatedEngine,
     ToolsConfig,
 )
-from rollout.scheduling.reward_encoding import NotPlainError, encoded
-from rollout.scheduling.reward_messages import Reply
 from rollout.testing import Scenario, tool_call
-from rollout.types import Reward
+from slow_cases import slow_but
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 
 SHORT = Scenario(seed=1).reply("go", "Done.")
 TOOLS = Scenario(seed=1).reply("go", tool_call("add", a=2, b=3)).then("Five.")
@@ -47,7 +46,7 @@ HOLDING = Scenario(seed=1).reply("use", tool_call("hold")).then("Held.").reply("
 LENGTHS = LengthsConfig(prompt=800, response=200)
 
 
-@pytest.fixture(params=["trio", "asyncio"])
+@pytest.fixture(params=slow_but(["trio", "asyncio"], "trio"))
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -56,7 +55,8 @@ def children() -> list[psutil.Process]:
     return [
         process
         for process in psutil.Process().children(recursive=True)
-        if "rollout.scheduling.reward_child" in process.as_dict(["cmdline"], ad_value=[])["cmdline"]
+        if "rollout.scheduling.rewards.processes"
+        in process.as_dict(["cmdline"], ad_value=[])["cmdline"]
     ]
 
 
@@ -175,7 +175,7 @@ async def test_reward_process_sees_the_trajectory_as_it_is() -> None:
     assert extra["roles"] == [each.role for each in trajectory.messages]
     assert extra["prompt"] == ["dict", {"role": "user", "content": "go"}]
     assert extra["ground_truth"] == {"sum": 5}
-    assert extra["ids"] == transcript.ids().tolist()
+    assert extra["ids"].tolist() == transcript.ids().tolist()
     assert extra["log_probs"] == transcript.log_probs().tolist()
     assert extra["versions"] == transcript.weight_versions().tolist()
     assert extra["mask"] == transcript.mask().tolist()
@@ -184,12 +184,12 @@ async def test_reward_process_sees_the_trajectory_as_it_is() -> None:
     assert transcript.top_ids().shape[1] == 2
     experts = transcript.routed_experts()
     assert experts is not None
-    assert extra["experts"] == experts.tolist()
+    assert extra["experts"].tolist() == experts.tolist()
     assert extra["finish_reasons"] == ["stop", "stop"]
     assert extra["session_id"] == trajectory.segments[0].session_id
     assert extra["seeds"] == list(trajectory.segments[0].seeds)
     assert extra["num_turns"] == trajectory.num_turns
-    assert extra["array"] == [0, 1, 2]
+    assert extra["array"].tolist() == [0, 1, 2]
     assert trajectory.segments[0].token_rewards is not None
     assert sum(trajectory.segments[0].token_rewards) == 3.0
 
@@ -245,14 +245,14 @@ async def test_reward_process_that_died_is_asked_again_where_retries_say_so(
         (
             isolated_rewards.unsendable,
             {},
-            "rewards[0].extra['lock']: a value of type object",
+            "rewards[0].extra['lock'] is a object; expected plain data",
         ),
-        (isolated_rewards.exact, {}, "rewards[0].extra['mean'][1]: a value of type Decimal"),
+        (isolated_rewards.exact, {}, "rewards[0].extra['mean'][1] is a decimal.Decimal; expected"),
         (isolated_rewards.short, {}, "token_values of shape (1,); expected one for each of the"),
         (
             isolated_rewards.score,
             {"lock": object()},
-            "trajectories[0].extra['lock']: a value",
+            "trajectories[0].extra['lock'] is a object; expected plain data",
         ),
     ],
 )
@@ -271,8 +271,7 @@ class Held:
 
 
 def test_reward_process_is_handed_the_fields_of_a_dataclass_alone() -> None:
-    given = {"given": Held(held=2)}
-    encoded(Reply.of([Reward(value=1.0, extra=given, token_values={})]))
+    assert to_plain({"given": Held(held=2)}, "extra", simplify) == {"given": {"held": 2}}
 
 
 HOURS = timedelta(hours=2)
@@ -283,23 +282,23 @@ KNOT.append(KNOT)
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (Decimal("0.5"), "rewards[0].extra['given']: a value of type Decimal"),
-        (UUID(int=5), ": a value of type UUID"),
-        (date(2020, 1, 1), ": a value of type date"),
-        (datetime(2020, 1, 1), ": a value of type datetime"),
-        (HOURS, ": a value of type timedelta"),
-        (enum.Enum("Size", "SMALL").SMALL, ": a value of type Size"),  # type: ignore[attr-defined]
-        ([1, {"at": (2, {HOURS})}], "[1]['at'][1][0]: a value of type timedelta"),
-        ({Decimal(1): 1}, "[Decimal('1')]: a value of type Decimal"),
-        (Held(held=HOURS), ".held: a value of type timedelta"),
-        (np.array([Decimal(1)], dtype=object), "[0]: a value of type Decimal"),
-        ([2**70], "[0]: can't serialize ints"),
-        (KNOT, "what refers to itself, or is nested too deep,"),
+        (Decimal("0.5"), "extra['given'] is a decimal.Decimal; expected plain data"),
+        (UUID(int=5), "['given'] is a uuid.UUID"),
+        (date(2020, 1, 1), "['given'] is a datetime.date"),
+        (datetime(2020, 1, 1), "['given'] is a datetime.datetime"),
+        (HOURS, "['given'] is a datetime.timedelta"),
+        (enum.Enum("Size", "SMALL").SMALL, ".Size; expected"),  # type: ignore[attr-defined]
+        ([1, {"at": (2, {HOURS})}], "['given'][1]['at'][1][0] is a datetime.timedelta"),
+        ({Decimal(1): 1}, "[Decimal('1')] has a key that is a Decimal"),
+        (Held(held=HOURS), "['given']['held'] is a datetime.timedelta"),
+        (np.array([Decimal(1)], dtype=object), "['given'][0] is a decimal.Decimal"),
+        ([2**70], "['given'][0] is an int of more than 64 bits"),
+        (KNOT, "extra refers to itself, or is nested more than 100 deep"),
     ],
 )
 def test_reward_process_is_not_handed_another_value_than_was_given(value: Any, said: str) -> None:
     with pytest.raises(NotPlainError) as caught:
-        encoded(Reply.of([Reward(value=1.0, extra={"given": value}, token_values={})]))
+        to_plain({"given": value}, "extra", simplify)
     assert said in str(caught.value)
 
 

@@ -43,7 +43,7 @@ def results(workload: str, seeds: int) -> dict[str, list[tuple[float, Any]]]:
     return {name: [run[name] for run in runs] for name in runs[0]}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("workload", benchmark.WORKLOADS)
 def test_default_policy_is_behind_no_other_beyond_the_interval(workload: str) -> None:
     comparison = benchmark.against_best_other(results(workload, seeds=8))
@@ -80,7 +80,7 @@ def test_workloads_held_out_share_no_shape_machines_or_draws_with_those_tuned_on
     assert not any(what(name) & tuned_on for name in test)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_json_of_a_workload_has_what_is_reported_of_each_policy() -> None:
     rows = benchmark.table(results("lognormal_turns", seeds=2))
     assert set(rows) == set(benchmark.POLICIES)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import rollout
+from harness import Recorder
 from rollout import AgentLoop, Outcome, Prompt, ToolResult, Trajectory, function_tool
 from rollout.agents import AgentContext, register_agent
 from rollout.config import (
@@ -23,7 +24,7 @@ from rollout.config import (
     SchedulingConfig,
 )
 from rollout.interactions import Interaction, InteractionTurn, ScriptedUser
-from rollout.testing import Recorder, Scenario
+from rollout.testing import Scenario
 
 pytestmark = pytest.mark.anyio
 

@@ -386,7 +386,7 @@ def test_controller_silent_engines_change_nothing() -> None:
     assert Looks(4).see(in_flight=4, times=40) == 4
 
 
-@pytest.mark.full
+@pytest.mark.slow
 async def test_admission_with_agents_on_a_small_kv_cache_is_faster() -> None:
     """What `benchmarks/admission.py` measures, small: prefixes do not all fit."""
 

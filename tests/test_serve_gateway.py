@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+pytestmark = pytest.mark.process
 CHAT = Scenario(seed=3).reply("One", "First.").then("Second.").then("Third.")
 PROMPT = {"messages": [{"role": "user", "content": "-"}], "uid": "task-7"}
 

@@ -10,6 +10,7 @@ import pytest
 
 import rollout
 
+pytestmark = pytest.mark.process
 PROGRAM = """
 import rollout
 

@@ -38,7 +38,7 @@ from rollout.engine.wire.tls import TlsFiles
 from test_tls import files  # noqa: F401  (a fixture)
 from wires import SECRET, Asker, Wire
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 DESCRIPTORS = 60
 
 
@@ -238,7 +238,7 @@ async def ask(pool: EnginePool, last: int, count: int) -> list[int]:
 WORDS = {"nothing": b"", "half a frame": b"\x10\0\0\0ab", "nonsense": os.urandom(3000)}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
 @pytest.mark.parametrize("words", WORDS)
 @pytest.mark.parametrize("is_encrypted", [False, True])
@@ -278,7 +278,7 @@ async def another_channel(pool: EnginePool) -> Any:
         tasks.cancel_scope.cancel()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("anyio_backend", ["trio"])
 async def test_attack_connections_are_closed_soon() -> None:
     async with open_pool(pool_of()) as pool:

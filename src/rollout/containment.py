@@ -13,6 +13,7 @@ import math
 from collections.abc import Generator
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import anyio
@@ -32,6 +33,8 @@ T = TypeVar("T")
 
 #: Stopped coroutines that wait again in their clean-up: as garbage they would be closed once more.
 _stopped: list[Any] = []
+#: How many waits in its clean-up are broken off of code that was stopped.
+_MOST_THROWS = 20
 #: Runs what code here hands over; and the contained code that runs here.
 _containment: ContextVar[Containment | None] = ContextVar("rollout_containment", default=None)
 _around: ContextVar[Contained[Any] | None] = ContextVar("rollout_contained", default=None)
@@ -39,6 +42,10 @@ _around: ContextVar[Contained[Any] | None] = ContextVar("rollout_contained", def
 
 class UnresponsiveError(Exception):
     """Foreign code did not end when it was cancelled."""
+
+
+class _Stopped(BaseException):
+    """Ends code that was stopped, wherever it waits."""
 
 
 class StoppableCoroutine(Generator[Any, Any, Any]):
@@ -75,8 +82,11 @@ class StoppableCoroutine(Generator[Any, Any, Any]):
         while hasattr(inner, "cr_await"):
             chain.append(inner)
             inner = inner.cr_await
-        with suppress(BaseException):  # its clean-up failed, or waits
-            stopped.close()
+        # `close` alone leaves async generators half open whose clean-up waits.
+        for end in (*[partial(stopped.throw, _Stopped)] * _MOST_THROWS, stopped.close):
+            if stopped.cr_frame is not None:
+                with suppress(BaseException):  # its clean-up failed, or waits
+                    end()
         _stopped.extend(each for each in chain if each.cr_frame is not None)
         return parked.send(None)
 
@@ -258,12 +268,14 @@ class Containment:
         clock: The loop's.
         running: Code that has not ended, in the order in which it began.
         closing: Set when the runtime closes.
+        is_delayed: Set when closing waits for code that cannot be stopped.
     """
 
     def __init__(self, cleanup_s: float) -> None:
         self.cleanup_s, self.clock = cleanup_s, loop_clock()
         self.running: dict[Contained[Any], None] = {}
         self.closing = anyio.Event()
+        self.is_delayed = anyio.Event()
         self._present: dict[Contained[Any], None] = {}  # with those that were stopped
         self._left = anyio.Event()
         self._alarm = anyio.CancelScope()
@@ -334,8 +346,12 @@ class Containment:
         while self._present:
             await self._left_or(1.0)
             if self._present:
-                names = ", ".join(f"{code.what} at {code.place()}" for code in self._present)
-                logger.warning("closing waits for %s", names)
+                self.is_delayed.set()
+                logger.warning("closing waits for %s", self.describe_rest())
+
+    def describe_rest(self) -> str:
+        """What has not ended, with the lines at which it waits."""
+        return ", ".join(f"{code.what} at {code.place()}" for code in self._present)
 
     async def _left_or(self, seconds: float) -> None:
         with anyio.move_on_after(seconds):

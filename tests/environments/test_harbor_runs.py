@@ -17,6 +17,8 @@ from rollout.cli import main
 sys.path.insert(0, str(Path(__file__).parents[1] / "sandbox"))
 from sandbox_material import ENGINE, IMAGE
 
+pytestmark = pytest.mark.process
+
 #: Who makes sandboxes, and what a task's environment begins with there.
 HERE = "harbor_material:RootedProvider"
 PROVIDERS = [

@@ -22,8 +22,9 @@ from rollout.errors import SandboxError, SandboxTimeout, SandboxUnavailable
 from rollout.sandbox import ExecResult, Sandbox, SandboxSpec, bubblewrap
 from rollout.sandbox.bubblewrap import BubblewrapProvider, find_bwrap
 from rollout.sandbox.inside.seccomp import DENIED, write_filter
+from slow_cases import slow_but
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 X86_64 = os.uname().machine == "x86_64"
 
 
@@ -370,7 +371,7 @@ async def test_shell_fork_bomb_is_killed() -> None:
             await sandbox.exec("bomb() { bomb | bomb & }; bomb; while :; do :; done", timeout_s=0.5)
 
 
-@pytest.mark.parametrize("place", ["/work", "/tmp", "/dev/shm"])
+@pytest.mark.parametrize("place", slow_but(["/work", "/tmp", "/dev/shm"], "/tmp"))
 async def test_flood_of_a_file_system_in_memory_ends_at_its_size(place: str) -> None:
     flood = f"n = 0\nwhile True:\n    open('{place}/f%d' % n, 'wb').write(bytes(2**20))\n    n += 1"
     async with sandboxed(disk_mb=4) as sandbox:

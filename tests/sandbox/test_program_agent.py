@@ -44,6 +44,7 @@ pytestmark = [
     pytest.mark.anyio,
     pytest.mark.usefixtures("own_temporary_directory"),
     pytest.mark.parametrize("anyio_backend", ["asyncio"]),
+    pytest.mark.process,
 ]
 #: Asks the gateway that its environment names, as an SDK would.
 CLIENT = """

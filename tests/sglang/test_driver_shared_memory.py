@@ -62,7 +62,7 @@ async def test_start_that_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "after_s", [6.0, *(pytest.param(each, marks=pytest.mark.full) for each in (2.0, 4.0, 9.0))]
+    "after_s", [6.0, *(pytest.param(each, marks=pytest.mark.slow) for each in (2.0, 4.0, 9.0))]
 )
 async def test_start_that_is_cancelled(after_s: float, models: list[str]) -> None:
     before, known = shared_files(), set(processes())

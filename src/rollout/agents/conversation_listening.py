@@ -13,9 +13,9 @@ from rollout.agents.trajectory_state import SettlingLimits
 from rollout.agents.wording import Worded, no_room
 from rollout.chat.reasoning import opens_reasoning
 from rollout.chat.result_order import message_ids, result_order
+from rollout.chat.reward_values import finite_number
 from rollout.chat.trajectory import MAIN
 from rollout.errors import AgentError
-from rollout.reward_values import finite_number
 from rollout.types import without_padding
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ import anyio
 
 from rollout.agents.agent_loop import AgentLoop
 from rollout.agents.tool_agent import has_reached_turn_limit
+from rollout.chat.reward_values import finite_number
 from rollout.containment import contain
 from rollout.errors import AgentError, LimitExceeded
 from rollout.limits import Clock, Deadline
-from rollout.reward_values import finite_number
 from rollout.seeds import derive_seed
 from rollout.tools.attempt import CallError, attempt
 from rollout.types import Message

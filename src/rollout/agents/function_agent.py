@@ -10,8 +10,8 @@ import msgspec
 
 from rollout.agents.agent_loop import AgentLoop, register_agent
 from rollout.agents.openai_messages import openai_messages
+from rollout.chat.reward_values import as_reward
 from rollout.errors import AgentError
-from rollout.reward_values import as_reward
 from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
 from rollout.types import Prompt
 from rollout.worker_threads import is_async

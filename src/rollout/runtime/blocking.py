@@ -29,9 +29,9 @@ from rollout.chat.group import Group
 from rollout.chat.trajectory import Trajectory
 from rollout.errors import ConfigError, RolloutError
 from rollout.function_refs import refuse_while_imported
-from rollout.runtime.opening import open_rollout
+from rollout.runtime.opening import HOW_TO_OPEN, NotEnteredError, open_rollout
 from rollout.runtime.runtime import RolloutRuntime
-from rollout.scopes import HOW_TO_OPEN, NotEnteredError, open_task_group, passing_of
+from rollout.scopes import find_propagating, open_task_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from rollout.engine.routing import Router
     from rollout.runtime.calls import GroupStream
     from rollout.scheduling.prompt_source import Source
-    from rollout.scheduling.rewards import GroupRewardFunction, RewardFunction
+    from rollout.scheduling.rewards.signatures import GroupRewardFunction, RewardFunction
     from rollout.scheduling.streamed_run import TrajectoryStream
     from rollout.tensor_layout import Layout, Trim
     from rollout.types import Prompt
@@ -86,7 +86,7 @@ class _Call:
                 value = self._function()
                 self.future.set_result(await value if inspect.isawaitable(value) else value)
             except BaseException as error:
-                if passing_of(error) is not None:
+                if find_propagating(error) is not None:
                     self.fail()
                     raise
                 self.future.set_exception(error)

@@ -149,7 +149,6 @@ class OpenCalls(dict[BatchRun | GroupRun, Call]):
     def __init__(self) -> None:
         super().__init__()
         self._is_closing = False
-        self._tasks: dict[StreamedRun | GroupRun, int] = {}
         self._idle = anyio.Event()
 
     @contextmanager
@@ -164,20 +163,6 @@ class OpenCalls(dict[BatchRun | GroupRun, Call]):
             del self[run]
             if not self:
                 self._idle.set()
-
-    @contextmanager
-    def entered(self, stream: StreamedRun | GroupRun) -> Iterator[None]:
-        """The current task has entered the stream, until the block is left."""
-        self._tasks[stream] = anyio.get_current_task().id
-        try:
-            yield
-        finally:
-            del self._tasks[stream]
-
-    @property
-    def has_stream_of_this_task(self) -> bool:
-        """Whether the current task has entered one that it has not left."""
-        return anyio.get_current_task().id in self._tasks.values()
 
     async def close(self) -> None:
         """End the calls, which are other tasks', and wait until none is left."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from rollout.bridge import has_virtual_clock
 from rollout.chat import ChatTemplate
 from rollout.config import CustomEngine, SimulatedEngine
 from rollout.config.sections import SIMULATED_MODEL
@@ -19,6 +18,7 @@ from rollout.engine.model_files import resolve_model
 from rollout.engine.model_identity import end_ids, model_fingerprint
 from rollout.engine.wire.protocol import DriverFacts
 from rollout.errors import TemplateError
+from rollout.worker_threads import may_leave_loop
 
 if TYPE_CHECKING:
     from rollout.config import RolloutConfig
@@ -47,8 +47,8 @@ async def load_driver_model(config: RolloutConfig, threads: WorkerThreads) -> Dr
     Raises:
         TemplateError, EngineError: Its tokenizer or chat format cannot be loaded.
     """
-    if config.model.path == SIMULATED_MODEL and has_virtual_clock():
-        return _load(config)  # a thread would let virtual time run away from it
+    if config.model.path == SIMULATED_MODEL and not may_leave_loop():
+        return _load(config)
     return await threads.run("tokenizer", _load, config)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rollout.agents.interacting import USER
 from rollout.observe.explanation import CallWaits, Explanation, TrajectoryWaits, Wait
 from rollout.scheduling.batch_run import BatchRun
-from rollout.scheduling.rewarding import RewardWork
+from rollout.scheduling.rewards.score import RewardCall
 from rollout.scheduling.streamed_run import StreamedRun
 from rollout.scheduling.trajectory import AgentRun
 
@@ -90,7 +90,7 @@ def _member_waits(
         waits = waits or [_own_code_wait(scope, now)]
         if began is not None and all(wait.kind == "held" for wait in waits):
             started, waits = None, [Wait("place", now - began)]  # it continues once it has one
-    elif isinstance(scope, RewardWork):
+    elif isinstance(scope, RewardCall):
         name = " of its group" if scope.is_group else ""
         waits.append(Wait("reward", now - scope.since, name))
     elif waits_for_group and since is not None:

@@ -7,15 +7,15 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Protocol
 
 import anyio
-import anyio.to_thread
 
-from rollout.bridge import has_virtual_clock, loop_clock
+from rollout.bridge import loop_clock
 from rollout.config import ObserveConfig, RolloutConfig, dump_config
 from rollout.observe.event_file import EventFile
 from rollout.observe.event_stream import Reader
 from rollout.observe.events import RunEnded
 from rollout.observe.prometheus import PrometheusEndpoint
 from rollout.observe.traces import Tracer, open_tracer
+from rollout.worker_threads import run_in_thread
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -93,11 +93,4 @@ async def observed(
         with anyio.CancelScope(shield=True):
             for reader in observers.readers:
                 events.detach(reader)
-                await _beside_loop(reader.close)
-
-
-async def _beside_loop(close: Callable[[], None]) -> None:
-    if has_virtual_clock():  # time would run away from a thread
-        close()
-    else:
-        await anyio.to_thread.run_sync(close)
+                await run_in_thread(reader.close)

@@ -29,7 +29,6 @@ from rollout.limits import NEVER
 from rollout.observe.tally import Tally
 from rollout.runtime.gateway_opening import serve_gateway
 from rollout.runtime.opening import tool_executor
-from rollout.runtime.reward_opening import RewardFunctions, make_rewarding
 from rollout.scheduling.finished import unstarted
 from rollout.scheduling.journal.ended_trajectories import ended_trajectories
 from rollout.scheduling.journal.journal_reading import (
@@ -42,6 +41,7 @@ from rollout.scheduling.journal.packed_prompt import prompt_of
 from rollout.scheduling.journal.replay_log import ReplayLog, ReplayStep, said_calls
 from rollout.scheduling.member_runs import MemberRuns
 from rollout.scheduling.prompts import Member
+from rollout.scheduling.rewards.score import Rewarding
 from rollout.scheduling.tokenization import TokenizationCheck
 from rollout.scheduling.trajectory import TrajectoryRunner
 from rollout.tools import Tool, ToolContext, ToolSession
@@ -241,9 +241,7 @@ async def _run(
     config, tally, threads = services.config, services.tally, services.threads
     runner = TrajectoryRunner(
         services=services,
-        rewarding=make_rewarding(
-            config, RewardFunctions(None, None), None, None, threads, tally, services.events
-        ),
+        rewarding=Rewarding(threads=threads, tally=tally, events=services.events),
         tokens=TokenizationCheck(config.agent.tokenization_check, config.agent.tokenization_ignore),
     )
     runs = MemberRuns(runner, anyio.CapacityLimiter(1), tally)

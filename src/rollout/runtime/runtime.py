@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from rollout.bridge import has_virtual_clock, loop_clock
+from rollout.bridge import loop_clock
 from rollout.engine.wire.operations import ALL_TAGS
 from rollout.errors import RolloutError, SourceEnded
 from rollout.limits import Deadline
@@ -23,7 +23,7 @@ from rollout.runtime.calls import (
     StepCount,
     number_rows,
 )
-from rollout.runtime.collation import Collation, LongWork, attach
+from rollout.runtime.collation import Collation, attach
 from rollout.runtime.explain import explain
 from rollout.runtime.measuring import BatchWatch, RuntimeStatistics, take_statistics
 from rollout.scheduling.admission import Admission
@@ -36,11 +36,12 @@ from rollout.scheduling.member_runs import MemberRuns
 from rollout.scheduling.pressure import Progress
 from rollout.scheduling.prompt_names import check_names
 from rollout.scheduling.prompts import check_prompts, members_of
-from rollout.scheduling.streamed_run import STREAM_DROPPED, StreamedRun, TrajectoryStream
+from rollout.scheduling.streamed_run import StreamedRun, TrajectoryStream
 from rollout.scopes import open_task_group
+from rollout.worker_threads import may_leave_loop, run_in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 
     from anyio.abc import TaskGroup
 
@@ -81,9 +82,6 @@ class RolloutRuntime:
         config: What it was opened with.
         services: What its trajectories share, for what is built on a runtime.
         admission: `pause` and `resume` keep trajectories that have not started waiting.
-        on_trajectory: Called on the loop with each trajectory of `generate` as it ends, in the
-            order in which they do; None calls nothing. It must return at once; what it raises is
-            logged.
     """
 
     def __init__(
@@ -106,11 +104,9 @@ class RolloutRuntime:
         self._sleep = SleepBetweenBatches(
             services.engines, is_wanted=config.engine.sleep_between_batches
         )
-        self._long_work = LongWork()
         self._collation = Collation(
             config.lengths,
             services.template,
-            self._long_work,
             config.observe.path,
             config.media.position_rows,
             model=config.model,
@@ -132,10 +128,8 @@ class RolloutRuntime:
             GroupLog(journal, has_group_reward=runner.rewarding.group is not None),
         )
         self._groups = GroupCalls(self._desk, config, tally, services.engines)
-        self._misuse: str | None = None
         self._tasks: TaskGroup
         self._is_closing = False
-        self.on_trajectory: Callable[[Trajectory], object] | None = None
 
     @property
     def template(self) -> ChatTemplate:
@@ -183,11 +177,6 @@ class RolloutRuntime:
 
         def keep(row: int, trajectory: Trajectory) -> None:
             rows[row] = trajectory
-            try:
-                if self.on_trajectory is not None:
-                    self.on_trajectory(trajectory)
-            except Exception:
-                logger.exception("on_trajectory raised at %s/%s", trajectory.uid, trajectory.member)
 
         with self._watched("generate", run, validate) as window:
             try:
@@ -221,8 +210,7 @@ class RolloutRuntime:
     ) -> AsyncIterator[TrajectoryStream]:
         """Trajectories as they end, in the order in which they do; leaving cancels the rest.
 
-        A slow consumer slows the admission of further members. Use it with ``async with``: entered
-        by hand and dropped, it ends its trajectories, and leaving `open_rollout` says so.
+        A slow consumer slows the admission of further members.
 
         Raises:
             PromptError: The prompts or another argument are unusable; nothing has been started.
@@ -243,12 +231,7 @@ class RolloutRuntime:
 
                 self._tasks.start_soon(produce)
                 try:
-                    with self._calls.entered(streamed):
-                        yield streamed.received
-                except GeneratorExit:  # it is collected as garbage
-                    logger.error(STREAM_DROPPED)
-                    self._misuse = STREAM_DROPPED
-                    raise
+                    yield streamed.received
                 except anyio.ClosedResourceError:
                     if not streamed.is_closed:
                         raise  # else its receiver was closed with the runtime
@@ -370,8 +353,7 @@ class RolloutRuntime:
         with self._watch.window("stream_groups", step) as window:
             run.batch = window.batch
             async with self._sleep.awake(), self._running_groups(run):
-                with self._calls.entered(run):
-                    yield GroupStream(run)
+                yield GroupStream(run)
 
     async def make_batch(
         self, groups: Sequence[Group], *, layout: Layout = "padded", trim: Trim = False
@@ -515,7 +497,7 @@ class RolloutRuntime:
         is_long = isinstance(prompts, Sized) and len(prompts) * samples > MANY_MEMBERS
         with self._steps.counted(step) as step:
             make = partial(self._members, prompts, samples, step, validate)
-            members, prompt_entries = await self._long_work.run(is_long, make)
+            members, prompt_entries = await run_in_thread(make) if is_long else make()
         self._refuse_when_closed()
         if self._journal is not None:
             self._journal.put_all(prompt_entries)
@@ -555,15 +537,11 @@ class RolloutRuntime:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Watch the loop and the engines' load; at the end no call is left.
-
-        Raises:
-            RolloutError: A stream was entered and not left.
-        """
+        """Watch the loop and the engines' load; at the end no call is left."""
         tally = self._tally
         async with open_task_group() as self._tasks:
             self._tasks.start_soon(self._watch.sample)
-            if not has_virtual_clock():
+            if may_leave_loop():
                 self._tasks.start_soon(self._lag.watch)
             self._tasks.start_soon(
                 self.admission.adapt,
@@ -575,13 +553,9 @@ class RolloutRuntime:
                 yield
             finally:
                 self._is_closing = self._sleep.is_over = True
-                if self._calls.has_stream_of_this_task:
-                    self._misuse = STREAM_DROPPED  # left after the runtime, it can never be left
                 with anyio.CancelScope(shield=True):  # until the calls use the engines no more
                     await self._calls.close()
                     await self._desk.close()
-        if self._misuse is not None:
-            raise RolloutError(self._misuse)
 
     @asynccontextmanager
     async def _running_groups(self, run: GroupRun) -> AsyncIterator[None]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rollout.scheduling.journal.trajectory_log import TrajectoryLog
     from rollout.scheduling.member_runs import MemberRuns
     from rollout.scheduling.prompts import Member
-    from rollout.scheduling.rewarding import Rewarding
+    from rollout.scheduling.rewards.score import Rewarding
     from rollout.scheduling.trajectory import AgentRun
 
     #: Takes a finished trajectory and its row; may wait, and holds the trajectory's place.

@@ -11,7 +11,7 @@ import attrs
 
 from rollout.errors import LimitExceeded
 from rollout.scheduling.pulled_group import GroupMember, PulledGroup
-from rollout.scheduling.rewarding import REWARD_REASON
+from rollout.scheduling.rewards.score import REWARD_REASON
 from rollout.scheduling.staleness import IS_LATE, WAITS_FOR_VERSION, StalenessBound
 from rollout.types import Outcome
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rollout.scheduling.journal.group_log import GroupLog
     from rollout.scheduling.journal.pulled_before import PulledBefore
     from rollout.scheduling.member_runs import MemberRuns
-    from rollout.scheduling.rewarding import Rewarding
+    from rollout.scheduling.rewards.score import Rewarding
     from rollout.scheduling.trajectory import AgentRun
     from rollout.worker_threads import WorkerThreads
 

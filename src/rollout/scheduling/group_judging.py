@@ -11,7 +11,7 @@ import anyio
 from rollout.chat.group import Group
 from rollout.scheduling.endings import describe_ending
 from rollout.scheduling.selection import judge
-from rollout.scopes import passing_of
+from rollout.scopes import find_propagating
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -180,7 +180,7 @@ class GroupJudging:
         try:
             return judge(self._accept, group)
         except BaseException as error:  # as of an agent: it is its call's alone
-            if passing_of(error) is not None:
+            if find_propagating(error) is not None:
                 raise
             self._fail(error)
             return None

@@ -18,7 +18,6 @@ from rollout.scheduling.member_runs import CLOSED_MEANWHILE
 from rollout.scheduling.pulled_group import GroupMember, PulledGroup
 from rollout.scheduling.selection import Selection
 from rollout.scheduling.staleness import HINT_S
-from rollout.scopes import outwait
 
 if TYPE_CHECKING:
     from rollout.chat.group import Group
@@ -149,7 +148,8 @@ class GroupRun:
     async def leave(self) -> None:
         """End the call, and wait until nothing of it runs but what is carried; shielded."""
         self._is_leaving.set()
-        await outwait(self._has_left)
+        with anyio.CancelScope(shield=True):
+            await self._has_left.wait()
 
     def cancel(self, uid: str | None, member: int | None, reason: str) -> int:
         """Cancel the members that match; all of them: nothing further starts either."""

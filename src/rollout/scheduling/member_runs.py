@@ -12,7 +12,7 @@ import anyio
 
 from rollout.containment import enter_containment
 from rollout.scheduling.trajectory import AgentRun, run_trajectory
-from rollout.scopes import leaf_of
+from rollout.scopes import unwrap_group
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterable
@@ -93,7 +93,7 @@ class MemberRuns:
                     self.is_cancelled = True
                     raise
         except BaseExceptionGroup as group:
-            error = leaf_of(group)
+            error = unwrap_group(group)
             raise error from error.__cause__ or group
         finally:
             self._tasks = None

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
 
-from rollout.bridge import has_virtual_clock
 from rollout.containment import UnresponsiveError
 from rollout.errors import PromptError, RolloutError
 from rollout.scheduling.source_task import SourceTask
-from rollout.scopes import passing_of
+from rollout.scopes import find_propagating
 from rollout.types import Prompt
+from rollout.worker_threads import may_leave_loop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -160,7 +160,7 @@ class PromptSource:
         try:
             await self._iterator.aclose()
         except BaseException as error:
-            if passing_of(error) is not None:
+            if find_propagating(error) is not None:
                 raise
             # Of a task group that it has open, what closes it comes back in a group.
             if isinstance(error, BaseExceptionGroup) and error.split(GeneratorExit)[1] is None:
@@ -180,7 +180,7 @@ class PromptSource:
                     self.kept.append(group)
                 self._look_for_end()
         except BaseException as error:  # also what is no Exception, of a loader in another language
-            if passing_of(error) is not None:
+            if find_propagating(error) is not None:
                 raise
             self.failure = _told(error)
         finally:
@@ -259,7 +259,7 @@ class PromptSource:
 
     async def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
         """A source may block; time would run away from a thread where it is virtual."""
-        if isinstance(self.given, Sequence) or has_virtual_clock():
+        if isinstance(self.given, Sequence) or not may_leave_loop():
             return function(*args)
         return await self._threads.run_beside(THREAD_NAME, function, *args, patience_s=0.0)
 

@@ -21,11 +21,6 @@ if TYPE_CHECKING:
 
 #: Finished trajectories that wait for a slow receiver before members wait too.
 STREAM_BUFFER = 16
-#: What is said of one that nobody left.
-STREAM_DROPPED = (
-    "runtime.stream() was entered and never left: its trajectories were cancelled; use "
-    "`async with runtime.stream(...) as trajectories:`"
-)
 
 
 class TrajectoryStream(ObjectReceiveStream[Trajectory]):

@@ -18,6 +18,7 @@ from rollout.agents.prompt_sampling import sampling_of, top_log_probs_fault
 from rollout.agents.services import Services
 from rollout.agents.trajectory_state import UNRESPONSIVE
 from rollout.agents.turn_end import natural_ending
+from rollout.chat.reward_values import BadRewardError, apply_reward, check_reward_value
 from rollout.chat.trajectory import Trajectory
 from rollout.containment import Contained, UnresponsiveError
 from rollout.errors import (
@@ -31,15 +32,13 @@ from rollout.errors import (
 )
 from rollout.limits import Clock
 from rollout.observe.user_spans import enter_trajectory
-from rollout.reward_values import BadRewardError
 from rollout.scheduling.endings import CLOSED, NEVER_GENERATED
 from rollout.scheduling.finished import end_without_reward, exclude, rejected
 from rollout.scheduling.prompts import trajectory_deadline
-from rollout.scheduling.rewarding import Rewarding
-from rollout.scheduling.rewards import apply_reward, reward_of
+from rollout.scheduling.rewards.score import Rewarding
 from rollout.scheduling.tokenization import COMPARED, TokenizationCheck
 from rollout.scheduling.trajectory_events import tell_started
-from rollout.scopes import first_leaf, leaf_of
+from rollout.scopes import find_exception, unwrap_group
 from rollout.types import DRIFT, Cause, Outcome
 
 if TYPE_CHECKING:
@@ -119,8 +118,12 @@ class AgentRun:
 
     @property
     def unresponsive(self) -> UnresponsiveError | None:
-        """What did not end of the agent, or of what it called."""
-        return self.code.stopped_within or self.code.unresponsive
+        """What did not end of the agent, or of what it called; else a tool that did not close."""
+        first = self.code.stopped_within or self.code.unresponsive
+        has_failed = self.code.error is not None or self.code.was_cancelled
+        if first is None and self.stuck and not has_failed:
+            return self.stuck[0]
+        return first
 
     @property
     def tokens(self) -> int:
@@ -256,8 +259,9 @@ async def _run_agent(services: Services, run: AgentRun, agent: Registered) -> No
         if run.code.error is not None:
             run.cause = _settle_failure(context, run.code.error)
         await _close(run)
-        services.tally.unresponsive += (run.unresponsive is not None) + len(run.stuck)
-        for each in run.stuck:  # it is no cause of the trajectory's, and nothing else would name it
+        unnamed = [each for each in run.stuck if each is not run.unresponsive]
+        services.tally.unresponsive += (run.unresponsive is not None) + len(unnamed)
+        for each in unnamed:  # it is no cause of the trajectory's
             logger.warning("%s: %s", member.identity.session_id, each)
     await anyio.lowlevel.checkpoint_if_cancelled()
 
@@ -292,7 +296,7 @@ def _agent_name(agent: Registered) -> str:
 
 def _settle_failure(context: AgentContext, error: BaseException) -> Cause | None:
     """Settle the outcome of an agent that raised; the root cause, where that is not known yet."""
-    leaf = leaf_of(error) if isinstance(error, BaseExceptionGroup) else error
+    leaf = unwrap_group(error) if isinstance(error, BaseExceptionGroup) else error
     if isinstance(leaf, LimitExceeded):
         context.end(leaf.outcome, leaf.reason, limit_source=leaf.source)
         return None
@@ -312,7 +316,7 @@ def _judge(run: AgentRun) -> tuple[Ending, Cause | None]:
         KeyboardInterrupt: Ctrl-C reached the agent.
     """
     context, error = run.context, run.code.error
-    interrupt = None if error is None else first_leaf(error, KeyboardInterrupt)
+    interrupt = None if error is None else find_exception(error, KeyboardInterrupt)
     if interrupt is not None:
         raise interrupt
     if run.unresponsive is not None:
@@ -440,7 +444,7 @@ async def _reward(runner: TrajectoryRunner, run: AgentRun, trajectory: Trajector
     if runner.rewarding.single is None:
         if given is not None:
             try:
-                apply_reward(trajectory, reward_of(given, trajectory, "the agent"))
+                apply_reward(trajectory, check_reward_value(given, trajectory, "the agent"))
             except BadRewardError as error:
                 end_without_reward(trajectory, Outcome.FAILED, "reward", None, Cause.of(error))
     elif run.containment.clock() < run.batch_deadline.at:

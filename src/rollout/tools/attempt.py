@@ -11,7 +11,7 @@ import anyio.lowlevel
 from rollout.containment import Contained, UnresponsiveError, containment_here
 from rollout.errors import ToolError
 from rollout.limits import call_limit
-from rollout.scopes import first_leaf, passing_of
+from rollout.scopes import find_exception, find_propagating
 from rollout.types import text_of
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class CallError(Exception):
     def root(self) -> BaseException:
         """What was raised, out of any groups around it."""
         cause = self.__cause__ or self
-        return first_leaf(cause) or cause
+        return find_exception(cause) or cause
 
     def after(self, tries: int) -> CallError:
         """The same, said of the last of so many attempts."""
@@ -71,7 +71,7 @@ async def attempt(
         error = code.error
         if error is None and not code.was_cancelled:
             return cast("T", value)
-        interrupt = None if error is None else first_leaf(error, KeyboardInterrupt)
+        interrupt = None if error is None else find_exception(error, KeyboardInterrupt)
         if interrupt is not None:
             raise interrupt
         if limit.is_over and (error is None or code.is_cancelled):
@@ -95,8 +95,8 @@ async def attempt_at_once(action: Callable[..., Awaitable[T]], *args: object) ->
 
 
 def _let_pass(error: BaseException) -> None:
-    """Raise what of an action's error is not its own; see `passing_of`."""
-    passing = passing_of(error, is_unasked=True)
+    """Raise what of an action's error is not its own; see `find_propagating`."""
+    passing = find_propagating(error)
     if passing is error:
         raise error
     if passing is not None:
@@ -105,7 +105,7 @@ def _let_pass(error: BaseException) -> None:
 
 def describe(error: BaseException) -> str:
     """One short text for the model: type and message; a `ToolError` speaks for itself."""
-    leaf = first_leaf(error) or error
+    leaf = find_exception(error) or error
     message = text_of(leaf)
     if len(message) > MAX_MESSAGE:
         message = message[:MAX_MESSAGE] + "…"

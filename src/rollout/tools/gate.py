@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import anyio
 import msgspec
 
-from rollout.scopes import give_back
+from rollout.scopes import release_token
 from rollout.tools.policy import speaks_of_call
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class ToolGate:
         with contextlib.ExitStack() as places:
             if self._places is not None:
                 borrower = object()
-                places.callback(give_back, self._places, borrower)
+                places.callback(release_token, self._places, borrower)
                 await self._places.acquire_on_behalf_of(borrower)
             if self._rate_limiter is not None:
                 await self._rate_limiter.wait()

@@ -17,7 +17,7 @@ from rollout.engine.placement.placement import Placement
 from rollout.engine.wire.protocol import DriverFacts, Terms
 from rollout.errors import EngineError
 from rollout.limits import cleanup_scope
-from rollout.scopes import leaf_of, open_task_group
+from rollout.scopes import open_task_group, unwrap_group
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
@@ -80,7 +80,7 @@ class Supervisor:
                 for replica in replicas:
                     starting.start_soon(tasks.start, self.supervise, replica)
         except BaseExceptionGroup as group:
-            error = leaf_of(group)
+            error = unwrap_group(group)
         else:
             return
         raise error

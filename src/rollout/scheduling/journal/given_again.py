@@ -11,8 +11,9 @@ from msgspec.structs import astuple
 
 from rollout.agents.turn_log import AskedCalls
 from rollout.chat.media_records import without_content
+from rollout.chat.plain_data import encoder, exact_text
 from rollout.medium import Media
-from rollout.scheduling.journal.plain_data import encoder, exact_text, plain, plain_items
+from rollout.scheduling.journal.plain_data import plain, plain_items
 from rollout.tools import ToolResult
 from rollout.tools.answers import Answers
 

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from rollout.chat.plain_data import encoder
 from rollout.config import dump_config
 from rollout.errors import ConfigError, JournalError
 from rollout.scheduling.journal.entries import Header
-from rollout.scheduling.journal.plain_data import encoder, plain
+from rollout.scheduling.journal.plain_data import plain
 from rollout.seeds import fresh_seed
 from rollout.types import said
 

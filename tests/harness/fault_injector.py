@@ -17,4 +17,4 @@ class FaultInjector:
         """Raise where it is armed, and disarm it."""
         if self.is_armed:
             self.is_armed = False
-            raise InjectedError("injected by rollout.testing")
+            raise InjectedError("injected by the harness")

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from harness.per_token_checks import expert_anomalies, top_anomalies
 from rollout.chat.trajectory import BRANCH, COMPACTION
 from rollout.chat.transcript import NO_VERSION
 from rollout.engine.cores.simulated.vocabulary import log_probs_of
 from rollout.session_names import split_session
-from rollout.testing.per_token_checks import expert_anomalies, top_anomalies
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from harness.call_records import CallRecord, GenerationRecord
     from rollout.chat.spans import Span
     from rollout.chat.trajectory import Trajectory
     from rollout.chat.transcript import Transcript
     from rollout.config import RolloutConfig
     from rollout.engine.driver.generation import Generation
-    from rollout.testing.call_records import CallRecord, GenerationRecord
 
 #: Outcomes of which no reward can be known.
 REWARDLESS = (Outcome.FAILED, Outcome.REJECTED, Outcome.CANCELLED)

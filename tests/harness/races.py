@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
+from harness.race_run import INJECTIONS, RaceRun
 from rollout.engine.cores.simulated.stable import stable_share
-from rollout.testing.race_run import INJECTIONS, RaceRun
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rollout.testing.race_run import Situation
+    from harness.race_run import Situation
 
 #: Virtual seconds after which a run is taken for hanging.
 CEILING_S = 2000.0

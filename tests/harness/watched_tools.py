@@ -12,8 +12,8 @@ from rollout.tools.tool import Tool, ToolContext, ToolSession
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from harness.fault_injector import FaultInjector
     from rollout.interactions import InteractionFactory
-    from rollout.testing.fault_injector import FaultInjector
     from rollout.types import Message, ToolCall
 
 

@@ -11,12 +11,12 @@ from rollout.session_names import session_name
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from harness.watched_tools import Use
     from rollout.batch import RolloutBatch
     from rollout.chat.trajectory import Trajectory
     from rollout.engine.core import SamplingParams
     from rollout.engine.driver.generation import Generation
     from rollout.tensor_layout import Layout, Trim
-    from rollout.testing.watched_tools import Use
     from rollout.types import Prompt
 
 

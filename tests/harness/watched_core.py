@@ -8,8 +8,8 @@ from __future__ import annotations
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
+from harness.fault_injector import InjectedError
 from rollout.engine.core import EngineBroken
-from rollout.testing.fault_injector import InjectedError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -113,7 +113,7 @@ class WatchedCore:
             async with aclosing(self._core.generate(request)) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:
                     if self._is_broken:
-                        raise EngineBroken("broken by rollout.testing")
+                        raise EngineBroken("broken by the harness")
                     sent.chunks.append(chunk)
                     yield chunk
         finally:

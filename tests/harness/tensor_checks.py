@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from harness.transcript_checks import Answers, Row
 from rollout.batch import RolloutBatch, Sample
 from rollout.chat.transcript import NO_EXPERT, NO_VERSION
 from rollout.tensor_layout import trimmed
-from rollout.testing.transcript_checks import Answers, Row
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import numpy.typing as npt
 
+    from harness.call_records import CallRecord
     from rollout.chat.trajectory import Segment, Trajectory
     from rollout.config import LengthsConfig
-    from rollout.testing.call_records import CallRecord
 
 #: Fields of a sample that are those of its segment, and those of its trajectory.
 _OF_SEGMENT = ("parent", "purpose", "session_id", "seeds")

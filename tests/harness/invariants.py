@@ -16,28 +16,28 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from rollout.engine.core import CORE_CLOSE_S
-from rollout.engine.driver.request_runner import last_answer_s
-from rollout.scheduling.endings import CLOSED
-from rollout.session_names import session_name
-from rollout.testing.group_checks import group_anomalies
-from rollout.testing.sampling_checks import sampling_anomalies
-from rollout.testing.tensor_checks import batch_anomalies
-from rollout.testing.token_accounting import accounting_anomalies
-from rollout.testing.transcript_checks import (
+from harness.group_checks import group_anomalies
+from harness.sampling_checks import sampling_anomalies
+from harness.tensor_checks import batch_anomalies
+from harness.token_accounting import accounting_anomalies
+from harness.transcript_checks import (
     EPSILON_S,
     Facts,
     is_session_of,
     trajectory_anomalies,
 )
+from rollout.engine.core import CORE_CLOSE_S
+from rollout.engine.driver.request_runner import last_answer_s
+from rollout.scheduling.endings import CLOSED
+from rollout.session_names import session_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from harness.call_records import CallRecord, GenerationRecord
+    from harness.watched_runtime import WatchedRuntime
+    from harness.watched_tools import Use
     from rollout.config import LimitsConfig
-    from rollout.testing.call_records import CallRecord, GenerationRecord
-    from rollout.testing.watched_runtime import WatchedRuntime
-    from rollout.testing.watched_tools import Use
 
 
 def anomalies_of(watched: WatchedRuntime) -> list[str]:

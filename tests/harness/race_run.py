@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import trio
 
+from harness.recorder import Recorder
+from harness.replica_operations import OPERATIONS
 from rollout.errors import RolloutError
 from rollout.testing.ceiling import VirtualCeilingError
 from rollout.testing.leaks import Belongings, leftovers
-from rollout.testing.recorder import Recorder
-from rollout.testing.replica_operations import OPERATIONS
 from rollout.testing.schedule import run_virtual
 
 if TYPE_CHECKING:

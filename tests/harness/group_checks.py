@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from harness.call_records import CallRecord, GenerationRecord
+    from harness.watched_runtime import WatchedRuntime
     from rollout.chat.trajectory import Trajectory
-    from rollout.testing.call_records import CallRecord, GenerationRecord
-    from rollout.testing.watched_runtime import WatchedRuntime
 
 
 def group_anomalies(watched: WatchedRuntime) -> Iterator[str]:

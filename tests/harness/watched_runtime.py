@@ -10,26 +10,26 @@ from typing import TYPE_CHECKING, Any, cast
 import anyio
 from anyio.abc import ObjectReceiveStream
 
+from harness.call_records import CallRecord, GenerationRecord, name_of
+from harness.replica_operations import OPERATIONS
 from rollout.chat.trajectory import Trajectory
 from rollout.config import SimulatedEngine
 from rollout.engine.cores.simulated.options import parse_scenario
 from rollout.errors import PromptError, RolloutError
-from rollout.testing.call_records import CallRecord, GenerationRecord, name_of
-from rollout.testing.replica_operations import OPERATIONS
 from rollout.worker_threads import is_async
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
 
+    from harness.watched_core import WatchedCore
+    from harness.watched_tools import Use
     from rollout.batch import RolloutBatch
     from rollout.chat.group import Group
     from rollout.config import RolloutConfig
     from rollout.runtime.measuring import RuntimeStatistics
     from rollout.runtime.runtime import RolloutRuntime
-    from rollout.scheduling.rewards import GroupRewardFunction, RewardFunction
+    from rollout.scheduling.rewards.signatures import GroupRewardFunction, RewardFunction
     from rollout.tensor_layout import Layout, Trim
-    from rollout.testing.watched_core import WatchedCore
-    from rollout.testing.watched_tools import Use
     from rollout.types import Prompt
 
 #: Seconds in which whatever was ended must be gone, beside what the scenario itself delays.
@@ -194,7 +194,7 @@ class WatchedRuntime:
             return
         with anyio.CancelScope(shield=True):
             give_up = anyio.current_time() + patience_s(self.config)
-            while not self._is_quiet() and anyio.current_time() < give_up:  # noqa: ASYNC110
+            while not self._is_quiet() and anyio.current_time() < give_up:
                 await anyio.sleep(_LOOK_S)
             await anyio.sleep(_LOOK_S)  # what is on its way in memory arrives meanwhile
         self.is_settled = True

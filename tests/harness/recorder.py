@@ -9,27 +9,27 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import attrs
 
+from harness.fault_injector import FaultInjector
+from harness.invariants import anomalies_of
+from harness.watched_engines import open_watched_engines
+from harness.watched_runtime import WatchedRuntime
+from harness.watched_tools import WatchedInteractions, WatchedTool
 from rollout.config import InProcessPlacement
 from rollout.errors import ConfigError
 from rollout.runtime.opening import open_rollout_on
-from rollout.runtime.reward_opening import GivenRewards
+from rollout.scheduling.rewards.functions import GivenRewards
 from rollout.scopes import open_task_group
 from rollout.seeds import fresh_seed
-from rollout.testing.fault_injector import FaultInjector
-from rollout.testing.invariants import anomalies_of
-from rollout.testing.watched_engines import open_watched_engines
-from rollout.testing.watched_runtime import WatchedRuntime
-from rollout.testing.watched_tools import WatchedInteractions, WatchedTool
 from rollout.tools.function import FunctionTool
 from rollout.tools.tool import Tool
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
+    from harness.call_records import CallRecord
+    from harness.watched_core import WatchedCore
     from rollout.config import RolloutConfig
-    from rollout.scheduling.rewards import GroupRewardFunction, RewardFunction
-    from rollout.testing.call_records import CallRecord
-    from rollout.testing.watched_core import WatchedCore
+    from rollout.scheduling.rewards.signatures import GroupRewardFunction, RewardFunction
 
 
 class Recorder:

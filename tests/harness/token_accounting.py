@@ -17,10 +17,10 @@ from rollout.engine.driver.generation import Generation, Part, TokenCounts
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from harness.call_records import GenerationRecord
+    from harness.watched_core import WatchedCore
+    from harness.watched_runtime import WatchedRuntime
     from rollout.engine.core import Chunk
-    from rollout.testing.call_records import GenerationRecord
-    from rollout.testing.watched_core import WatchedCore
-    from rollout.testing.watched_runtime import WatchedRuntime
 
 KINDS = ("taken", "late", "repeated", "refused")
 

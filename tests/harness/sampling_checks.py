@@ -19,12 +19,12 @@ from rollout.session_names import session_name, split_session
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from harness.call_records import CallRecord, GenerationRecord
+    from harness.transcript_checks import Facts
+    from harness.watched_core import WatchedCore
     from rollout.config import RolloutConfig
     from rollout.engine.core import SamplingParams
     from rollout.engine.driver.generation import Part
-    from rollout.testing.call_records import CallRecord, GenerationRecord
-    from rollout.testing.transcript_checks import Facts
-    from rollout.testing.watched_core import WatchedCore
     from rollout.types import Prompt
 
 #: Agents that do not assign `context.sampling`.

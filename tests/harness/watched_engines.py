@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING, Any, cast
 
 import anyio
 
+from harness.call_records import GenerationRecord, name_of
+from harness.watched_core import WatchedCore
 from rollout.engine.driver.engine_opening import open_engines
 from rollout.engine.placement.in_process import InProcess
 from rollout.errors import EngineError
-from rollout.testing.call_records import GenerationRecord, name_of
-from rollout.testing.watched_core import WatchedCore
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from harness.watched_runtime import WatchedRuntime
     from rollout.config import RolloutConfig
     from rollout.engine.core import EngineCore, SamplingParams
     from rollout.engine.driver.generation import Generation
     from rollout.engine.driver.pool import EnginePool
     from rollout.engine.driver.replica_supervisor import FactsGiver
     from rollout.observe.event_stream import EventStream
-    from rollout.testing.watched_runtime import WatchedRuntime
     from rollout.token_prefix import TokenPrefix
 
 
