@@ -294,4 +294,3 @@ async def test_limit_on_asyncio_that_fires_first_is_named(limit: str) -> None:
     async with rollout.open_rollout(config) as runtime:
         (trajectory,) = (await runtime.generate([Prompt(messages="go")])).trajectories
     assert (trajectory.outcome, trajectory.limit_source) == (Outcome.DEADLINE, f"limits.{limit}")
-

@@ -12,8 +12,6 @@ import anyio
 import msgspec
 import numpy as np
 import pytest
-from rollout.scheduling.agent_run import AgentRun
-from rollout.scheduling.trajectory_runner import TrajectoryRunner
 
 from rollout.agents.identity import Identity
 from rollout.chat.transcript import Transcript
@@ -26,11 +24,11 @@ from rollout.engine.driver.recovery import Attempt
 from rollout.engine.process import client_session as host_module
 from rollout.engine.process.client_session import ClientSession
 from rollout.limits import Deadline
-from rollout.scheduling import finished
-from rollout.scheduling import trajectory_runner as trajectory_module
+from rollout.scheduling import trajectory as trajectory_module
 from rollout.scheduling.batch_run import BatchRun
 from rollout.scheduling.member_runs import MemberRuns
 from rollout.scheduling.rewards import score as rewarding_module
+from rollout.scheduling.trajectory import AgentRun
 from rollout.seeds import derive_seed
 from rollout.tools.open_sessions import OpenSessions
 from rollout.tools.trajectory_tools import TrajectoryTools
@@ -175,25 +173,26 @@ def _(patch: pytest.MonkeyPatch) -> None:
 @bug("swallowed cancellation of an agent", "though its last generation was cancelled")
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        Contained, "was_cancelled", property(lambda self: False, lambda self, value: None)
+        Contained,
+        "was_cancelled",
+        property(lambda self: False, lambda self, value: None),
+        raising=False,
     )
 
 
 @bug("retry of a finished member", "answers of engines are not in its transcript")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = TrajectoryRunner.conclude
+    real = trajectory_module._runs_again
     retried: set[int] = set()
 
-    async def conclude(self: TrajectoryRunner, run: AgentRun) -> Any:
-        trajectory = await real(self, run)
-        if id(run.member) in retried or run.rejection or isinstance(trajectory, AgentRun):
-            return trajectory
-        retried.add(id(run.member))
-        again = run.again({})
-        again.before = run.before
-        return again
+    def runs_again(services: Any, run: AgentRun, ending: Any) -> bool:
+        if real(services, run, ending) or id(run.member) not in retried:
+            retried.add(id(run.member))
+            return True
+        return False
 
-    patch.setattr(TrajectoryRunner, "conclude", conclude)
+    patch.setattr(trajectory_module, "_runs_again", runs_again)
+    patch.setattr(AgentRun, "begin_again", lambda run: None)
 
 
 @bug("deadline not clipped", r"limits\.\w+ = ")
@@ -204,6 +203,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
         return real(seconds, source, **now)
 
     patch.setattr(Deadline, "after", after)
+    patch.setattr(Deadline, "within", lambda self, outer: self)
 
 
 @bug("leaked tool", "was closed 0 times")
@@ -389,12 +389,12 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("segment that says another parent", "its parent is None")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = finished.segments_of
+    real = trajectory_module.segments_of
 
     def segments_of(conversations: Any) -> Any:
         return [msgspec.structs.replace(segment, parent=None) for segment in real(conversations)]
 
-    patch.setattr(finished, "segments_of", segments_of)
+    patch.setattr(trajectory_module, "segments_of", segments_of)
 
 
 @bug("another seed where a request resumes elsewhere", "was given seed = .*; expected")

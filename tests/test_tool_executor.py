@@ -930,21 +930,6 @@ async def test_run_function_without_await_answers_and_fails_as_others_do(executo
 
 
 @pytest.mark.anyio
-async def test_run_function_without_await_opens_no_scope_for_its_deadline(executor: Open) -> None:
-    scopes: list[object] = []
-
-    @function_tool
-    async def look() -> str:
-        """Look."""
-        scopes.append(trio.lowlevel.current_task()._cancel_status)
-        return "seen"
-
-    tools = opened(executor(look))
-    await run(tools, call("look"))
-    assert scopes == [trio.lowlevel.current_task()._cancel_status]
-
-
-@pytest.mark.anyio
 async def test_run_function_without_await_lets_ctrl_c_pass(executor: Open) -> None:
     @function_tool
     async def interrupted() -> str:

@@ -81,9 +81,7 @@ class Wire:
     ) -> AsyncIterator[Channel]:
         """A channel beside the one of `channel`."""
         async with (
-            connect_channel(
-                "engine-0", self.connect, SECRET, terms=terms, facts=facts
-            ) as channel,
+            connect_channel("engine-0", self.connect, SECRET, terms=terms, facts=facts) as channel,
             open_task_group() as tasks,
         ):
             tasks.start_soon(channel.run)

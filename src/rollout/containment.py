@@ -23,7 +23,7 @@ from rollout.scopes import open_task_group
 from rollout.wait_places import await_frames, describe_place
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 
     from anyio.abc import TaskGroup, TaskStatus
 
@@ -105,6 +105,7 @@ class Contained(Generic[T]):
         was_cancelled: Whether `cancel` or the deadline ended it.
         value, error: What it returned, or raised.
         stopped_within: The first code that it waited for and that was unresponsive.
+        around, inner: The code that waits for it; and what it waits for.
         since: When it began, on the loop's clock.
     """
 
@@ -120,6 +121,7 @@ class Contained(Generic[T]):
         self.stopped_within: UnresponsiveError | None = None
         self.was_cancelled = False
         self.around = _around.get()
+        self.inner: dict[Contained[Any], None] = {}
         self._containment, self._activity = containment, activity
         self._scope = anyio.CancelScope(deadline=deadline)
         #: When it was cancelled; afresh where code that it waits for was stopped.
@@ -157,6 +159,12 @@ class Contained(Generic[T]):
         """Whether it is to end."""
         return self._scope.cancel_called
 
+    def find_inner(self) -> Iterator[Contained[Any]]:
+        """What it waits for, at whatever depth."""
+        for code in self.inner:
+            yield code
+            yield from code.find_inner()
+
     def place(self) -> str:
         """File and line where it waits; empty once it has ended."""
         return "" if self._body is None else describe_place(await_frames(self._body.coroutine))
@@ -167,24 +175,22 @@ class Contained(Generic[T]):
         The value is returned too; neither is there where `cancel` or the deadline ended it.
 
         Cancellation of the caller passes on to the code, `grace_s` later, and leaves once that has
-        ended or was stopped. With an infinite `grace_s` the code is shielded from it.
+        ended or was stopped.
 
         Raises:
             UnresponsiveError: It did not end within `cleanup_s` of its cancellation.
         """
-        if grace_s < math.inf:
-            await anyio.lowlevel.checkpoint_if_cancelled()
+        await anyio.lowlevel.checkpoint_if_cancelled()
         self._containment.start(self, function)
         try:
-            with anyio.CancelScope(shield=grace_s == math.inf):
-                await self._reported.wait()
+            await self._reported.wait()
         except GeneratorExit:  # of code that was stopped
             self.cancel()
             raise
         except BaseException:
             if not grace_s:
                 self.cancel()
-            elif grace_s < math.inf:
+            else:
                 self.deadline = min(self.deadline, self._containment.clock() + grace_s)
             with anyio.CancelScope(shield=True):
                 await self._reported.wait()
@@ -235,10 +241,12 @@ class Contained(Generic[T]):
             f"cancellation and was given up; it waits at {self.place()}"
         )
         self._body.is_stopped = True
-        for around in _outwards(self):
+        around = self.around
+        while around is not None:
             around.stopped_within = around.stopped_within or self.unresponsive
             if around.ends_at < now:
                 around._cancelled_at = now  # it waited for this
+            around = around.around
         self._report()
 
     def _report(self) -> None:
@@ -276,6 +284,8 @@ class Containment:
     def start(self, code: Contained[T], function: Callable[[], Awaitable[T]]) -> None:
         """Start the task of a piece of code."""
         self.running[code] = self._present[code] = None
+        if code.around is not None:
+            code.around.inner[code] = None
         self.look_at(code.ends_at)
         self._tasks.start_soon(self._serve, code, function, name=code.what)
 
@@ -287,10 +297,8 @@ class Containment:
     def forget(self, code: Contained[Any]) -> None:
         """It has ended, or was stopped."""
         self.running.pop(code, None)
-
-    def within(self, code: Contained[Any]) -> list[Contained[Any]]:
-        """What it waits for, at whatever depth."""
-        return [each for each in self.running if code in _outwards(each)]
+        if code.around is not None:
+            code.around.inner.pop(code, None)
 
     async def _serve(self, code: Contained[T], function: Callable[[], Awaitable[T]]) -> None:
         try:
@@ -348,14 +356,6 @@ class Containment:
     async def _left_or(self, seconds: float) -> None:
         with anyio.move_on_after(seconds):
             await self._left.wait()
-
-
-def _outwards(code: Contained[Any]) -> list[Contained[Any]]:
-    outwards, around = [], code.around
-    while around is not None:
-        outwards.append(around)
-        around = around.around
-    return outwards
 
 
 @asynccontextmanager

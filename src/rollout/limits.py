@@ -97,16 +97,7 @@ class Limit:
     block. One whose time has come stays over, whatever is paused then.
     """
 
-    __slots__ = (
-        "_deadline",
-        "_due",
-        "_lost",
-        "_outer",
-        "_own",
-        "_paused_at",
-        "_pauses",
-        "_scope",
-    )
+    __slots__ = ("_deadline", "_due", "_lost", "_outer", "_own", "_paused_at", "_pauses", "_scope")
 
     def __init__(self, own: Deadline, outer: Limit | None) -> None:
         self._own, self._outer = own, outer

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import anyio
 
 from rollout.agents.agent_loop import AgentLoop
 from rollout.agents.tool_agent import has_reached_turn_limit
@@ -155,12 +156,12 @@ async def _close(environment: Any, context: AgentContext) -> None:
     cleanup_s = context.services.config.limits.cleanup_s
     what = f"close of {type(environment).__name__}"
     try:
-        await attempt(
-            partial(_call, context, environment, "close", environment.close),
-            limit=Clock(Deadline.after(cleanup_s, "limits.cleanup_s")),
-            what=what,
-            grace_s=math.inf,
-        )
+        with anyio.CancelScope(shield=True):
+            await attempt(
+                partial(_call, context, environment, "close", environment.close),
+                limit=Clock(Deadline.after(cleanup_s, "limits.cleanup_s")),
+                what=what,
+            )
     except (CallError, LimitExceeded) as error:
         logger.warning("%s: %s failed: %s", context.identity.session_id, what, error)
 

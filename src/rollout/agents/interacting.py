@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
+
+import anyio
 
 from rollout.agents.identity import RejectedPrompt
 from rollout.chat.messages import text_of_content
@@ -90,7 +91,8 @@ async def finish(interaction: Interaction, session: str, cleanup_s: float) -> No
     limit = Clock(Deadline.after(cleanup_s, "limits.cleanup_s"))
     what = "finish of the interaction"
     try:
-        await attempt(interaction.finish, limit=limit, what=what, grace_s=math.inf)
+        with anyio.CancelScope(shield=True):
+            await attempt(interaction.finish, limit=limit, what=what)
     except (CallError, LimitExceeded) as error:
         logger.warning("%s: finish of the interaction failed: %s", session, error)
 

@@ -103,7 +103,7 @@ def _agent_waits(run: AgentRun, now: float) -> Iterator[Wait]:
     calls = run.context.calls_under_way
     for name, since in calls:
         yield Wait("tool", now - since, repr(name))
-    for code in run.containment.within(run.code):
+    for code in run.code.find_inner():
         if code.what == USER:
             yield Wait("user", now - code.since)
         elif not (calls and code.what.startswith("tool ")):

@@ -52,7 +52,7 @@ async def attempt(
         action: Runs within `limit`.
         what: What it is, for messages.
         grace_s: How long it may still take once the caller is cancelled: what it has begun to
-            acquire it can finish acquiring. Infinite: until its limit.
+            acquire it can finish acquiring.
 
     Raises:
         CallError: It raised anything but KeyboardInterrupt, which is raised as itself.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import anyio
 
 from rollout.errors import LimitExceeded, ToolError
 from rollout.limits import Clock, Deadline, Limit
@@ -278,12 +279,8 @@ class OpenSessions:
             name, session = self._ending.pop()
             limit = Clock(Deadline.after(self._cleanup_s, "limits.cleanup_s"))
             try:
-                await attempt(
-                    session.close,
-                    limit=limit,
-                    what=f"close of tool {name!r}",
-                    grace_s=math.inf,
-                )
+                with anyio.CancelScope(shield=True):
+                    await attempt(session.close, limit=limit, what=f"close of tool {name!r}")
             except (CallError, LimitExceeded) as error:
                 logger.warning("tool %r: close failed: %s", name, error)
             except BaseException as error:

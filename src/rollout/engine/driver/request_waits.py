@@ -33,6 +33,7 @@ def _wait_of(attempt: Attempt, path: str, now: float) -> Wait:
         note = f"{tokens:,} tokens so far" if attempt.has_answer else NO_TOKEN
         since = now - attempt.asked_at
         return Wait("generation", since, attempt.generation.replica, note=note, path=path)
-    if (since := attempt.clock.carried_since) is not None:
-        return Wait("held", now - since, path=path)
+    carried_since = attempt.clock.carried_since
+    if carried_since is not None:
+        return Wait("held", now - carried_since, path=path)
     return Wait("queue", now - attempt.waits_since, path=path)
