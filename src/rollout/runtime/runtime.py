@@ -237,14 +237,14 @@ class RolloutRuntime:
         """So many accepted groups, in the order in which their prompts were pulled.
 
         Rows of a group are adjacent, in member order. The source is pulled only as places come
-        free and is left where it was: what was pulled and not used stays with the runtime and
-        comes first in the next call with this source, or in the next one of all where it is over.
+        free and is left where it was, for the next call with it. What was pulled and not used stays
+        with the runtime and comes first in its next call, whatever the source of that is.
         Cancellation leaves it there too, and passes through.
 
         Args:
             source: Any iterable or async iterable of `Prompt`, endless ones too, or what has them
                 by number, as map-style datasets do. It may block: it is asked in a thread, unless
-                it is a sequence. An async one is always asked in the same task; an async generator
+                it is a list or a tuple. An async one is always asked in the same task; an async generator
                 is closed there, with the runtime at the latest.
             groups: How many. With ``on_group_deadline = "drop"`` those left out are missing, and
                 so are others once `cancel` was called for all.

@@ -105,7 +105,7 @@ class Call:
         if uid is None and member is None:
             self._is_cancelled = True
             self.groups.stop()
-        chosen = [m for m in self._members() if m.is_meant(uid, member)]
+        chosen: list[Member] = [m for m in self._members() if m.is_meant(uid, member)]
         unrewarded = [m for m in self._unrewarded() if m.cancel_reason is None]
         chosen += [m for m in unrewarded if m.is_named(uid, member)]
         self.runs.cancel(chosen, reason)

@@ -188,7 +188,7 @@ class MemberGroup:
         """It has ended, also while it waited for a slot."""
         self.running.pop(member, None)  # type: ignore[call-overload]
         if member in self.waiting:
-            self.waiting.remove(member)  # type: ignore[arg-type]
+            self.waiting.remove(member)
 
     def reopen(self, members: int) -> MemberGroup:
         """It, for a call that wants so many members; as it was pulled, where it has too few.

@@ -185,7 +185,7 @@ class PromptSource:
         if isinstance(self.given, Iterable) and not isinstance(self.given, Sequence):
             return math.inf
         try:
-            return len(self.given)  # type: ignore[arg-type]
+            return len(self.given)
         except Exception:  # a dataset that has none, or cannot say
             return math.inf
 
