@@ -252,11 +252,11 @@ class WatchedRuntime:
         if call is not None:
             call.uses[uid, member].append(use)
 
-    def watch_reward(self, reward: RewardFunction | None) -> RewardFunction | None:
+    def watch_reward(self, reward: RewardFunction | None) -> Any:
         """The reward function, with its trajectories recorded; as sync or async as it was."""
         return self._watch(reward, self.rewarded.append)
 
-    def watch_group_reward(self, reward: GroupRewardFunction | None) -> GroupRewardFunction | None:
+    def watch_group_reward(self, reward: GroupRewardFunction | None) -> Any:
         """The same of a function of groups."""
         return self._watch(reward, lambda group: self.rewarded_in_groups.extend(group.trajectories))
 
