@@ -12,6 +12,7 @@ import rollout
 from rollout import GroupPolicy, Prompt
 from rollout.config import AgentConfig, LimitsConfig, SchedulingConfig
 from rollout.errors import SourceEnded
+from rollout.scheduling.scheduler import MAX_SOURCES
 from rollout.testing import Scenario
 from test_group_sources import prompts, uids, user
 
@@ -118,14 +119,14 @@ async def closes_what_is_not_over_with_the_runtime() -> None:
     assert loader.log == ["closed", "left"]
 
 
-async def closes_what_nobody_can_give_again() -> None:
-    first, second = Prefetching(100), Prefetching(100)
+async def closes_what_was_left_many_sources_ago() -> None:
+    loaders = [Prefetching(100) for _ in range(MAX_SOURCES + 1)]
     async with rollout.open_rollout(config()) as runtime:
-        await runtime.collect(first.prompts(), 2, policy=ALL)
-        await runtime.collect(second.prompts(), 2, policy=ALL)
+        for loader in loaders:
+            await runtime.collect(loader.prompts(), 2, policy=ALL)
         await anyio.sleep(0.05)
-        assert first.log == ["closed", "left"]
-        assert second.log == []
+        assert loaders[0].log == ["closed", "left"]
+        assert loaders[1].log == []
 
 
 async def tells_what_a_task_of_the_source_raised() -> None:
@@ -190,7 +191,7 @@ async def bears_a_scope_that_nobody_closes() -> None:
 SITUATIONS: list[Any] = [
     (takes_all_of_a_prefetching_source,),
     (closes_what_is_not_over_with_the_runtime,),
-    (closes_what_nobody_can_give_again,),
+    (closes_what_was_left_many_sources_ago,),
     (tells_what_a_task_of_the_source_raised,),
     (keeps_its_place_when_a_call_is_cancelled,),
     (bears_a_scope_that_nobody_closes,),

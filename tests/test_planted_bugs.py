@@ -25,7 +25,8 @@ from rollout.engine.process import client_session as host_module
 from rollout.engine.process.client_session import ClientSession
 from rollout.limits import Deadline
 from rollout.scheduling import trajectory as trajectory_module
-from rollout.scheduling.batch_run import BatchRun
+from rollout.scheduling.batch_call import StreamCall
+from rollout.scheduling.calls import Call
 from rollout.scheduling.member_runs import MemberRuns
 from rollout.scheduling.rewards import score as rewarding_module
 from rollout.scheduling.trajectory import AgentRun
@@ -229,39 +230,35 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("outcome counted twice", "statistics: finished = ")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = BatchRun._finish
+    real = Call._count
 
-    def finish(self: BatchRun, member: Any, trajectory: Any) -> None:
-        self._tally.outcomes[trajectory.outcome] += trajectory.member
-        real(self, member, trajectory)
+    def count(self: Call, ended: Any, **options: Any) -> None:
+        self._tally.outcomes[ended.trajectory.outcome] += ended.trajectory.member
+        real(self, ended, **options)
 
-    patch.setattr(BatchRun, "_finish", finish)
+    patch.setattr(Call, "_count", count)
 
 
 @bug("outcome delivered twice", "too often")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = BatchRun._settle
+    real = StreamCall._deliver
 
-    async def settle(self: BatchRun, whole: Any, *rest: Any) -> None:
-        await real(self, whole, *rest)
-        for row, _, trajectory in whole:
-            await self._deliver(row, trajectory)
+    async def deliver(self: StreamCall, ended: Any) -> None:
+        await real(self, ended)
+        await real(self, ended)
 
-    patch.setattr(BatchRun, "_settle", settle)
+    patch.setattr(StreamCall, "_deliver", deliver)
 
 
 @bug("outcome never delivered", "was not delivered")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = BatchRun.run
+    real = StreamCall._deliver
 
-    async def run(self: BatchRun, deliver: Any) -> None:
-        async def lose(row: int, trajectory: Any) -> None:
-            if trajectory.outcome != "deadline":
-                await deliver(row, trajectory)
+    async def deliver(self: StreamCall, ended: Any) -> None:
+        if ended.trajectory.outcome != "deadline":
+            await real(self, ended)
 
-        await real(self, lose)
-
-    patch.setattr(BatchRun, "run", run)
+    patch.setattr(StreamCall, "_deliver", deliver)
 
 
 @bug("failure with a reward", "with the reward 0.0; expected None")
@@ -282,16 +279,16 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("place not given back", r"[1-9]\d* places are held|hangs")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = MemberRuns.give_back
+    real = MemberRuns.release_slot
 
-    def give_back(self: MemberRuns, member: Any) -> None:
+    def release_slot(self: MemberRuns, member: Any) -> None:
         limiter = self.limiter
         if member.identity.member == 2:
             self.limiter = SimpleNamespace(release_on_behalf_of=lambda _: None)  # type: ignore[assignment]
         real(self, member)
         self.limiter = limiter
 
-    patch.setattr(MemberRuns, "give_back", give_back)
+    patch.setattr(MemberRuns, "release_slot", release_slot)
 
 
 @bug("prompt that lacks its last token", "other prompt ids than the agent sent")

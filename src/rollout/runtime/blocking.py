@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
     from contextlib import AbstractAsyncContextManager
 
-    from anyio.streams.memory import MemoryObjectSendStream
+    from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
     from rollout.agents.media_intake import MediaFetcher
     from rollout.batch import RolloutBatch
@@ -48,9 +48,8 @@ if TYPE_CHECKING:
     from rollout.engine.driver.replica_statistics import ReplicaStatistics
     from rollout.engine.routing import Router
     from rollout.runtime.calls import GroupStream
-    from rollout.scheduling.prompt_source import Source
     from rollout.scheduling.rewards.signatures import GroupRewardFunction, RewardFunction
-    from rollout.scheduling.streamed_run import TrajectoryStream
+    from rollout.scheduling.sources import Source
     from rollout.tensor_layout import Layout, Trim
     from rollout.types import Prompt
 
@@ -475,7 +474,10 @@ class BlockingTrajectories(Iterator[Trajectory]):
     """Trajectories of `BlockingRollout.stream`, in the order in which they end."""
 
     def __init__(
-        self, stream: TrajectoryStream, leave: Callable[[], None], runtime: BlockingRollout
+        self,
+        stream: MemoryObjectReceiveStream[Trajectory],
+        leave: Callable[[], None],
+        runtime: BlockingRollout,
     ) -> None:
         self._stream, self._leave, self._runtime = stream, leave, runtime
 

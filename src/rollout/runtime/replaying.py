@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import closing
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import anyio
@@ -29,7 +28,6 @@ from rollout.limits import NEVER
 from rollout.observe.tally import Tally
 from rollout.runtime.gateway_opening import serve_gateway
 from rollout.runtime.opening import tool_executor
-from rollout.scheduling.finished import unstarted
 from rollout.scheduling.journal.ended_trajectories import ended_trajectories
 from rollout.scheduling.journal.journal_reading import (
     RecordedMedia,
@@ -245,8 +243,13 @@ async def _run(
         tokens=TokenizationCheck(config.agent.tokenization_check, config.agent.tokenization_ignore),
     )
     runs = MemberRuns(runner, anyio.CapacityLimiter(1), tally)
-    alone = _Alone(member, runs)
-    await runs.run(partial(runs.admit, alone))
+    alone = _Alone()
+
+    async def admit() -> None:
+        if await runs.take_slot(member, NEVER.at):
+            runs.start(member, alone, NEVER, None)
+
+    await runs.run(admit)
     assert alone.trajectory is not None
     log.compare(alone.trajectory)
     return Replayed(record, alone.trajectory, log.steps, log.departure, log.is_beyond)
@@ -332,31 +335,12 @@ class _SilentSession(ToolSession):
 
 
 class _Alone:
-    """The source and the home of one member."""
+    """The home of one member."""
 
     has_groups = False
 
-    def __init__(self, member: Member, runs: MemberRuns) -> None:
-        self._member: Member | None = member
-        self._runs = runs
+    def __init__(self) -> None:
         self.trajectory: Trajectory | None = None
-
-    async def next_member(self) -> Member | None:
-        """See `MemberSource`."""
-        member, self._member = self._member, None
-        return member
-
-    def waits_until(self, member: Member) -> float:
-        """See `MemberSource`."""
-        return NEVER.at
-
-    def begin(self, member: Member) -> AgentRun:
-        """See `MemberSource`."""
-        return self._runs.new_run(member, self, NEVER)
-
-    async def end_unstarted(self, member: Member) -> None:
-        """See `MemberSource`."""
-        self.trajectory = unstarted(member, NEVER)
 
     async def end(self, run: AgentRun, trajectory: Trajectory) -> None:
         """See `MemberHome`."""

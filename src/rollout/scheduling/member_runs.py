@@ -1,12 +1,8 @@
-"""The members that run: admitted as places come free, run, concluded, and handed to their call.
-
-`generate`, `stream`, `collect` and `stream_groups` all run their members here. What differs between
-them is a `MemberSource`: which member comes next, and what becomes of one that has ended.
-"""
+"""The tasks of members: each takes a slot, runs to its trajectory, and hands that to its call."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -24,36 +20,18 @@ if TYPE_CHECKING:
     from rollout.scheduling.prompts import Member
     from rollout.scheduling.trajectory import MemberHome, TrajectoryRunner
 
-M = TypeVar("M", bound="Member")
-
 #: Error of calls that were.
 CLOSED_MEANWHILE = "the runtime was closed while this call was running"
 
 
-class MemberSource(Protocol[M]):
-    """Where the members of a call come from."""
-
-    async def next_member(self) -> M | None:
-        """The next one to be admitted, once there is one; None: there will be none."""
-
-    def waits_until(self, member: M) -> float:
-        """Clock time until which it may wait for a place."""
-
-    def begin(self, member: M) -> AgentRun | None:
-        """It has a place: its first attempt; None where it runs already, and may now continue."""
-
-    async def end_unstarted(self, member: M) -> None:
-        """It got no place in time, or was cancelled before."""
-
-
 class MemberRuns:
-    """Members with a place, under the runtime's limit on trajectories in flight.
+    """One task group of members, under the runtime's limit on trajectories in flight.
 
-    A member's task exists only while it holds a place, so a batch of any size costs the memory
-    of `scheduling.max_in_flight` trajectories plus its results.
+    A member's task exists only while it holds a slot, or is carried, so a batch of any size costs
+    the memory of `scheduling.max_in_flight` trajectories plus its results.
 
     Attributes:
-        limiter: Members take their place from it.
+        limiter: Members take their slots from it.
         containment: Has the tasks of foreign code.
         is_cancelled: Whether the caller of `run` was cancelled: nobody takes trajectories any more.
     """
@@ -66,22 +44,8 @@ class MemberRuns:
         self._runner, self._tally = runner, tally
         self._tasks: TaskGroup | None = None
 
-    def cancel(self, members: Iterable[Member], reason: str) -> None:
-        """Cancel members, also those that have not started."""
-        chosen = list(members)
-        for member in chosen:
-            member.cancel_reason = reason
-        self.end(chosen)
-
-    def end(self, members: Iterable[Member]) -> None:
-        """End what runs of these members, or waits for a place."""
-        for member in members:
-            for scope in (member.scope, member.door):
-                if scope is not None:
-                    scope.cancel()
-
     async def run(self, admit: Callable[[], Awaitable[object]]) -> None:
-        """Run `admit`, and the members that are started meanwhile, to their end.
+        """Run `admit`, and the members that it starts, to their end.
 
         Cancellation ends every member, bounded, and passes through.
         """
@@ -98,60 +62,8 @@ class MemberRuns:
         finally:
             self._tasks = None
 
-    async def admit(self, source: MemberSource[M]) -> None:
-        """Give the members of a call places, one after the other, and run them."""
-        while (member := await source.next_member()) is not None:
-            if await self._take_place(member, source.waits_until(member)):
-                self._tally.running += 1
-                run = source.begin(member)
-                if run is not None:
-                    assert self._tasks is not None
-                    self._tasks.start_soon(self._run_member, run)
-            else:
-                await anyio.lowlevel.checkpoint()
-                await source.end_unstarted(member)
-
-    def new_run(self, member: Member, home: MemberHome, deadline: Deadline) -> AgentRun:
-        """The first attempt at a member; `deadline` is the outermost of its call."""
-        return AgentRun(self.containment, member, home, deadline)
-
-    def give_back(self, member: Member) -> None:
-        """It has its place no more."""
-        self._tally.running -= 1
-        self.limiter.release_on_behalf_of(member)
-
-    def suspend(self, member: Member) -> None:
-        """It stays, and makes no further request, without a place."""
-        member.pause()
-        self.give_back(member)
-        self._tally.carried += 1
-
-    def resume(self, member: Member, deadline: Deadline) -> None:
-        """It has a place again, and this deadline."""
-        member.resume(deadline)
-        self._tally.carried -= 1
-
-    def conclude_soon(self, work: Callable[[], Coroutine[Any, Any, object]]) -> bool:
-        """Do what ends trajectories in a task that `run` waits for; False where it is too late."""
-        if self._tasks is None or self.is_cancelled:
-            return False
-        self._tasks.start_soon(work)
-        return True
-
-    async def _run_member(self, run: AgentRun) -> None:
-        """A member, from its first attempt to its trajectory, which its call gets."""
-        enter_containment(self.containment)
-        try:
-            trajectory = await run_trajectory(self._runner, run)
-            await run.home.end(run, trajectory)
-        finally:
-            if run.member.is_held:
-                self._tally.carried -= 1
-            else:
-                self.give_back(run.member)
-
-    async def _take_place(self, member: Member, until: float) -> bool:
-        """Wait for a place; False where the member was cancelled or the time is over."""
+    async def take_slot(self, member: Member, until: float) -> bool:
+        """Wait for a slot; False where the member was cancelled or the time is over."""
         if member.cancel_reason is not None:
             return False
         await anyio.lowlevel.checkpoint_if_cancelled()
@@ -171,4 +83,69 @@ class MemberRuns:
         if member.cancel_reason is not None:
             self.limiter.release_on_behalf_of(member)
             return False
+        self._tally.running += 1
         return True
+
+    def start(
+        self, member: Member, home: MemberHome, outermost: Deadline, deadline: Deadline | None
+    ) -> None:
+        """Start the first attempt at a member, which has a slot.
+
+        Args:
+            home: Gets its trajectory.
+            outermost: What bounds it also while the runtime lets its work wait.
+            deadline: Its own; None: as the configuration says.
+        """
+        assert self._tasks is not None
+        run = AgentRun(self.containment, member, home, outermost)
+        run.deadline_left = deadline
+        self._tasks.start_soon(self._run_member, run)
+
+    def start_soon(self, work: Callable[[], Coroutine[Any, Any, object]]) -> bool:
+        """Do other work in a task that `run` waits for; False where it is too late."""
+        if self._tasks is None or self.is_cancelled:
+            return False
+        self._tasks.start_soon(work)
+        return True
+
+    def release_slot(self, member: Member) -> None:
+        """Let another member have its slot."""
+        self._tally.running -= 1
+        self.limiter.release_on_behalf_of(member)
+
+    def suspend(self, member: Member) -> None:
+        """It stays, and makes no further request, without a slot."""
+        member.pause()
+        self.release_slot(member)
+        self._tally.carried += 1
+
+    def resume(self, member: Member, deadline: Deadline) -> None:
+        """It has a slot again, and this deadline."""
+        member.resume(deadline)
+        self._tally.carried -= 1
+
+    def cancel(self, members: Iterable[Member], reason: str) -> None:
+        """Cancel members, also those that have not started."""
+        chosen = list(members)
+        for member in chosen:
+            member.cancel_reason = reason
+        self.end(chosen)
+
+    def end(self, members: Iterable[Member]) -> None:
+        """End what runs of these members, or waits for a slot."""
+        for member in members:
+            for scope in (member.scope, member.door):
+                if scope is not None:
+                    scope.cancel()
+
+    async def _run_member(self, run: AgentRun) -> None:
+        """A member, from its first attempt to its trajectory, which its call gets."""
+        enter_containment(self.containment)
+        try:
+            trajectory = await run_trajectory(self._runner, run)
+            await run.home.end(run, trajectory)
+        finally:
+            if run.member.is_held:
+                self._tally.carried -= 1
+            else:
+                self.release_slot(run.member)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import attrs
 
@@ -15,6 +15,7 @@ from rollout.types import Prompt
 from rollout.utf8 import is_encodable
 
 if TYPE_CHECKING:
+    from rollout.chat.trajectory import Trajectory
     from rollout.config import LimitsConfig
 
 
@@ -102,6 +103,14 @@ class Member:
         self.scope = scope
         if self.cancel_reason is not None or self.over is not None:
             scope.cancel()
+
+
+class Ended(NamedTuple):
+    """A member that has ended, its row, and its trajectory."""
+
+    row: int
+    member: Member
+    trajectory: Trajectory
 
 
 #: What those are told who give rows of a data set, or texts.
@@ -234,36 +243,3 @@ def _check_uids(uids: list[str]) -> None:
         first.setdefault(uid, index)
     if faults:
         raise PromptError("\n".join(faults))
-
-
-def members_of(
-    prompts: Sequence[Prompt],
-    uids: Sequence[str],
-    *,
-    samples: int,
-    step: int,
-    run_seed: int,
-    validate: bool,
-) -> list[Member]:
-    """`samples` members of each prompt, in the order of the rows they become.
-
-    Those of a group share their prompt; one that is alone names its own when that is asked for.
-    """
-    if samples > 1:
-        prompts = list(map(named, prompts, uids))
-    return [
-        Member(
-            prompt,
-            Identity(
-                uid=uid,
-                group=group,
-                member=member,
-                step=step,
-                run_seed=run_seed,
-                validate=validate,
-            ),
-            row=group * samples + member if samples > 1 else group,  # not an equal number
-        )
-        for group, (prompt, uid) in enumerate(zip(prompts, uids, strict=True))
-        for member in range(samples)
-    ]

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
     from rollout.chat.trajectory import Trajectory
     from rollout.observe.event_stream import EventStream
-    from rollout.scheduling.ended_groups import Ended
-    from rollout.scheduling.prompts import Member
+    from rollout.scheduling.prompts import Ended, Member
     from rollout.scheduling.trajectory import AgentRun
 
 #: Reason of those that nobody takes, because the call itself was cancelled.

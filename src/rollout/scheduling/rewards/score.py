@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
     from rollout.config import RolloutConfig
     from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
-    from rollout.scheduling.ended_groups import Ended
-    from rollout.scheduling.prompts import Member
+    from rollout.scheduling.prompts import Ended, Member
     from rollout.scheduling.rewards.functions import RewardFunctions
 
 logger = logging.getLogger("rollout.scheduling")

@@ -1,8 +1,7 @@
-"""A prompt that was pulled from its source, and the members that run for it."""
+"""A prompt and its members, from when it was pulled until its call has judged it."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +9,9 @@ import attrs
 
 from rollout.chat.group import Group
 from rollout.limits import Deadline
-from rollout.scheduling.ended_groups import Ended
 from rollout.scheduling.journal.entries import Key
 from rollout.scheduling.journal.pulled_before import PulledBefore
-from rollout.scheduling.prompts import Member
+from rollout.scheduling.prompts import Ended, Member
 from rollout.scheduling.trajectory import AgentRun
 from rollout.types import Outcome, Prompt
 
@@ -23,13 +21,13 @@ GROUP_S = "scheduling.groups.group_s"
 
 @attrs.define(eq=False)
 class GroupMember(Member):
-    """A member of a group that was pulled.
+    """A member of a group.
 
     Attributes:
         group: That one.
     """
 
-    group: PulledGroup = attrs.field(kw_only=True)
+    group: MemberGroup = attrs.field(kw_only=True)
 
     @property
     def tokens(self) -> int | None:
@@ -38,57 +36,53 @@ class GroupMember(Member):
 
 
 @attrs.define(eq=False)
-class PulledGroup:
-    """A prompt, and what has become of its members so far.
-
-    A member is in one of `waiting`, `running` and `ended`, or `at_door`.
+class MemberGroup:
+    """A prompt, and its members: each is in one of `waiting`, `running` and `ended`.
 
     Attributes:
-        number: Its place among all prompts that the runtime pulled.
-        source: Where it was pulled from.
+        number: Its place among the prompts of its call, or among all that the runtime pulled.
+        source: Where it was pulled from; None where it was given in a list of a batch.
         waiting: Not admitted, or carried.
-        at_door: The one that waits for a place.
         running: Admitted and not ended.
         ended: In the order in which they did.
         version: The oldest of the weights that sampled for it, or may have; None before a call
-            took it on, where the journal has no tokens of it either.
-        call: The call that has it; None while it is kept for the next one.
+            adopted it, where the journal has no tokens of it either.
+        call: The call that has it; None while it is a leftover.
         refills: How often each member was restarted.
         is_rewarded: Whether the reward of groups was asked for.
-        is_settled: What it is to become is decided: nothing of it is wanted any more.
-        is_unjudged: It is whole, and `accept` did not say whether it is taken.
-        made: What its consumer gets, once it is whole.
+        is_settled: It is complete: no further member of it is wanted.
+        is_unjudged: It is complete, and `accept` raised.
+        result: What its consumer gets, once it is judged.
         pulled: Its uid as its source gave it; see `name_at`.
         before: What the journal has of it from an earlier process.
         key: Of one of its members in the journal; None while it is not there.
         delivery: Number of the journal's record that this call gives it to its caller; 0: none.
-        known: Of its members that have ended, as many as had before its call took it on.
+        known: Of its members that have ended, as many as had before its call adopted it.
     """
 
     number: int
     prompt: Prompt
     source: Any = None
-    waiting: deque[GroupMember] = attrs.field(factory=deque)
-    at_door: GroupMember | None = None
+    waiting: list[GroupMember] = attrs.field(factory=list)
     running: dict[GroupMember, None] = attrs.field(factory=dict)
     ended: list[Ended] = attrs.field(factory=list)
     version: int | None = None
-    _deadline: Deadline | None = None
-    _paused_s: Callable[[], float] = float
-    _paused_before: float = 0.0
     call: Any = None
-    refills: Counter[int] = attrs.field(factory=Counter)
+    refills: dict[int, int] = attrs.field(factory=dict)
     is_rewarded: bool = False
     is_settled: bool = False
     is_unjudged: bool = False
-    made: Group | None = None
+    result: Group | None = None
     pulled: str = ""
     before: PulledBefore | None = None
     key: Key | None = None
     delivery: int = 0
     known: int = 0
-    #: Members that ended while no call had it.
-    _alone: list[Ended] = attrs.field(factory=list)
+    _deadline: Deadline | None = None
+    _paused_s: Callable[[], float] = float
+    _paused_before: float = 0.0
+    #: How many of `ended`, the last ones, did so while no call had it.
+    _ended_alone: int = 0
 
     @property
     def uid(self) -> str:
@@ -136,26 +130,6 @@ class PulledGroup:
             self._deadline = Deadline.after(seconds, GROUP_S)
             self._paused_s, self._paused_before = paused_s, paused_s()
 
-    def ended_alone(self, ended: Ended) -> None:
-        """A member has ended while no call had it."""
-        self.forget(ended.member)
-        self.ended.append(ended)
-        self._alone.append(ended)
-
-    def taken_on_by(self, call: Any) -> list[Ended]:
-        """This call has it; it has no deadline until that gives it one.
-
-        Returns:
-            Members that ended while no call had it; they are not in `ended` any more.
-        """
-        self.call, self._deadline = call, None
-        alone, self._alone = self._alone, []
-        self.ended = [each for each in self.ended if not any(each is other for other in alone)]
-        self.delivery, self.known = 0, len(self.ended)
-        for member in (*self.waiting, *(each.member for each in (*self.ended, *alone))):
-            member.batch = call.batch  # what becomes of it does so in this call
-        return alone
-
     @property
     def deadline(self) -> Deadline | None:
         """Its own as things stand, while a call has it."""
@@ -163,19 +137,41 @@ class PulledGroup:
         paused_s = 0.0 if own is None else self._paused_s() - self._paused_before
         return own.later(paused_s) if own is not None and paused_s else own
 
-    def wanted(self, members: int) -> list[Ended]:
-        """The members that its consumer gets, in member order; empty while it is not whole.
+    def end_alone(self, ended: Ended) -> None:
+        """A member has ended while no call had it."""
+        self.forget(ended.member)
+        self.ended.append(ended)
+        self._ended_alone += 1
+
+    def join(self, call: Any) -> list[Ended]:
+        """This call has it; it has no deadline until that gives it one.
+
+        Returns:
+            Members that ended while no call had it; they are not in `ended` any more.
+        """
+        self.call, self._deadline = call, None
+        self.delivery, self.known = 0, len(self.ended) - self._ended_alone
+        alone, self._ended_alone = self.ended[self.known :], 0
+        del self.ended[self.known :]
+        for member in (*self.waiting, *(each.member for each in (*self.ended, *alone))):
+            member.batch = call.batch  # what becomes of it does so in this call
+        return alone
+
+    def choose(self, count: int) -> list[Ended]:
+        """The members that its consumer gets, in member order; empty while it is not complete.
 
         Those that ended first, of which a trainer may learn; where these are too few, others that
         did not fail, and then failed ones.
         """
-        taken = [e for e in self.ended if e.member.log is not None and e.member.log.is_taken]
-        if len(taken) >= members:  # an earlier process gave these out
-            return sorted(taken, key=_number)[:members]
-        sound = sum(each.trajectory.trainable for each in self.ended)
-        if sound < members and (self.waiting or self.running or self.at_door):
+        if len(self.ended) < count:
             return []
-        return sorted(sorted(self.ended, key=_unfitness)[:members], key=_number)
+        taken = [e for e in self.ended if e.member.log is not None and e.member.log.is_taken]
+        if len(taken) >= count:  # an earlier process gave these out
+            return sorted(taken, key=_number)[:count]
+        sound = sum(each.trajectory.trainable for each in self.ended)
+        if sound < count and (self.waiting or self.running):
+            return []
+        return sorted(sorted(self.ended, key=_unfitness)[:count], key=_number)
 
     @property
     def is_overdue(self) -> bool:
@@ -189,27 +185,25 @@ class PulledGroup:
         return any(each.trajectory.limit_source == GROUP_S for each in ended)
 
     def forget(self, member: Member) -> None:
-        """It has ended; a carried one may wait for its readmission."""
+        """It has ended, also while it waited for a slot."""
         self.running.pop(member, None)  # type: ignore[call-overload]
-        if self.at_door is member:
-            self.at_door = None
-        if member.is_held and member in self.waiting:
-            self.waiting.remove(member)  # type: ignore[arg-type]
+        if member in self.waiting:
+            self.waiting.remove(member)
 
-    def for_call(self, members: int) -> PulledGroup:
+    def reopen(self, members: int) -> MemberGroup:
         """It, for a call that wants so many members; as it was pulled, where it has too few.
 
-        One that was whole for another call has let the members go that were not wanted there.
+        One that was complete for another call has cancelled the members not wanted there.
         """
         if self.is_settled and len(self.ended) < members:
-            return self.fresh()
+            return self.restart()
         self.is_settled = self.is_unjudged = False
         return self
 
-    def fresh(self) -> PulledGroup:
+    def restart(self) -> MemberGroup:
         """The same prompt, as it was when it was pulled."""
         key = self.key if self.before is None else self.before.key
-        return PulledGroup(self.number, self.prompt, self.source, pulled=self.pulled, key=key)
+        return MemberGroup(self.number, self.prompt, self.source, pulled=self.pulled, key=key)
 
 
 def _number(ended: Ended) -> int:
