@@ -175,7 +175,7 @@ async def test_reward_process_sees_the_trajectory_as_it_is() -> None:
     assert extra["roles"] == [each.role for each in trajectory.messages]
     assert extra["prompt"] == ["dict", {"role": "user", "content": "go"}]
     assert extra["ground_truth"] == {"sum": 5}
-    assert extra["ids"].tolist() == transcript.ids().tolist()
+    assert extra["ids"] == transcript.ids().tolist()
     assert extra["log_probs"] == transcript.log_probs().tolist()
     assert extra["versions"] == transcript.weight_versions().tolist()
     assert extra["mask"] == transcript.mask().tolist()
@@ -184,12 +184,12 @@ async def test_reward_process_sees_the_trajectory_as_it_is() -> None:
     assert transcript.top_ids().shape[1] == 2
     experts = transcript.routed_experts()
     assert experts is not None
-    assert extra["experts"].tolist() == experts.tolist()
+    assert extra["experts"] == experts.tolist()
     assert extra["finish_reasons"] == ["stop", "stop"]
     assert extra["session_id"] == trajectory.segments[0].session_id
     assert extra["seeds"] == list(trajectory.segments[0].seeds)
     assert extra["num_turns"] == trajectory.num_turns
-    assert extra["array"].tolist() == [0, 1, 2]
+    assert extra["array"] == [0, 1, 2]
     assert trajectory.segments[0].token_rewards is not None
     assert sum(trajectory.segments[0].token_rewards) == 3.0
 

@@ -32,7 +32,6 @@ from rollout.chat.packed_trajectory import (
 from rollout.chat.plain_data import (
     NotPlainError,
     encoder,
-    from_plain,
     simplify,
     to_plain,
     to_plain_items,
@@ -123,8 +122,8 @@ class Reply(msgspec.Struct, omit_defaults=True):
     failure: Cause | None = None
 
 
-_decode_request = msgspec.msgpack.Decoder(Load | Ask, ext_hook=from_plain).decode
-_decode_reply = msgspec.msgpack.Decoder(Reply, ext_hook=from_plain).decode
+_decode_request = msgspec.msgpack.Decoder(Load | Ask).decode
+_decode_reply = msgspec.msgpack.Decoder(Reply).decode
 
 
 class RewardProcesses:
