@@ -54,6 +54,7 @@ async def test_deadline_paused_before_it_fires_is_put_off() -> None:
     assert anyio.current_time() - began == pytest.approx(11.0)
 
 
+@pytest.mark.slow
 async def test_engine_that_is_full_for_hours_ends_a_trajectory_by_its_limit() -> None:
     full = Scenario(seed=1).reply("", filler=5).fault(reject_share=1.0)
     limits = LimitsConfig(batch_s=9000.0, trajectory_s=8000.0, turn_s=None, generation_s=7000.0)

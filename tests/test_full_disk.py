@@ -368,6 +368,7 @@ def rollout_process(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[
         process.communicate()
 
 
+@pytest.mark.slow
 def test_cli_run_killed_has_on_disk_what_had_ended(folder: Path) -> None:
     write_config(folder, base_s=0.05)
     write_prompts(folder, ["steady", "quick", "steady", "quick"])
