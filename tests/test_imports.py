@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rollout.testing import simulated_tokenizer
+from slow_cases import slow_after
 
 pytestmark = pytest.mark.process
 HEAVY = {"torch", "transformers", "tensordict", "numpy", "attrs", "cattrs", "trio", "anyio"}
@@ -51,7 +52,7 @@ def test_rows_of_trainers_need_no_torch() -> None:
     assert "torch" not in loaded_by("import rollout.integrations.trainer_rows")
 
 
-@pytest.mark.parametrize("trainer", ["openrlhf", "skyrl", "slime", "verifiers"])
+@pytest.mark.parametrize("trainer", slow_after(1, ["openrlhf", "skyrl", "slime", "verifiers"]))
 def test_adapter_is_importable_without_its_trainer_and_without_torch(trainer: str) -> None:
     assert not loaded_by(f"import rollout.integrations.{trainer}") & {"torch", "anyio", trainer}
 

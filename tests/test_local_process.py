@@ -85,6 +85,7 @@ async def test_open_core_does_not_start_error_carries_its_words() -> None:
     assert children() == []
 
 
+@pytest.mark.slow
 async def test_open_worker_of_a_core_fails_error_carries_its_exception_too() -> None:
     with pytest.raises(EngineError) as raised:
         async with open_pool(pool_of("BrokenWorkerCore")):

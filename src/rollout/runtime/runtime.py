@@ -244,8 +244,8 @@ class RolloutRuntime:
         Args:
             source: Any iterable or async iterable of `Prompt`, endless ones too, or what has them
                 by number, as map-style datasets do. It may block: it is asked in a thread, unless
-                it is a list or a tuple. An async one is always asked in the same task; an async generator
-                is closed there, with the runtime at the latest.
+                it is a list or a tuple. An async one is always asked in the same task; an async
+                generator is closed there, with the runtime at the latest.
             groups: How many. With ``on_group_deadline = "drop"`` those left out are missing, and
                 so are others once `cancel` was called for all.
             policy: Stands over ``scheduling.groups`` of the configuration.
