@@ -357,7 +357,8 @@ class Call:
         try:
             return judge(self._accept, group)
         except BaseException as error:  # as of an agent: it is its call's alone
-            if find_propagating(error) is not None:
+            is_own = isinstance(error, GeneratorExit)  # no coroutine is closed in a plain call
+            if not is_own and find_propagating(error) is not None:
                 raise
             self._fail(error)
             return None

@@ -152,7 +152,9 @@ class PromptSource:
                 self.is_used_up = True
                 self._end()
         except BaseException as error:  # also what is no Exception, of a loader in another language
-            if find_propagating(error) is not None:
+            is_sync = not isinstance(self.given, AsyncIterable)
+            is_own = is_sync and isinstance(error, GeneratorExit)  # of nothing that is closed here
+            if not is_own and find_propagating(error) is not None:
                 raise
             self.failure = _explain_cancellation(error)
         finally:
