@@ -277,7 +277,7 @@ async def test_accept_that_is_a_coroutine_function_is_refused_before_anything_st
         assert runtime.statistics().admitted == 0
 
 
-@pytest.mark.parametrize("becomes", ["refill", "drop"])
+@pytest.mark.parametrize("becomes", slow_but(["refill", "drop"], "refill"))
 async def test_stream_of_groups_that_all_meet_their_deadline_ends_with_an_error(
     becomes: Any,
 ) -> None:

@@ -49,6 +49,7 @@ async def bytes_while_waiting(count: int) -> int:
             return sum(trace.size for trace in traces)
 
 
+@pytest.mark.slow
 async def test_trajectories_await_their_engine_each_holds_few_bytes() -> None:
     await bytes_while_waiting(FEW)  # what is made once
     tracemalloc.start()

@@ -22,12 +22,13 @@ from rollout.engine.placement.local_process import LocalProcess
 from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.routing import Router
 from rollout.errors import EngineError
+from slow_cases import slow_after
 
 pytestmark = [pytest.mark.anyio, pytest.mark.process]
 HERE = Path(__file__).parent
 
 
-@pytest.fixture(params=["trio", "asyncio"])
+@pytest.fixture(params=slow_after(1, ["trio", "asyncio"]))
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     """Both backends, in real time."""
     return str(request.param)

@@ -31,7 +31,7 @@ CHAT = Scenario(seed=3).reply("One", "First.").then("Second.").then("Third.")
 PROMPT = {"messages": [{"role": "user", "content": "-"}], "uid": "task-7"}
 
 
-@pytest.fixture(params=["trio", "asyncio"])
+@pytest.fixture(params=slow_after(1, ["trio", "asyncio"]))
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     """Real sockets, so real time."""
     return str(request.param)

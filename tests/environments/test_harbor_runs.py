@@ -194,6 +194,7 @@ def copy_example(folder: Path, provider: str) -> Path:
     return tasks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_swe_agent_example_solves_its_task(folder: Path, provider: str) -> None:
     tasks = copy_example(folder, provider)
