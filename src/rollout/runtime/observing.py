@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import asynccontextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
 import anyio
@@ -68,7 +68,7 @@ async def open_observers(
             events.attach(reader, needs_subjects=False)
     events.start(
         loop_clock(),
-        version=sys.modules["rollout"].__version__,
+        version=import_module("rollout").__version__,
         run_seed=run_seed,
         config=dump_config(config) if readers else {},
     )

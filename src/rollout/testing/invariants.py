@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from rollout.engine.core import CORE_CLOSE_S
 from rollout.engine.driver.request_runner import last_answer_s
 from rollout.scheduling.member_runs import CLOSED
-from rollout.session_names import session_name
+from rollout.seeds import session_name
 from rollout.testing.group_checks import group_anomalies
 from rollout.testing.sampling_checks import sampling_anomalies
 from rollout.testing.tensor_checks import batch_anomalies

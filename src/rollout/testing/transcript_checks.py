@@ -11,7 +11,7 @@ import numpy as np
 from rollout.chat.trajectory import BRANCH, COMPACTION
 from rollout.chat.transcript import NO_VERSION
 from rollout.engine.cores.simulated.vocabulary import log_probs_of
-from rollout.session_names import split_session
+from rollout.seeds import split_session
 from rollout.testing.per_token_checks import expert_anomalies, top_anomalies
 from rollout.types import Outcome
 
