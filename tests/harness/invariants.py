@@ -31,7 +31,7 @@ from harness.transcript_checks import (
 from rollout.engine.core import CORE_CLOSE_S
 from rollout.engine.driver.request_runner import last_answer_s
 from rollout.scheduling.endings import CLOSED
-from rollout.session_names import session_name
+from rollout.seeds import session_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,7 +13,7 @@ from rollout.chat.transcript import NO_EXPERT, NO_VERSION
 from rollout.config import SimulatedEngine
 from rollout.engine.cores.simulated.options import parse_scenario
 from rollout.engine.cores.simulated.vocabulary import expert_of, log_probs_of, top_of
-from rollout.session_names import split_session
+from rollout.seeds import split_session
 from rollout.types import Outcome
 
 if TYPE_CHECKING:

@@ -260,8 +260,10 @@ class BlockingRollout:
     async def __aexit__(self, *_error: object) -> None:
         pass
 
-    def __await__(self) -> NoReturn:
+    def _refuse_await(self) -> NoReturn:
         self._refuse("is awaited")
+
+    __await__ = _refuse_await
 
     def _refuse(self, how: str) -> NoReturn:
         self.close()

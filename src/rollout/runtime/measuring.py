@@ -17,7 +17,7 @@ from rollout.observe.events import BatchEnded, BatchStarted, RuntimeSampled
 from rollout.observe.loop_lag import LagWindow
 from rollout.sandbox.pool import PoolStatistics
 from rollout.scheduling.journal.open_journal import JournalStatistics
-from rollout.types import said
+from rollout.types import format_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -103,7 +103,7 @@ class BatchWatch:
             try:
                 yield window
             except BaseException as fault:
-                error = said(fault)
+                error = format_error(fault)
                 raise
             finally:
                 if events.is_on:

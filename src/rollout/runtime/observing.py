@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,6 +14,7 @@ from rollout.observe.event_stream import Reader
 from rollout.observe.events import RunEnded
 from rollout.observe.prometheus import PrometheusEndpoint
 from rollout.observe.traces import Tracer, open_tracer
+from rollout.version import VERSION
 from rollout.worker_threads import run_in_thread
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ async def open_observers(
             events.attach(reader, needs_subjects=False)
     events.start(
         loop_clock(),
-        version=sys.modules["rollout"].__version__,
+        version=VERSION,
         run_seed=run_seed,
         config=dump_config(config) if readers else {},
     )
