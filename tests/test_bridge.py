@@ -169,6 +169,7 @@ print(asyncio.run(main()).trajectories[0].reward)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("anyio_backend", ["asyncio"], indirect=True)
 async def test_rollout_on_asyncio_works_while_a_thread_has_trio_half_imported() -> None:
     done = await anyio.run_process([sys.executable, "-c", HALF_MADE_TRIO], check=False)

@@ -51,7 +51,7 @@ OVERRIDES = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(EXAMPLES, "environment", "hidden_tests", "tool_set"))
+@pytest.mark.parametrize("name", slow_but(EXAMPLES, "environment"))
 def test_example_runs(name: str) -> None:
     run_example(name, OVERRIDES.get(name, ()))
 

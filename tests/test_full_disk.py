@@ -37,6 +37,7 @@ from rollout.scheduling.journal.frames import Frame, frames, records_of
 from rollout.scheduling.journal.journal_reading import read_journal
 from rollout.scheduling.journal.journal_writer import JournalWriter
 from rollout.testing.clock import virtual_threads
+from slow_cases import slow_but
 
 pytestmark = pytest.mark.process
 LENGTHS = LengthsConfig(prompt=8, response=256)
@@ -338,6 +339,7 @@ def test_cli_run_on_a_full_disk_keeps_what_fits_and_exits_with_a_code_of_its_own
     assert len(RolloutBatch.load(folder / "out")) == 4
 
 
+@pytest.mark.slow
 def test_cli_run_overwriting_leaves_the_earlier_batch_until_a_trajectory_has_ended(
     folder: Path,
 ) -> None:
@@ -369,6 +371,7 @@ def rollout_process(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[
         process.communicate()
 
 
+@pytest.mark.slow
 def test_cli_run_killed_has_on_disk_what_had_ended(folder: Path) -> None:
     write_config(folder, base_s=0.05)
     write_prompts(folder, ["steady", "quick", "steady", "quick"])
@@ -405,7 +408,7 @@ def ended(out: Path) -> int:
     return sum(each.end is not None for each in read_journal(path).trajectories.values())
 
 
-@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize("stream", slow_but(["stdout", "stderr"], "stdout"))
 def test_cli_run_whose_output_cannot_be_written_saves_all_the_same(
     folder: Path, stream: str
 ) -> None:

@@ -17,8 +17,12 @@ from rollout.config import AgentConfig, GatewayConfig, LengthsConfig, LimitsConf
 from rollout.gateway.calls import GatewayError
 from rollout.integrations.langgraph import GraphAgent, RolloutChatModel, open_chat_model
 from rollout.testing import Scenario, tool_call
+from slow_cases import slow_after
 
-pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])]
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.parametrize("anyio_backend", slow_after(1, ["asyncio", "trio"])),
+]
 
 TRIALS: dict[str, Any] = {}
 SCENARIO = (

@@ -102,6 +102,7 @@ def forward() -> None:
     HOLD.wait(0.3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_caller_blocks_its_own_loop_is_named_as_such_and_once(
     backend: str, caplog: pytest.LogCaptureFixture
@@ -123,6 +124,7 @@ def test_caller_blocks_its_own_loop_is_named_as_such_and_once(
     assert statistics.loop_lag_s > BLOCKED_S
 
 
+@pytest.mark.slow
 def test_blocked_inside_installed_code_names_the_task(caplog: pytest.LogCaptureFixture) -> None:
     """A trainer may be a package: of its frames the task's outermost is named."""
     package = {"__name__": "trainer.loop", "HOLD": HOLD}
@@ -163,6 +165,7 @@ def test_thread_that_holds_the_interpreter_is_told_from_the_tasks(
     assert blocked_s > BLOCKED_S
 
 
+@pytest.mark.slow
 def test_one_place_is_named_once_a_minute_with_the_times_between() -> None:
     repeats = Repeats()
     assert [repeats.unsaid("here", now) for now in (0.0, 0.1, 59.9)] == [0, None, None]

@@ -84,8 +84,3 @@ def test_explore_fault_is_found_and_can_be_replayed_alone() -> None:
     assert "LookupError('swallowed')" in str(caught.value)
     race = caught.value.races[0]
     assert replay(leaky, race.injection, step=race.step, seed=race.seed) == list(race.anomalies)
-
-
-def test_explore_unknown_injection_is_named() -> None:
-    with pytest.raises(ValueError, match="injection 'flood': expected some of cancel, close"):
-        explore(leaky, injections=("flood",))

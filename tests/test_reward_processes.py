@@ -36,7 +36,7 @@ from rollout.config import (
     ToolsConfig,
 )
 from rollout.testing import Scenario, tool_call
-from slow_cases import slow_but
+from slow_cases import slow_after, slow_but
 
 pytestmark = [pytest.mark.anyio, pytest.mark.process]
 
@@ -175,7 +175,7 @@ async def test_reward_process_sees_the_trajectory_as_it_is() -> None:
     assert extra["roles"] == [each.role for each in trajectory.messages]
     assert extra["prompt"] == ["dict", {"role": "user", "content": "go"}]
     assert extra["ground_truth"] == {"sum": 5}
-    assert extra["ids"].tolist() == transcript.ids().tolist()
+    assert extra["ids"] == transcript.ids().tolist()
     assert extra["log_probs"] == transcript.log_probs().tolist()
     assert extra["versions"] == transcript.weight_versions().tolist()
     assert extra["mask"] == transcript.mask().tolist()
@@ -184,12 +184,12 @@ async def test_reward_process_sees_the_trajectory_as_it_is() -> None:
     assert transcript.top_ids().shape[1] == 2
     experts = transcript.routed_experts()
     assert experts is not None
-    assert extra["experts"].tolist() == experts.tolist()
+    assert extra["experts"] == experts.tolist()
     assert extra["finish_reasons"] == ["stop", "stop"]
     assert extra["session_id"] == trajectory.segments[0].session_id
     assert extra["seeds"] == list(trajectory.segments[0].seeds)
     assert extra["num_turns"] == trajectory.num_turns
-    assert extra["array"].tolist() == [0, 1, 2]
+    assert extra["array"] == [0, 1, 2]
     assert trajectory.segments[0].token_rewards is not None
     assert sum(trajectory.segments[0].token_rewards) == 3.0
 
@@ -313,45 +313,45 @@ async def test_reward_process_and_its_driver_hand_over_what_msgpack_can_hold() -
     assert one.extra["echo"] == {**given, "data": {"held": [1, "\ufffd"]}}
 
 
-@pytest.mark.parametrize(
-    ("reward", "said"),
-    [
-        (
-            lambda trajectory: 1.0,
-            "reward: rewards.processes = 2 needs a function that its process can import: move "
-            "<lambda> to the top level of a module, or name it as 'package.module:name'",
-        ),
-        (
-            isolated_rewards.judge,
-            "reward: rewards.processes = 2 needs a function that its process can import: move "
-            "Judge to the top level of a module, or name it as 'package.module:name'",
-        ),
-        (
-            isolated_rewards.score_tenfold,
-            "reward: rewards.processes = 2 needs a function that its process finds by its name: "
-            f"isolated_rewards.score is another function, of {isolated_rewards.__file__}, line "
-            f"{isolated_rewards.score.__code__.co_firstlineno}; "
-            "set __qualname__ of the one that is meant to the name under which its module has it, "
-            "or name it as 'package.module:name'",
-        ),
-        (
-            isolated_rewards.first_renamed,
-            "reward: rewards.processes = 2 needs a function that its process finds by its name: "
-            "isolated_rewards.renamed is another function, of ",
-        ),
-        (
-            isolated_rewards.vanished,
-            "reward: rewards.processes = 2 needs a function that its process finds by its name: "
-            "there is no isolated_rewards.vanished_one; set",
-        ),
-        (
-            "isolated_rewards:nothing",
-            "reward = 'isolated_rewards:nothing': isolated_rewards has no 'nothing'",
-        ),
-        ("no.such:name", "reward = 'no.such:name': ModuleNotFoundError: No module named 'no"),
-        ("a b:c", "reward = 'a b:c': expected a function, or 'package.module:name'"),
-    ],
-)
+UNIMPORTABLE = [
+    (
+        lambda trajectory: 1.0,
+        "reward: rewards.processes = 2 needs a function that its process can import: move "
+        "<lambda> to the top level of a module, or name it as 'package.module:name'",
+    ),
+    (
+        isolated_rewards.judge,
+        "reward: rewards.processes = 2 needs a function that its process can import: move "
+        "Judge to the top level of a module, or name it as 'package.module:name'",
+    ),
+    (
+        isolated_rewards.score_tenfold,
+        "reward: rewards.processes = 2 needs a function that its process finds by its name: "
+        f"isolated_rewards.score is another function, of {isolated_rewards.__file__}, line "
+        f"{isolated_rewards.score.__code__.co_firstlineno}; "
+        "set __qualname__ of the one that is meant to the name under which its module has it, "
+        "or name it as 'package.module:name'",
+    ),
+    (
+        isolated_rewards.first_renamed,
+        "reward: rewards.processes = 2 needs a function that its process finds by its name: "
+        "isolated_rewards.renamed is another function, of ",
+    ),
+    (
+        isolated_rewards.vanished,
+        "reward: rewards.processes = 2 needs a function that its process finds by its name: "
+        "there is no isolated_rewards.vanished_one; set",
+    ),
+    (
+        "isolated_rewards:nothing",
+        "reward = 'isolated_rewards:nothing': isolated_rewards has no 'nothing'",
+    ),
+    ("no.such:name", "reward = 'no.such:name': ModuleNotFoundError: No module named 'no"),
+    ("a b:c", "reward = 'a b:c': expected a function, or 'package.module:name'"),
+]
+
+
+@pytest.mark.parametrize(("reward", "said"), slow_after(3, UNIMPORTABLE))
 async def test_reward_that_no_process_can_import_is_refused_before_anything_starts(
     reward: Any, said: str
 ) -> None:
@@ -436,6 +436,7 @@ async def test_reward_that_waits_for_a_thread_has_all_its_time_once_it_is_called
     assert [each.reward for each in batch.trajectories] == [1.0] * 4
 
 
+@pytest.mark.slow
 async def test_reward_process_is_asked_in_time_though_a_tool_has_the_only_thread() -> None:
     prompts = [user("use"), user()]
     batch = await rewarded(
@@ -444,12 +445,14 @@ async def test_reward_process_is_asked_in_time_though_a_tool_has_the_only_thread
     assert [each.reward for each in batch.trajectories] == [1.0, 1.0]
 
 
+@pytest.mark.slow
 async def test_reward_process_reads_a_long_trajectory_in_time() -> None:
     prompt = user(extra={"pages": b"x" * 30_000_000})
     (one,) = (await rewarded([prompt], isolated_rewards.score, reward_s=6.0)).trajectories
     assert one.reward == 1.0
 
 
+@pytest.mark.slow
 async def test_async_rewards_of_a_process_are_all_awaited_on_one_loop() -> None:
     does = ["", "leave", "", ""]
     given = [user(extra={"does": each}) for each in does]

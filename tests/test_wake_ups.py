@@ -6,22 +6,17 @@ from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 import anyio
 import pytest
 from trio.testing import MockClock
 
-import rollout
 from fake_core import CountingCore
-from rollout import Outcome, Prompt
-from rollout.config import SchedulingConfig
 from rollout.engine.core import Chunk, GenerationRequest
 from rollout.engine.driver.lasting_connection import FRAMES_A_ROUND
 from rollout.engine.wire import frames
 from rollout.engine.wire.protocol import Terms
 from rollout.scopes import open_task_group
-from rollout.testing import Scenario
 from wires import Asker, Wire
 
 pytestmark = pytest.mark.anyio
@@ -181,42 +176,3 @@ async def test_answers_wait_for_their_round_connection_is_cut_none_is_lost(
         assert count == 300
         assert (channel.in_flight, channel.tokens.taken) == (0, 1200)
         assert channel.tokens.arrived == 1200
-
-
-# --- batches
-
-MANY = 300
-SLOW = Scenario(seed=1).reply("", filler=5000).timing(base_s=1.0, prefill_tokens_per_s=None)
-
-
-def prompts(count: int = MANY) -> list[Prompt]:
-    return [Prompt(messages=[{"role": "user", "content": "go"}], uid=f"{n}") for n in range(count)]
-
-
-async def test_member_cancelled_while_others_wait_for_their_round_keeps_its_outcome() -> None:
-    config = SLOW.config(scheduling=SchedulingConfig(max_in_flight=MANY))
-    outcomes: list[Any] = []
-    async with rollout.open_rollout(config) as runtime:
-        async with anyio.create_task_group() as tasks:
-
-            async def call() -> None:
-                batch = await runtime.generate(prompts())
-                outcomes.extend((t.outcome, t.reason) for t in batch.trajectories)
-
-            tasks.start_soon(call)
-            await anyio.sleep(3.5)
-            assert runtime.cancel(reason="first") == MANY
-            assert runtime.cancel(reason="second") == 0
-    assert outcomes == [(Outcome.CANCELLED, "first")] * MANY
-
-
-@BACKENDS
-async def test_caller_cancelled_before_the_first_member_starts_none_does() -> None:
-    config = Scenario(seed=1).reply("", "ok").config()
-    async with rollout.open_rollout(config) as runtime:
-        with anyio.CancelScope() as scope:
-            scope.cancel()
-            await runtime.generate(prompts(20))
-        statistics = runtime.statistics()
-        assert scope.cancelled_caught
-        assert (statistics.admitted, statistics.outcomes) == (20, {"cancelled": 20})

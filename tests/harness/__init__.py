@@ -2,7 +2,7 @@
 
 `Recorder` opens a runtime whose engines, tools, users and callers are recorded, and compares the
 records with what the library says. `explore` runs a situation again and again, with something that
-happens at each of its checkpoints. docs/architecture.md says what is checked.
+happens at each of its checkpoints. README.md says what is checked.
 """
 
 from harness.races import RacesFoundError, explore, replay

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rollout.session_names import session_name
+from rollout.seeds import session_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,6 +7,7 @@ The invariants, each with the check that guards it:
 * the tensors say what the transcripts say: `tensor_checks`;
 * each request is sampled as its caller asked: `sampling_checks`;
 * every token is accounted for: `token_accounting`;
+* groups are whole, none comes twice, with their engines' tokens: `_group_anomalies`;
 * nothing is left: `_leftover_anomalies`;
 * no limit is exceeded, and a cancellation arrives: `_time_anomalies`.
 """
@@ -14,9 +15,10 @@ The invariants, each with the check that guards it:
 from __future__ import annotations
 
 from collections import Counter
+from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from harness.group_checks import group_anomalies
 from harness.sampling_checks import sampling_anomalies
 from harness.tensor_checks import batch_anomalies
 from harness.token_accounting import accounting_anomalies
@@ -29,7 +31,7 @@ from harness.transcript_checks import (
 from rollout.engine.core import CORE_CLOSE_S
 from rollout.engine.driver.request_runner import last_answer_s
 from rollout.scheduling.endings import CLOSED
-from rollout.session_names import session_name
+from rollout.seeds import session_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from harness.call_records import CallRecord, GenerationRecord
     from harness.watched_runtime import WatchedRuntime
     from harness.watched_tools import Use
+    from rollout.chat.trajectory import Trajectory
     from rollout.config import LimitsConfig
 
 
@@ -47,7 +50,7 @@ def anomalies_of(watched: WatchedRuntime) -> list[str]:
 
 def _anomalies(watched: WatchedRuntime) -> Iterator[str]:
     facts = _facts(watched)
-    yield from group_anomalies(watched)
+    yield from _group_anomalies(watched)
     for call in watched.calls:
         yield from _time_anomalies(call, watched.config.limits, EPSILON_S)
         if call.is_of_groups:
@@ -235,3 +238,55 @@ def _count_anomalies(watched: WatchedRuntime) -> Iterator[str]:
     for replica in end.replicas:
         if replica.in_flight or replica.zombies:
             yield f"{replica.name}: {replica.in_flight} in flight, {replica.zombies} zombies"
+
+
+def _group_anomalies(watched: WatchedRuntime) -> Iterator[str]:
+    """What is wrong with the groups that were delivered."""
+    calls = [call for call in watched.calls if call.is_of_groups]
+    delivered = [t for call in calls for t in call.delivered]
+    transcripts = Counter(id(t.transcript) for t in delivered if t.transcript)
+    if any(count > 1 for count in transcripts.values()):
+        yield "a trajectory of a group was delivered twice"
+    for call in calls:
+        yield from _group_shape_anomalies(call)
+    records = [record for call in watched.calls for record in call.all_generations()]
+    for trajectory in delivered:
+        yield from _group_token_anomalies(trajectory, records)
+
+
+def _group_shape_anomalies(call: CallRecord) -> Iterator[str]:
+    found = [
+        (uid, [t.member for t in rows]) for uid, rows in groupby(call.delivered, attrgetter("uid"))
+    ]
+    names = Counter(uid for uid, _ in found)
+    for uid, count in names.items():
+        if count > 1:
+            yield f"{call.kind}: the group {uid} was delivered {count} times, or is not adjacent"
+    for uid, members in found:
+        if call.wanted_members and len(members) != call.wanted_members:
+            yield f"{call.kind}: the group {uid} has {len(members)} members"
+        if members != sorted(set(members)):
+            yield f"{call.kind}: the members of {uid} are {members}"
+    if call.groups and len(found) > call.groups:
+        yield f"collect: {len(found)} groups; {call.groups} were wanted"
+
+
+def _group_token_anomalies(
+    trajectory: Trajectory, records: list[GenerationRecord]
+) -> Iterator[str]:
+    """Each turn is what one of its generations brought, with the versions of that one."""
+    for segment in trajectory.segments:
+        whole = segment.transcript.ids_bytes()
+        for span in segment.transcript.generated_spans():
+            ids = whole[4 * span.start : 4 * span.stop]
+            versions = [list(run) for run in span.versions]
+            if not any(_brought(record, ids, versions) for record in records):
+                name = f"{trajectory.uid}/{trajectory.member}"
+                yield f"{name}: a turn of {len(span)} tokens that no engine gave like that"
+
+
+def _brought(record: GenerationRecord, ids: bytes, versions: list[list[int]]) -> bool:
+    generation = record.generation
+    if generation.ids.tobytes() == ids:
+        return [list(run) for run in generation.versions] == versions or not ids
+    return bool(ids) and generation.ids.tobytes().startswith(ids)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import anyio
 import attrs
 
-from harness.fault_injector import FaultInjector
+from harness.call_records import GenerationRecord, name_of
 from harness.invariants import anomalies_of
-from harness.watched_engines import open_watched_engines
+from harness.watched_core import WatchedCore
 from harness.watched_runtime import WatchedRuntime
-from harness.watched_tools import WatchedInteractions, WatchedTool
+from harness.watched_tools import FaultInjector, WatchedInteractions, WatchedTool
 from rollout.config import InProcessPlacement
-from rollout.errors import ConfigError
+from rollout.engine.driver.engine_opening import open_engines
+from rollout.engine.placement.in_process import InProcess
+from rollout.errors import EngineError
 from rollout.runtime.opening import open_rollout_on
 from rollout.scheduling.rewards.functions import GivenRewards
 from rollout.scopes import open_task_group
@@ -27,9 +29,14 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from harness.call_records import CallRecord
-    from harness.watched_core import WatchedCore
     from rollout.config import RolloutConfig
+    from rollout.engine.core import EngineCore, SamplingParams
+    from rollout.engine.driver.generation import Generation
+    from rollout.engine.driver.pool import EnginePool
+    from rollout.engine.driver.replica_supervisor import FactsGiver
+    from rollout.observe.event_stream import EventStream
     from rollout.scheduling.rewards.signatures import GroupRewardFunction, RewardFunction
+    from rollout.token_prefix import TokenPrefix
 
 
 class Recorder:
@@ -61,20 +68,10 @@ class Recorder:
     ) -> AsyncIterator[WatchedRuntime]:
         """`rollout.open_rollout`, watched; the arguments are the same.
 
-        Raises:
-            ConfigError: The engines do not live on the driver's loop, where they can be watched, or
-                rewards are called in processes.
+        Engines live on the driver's loop and rewards are called there, where they can be watched.
         """
-        if config.rewards.processes:
-            raise ConfigError(
-                f"rewards.processes = {config.rewards.processes}: expected 0, where a recorder can "
-                "watch the rewards"
-            )
-        if not isinstance(config.placement, InProcessPlacement):
-            raise ConfigError(
-                f"placement.kind = {config.placement.kind!r}: expected 'in_process', where a "
-                f"recorder can watch the engines"
-            )
+        assert isinstance(config.placement, InProcessPlacement), config.placement
+        assert not config.rewards.processes
         if config.seed is None:  # what is checked is derived from it
             config = attrs.evolve(config, seed=fresh_seed())
         watched = WatchedRuntime(config)
@@ -82,7 +79,7 @@ class Recorder:
         left: float | None = None
         try:
             async with open_rollout_on(
-                partial(open_watched_engines, watched),
+                partial(_open_watched_engines, watched),
                 config,
                 [self._tool(tool, watched) for tool in tools],
                 GivenRewards(
@@ -121,3 +118,61 @@ class Recorder:
     def _tool(self, tool: Any, watched: WatchedRuntime) -> Tool:
         real = tool if isinstance(tool, Tool) else FunctionTool(tool)
         return WatchedTool(real, watched.record_use, self.fault_injector)
+
+
+class _WatchedEngines:
+    """An `EnginePool` with records; everything that is not here is the pool's own."""
+
+    def __init__(self, pool: EnginePool, watched: WatchedRuntime) -> None:
+        self._pool = pool
+        self._watched = watched
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+    async def generate(
+        self,
+        generation: Generation,
+        *,
+        session_id: str,
+        prompt_ids: bytes | TokenPrefix,
+        sampling: SamplingParams,
+        **options: Any,
+    ) -> None:
+        """See `EnginePool.generate`."""
+        packed = prompt_ids if isinstance(prompt_ids, bytes) else prompt_ids.packed()
+        record = GenerationRecord(generation, packed, sampling, anyio.current_time())
+        self._watched.record_generation(session_id, record)
+        try:
+            await self._pool.generate(
+                generation,
+                session_id=session_id,
+                prompt_ids=prompt_ids,
+                sampling=sampling,
+                **options,
+            )
+        except BaseException as error:
+            record.failure = name_of(error)
+            record.is_engine_failure = isinstance(error, EngineError)
+            raise
+        finally:
+            record.ended = anyio.current_time()
+
+    def forget(self, session_id: str) -> None:
+        """See `EnginePool.forget`."""
+        self._watched.forgotten.add(session_id)
+        self._pool.forget(session_id)
+
+
+@asynccontextmanager
+async def _open_watched_engines(
+    watched: WatchedRuntime, config: RolloutConfig, facts: FactsGiver, events: EventStream
+) -> AsyncIterator[EnginePool]:
+    """The engines of a configuration on the driver's own loop, each core a watched one."""
+
+    def watch(name: str, core: EngineCore) -> EngineCore:
+        watched.cores.append(WatchedCore(name, core))
+        return cast("EngineCore", watched.cores[-1])
+
+    async with open_engines(config, facts, events, placement=InProcess(wrap=watch)) as pool:
+        yield cast("EnginePool", _WatchedEngines(pool, watched))

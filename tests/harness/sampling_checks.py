@@ -14,7 +14,7 @@ import msgspec
 
 from rollout.engine.cores.simulated.options import parse_scenario
 from rollout.engine.cores.simulated.simulated_model import SimulatedModel
-from rollout.session_names import session_name, split_session
+from rollout.seeds import session_name, split_session
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

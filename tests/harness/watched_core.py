@@ -8,14 +8,13 @@ from __future__ import annotations
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from harness.fault_injector import InjectedError
+from harness.watched_tools import InjectedError
 from rollout.engine.core import EngineBroken
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from rollout.engine.core import Chunk, EngineCore, EngineInfo, EngineLoad, GenerationRequest
-    from rollout.engine.weights import DiskWeights
+    from rollout.engine.core import Chunk, EngineCore, GenerationRequest
 
 
 class SentRequest:
@@ -35,7 +34,7 @@ class SentRequest:
 
 
 class WatchedCore:
-    """An `EngineCore` around another one.
+    """An `EngineCore` around another one; everything that is not here is that one's own.
 
     Attributes:
         name: The replica.
@@ -44,7 +43,6 @@ class WatchedCore:
         is_serving: Between its start and its end, whichever way that comes.
         is_gone: It was closed, or did not start.
         on_freeze: Stops its connections; the placement sets it.
-        is_gathering: As the core around which it is.
     """
 
     def __init__(self, name: str, core: EngineCore) -> None:
@@ -53,17 +51,14 @@ class WatchedCore:
         self.reused_ids: list[str] = []
         self.is_serving = False
         self.is_gone = False
-        self.is_gathering = getattr(core, "is_gathering", False)
         self._core = core
         self.on_freeze: Callable[[], None] = lambda: None
         self._on_death: Callable[[], None] | None = None
         self._is_killed = False
         self._is_broken = False
 
-    @property
-    def info(self) -> EngineInfo:
-        """See `EngineCore.info`."""
-        return self._core.info
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
 
     @property
     def on_death(self) -> Callable[[], None] | None:
@@ -118,34 +113,6 @@ class WatchedCore:
                     yield chunk
         finally:
             sent.is_open = False
-
-    def abort_nowait(self, request_id: str) -> None:
-        """See `EngineCore.abort_nowait`."""
-        self._core.abort_nowait(request_id)
-
-    async def update_weights(self, version: int, source: DiskWeights) -> None:
-        """See `UpdatableCore.update_weights`."""
-        core: Any = self._core
-        await core.update_weights(version, source)
-
-    async def sleep(self, level: int) -> None:
-        """See `SleepingCore.sleep`."""
-        core: Any = self._core
-        await core.sleep(level)
-
-    async def wake_up(self, tags: tuple[str, ...]) -> None:
-        """See `SleepingCore.wake_up`."""
-        core: Any = self._core
-        await core.wake_up(tags)
-
-    async def flush_cache(self) -> None:
-        """See `SleepingCore.flush_cache`."""
-        core: Any = self._core
-        await core.flush_cache()
-
-    def load(self) -> EngineLoad:
-        """See `EngineCore.load`."""
-        return self._core.load()
 
     async def aclose(self) -> None:
         """See `EngineCore.aclose`."""

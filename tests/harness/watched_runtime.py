@@ -11,15 +11,15 @@ import anyio
 from anyio.abc import ObjectReceiveStream
 
 from harness.call_records import CallRecord, GenerationRecord, name_of
-from harness.replica_operations import OPERATIONS
 from rollout.chat.trajectory import Trajectory
 from rollout.config import SimulatedEngine
 from rollout.engine.cores.simulated.options import parse_scenario
+from rollout.engine.weights import DiskWeights
 from rollout.errors import PromptError, RolloutError
 from rollout.worker_threads import is_async
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 
     from harness.watched_core import WatchedCore
     from harness.watched_tools import Use
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from rollout.runtime.measuring import RuntimeStatistics
     from rollout.runtime.runtime import RolloutRuntime
     from rollout.scheduling.rewards.signatures import GroupRewardFunction, RewardFunction
-    from rollout.tensor_layout import Layout, Trim
     from rollout.types import Prompt
 
 #: Seconds in which whatever was ended must be gone, beside what the scenario itself delays.
@@ -39,8 +38,48 @@ _LOOK_S = 0.25
 #: What a call on a closed runtime raises; nothing was started then.
 _IS_CLOSED = "the runtime is closed"
 
+#: How long a replica is drained, and how long one that is removed may take to end its requests.
+_DRAINED_S = 0.5
+
 #: The call that the running task works for: members inherit it from their caller.
 _call: ContextVar[CallRecord | None] = ContextVar("call", default=None)
+_new_versions = itertools.count(1000)
+
+
+def _list_serving(runtime: RolloutRuntime) -> list[str]:
+    return [r.name for r in runtime.engines.statistics() if r.state == "serving"]
+
+
+async def _drain_first(runtime: RolloutRuntime) -> None:
+    for name in _list_serving(runtime)[:1]:
+        runtime.engines.drain(name)
+        try:
+            await anyio.sleep(_DRAINED_S)
+        finally:
+            runtime.engines.resume(name)
+
+
+async def _add(runtime: RolloutRuntime) -> None:
+    await runtime.engines.add_replica()
+
+
+async def _remove_last(runtime: RolloutRuntime) -> None:
+    """Remove the last replica, unless it is the only one."""
+    for name in _list_serving(runtime)[1:][-1:]:
+        await runtime.engines.remove_replica(name, drain_s=_DRAINED_S)
+
+
+async def _update(runtime: RolloutRuntime) -> None:
+    await runtime.update_weights(version=next(_new_versions), source=DiskWeights("."))
+
+
+#: What may be done to the replicas of a runtime while it works.
+OPERATIONS: Mapping[str, Callable[[RolloutRuntime], Awaitable[None]]] = {
+    "replica_drain": _drain_first,
+    "replica_add": _add,
+    "replica_remove": _remove_last,
+    "new_weights": _update,
+}
 
 
 class WatchedRuntime:
@@ -96,19 +135,14 @@ class WatchedRuntime:
         samples: int | None = None,
         step: int | None = None,
         validate: bool = False,
-        layout: Layout = "padded",
-        trim: Trim = False,
+        **options: Any,
     ) -> RolloutBatch:
-        """See `RolloutRuntime.generate`."""
-        with self._recording("generate", prompts, samples, step, validate) as call:
-            call.layout, call.trim = layout, trim
+        """See `Runtime.generate`."""
+        with self._record("generate", prompts, samples, step, validate=validate) as call:
+            call.layout = options.get("layout", call.layout)
+            call.trim = options.get("trim", call.trim)
             call.batch = await self._real.generate(
-                prompts,
-                samples=samples,
-                step=call.step,
-                validate=validate,
-                layout=layout,
-                trim=trim,
+                prompts, samples=samples, step=call.step, validate=validate, **options
             )
             call.is_complete = True
             return call.batch
@@ -122,8 +156,8 @@ class WatchedRuntime:
         step: int | None = None,
         validate: bool = False,
     ) -> AsyncIterator[ObjectReceiveStream[Trajectory]]:
-        """See `RolloutRuntime.stream`."""
-        with self._recording("stream", prompts, samples, step, validate) as call:
+        """See `Runtime.stream`."""
+        with self._record("stream", prompts, samples, step, validate=validate) as call:
             async with self._real.stream(
                 prompts, samples=samples, step=call.step, validate=validate
             ) as stream:
@@ -132,8 +166,8 @@ class WatchedRuntime:
     async def collect(
         self, source: Any, groups: int, *, step: int | None = None, **options: Any
     ) -> RolloutBatch:
-        """See `RolloutRuntime.collect`."""
-        with self._recording("collect", (), None, step, validate=False) as call:
+        """See `Runtime.collect`."""
+        with self._record("collect", (), None, step) as call:
             call.groups = groups
             self._note_policy(call, options)
             call.batch = await self._real.collect(source, groups, step=call.step, **options)
@@ -144,8 +178,8 @@ class WatchedRuntime:
     async def stream_groups(
         self, source: Any, *, step: int | None = None, **options: Any
     ) -> AsyncIterator[AsyncIterator[Group]]:
-        """See `RolloutRuntime.stream_groups`."""
-        with self._recording("stream_groups", (), None, step, validate=False) as call:
+        """See `Runtime.stream_groups`."""
+        with self._record("stream_groups", (), None, step) as call:
             self._note_policy(call, options)
             async with self._real.stream_groups(source, step=call.step, **options) as groups:
                 yield _WatchedGroups(groups, call)
@@ -160,7 +194,7 @@ class WatchedRuntime:
     def cancel(
         self, uid: str | None = None, member: int | None = None, *, reason: str = "cancelled"
     ) -> int:
-        """See `RolloutRuntime.cancel`."""
+        """See `Runtime.cancel`."""
         self.reasons.add(reason)
         for call in self.calls if uid is None and member is None else ():
             call.stopped_at = call.stopped_at or anyio.current_time()
@@ -218,37 +252,26 @@ class WatchedRuntime:
         if call is not None:
             call.uses[uid, member].append(use)
 
-    def watch_reward(self, reward: RewardFunction | None) -> RewardFunction | None:
+    def watch_reward(self, reward: RewardFunction | None) -> Any:
         """The reward function, with its trajectories recorded; as sync or async as it was."""
-        if reward is None:
-            return None
-        self.has_reward = True
-        real: Any = reward
+        return self._watch(reward, self.rewarded.append)
 
-        async def watched_async(trajectory: Trajectory) -> Any:
-            self.rewarded.append(trajectory)
-            return await real(trajectory)
-
-        def watched(trajectory: Trajectory) -> Any:
-            self.rewarded.append(trajectory)
-            return real(trajectory)
-
-        return watched_async if is_async(reward) else watched
-
-    def watch_group_reward(self, reward: GroupRewardFunction | None) -> GroupRewardFunction | None:
+    def watch_group_reward(self, reward: GroupRewardFunction | None) -> Any:
         """The same of a function of groups."""
+        return self._watch(reward, lambda group: self.rewarded_in_groups.extend(group.trajectories))
+
+    def _watch(self, reward: Any, record: Callable[[Any], None]) -> Any:
         if reward is None:
             return None
         self.has_reward = True
-        real: Any = reward
 
-        async def watched_async(group: Group) -> Any:
-            self.rewarded_in_groups += group.trajectories
-            return await real(group)
+        async def watched_async(scored: Any) -> Any:
+            record(scored)
+            return await reward(scored)
 
-        def watched(group: Group) -> Any:
-            self.rewarded_in_groups += group.trajectories
-            return real(group)
+        def watched(scored: Any) -> Any:
+            record(scored)
+            return reward(scored)
 
         return watched_async if is_async(reward) else watched
 
@@ -286,13 +309,14 @@ class WatchedRuntime:
         )
 
     @contextmanager
-    def _recording(
+    def _record(
         self,
         kind: str,
         prompts: Sequence[Prompt],
         samples: int | None,
         step: int | None,
-        validate: bool,
+        *,
+        validate: bool = False,
     ) -> Iterator[CallRecord]:
         call = CallRecord(
             kind=kind,

@@ -12,9 +12,25 @@ from rollout.tools.tool import Tool, ToolContext, ToolSession
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from harness.fault_injector import FaultInjector
     from rollout.interactions import InteractionFactory
     from rollout.types import Message, ToolCall
+
+
+class InjectedError(Exception):
+    """What the harness lets a tool, a simulated user or a starting engine raise."""
+
+
+class FaultInjector:
+    """Lets the next answer of a tool or of a simulated user be an error, once it is armed."""
+
+    def __init__(self) -> None:
+        self.is_armed = False
+
+    def check(self) -> None:
+        """Raise where it is armed, and disarm it."""
+        if self.is_armed:
+            self.is_armed = False
+            raise InjectedError("injected by the harness")
 
 
 class Use:

@@ -39,6 +39,7 @@ from rollout.config import AgentConfig, GatewayConfig, LimitsConfig, SandboxConf
 from rollout.errors import SandboxUnavailable, SandboxUnsupported
 from rollout.sandbox.none import NoneProvider
 from rollout.testing import Scenario
+from slow_cases import slow_but
 
 pytestmark = [
     pytest.mark.anyio,
@@ -60,7 +61,7 @@ print("heard", answer["heard"])
 """
 
 
-@pytest.fixture(params=PROVIDERS)
+@pytest.fixture(params=slow_but(PROVIDERS, "bubblewrap"))
 def provider(request: pytest.FixtureRequest) -> str:
     skip_where_missing(request.param)
     return str(request.param)

@@ -134,6 +134,7 @@ async def test_ray_three_replicas_serve_as_every_engine_does(pool: EnginePool) -
     await check_pair(pool)
 
 
+@pytest.mark.slow
 async def test_ray_actor_and_raylet_killed_in_mid_batch_replicas_come_back_with_the_weights(
     runtime: Any, pool: EnginePool, cluster: Any, models: list[str]
 ) -> None:

@@ -23,6 +23,7 @@ async def until_as_before(before: set[str]) -> None:
             await anyio.sleep(0.01)
 
 
+@pytest.mark.slow
 async def test_closed_engine_whose_scheduler_was_killed_before(models: list[str]) -> None:
     before, known = shared_files(), set(schedulers())
     async with open_engines(sglang(models[0])) as pool:

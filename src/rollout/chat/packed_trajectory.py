@@ -6,21 +6,27 @@ What `RolloutBatch.save` writes has a format of its own, which people read (`bat
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 from msgspec import convert
 
-from rollout.chat.media_records import message_record, without_content
+from rollout.chat.media_records import (
+    KnownContents,
+    contents_of,
+    message_record,
+    prompt_messages,
+    shows_more_than_text,
+    without_content,
+)
 from rollout.chat.packed_transcript import PackedTranscript
-from rollout.chat.plain_data import to_plain
+from rollout.chat.plain_data import simplify, to_plain
 from rollout.chat.trajectory import Parent, Segment, Trajectory
+from rollout.chat.transcript import Transcript
 from rollout.medium import Media, PlacedMedia
 from rollout.types import Cause, Message, Outcome, Prompt, ToolCall
-
-if TYPE_CHECKING:
-    from rollout.chat.transcript import Transcript
+from rollout.utf8 import encodable, is_encodable
 
 #: Makes plain data of a value of a user's; the text says where it stands, for errors.
 WriteValue = Callable[[Any, str], Any]
@@ -74,6 +80,19 @@ class PackedTrajectory(msgspec.Struct, array_like=True):
     segments: list[PackedSegment]
     #: Conversations, the trajectory's first.
     messages: list[Any]
+
+
+class CompleteTrajectory(msgspec.Struct, array_like=True):
+    """A trajectory that a process can read which has nothing else of it.
+
+    Attributes:
+        prompt: Its fields; of its messages a `Message` is packed, and a mapping is as it was.
+        media: Contents of images and videos by their digests.
+    """
+
+    trajectory: PackedTrajectory
+    prompt: dict[str, Any] | None
+    media: dict[str, bytes]
 
 
 _SAME_FIELDS = tuple(
@@ -226,3 +245,62 @@ def pack_cause(cause: Cause) -> Cause:
     words = (cause.type, cause.message, cause.traceback)
     kind, message, traceback = (each.encode("utf-8", "backslashreplace").decode() for each in words)
     return Cause(type=kind, message=message, traceback=traceback)
+
+
+def pack_complete(trajectory: Trajectory, where: str) -> CompleteTrajectory:
+    """A trajectory with its prompt; values that msgpack has no type for are simplified.
+
+    Args:
+        where: What it is called in errors.
+
+    Raises:
+        NotPlainError: It holds what is no plain data.
+    """
+
+    def write(value: Any, place: str) -> Any:
+        value = dict(value) if isinstance(value, Mapping) else value
+        return to_plain(value, f"{where}.{place}", simplify)
+
+    def pack_messages(messages: Sequence[Message]) -> list[Any]:
+        return [pack_message(_make_encodable(each), write) for each in messages]
+
+    packed = pack_trajectory(trajectory, write, pack_messages, lambda each: (each.packed(), None))
+    prompt, fields = trajectory.prompt, None
+    if prompt is not None:
+        messages = prompt.messages
+        if shows_more_than_text(messages):
+            messages = prompt_messages(trajectory, messages)
+        names = [name for name in Prompt.__struct_fields__ if name != "messages"]
+        fields = {name: write(getattr(prompt, name), f"prompt.{name}") for name in names}
+        fields["messages"] = [
+            pack_message(_make_encodable(each), write)
+            if isinstance(each, Message)
+            else write(each, f"prompt.messages[{at}]")
+            for at, each in enumerate(messages)
+        ]
+    return CompleteTrajectory(packed, fields, contents_of([trajectory]))
+
+
+def unpack_complete(record: CompleteTrajectory) -> Trajectory:
+    """The trajectory of such a record, its media with their contents."""
+    prompt, fields = None, record.prompt
+    if fields is not None:
+        messages = fields.pop("messages")
+        messages = [unpack_message(each) if type(each) is list else each for each in messages]
+        prompt = Prompt(messages=messages, **fields)
+    trajectory = unpack_trajectory(
+        record.trajectory,
+        prompt,
+        lambda messages, _: list(map(unpack_message, messages)),
+        lambda segment: Transcript.from_packed(segment.transcript),
+    )
+    if record.media:
+        KnownContents(record.media, "the trajectory").restore([trajectory])
+    return trajectory
+
+
+def _make_encodable(message: Message) -> Message:
+    """A message whose text UTF-8 can carry: halves of characters are U+FFFD."""
+    if message.content is None or is_encodable(message.content):
+        return message
+    return msgspec.structs.replace(message, content=encodable(message.content))

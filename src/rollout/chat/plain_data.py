@@ -74,7 +74,8 @@ def to_plain(value: Any, where: str, simplify: Callable[[Any], Any] | None = Non
 
     Args:
         where: What it is called in errors.
-        simplify: Replaces values that are no plain data; None: they are refused.
+        simplify: Replaces values that msgpack has no type for, and tuples are lists then; None:
+            all values come back as they were, or are refused.
 
     Raises:
         NotPlainError: It holds what is no plain data.
@@ -111,11 +112,11 @@ def from_plain(code: int, data: memoryview) -> Any:
 
 
 def simplify(value: Any) -> Any:
-    """A value of another type as plain data that says the same: an array, a mapping, a record.
+    """A value that msgpack has no type for, as the plain data that says the same; for `to_plain`.
 
-    Fields of structs, dataclasses and attrs classes become dicts, halves of characters U+FFFD.
-    Values that are not told from their text afterwards, such as a Decimal or a date, stay what they
-    are, and are refused.
+    Arrays, tensors and sets become lists, fields of structs, dataclasses and attrs classes dicts,
+    an `IntEnum` or `StrEnum` its value, halves of characters U+FFFD. Values that would be another
+    value over there, such as a Decimal or a date, are returned as they are, and refused.
     """
     if isinstance(value, str):  # an enumeration's too
         return encodable(str.__str__(value))
@@ -166,10 +167,11 @@ def _plain(value: Any, depth: int, simplify: Callable[[Any], Any] | None) -> Any
     if kind is list:
         return _plain_list(value, depth + 1, simplify)
     if kind is tuple:
-        return msgspec.msgpack.Ext(_TUPLE, encoder.encode(_plain_list(value, depth + 1, simplify)))
+        items = _plain_list(value, depth + 1, simplify)
+        return items if simplify else msgspec.msgpack.Ext(_TUPLE, encoder.encode(items))
     is_array = kind is np.ndarray  # a subclass has more than its numbers, such as a mask
     is_scalar = isinstance(value, np.generic) and kind is value.dtype.type
-    if (is_array or is_scalar) and value.dtype.kind in _NUMBERS:
+    if not simplify and (is_array or is_scalar) and value.dtype.kind in _NUMBERS:
         array = np.ascontiguousarray(value)
         content = [array.dtype.str, list(np.shape(value)), array.tobytes()]
         return msgspec.msgpack.Ext(_ARRAY if is_array else _SCALAR, encoder.encode(content))

@@ -87,46 +87,39 @@ def _facts(template: ChatTemplate, config: RolloutConfig) -> DriverFacts:
     themselves, and where they end, is their own affair.
     """
     engine, model = config.engine, config.model
-    ends = set() if template.eos_token_id is None else {template.eos_token_id}
+    path = repr(model.path)
+    ends: set[int] = set()
     fingerprint = ""
-    match engine:
-        case SimulatedEngine():
-            fingerprint = FINGERPRINT
-        case _ if engine.loads_weights:
-            path = resolve_model(model.path, model.revision)
-            ends.update(end_ids(path, model.revision))
-            fingerprint = model_fingerprint(path, model.revision)
-        case _:
-            ends.clear()
+    if engine.loads_weights:
+        directory = resolve_model(model.path, model.revision)
+        ends = set(end_ids(directory, model.revision))
+        fingerprint = model_fingerprint(directory, model.revision)
+        remedy = (
+            f"expected model.path = {path} to hold tokenizer and weights of one model, and "
+            "the same files on the driver's machine and on the engine's"
+        )
+    elif isinstance(engine, SimulatedEngine):
+        fingerprint = FINGERPRINT
+        remedy = (
+            f"model.path = {path} is another model than that of engine.kind = 'simulated'; "
+            f"expected {SIMULATED_MODEL!r}, or leave it out"
+        )
+    else:
+        served = "the servers of engine.urls serve"
+        if isinstance(engine, CustomEngine):
+            served = f"engine.core = {engine.core!r} serves"
+        remedy = (
+            f"model.path = {path} is another model than {served}; set it to the directory or hub "
+            "name of that one"
+        )
+    has_ends = engine.loads_weights or isinstance(engine, SimulatedEngine)
+    if has_ends and template.eos_token_id is not None:
+        ends = {*ends, template.eos_token_id}
     return DriverFacts(
         vocab_size=template.vocab_size,
         eos_ids=tuple(sorted(ends)),
         fingerprint=fingerprint,
-        remedy=_remedy(config),
-    )
-
-
-def _remedy(config: RolloutConfig) -> str:
-    """What to do where the engine's model is another one than the tokenizer's."""
-    path, engine = config.model.path, config.engine
-    match engine:
-        case _ if engine.loads_weights:
-            return (
-                f"expected model.path = {path!r} to hold tokenizer and weights of one model, and "
-                "the same files on the driver's machine and on the engine's"
-            )
-        case SimulatedEngine():
-            return (
-                f"model.path = {path!r} is another model than that of engine.kind = 'simulated'; "
-                f"expected {SIMULATED_MODEL!r}, or leave it out"
-            )
-        case CustomEngine():
-            served = f"engine.core = {engine.core!r} serves"
-        case _:
-            served = "the servers of engine.urls serve"
-    return (
-        f"model.path = {path!r} is another model than {served}; set it to the directory or hub "
-        "name of that one"
+        remedy=remedy,
     )
 
 

@@ -31,7 +31,7 @@ from rollout.observe.tally import Tally
 from rollout.runtime.collector import collecting_seldom
 from rollout.runtime.driver_model import DriverModel, load_driver_model, warn_of_end_token
 from rollout.runtime.gateway_opening import serve_gateway
-from rollout.runtime.observing import observed
+from rollout.runtime.observing import open_observers
 from rollout.runtime.runtime import RolloutRuntime
 from rollout.scheduling.journal.journal import open_journal
 from rollout.scheduling.journal.journal_file import journal_file
@@ -208,7 +208,7 @@ async def _open(
         await check_agent(config.agent.name)
 
         # The model is loaded while the engines start; they ask for its facts.
-        observers = await stack.enter_async_context(observed(config, events, run_seed))
+        tracer = await stack.enter_async_context(open_observers(config, events, run_seed))
         tasks = await stack.enter_async_context(open_task_group())
         loading = tasks.start_soon(load_driver_model, config, threads)
 
@@ -226,7 +226,8 @@ async def _open(
         containment = await stack.enter_async_context(open_containment(config.limits.cleanup_s))
         loaded = await model()
         template = loaded.template
-        observers.decode_with(template.decode)
+        if tracer is not None:
+            tracer.decode = template.decode
         warn_of_end_token(template, engines.info)
         check_abilities(config, engines.info)
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
+import attrs
 
 from rollout.bridge import loop_clock
 from rollout.engine.wire.operations import ALL_TAGS
@@ -18,7 +19,7 @@ from rollout.observe.loop_lag import LoopLag
 from rollout.runtime.calls import GroupStream, SleepBetweenBatches, StepCount, number_rows
 from rollout.runtime.collation import Collation, attach
 from rollout.runtime.explain import explain
-from rollout.runtime.measuring import BatchWatch, RuntimeStatistics, take_statistics
+from rollout.runtime.measuring import BatchWatch, RuntimeStatistics
 from rollout.scheduling.admission import Admission
 from rollout.scheduling.batch_call import (
     BatchCall,
@@ -430,15 +431,26 @@ class RolloutRuntime:
 
     def statistics(self) -> RuntimeStatistics:
         """A snapshot."""
-        services = self.services
-        return take_statistics(
-            self._tally,
-            services.engines,
-            self._lag.total,
+        services, tally, lag = self.services, self._tally, self._lag.total
+        replicas = self.engines.statistics()
+        return RuntimeStatistics(
+            admitted=tally.admitted,
+            running=tally.running,
+            carried=tally.carried,
+            finished=tally.finished,
+            outcomes={outcome.value: n for outcome, n in tally.outcomes.items() if n},
+            generated_tokens=tally.generated_tokens + self.engines.tokens_under_way,
+            tool_calls=tally.tool_calls,
+            replicas=replicas,
+            zombies=sum(replica.zombies for replica in replicas),
+            recoveries=attrs.evolve(self.engines.recoveries),
+            unresponsive=tally.unresponsive,
             abandoned_threads=self._threads.abandoned
             | services.texts.abandoned
             | services.media.abandoned,
             max_running=self.admission.allowed,
+            loop_lag_s=lag.blocked_s or 0.0,
+            loop_starved_s=lag.starved_s or 0.0,
             journal=None if self._journal is None else self._journal.statistics(),
             sandboxes=services.sandboxes.statistics(),
         )

@@ -162,7 +162,7 @@ async def run_trajectory(runner: TrajectoryRunner, run: AgentRun) -> Trajectory:
     run.clock.renew(deadline, run.batch_deadline)
     while True:
         if services.events.is_on:
-            tell_started(services.events, run)
+            tell_started(services.events, member, run.attempt, run.started)
         try:
             agent, run.context = _open_context(services, run)
         except RejectedPrompt as error:

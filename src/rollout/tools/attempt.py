@@ -12,7 +12,7 @@ from rollout.containment import Contained, UnresponsiveError, containment_here
 from rollout.errors import ToolError
 from rollout.limits import call_limit
 from rollout.scopes import find_exception, find_propagating
-from rollout.types import text_of
+from rollout.types import read_message
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterable
@@ -106,7 +106,7 @@ def _let_pass(error: BaseException) -> None:
 def describe(error: BaseException) -> str:
     """One short text for the model: type and message; a `ToolError` speaks for itself."""
     leaf = find_exception(error) or error
-    message = text_of(leaf)
+    message = read_message(leaf)
     if len(message) > MAX_MESSAGE:
         message = message[:MAX_MESSAGE] + "…"
     if isinstance(leaf, ToolError) and message:

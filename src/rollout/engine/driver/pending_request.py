@@ -83,7 +83,7 @@ class PendingRequest(msgspec.Struct, eq=False, gc=False):
         kept = 0 if whole else self.prefix.sent_to(session)
         if kept >= self.sent_tokens:
             kept = 0
-        summed = self.prefix.sum_of(kept) if kept else 0
+        summed = self.prefix.compute_sum(kept) if kept else 0
         return kept, summed, self.prefix.packed(kept, self.sent_tokens)
 
     @property

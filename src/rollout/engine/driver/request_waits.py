@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from rollout.observe.explanation import Wait
-from rollout.session_names import split_session
+from rollout.seeds import split_session
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -15,38 +15,26 @@ import anyio
 import msgspec
 
 from rollout.chat.group import Group
-from rollout.chat.media_records import (
-    KnownContents,
-    contents_of,
-    prompt_messages,
-    shows_more_than_text,
-)
 from rollout.chat.packed_trajectory import (
-    PackedTrajectory,
+    CompleteTrajectory,
     pack_cause,
-    pack_message,
-    pack_trajectory,
-    unpack_message,
-    unpack_trajectory,
+    pack_complete,
+    unpack_complete,
 )
 from rollout.chat.plain_data import (
     NotPlainError,
     encoder,
-    from_plain,
     simplify,
-    to_plain,
     to_plain_items,
 )
 from rollout.chat.reward_values import BadRewardError, check_group_values, check_reward_value
-from rollout.chat.transcript import Transcript
 from rollout.child_processes import ChildDiedError, ChildProcess, ChildProcesses
 from rollout.child_serving import MAX_REPLY, outcome_of, serve
 from rollout.errors import ConfigError
 from rollout.function_refs import FunctionRef, function_at
 from rollout.import_watch import noting_imports, opened_watch
 from rollout.scheduling.rewards.signatures import verl_arguments
-from rollout.types import Cause, Message, Prompt, Reward
-from rollout.utf8 import encodable, is_encodable
+from rollout.types import Cause, Reward
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,22 +69,6 @@ class Load(msgspec.Struct, tag=True):
     every_s: float = 0.0
 
 
-class PackedPrompt(msgspec.Struct):
-    """The fields of a prompt but for its messages; those, and which were of type `Message`."""
-
-    fields: dict[str, Any]
-    messages: list[Any]
-    are_typed: list[bool]
-
-
-class Subject(msgspec.Struct):
-    """A trajectory with its prompt, and the contents of its images and videos by their digests."""
-
-    trajectory: PackedTrajectory
-    prompt: PackedPrompt | None
-    media: dict[str, bytes]
-
-
 class Ask(msgspec.Struct, tag=True):
     """Call a function.
 
@@ -107,7 +79,7 @@ class Ask(msgspec.Struct, tag=True):
     """
 
     function: FunctionRef
-    subjects: list[Subject]
+    subjects: list[CompleteTrajectory]
     is_group: bool = False
     keywords: dict[str, Any] | None = None
 
@@ -123,8 +95,8 @@ class Reply(msgspec.Struct, omit_defaults=True):
     failure: Cause | None = None
 
 
-_decode_request = msgspec.msgpack.Decoder(Load | Ask, ext_hook=from_plain).decode
-_decode_reply = msgspec.msgpack.Decoder(Reply, ext_hook=from_plain).decode
+_decode_request = msgspec.msgpack.Decoder(Load | Ask).decode
+_decode_reply = msgspec.msgpack.Decoder(Reply).decode
 
 
 class RewardProcesses:
@@ -254,7 +226,7 @@ def write_request(function: LoadedReward, subject: Trajectory | Group, tokenizer
         if function.verl_names and not isinstance(subject, Group):
             keywords = verl_arguments(function.verl_names, subject, tokenizer)
             keywords = to_plain_items(keywords, "arguments", simplify)
-        subjects = [_pack_subject(each, f"trajectories[{at}]") for at, each in enumerate(members)]
+        subjects = [pack_complete(each, f"trajectories[{at}]") for at, each in enumerate(members)]
         return _encode(Ask(function.ref, subjects, isinstance(subject, Group), keywords))
     except NotPlainError as error:
         error.what += ", to be handed over with rewards.processes"
@@ -266,65 +238,6 @@ def _encode(message: msgspec.Struct) -> bytes:
         return encoder.encode(message)
     except Exception as error:  # whatever a foreign object raises
         raise NotPlainError(f"holds what cannot be written: {error}", "it") from None
-
-
-def _pack_subject(trajectory: Trajectory, where: str) -> Subject:
-    def write(value: Any, place: str) -> Any:
-        value = dict(value) if isinstance(value, Mapping) else value
-        return to_plain(value, f"{where}.{place}", simplify)
-
-    def pack_messages(messages: Sequence[Message]) -> list[Any]:
-        return [pack_message(_make_encodable(each), write) for each in messages]
-
-    prompt = trajectory.prompt
-    return Subject(
-        pack_trajectory(trajectory, write, pack_messages, lambda each: (each.packed(), None)),
-        None if prompt is None else _pack_prompt(prompt, trajectory, write),
-        contents_of([trajectory]),
-    )
-
-
-def _make_encodable(message: Message) -> Message:
-    """A message whose text UTF-8 can carry: halves of characters are U+FFFD."""
-    if message.content is None or is_encodable(message.content):
-        return message
-    return msgspec.structs.replace(message, content=encodable(message.content))
-
-
-def _pack_prompt(
-    prompt: Prompt, trajectory: Trajectory, write: Callable[[Any, str], Any]
-) -> PackedPrompt:
-    messages = prompt.messages
-    if shows_more_than_text(messages):
-        messages = prompt_messages(trajectory, messages)
-    names = [name for name in Prompt.__struct_fields__ if name != "messages"]
-    return PackedPrompt(
-        {name: write(getattr(prompt, name), f"prompt.{name}") for name in names},
-        [
-            pack_message(_make_encodable(each), write)
-            if isinstance(each, Message)
-            else write(each, f"prompt.messages[{at}]")
-            for at, each in enumerate(messages)
-        ],
-        [isinstance(each, Message) for each in messages],
-    )
-
-
-def _unpack_subject(subject: Subject) -> Trajectory:
-    prompt = None
-    if (packed := subject.prompt) is not None:
-        pairs = zip(packed.messages, packed.are_typed, strict=True)
-        messages = [unpack_message(each) if is_typed else each for each, is_typed in pairs]
-        prompt = Prompt(messages=messages, **packed.fields)
-    trajectory = unpack_trajectory(
-        subject.trajectory,
-        prompt,
-        lambda messages, _: list(map(unpack_message, messages)),
-        lambda segment: Transcript.from_packed(segment.transcript),
-    )
-    if subject.media:
-        KnownContents(subject.media, "the trajectory").restore([trajectory])
-    return trajectory
 
 
 def _pack_reward(reward: Reward, where: str) -> PackedReward:
@@ -368,7 +281,7 @@ def _reply(request: Load | Ask) -> Reply:
             for function in request.functions:
                 function_at(function)
         return Reply()
-    members = list(map(_unpack_subject, request.subjects))
+    members = list(map(unpack_complete, request.subjects))
     function, keywords, group = function_at(request.function), request.keywords, None
     if request.is_group:
         group = Group.of(members[0].uid, members[0].prompt, members)
