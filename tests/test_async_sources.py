@@ -208,7 +208,8 @@ async def test_async_source_keeps_what_it_has_open(
     await run(*args)
 
 
-@pytest.mark.parametrize("situation", SITUATIONS)
+# asyncio itself waits for generators that swallow their closing.
+@pytest.mark.parametrize("situation", SITUATIONS[:-1])
 def test_async_source_keeps_what_it_has_open_on_asyncio(
     situation: tuple[Callable[..., Any], str],
 ) -> None:

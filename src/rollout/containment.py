@@ -76,8 +76,8 @@ class StoppableCoroutine(Generator[Any, Any, Any]):
         stopped, parked = self.coroutine, self._parked()
         self._parked = None  # type: ignore[assignment]
         self.coroutine, self._step = parked, parked.send
-        # `close` alone leaves async generators half open whose clean-up waits. What is left even then
-        # is freed here, with a word of Python's: at exit it would be closed again, and spin.
+        # `close` alone leaves async generators half open whose clean-up waits. What is left then
+        # is freed, with a word of Python's: kept until exit, it would be closed again, and spin.
         for end in (*[partial(stopped.throw, _Stopped)] * _MOST_THROWS, stopped.close):
             if stopped.cr_frame is not None:
                 with suppress(BaseException):  # its clean-up failed, or waits
