@@ -2,8 +2,8 @@
 
 Agents, tools, simulated users and rewards run behind `Contained.run`: each in a task of one group,
 while the task that wants the result waits for a report. Code that is still there `cleanup_s` after
-its cancellation is reported as unresponsive. Such code is closed once something would resume it, and
-its task is parked until the runtime closes.
+its cancellation is reported as unresponsive. Such code is closed once something would resume it,
+and its task is parked until the runtime closes.
 """
 
 from __future__ import annotations
