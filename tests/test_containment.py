@@ -29,7 +29,11 @@ from rollout.testing import Scenario, tool_call
 from rollout.tools import Tool, ToolContext, ToolResult, ToolSession
 from rollout.worker_threads import WorkerThreads
 
-pytestmark = pytest.mark.anyio
+pytestmark = [
+    pytest.mark.anyio,
+    # Python's word on code that swallowed even its closing.
+    pytest.mark.filterwarnings("ignore:Exception ignored:pytest.PytestUnraisableExceptionWarning"),
+]
 
 ON_ASYNCIO = pytest.mark.parametrize("anyio_backend", ["asyncio"])
 LIMITS = LimitsConfig(

@@ -72,3 +72,47 @@ config = Scenario(seed=1).reply("", "Well.").config(placement=InProcessPlacement
     trajectories = RolloutBatch.load(tmp_path / "out").trajectories
     ends = {(each.outcome, each.reason) for each in trajectories}
     assert ends == {(Outcome.FAILED, "unresponsive"), (Outcome.COMPLETED, "")}
+
+
+SWALLOWS = {
+    "plain": "await swallow()",
+    "in a scope": "with anyio.CancelScope():\n            await swallow()",
+    "in a task group": "async with anyio.create_task_group():\n            await swallow()",
+}
+
+
+@pytest.mark.parametrize("backend", ["trio", "asyncio"])
+@pytest.mark.parametrize("how", SWALLOWS)
+def test_process_ends_after_code_that_swallows_its_cancellation(how: str, backend: str) -> None:
+    program = f"""
+import anyio
+import rollout
+from rollout.config import LimitsConfig
+from rollout.testing import Scenario
+
+async def swallow():
+    while True:
+        try:
+            await anyio.sleep_forever()
+        except BaseException:
+            pass
+
+@rollout.register_agent("swallows")
+class Swallows(rollout.AgentLoop):
+    async def run(self, context):
+        {SWALLOWS[how]}
+
+async def main():
+    limits = LimitsConfig(generation_s=1, turn_s=1, tool_s=1, trajectory_s=1, cleanup_s=0.5)
+    config = Scenario(seed=1).reply("", "Well.").config(limits=limits)
+    prompts = [rollout.Prompt("go", agent_name=name) for name in ("swallows", "single_turn")]
+    async with rollout.open_rollout(config) as runtime:
+        batch = await runtime.generate(prompts)
+    print([(each.outcome.value, each.reason) for each in batch.trajectories])
+
+anyio.run(main, backend={backend!r})
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[('failed', 'unresponsive'), ('completed', '')]\n"

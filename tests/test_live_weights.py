@@ -90,7 +90,8 @@ def tensors_in(path: str, directory: Path) -> TensorWeights:
     return TensorWeights(tensors, bucket_bytes=32 * 1024, directory=str(directory))
 
 
-@pytest.mark.parametrize("kind", [pytest.param("disk", marks=pytest.mark.slow), "tensors"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["disk", "tensors"])
 @pytest.mark.anyio
 async def test_abort_and_resume_goes_on_as_a_fresh_prefill_under_the_new_weights(
     kind: str, models: list[str], tmp_path: Path

@@ -31,10 +31,8 @@ logger = logging.getLogger("rollout")
 
 T = TypeVar("T")
 
-#: Stopped coroutines that wait again in their clean-up: the collector would close them once more.
-_stopped: list[Any] = []
 #: How many waits in the clean-up of stopped code are broken off.
-_MOST_THROWS = 20
+_MOST_THROWS = 10
 #: The containment of this task, and the contained code that this task runs.
 _containment: ContextVar[Containment | None] = ContextVar("rollout_containment", default=None)
 _around: ContextVar[Contained[Any] | None] = ContextVar("rollout_contained", default=None)
@@ -78,16 +76,12 @@ class StoppableCoroutine(Generator[Any, Any, Any]):
         stopped, parked = self.coroutine, self._parked()
         self._parked = None  # type: ignore[assignment]
         self.coroutine, self._step = parked, parked.send
-        chain, inner = [], stopped
-        while hasattr(inner, "cr_await"):
-            chain.append(inner)
-            inner = inner.cr_await
-        # `close` alone leaves async generators half open whose clean-up waits.
+        # `close` alone leaves async generators half open whose clean-up waits. What is left then
+        # is freed here, and Python prints a line: at exit it would be closed again, and spin.
         for end in (*[partial(stopped.throw, _Stopped)] * _MOST_THROWS, stopped.close):
             if stopped.cr_frame is not None:
                 with suppress(BaseException):  # its clean-up failed, or waits
                     end()
-        _stopped.extend(each for each in chain if each.cr_frame is not None)
         return parked.send(None)
 
 

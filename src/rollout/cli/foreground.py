@@ -309,7 +309,8 @@ class _Run:
         message = (
             f"{containment.describe_rest()} did not end within limits.cleanup_s = {cleanup_s:g} s"
         )
-        console.print(f"error: {message}; the results are in {self._job.directory}", markup=False)
+        where = f"the results are in {self._job.directory}"
+        console.print(f"error: {message}; {where}", markup=False, soft_wrap=True)
         console.file.flush()
         os._exit(SOME_FAILED)
 

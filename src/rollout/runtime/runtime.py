@@ -384,7 +384,7 @@ class RolloutRuntime:
             PromptError: An argument is none; nothing has been cancelled.
         """
         check_target(uid, member, reason)
-        running = sum([call.cancel(uid, member, reason) for call in self._scheduler.calls])
+        running: int = sum([call.cancel(uid, member, reason) for call in self._scheduler.calls])
         return running + self._scheduler.cancel(uid, member, reason)
 
     async def update_weights(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import anyio
@@ -240,9 +239,9 @@ class StreamCall(BatchCall):
 
     def trajectories(self) -> list[Trajectory]:
         """Those that have ended and are still referenced, in the order of their rows."""
-        sent = [(row, find()) for row, find in self._sent.items()]
-        rows = sorted([*sent, *enumerate(self.rows)], key=itemgetter(0))
-        return [trajectory for _, trajectory in rows if trajectory is not None]
+        found = {row: find() for row, find in self._sent.items()}
+        found |= {row: each for row, each in enumerate(self.rows) if each is not None}
+        return [trajectory for _, trajectory in sorted(found.items()) if trajectory is not None]
 
     async def _flush(self) -> None:
         """Do nothing: each trajectory was written before it was sent."""

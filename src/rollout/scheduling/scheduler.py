@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
 import msgspec
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
     from rollout.config import RolloutConfig
     from rollout.limits import Deadline
-    from rollout.scheduling.calls import Call
-    from rollout.scheduling.group_call import GroupCall
     from rollout.scheduling.journal.group_log import GroupLog
     from rollout.scheduling.journal.pulled_before import PulledBefore
     from rollout.scheduling.trajectory import AgentRun, TrajectoryRunner
@@ -39,7 +37,25 @@ DISCARDED, STALE = "discarded", "stale"
 MAX_SOURCES = 16
 
 
-class OpenCalls(dict["Call", None]):
+class GroupCall(Protocol):
+    """A call of `collect` or `stream_groups`, as the scheduler sees it."""
+
+    step: int
+    source: PromptSource
+    taken_names: set[str]
+    runs: MemberRuns
+
+    def change(self) -> None:
+        """Have the tasks that wait for a change of this call look again."""
+
+    def end_with(self, error: BaseException) -> None:
+        """End the call with this error, whatever it has."""
+
+    async def serve(self) -> None:
+        """Admit members until the call is left."""
+
+
+class OpenCalls(dict[Any, None]):
     """The calls that run; closing the runtime ends them."""
 
     def __init__(self) -> None:
@@ -48,7 +64,7 @@ class OpenCalls(dict["Call", None]):
         self._idle = anyio.Event()
 
     @contextmanager
-    def running(self, call: Call) -> Iterator[None]:
+    def running(self, call: Any) -> Iterator[None]:
         """Count a call as running during the block; while calls are closed, it ends at once."""
         self[call] = None
         if self._is_closing:
