@@ -2,8 +2,8 @@
 
 Agents, tools, simulated users and rewards run behind `Contained.run`: each in a task of one group,
 while the task that wants the result waits for a report. Code that is still there `cleanup_s` after
-its cancellation is reported as unresponsive; it is closed at its next step, and its task is parked
-until the runtime closes.
+its cancellation is reported as unresponsive. Such code is closed once something would resume it,
+and its task is parked until the runtime closes.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ logger = logging.getLogger("rollout")
 
 T = TypeVar("T")
 
-#: How many waits in its clean-up are broken off of code that was stopped.
+#: How many waits in the clean-up of stopped code are broken off.
 _MOST_THROWS = 10
-#: Runs what code here hands over; and the contained code that runs here.
+#: The containment of this task, and the contained code that this task runs.
 _containment: ContextVar[Containment | None] = ContextVar("rollout_containment", default=None)
 _around: ContextVar[Contained[Any] | None] = ContextVar("rollout_contained", default=None)
 
@@ -47,7 +47,7 @@ class _Stopped(BaseException):
 
 
 class StoppableCoroutine(Generator[Any, Any, Any]):
-    """Awaits a coroutine until it is stopped, and then `parked` in its place."""
+    """Awaits a coroutine until that is stopped, and `parked` from then on."""
 
     def __init__(
         self, coroutine: Coroutine[Any, Any, Any], parked: Callable[[], Coroutine[Any, Any, Any]]
@@ -77,7 +77,7 @@ class StoppableCoroutine(Generator[Any, Any, Any]):
         self._parked = None  # type: ignore[assignment]
         self.coroutine, self._step = parked, parked.send
         # `close` alone leaves async generators half open whose clean-up waits. What is left then
-        # is freed, with a word of Python's: kept until exit, it would be closed again, and spin.
+        # is freed here, and Python prints a line: at exit it would be closed again, and spin.
         for end in (*[partial(stopped.throw, _Stopped)] * _MOST_THROWS, stopped.close):
             if stopped.cr_frame is not None:
                 with suppress(BaseException):  # its clean-up failed, or waits
@@ -127,7 +127,7 @@ class Contained(Generic[T]):
 
     @property
     def deadline(self) -> float:
-        """When it is cancelled; may be changed while it runs."""
+        """When the code is cancelled; may be changed while it runs."""
         return self._scope.deadline
 
     @deadline.setter
@@ -136,31 +136,31 @@ class Contained(Generic[T]):
         self._containment.look_at(at)
 
     def cancel(self) -> None:
-        """Have it end."""
+        """Cancel the code."""
         self._scope.cancel()
         self._cancelled_at = min(self._cancelled_at, self._containment.clock())
         self._containment.look_at(self._cancelled_at)
 
     @property
     def ends_at(self) -> float:
-        """When it is, or was, to end."""
+        """When the code is, or was, cancelled."""
         if self._cancelled_at < math.inf:
             return self._cancelled_at
         return self._scope.deadline
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether it is to end."""
+        """Whether the code was cancelled, by its deadline too."""
         return self._scope.cancel_called
 
     def find_inner(self) -> Iterator[Contained[Any]]:
-        """What it waits for, at whatever depth."""
+        """The contained code that it waits for, at whatever depth."""
         for code in self.inner:
             yield code
             yield from code.find_inner()
 
     def place(self) -> str:
-        """File and line where it waits; empty once it has ended."""
+        """File and line where the code waits; empty once it has ended."""
         return "" if self._body is None else describe_place(await_frames(self._body.coroutine))
 
     async def run(self, function: Callable[[], Awaitable[T]], *, grace_s: float = 0.0) -> T | None:
@@ -196,7 +196,7 @@ class Contained(Generic[T]):
         return self.value
 
     async def serve(self, function: Callable[[], Awaitable[T]]) -> None:
-        """The task."""
+        """The code's task: runs it, reports how it ended, and parks where it was stopped."""
         activity = self._activity  # noqa: F841  (see `wait_places`)
         _around.set(self)
         raised: BaseException | None = None
@@ -226,7 +226,7 @@ class Contained(Generic[T]):
             self._report()
 
     def stop(self, now: float) -> None:
-        """Resume it never again, where it should have ended long ago."""
+        """Report the code as unresponsive, and never resume it, where its time to end is over."""
         cleanup_s = self._containment.cleanup_s
         if self._body is None or self.ends_at + cleanup_s > now:
             return
@@ -284,12 +284,12 @@ class Containment:
         self._tasks.start_soon(self._serve, code, function, name=code.what)
 
     def look_at(self, at: float) -> None:
-        """Something is to have ended at that time."""
+        """Have the watcher look once `cleanup_s` has passed since that time."""
         if at + self.cleanup_s < self._alarm.deadline:
             self._alarm.deadline = at + self.cleanup_s
 
     def forget(self, code: Contained[Any]) -> None:
-        """It has ended, or was stopped."""
+        """The code has ended, or was stopped: nobody waits for it."""
         self.running.pop(code, None)
         if code.around is not None:
             code.around.inner.pop(code, None)
@@ -304,7 +304,7 @@ class Containment:
                 self._left = anyio.Event()
 
     async def hold(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Have the tasks, until `closing` is set and all of them have ended."""
+        """Own the tasks, until `closing` is set and all of them have ended."""
         try:
             with anyio.CancelScope(shield=True):
                 async with anyio.create_task_group() as self._tasks:
@@ -317,10 +317,10 @@ class Containment:
                     with anyio.CancelScope(shield=True):
                         await self._wait_for_rest()
         except* RuntimeError:
-            pass  # the loop's word on scopes that stopped code has left open
+            pass  # the loop complains about scopes that stopped code has left open
 
     async def _watch(self) -> None:
-        """Stop what should have ended long ago, what began last first."""
+        """Stop code whose time to end is over; what began last first, as others wait for it."""
         while True:
             first = min((code.ends_at for code in self.running), default=math.inf)
             with anyio.CancelScope(deadline=first + self.cleanup_s) as self._alarm:
@@ -336,7 +336,7 @@ class Containment:
             await self._left_or(self.cleanup_s)
 
     async def _wait_for_rest(self) -> None:
-        """Name each second what cannot be stopped: it shields itself, or waits for a thread."""
+        """Log each second what cannot be stopped: code that shields itself, or awaits a thread."""
         while self._present:
             await self._left_or(1.0)
             if self._present:
@@ -344,7 +344,7 @@ class Containment:
                 logger.warning("closing waits for %s", self.describe_rest())
 
     def describe_rest(self) -> str:
-        """What has not ended, with the lines at which it waits."""
+        """The code that has not ended, with the lines at which it waits."""
         return ", ".join(f"{code.what} at {code.place()}" for code in self._present)
 
     async def _left_or(self, seconds: float) -> None:
@@ -354,7 +354,7 @@ class Containment:
 
 @asynccontextmanager
 async def open_containment(cleanup_s: float) -> AsyncIterator[Containment]:
-    """Where foreign code runs; what is left of it at the end is cancelled and waited for."""
+    """Run foreign code in a group of its own; the end cancels what is left, and waits for it."""
     containment = Containment(cleanup_s)
     token = _containment.set(containment)
     async with open_task_group() as tasks:
@@ -368,13 +368,13 @@ async def open_containment(cleanup_s: float) -> AsyncIterator[Containment]:
 
 
 def enter_containment(containment: Containment) -> None:
-    """What this task hands over runs there."""
+    """Have foreign code that this task runs go to this containment."""
     _containment.set(containment)
 
 
 @asynccontextmanager
 async def containment_here() -> AsyncIterator[Containment]:
-    """The runtime's; outside of one, one for the block."""
+    """The containment of this task; one for the block where it has none."""
     found = _containment.get()
     if found is not None:
         yield found
@@ -384,7 +384,7 @@ async def containment_here() -> AsyncIterator[Containment]:
 
 
 async def contain(what: str, function: Callable[[], Awaitable[T]]) -> T:
-    """What `function` returns, foreign code, in a task of its own.
+    """Run `function`, foreign code, in a task of its own, and return its value.
 
     Raises:
         UnresponsiveError: The caller was cancelled, and the code did not end.

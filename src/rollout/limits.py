@@ -1,4 +1,4 @@
-"""Deadlines that know whose they are, and the limits of a trajectory, which can stand still.
+"""Deadlines that name their limit, and the limits of a trajectory, which can be paused.
 
 An inner deadline is clipped by the outer one and then carries the outer one's name. The scope that
 fires therefore always says which limit of the configuration ended the work.
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 
-#: Where a prompt bounds its agent's time. It ends the agent as its other limits do, by number of
-#: turns or calls: what it has done until then counts, and is rewarded.
+#: The key of `Prompt.extra` that bounds the agent's time. It ends the agent as limits of turns or
+#: calls do: what the agent has done until then counts, and is rewarded.
 AGENT_TIMEOUT_S = "agent_timeout_s"
 AGENT_TIMEOUT = f"extra.{AGENT_TIMEOUT_S}"
 
@@ -50,7 +50,7 @@ class Deadline(msgspec.Struct, frozen=True, gc=False):
         *,
         now: float | None = None,
     ) -> Deadline:
-        """The deadline `seconds` from `now`, or the `outer` one where that is not later.
+        """Return the deadline `seconds` from `now`, or the `outer` one where that is not later.
 
         Args:
             now: Clock time, where the caller has just looked at the clock.
@@ -77,7 +77,7 @@ class Deadline(msgspec.Struct, frozen=True, gc=False):
         )
 
 
-#: Bounds how long a trajectory is carried whose tools are open.
+#: The limit of a carried trajectory that has tools open.
 CARRY_S = "limits.carry_s"
 #: No limit.
 NEVER = Deadline(math.inf, "", math.inf)
@@ -135,7 +135,7 @@ class Limit:
         return anyio.current_time() >= self.deadline.at
 
     def pause(self) -> None:
-        """Let it stand still, until as many `resume` as `pause`."""
+        """Stop its time until `resume` was called as often as `pause`."""
         if not self._pauses:
             self._paused_at = self._time_around()
         self._pauses += 1
@@ -159,7 +159,7 @@ class Limit:
         self.clock.scoped.pop(self, None)
 
     def update_scope(self) -> None:
-        """Something that it depends on has changed."""
+        """Give the governed scope the deadline as it is now."""
         if anyio.current_time() < self._deadline.at:  # else it has fired, or does so next
             self._deadline = self._find_deadline()
             self._scope.deadline = self._deadline.at
@@ -199,14 +199,14 @@ class Limit:
         return (self._paused_at if self._pauses else self._time_around()) - self._lost
 
     def _shift(self) -> float:
-        """How far its own time is behind the loop's; infinite while it stands still."""
+        """How far its own time is behind the loop's; infinite while it is paused."""
         if self._pauses:
             return math.inf
         return self._lost if self._outer is None else self._lost + self._outer._shift()
 
 
 class Clock(Limit):
-    """The time of one trajectory: its own limit, and those that are open within.
+    """The root of a trajectory's limits: its own deadline, and whether it is carried.
 
     A trajectory that is carried from one call to the next is paused, and waits in front of the
     engines until it is resumed.
@@ -216,7 +216,7 @@ class Clock(Limit):
         bound: What ends it even while it is paused, such as the batch's deadline.
 
     Attributes:
-        bound: That, at present.
+        bound: What ends it even while it is paused, at present.
         scoped: Limits that govern a scope.
         limit_carry: Gives the bound of a trajectory that is carried since that time; None: NEVER.
         carried_since: When it began to be carried; None while it is not.
@@ -234,7 +234,7 @@ class Clock(Limit):
         self._due = deadline.at
 
     def renew(self, deadline: Deadline, bound: Deadline = NEVER) -> None:
-        """The trajectory has this deadline from now on, or once it is resumed."""
+        """Give the trajectory this deadline, from now on or once it is resumed."""
         self._own, self.bound = deadline, bound
         self._due = deadline.at - (anyio.current_time() - self._time())
         self.update_scopes()
@@ -248,13 +248,13 @@ class Clock(Limit):
             limit.update_scope()
 
     def carry(self) -> None:
-        """Have the trajectory wait before its next request, and all of its limits stand still."""
+        """Pause all limits, and have the trajectory wait before its next request."""
         self.carried_since, self._resumed = anyio.current_time(), anyio.Event()
         self._bound_carry(self.carried_since)
         self.pause()
 
     def continue_carried(self, deadline: Deadline) -> None:
-        """Have it go on, with this deadline; the other limits go on from where they stood."""
+        """Let it continue with this deadline; inner limits keep the time that they had left."""
         self._carried_s = self.carried_s(anyio.current_time())
         self.carried_since = None
         self.renew(deadline)
@@ -267,7 +267,7 @@ class Clock(Limit):
         return self._carried_s + (0.0 if since is None else max(0.0, until - since))
 
     async def wait_carried(self) -> None:
-        """Return when it is not carried, or not any more."""
+        """Wait until the trajectory is not carried."""
         if self.carried_since is not None:
             self._bound_carry(self.carried_since)  # it may have opened tools meanwhile
             self.update_scopes()
@@ -279,7 +279,7 @@ class Clock(Limit):
 
 @contextmanager
 def cleanup_scope(seconds: float) -> Iterator[anyio.CancelScope]:
-    """Shielded from cancellation, and bounded: clean-up runs, and it cannot hang."""
+    """Shield clean-up from cancellation, and bound it, so that it runs and cannot hang."""
     with anyio.CancelScope(deadline=anyio.current_time() + seconds, shield=True) as scope:
         yield scope
 
@@ -290,7 +290,7 @@ call_limit: ContextVar[Limit | None] = ContextVar("rollout_call", default=None)
 
 @contextmanager
 def paused_call() -> Iterator[None]:
-    """What the block waits for does not count to the tool call that it is in, if any."""
+    """Pause the limit of the tool call around the block, if there is one."""
     limit = call_limit.get()
     if limit is None:
         yield

@@ -39,7 +39,7 @@ def make_groups(
     run_seed: int,
     validate: bool,
 ) -> list[MemberGroup]:
-    """A group of `samples` members of each prompt, in the order of the rows they become."""
+    """Make a group of `samples` members of each prompt, in the order of their rows."""
     groups = []
     for number, (prompt, uid) in enumerate(zip(prompts, uids, strict=True)):
         group = MemberGroup(number, named(prompt, uid))
@@ -64,7 +64,7 @@ def make_groups(
 
 
 class BatchCall(Call):
-    """Its members run in tasks of its own, which end with it.
+    """A call of `generate`; its members run in tasks of its own, which end with it.
 
     Attributes:
         members: All of them, in the order of their rows.
@@ -132,12 +132,12 @@ class BatchCall(Call):
             raise error
 
     def close(self) -> None:
-        """End every trajectory because the runtime is being closed; they are delivered as usual."""
+        """Cancel every member because the runtime closes; trajectories are delivered as usual."""
         super().close()
         self.runs.cancel([m for m in self._unrewarded() if m.cancel_reason is None], CLOSED)
 
     async def _flush(self) -> None:
-        """Nothing is given out before the journal has it; no slot waits for that."""
+        """Wait until the journal has what is returned; no member has a slot meanwhile."""
         ended = [Ended(m.row, m, self.rows[m.row]) for m in self.members]  # type: ignore[arg-type]
         self._unwritten = await self._log.until_written(
             ended, self.deadline.at, lambda: self.is_closed
@@ -188,7 +188,7 @@ class BatchCall(Call):
                 await self._deliver(ended)
 
     async def _deliver(self, ended: Ended) -> None:
-        """Have a trajectory in the batch."""
+        """Put a trajectory into its row of the batch."""
         self.rows[ended.row] = ended.trajectory
 
     async def _deliver_alone(self, ended: Ended) -> None:
@@ -197,7 +197,7 @@ class BatchCall(Call):
 
 
 class StreamCall(BatchCall):
-    """Runs in a task of the runtime's, so that a receiver that vanishes leaves nothing half open.
+    """A call of `stream`, in a task of the runtime's: no scope is open around its caller's block.
 
     Attributes:
         received: Where its trajectories come out: `STREAM_BUFFER` wait there for a slow receiver,
@@ -207,14 +207,14 @@ class StreamCall(BatchCall):
     name = "stream"
 
     def open(self) -> None:
-        """Have a place for trajectories; `leave` must follow."""
+        """Open the memory stream of trajectories; `leave` must follow."""
         self._send, self.received = anyio.create_memory_object_stream[Trajectory](STREAM_BUFFER)
         self._scope, self._has_ended = anyio.CancelScope(), anyio.Event()
-        #: Those that were sent, as long as somebody has them; the others are in `rows`.
+        #: Trajectories that were sent, while somebody refers to them; the others are in `rows`.
         self._sent: dict[int, weakref.ref[Trajectory]] = {}
 
     async def serve(self) -> None:
-        """Run to the end; it raises nothing but cancellation."""
+        """Run to the end, and note an error as `failure`; raise nothing but cancellation."""
         try:
             with self.scheduler.calls.running(self), self._scope:
                 async with self._send:
@@ -225,7 +225,7 @@ class StreamCall(BatchCall):
             self._has_ended.set()
 
     def close(self) -> None:
-        """End every trajectory, because the runtime is being closed; deliver no more of them."""
+        """Cancel every member because the runtime closes; deliver no more trajectories."""
         super().close()
         self.received.close()
 
@@ -244,7 +244,7 @@ class StreamCall(BatchCall):
         return [trajectory for _, trajectory in sorted(found.items()) if trajectory is not None]
 
     async def _flush(self) -> None:
-        """Each was written before it was sent."""
+        """Do nothing: each trajectory was written before it was sent."""
 
     async def _deliver(self, ended: Ended) -> None:
         row, member, trajectory = ended

@@ -119,16 +119,16 @@ class Call:
         self.runs.cancel([m for m in self._members() if m.cancel_reason is None], CLOSED)
 
     def change(self) -> None:
-        """Something is not as it was: have everybody look again."""
+        """Have the tasks that wait for a change of this call look again."""
 
     def end_with(self, error: BaseException) -> None:
-        """The call ends with this, whatever it has."""
+        """End the call with this error, whatever it has."""
         self.failure = self.failure or error
         self.groups.stop()
         self.change()
 
     def _fail(self, error: BaseException) -> None:
-        """The call ends with this, unless it has all that it wants: what else runs is surplus."""
+        """End the call with this error, unless it has all it wants: what else runs is surplus."""
         if not self.groups.has_all:
             self.end_with(error)
 
@@ -137,7 +137,7 @@ class Call:
         return [*self._running, *waiting]
 
     def _unrewarded(self) -> list[Member]:
-        """Members that have ended, and whose reward may still be refused."""
+        """Members that have ended, and whose group has no reward yet."""
         if not self.scheduler.rewards_groups:
             return []
         return [
@@ -151,7 +151,7 @@ class Call:
     # Admission.
 
     async def admit(self) -> None:
-        """Give members slots, one after the other, and run them; until there will be no more."""
+        """Give slots to members, one after the other, and run them, until no more will come."""
         while (member := await self._next_member()) is not None:
             recorded = self._find_recorded(member)
             if recorded is not None:
@@ -170,7 +170,7 @@ class Call:
         return self.deadline.at if own is None else min(own.at, self.deadline.at)
 
     def _begin(self, member: GroupMember) -> None:
-        """It has a slot."""
+        """Start a member that has a slot, or let a carried one continue."""
         group = member.group
         group.limit(self._group_s, self.scheduler.engines.paused_s)
         if member.is_finished:  # it was carried, and ended while it waited here
@@ -190,18 +190,18 @@ class Call:
 
     @property
     def _home(self) -> tuple[MemberHome, Deadline]:
-        """Who gets the trajectories, and what bounds them whatever happens."""
+        """Who gets the trajectories, and the deadline that bounds them even while paused."""
         raise NotImplementedError
 
     def _note_admitted(self, member: GroupMember) -> None:
-        """It counts as one of the runtime's from now on."""
+        """Count a member as admitted, where that was not done for the whole call."""
 
     def _find_recorded(self, member: GroupMember) -> Trajectory | None:
-        """Its trajectory, where the journal has it."""
+        """Return a member's trajectory, where the journal has it."""
         return self._log.recorded(member)
 
     async def _end_recorded(self, member: GroupMember, trajectory: Trajectory) -> None:
-        """It is what the journal says, and is not started."""
+        """End a member with its trajectory from the journal; its agent is not run."""
         await anyio.lowlevel.checkpoint()
         member.group.refills[member.identity.member] = self.groups.wanted.refills
         self._note_admitted(member)
@@ -209,14 +209,14 @@ class Call:
         await self._end(Ended(member.row, member, trajectory), may_wait=False)
 
     async def _end_unstarted(self, member: GroupMember) -> None:
-        """It got no slot in time, or was cancelled before."""
+        """End a member that got no slot in time, or was cancelled before."""
         group, own = member.group, member.group.deadline
         if group.is_settled or member.is_finished:
             return
         over = self.deadline if own is None or self.deadline.at <= own.at else own
         if member.cancel_reason is None and member.over is None and anyio.current_time() < over.at:
-            return  # the runtime let it wait meanwhile
-        if member.is_held:  # its agent is to end, and tells what became of it
+            return  # a pause has moved its group's deadline meanwhile
+        if member.is_held:  # its agent runs: it is cancelled, and ends as others do
             self.groups.begin(member)
             self._running[member] = None
             if member.cancel_reason is None:
@@ -244,11 +244,11 @@ class Call:
         await self._end(Ended(run.member.row, run.member, trajectory))
 
     async def _end(self, ended: Ended, *, may_wait: bool = True) -> None:
-        """A member has ended.
+        """Note the end of a member, and complete its group where that was the last one wanted.
 
         Args:
-            may_wait: Whether the reward of its group is waited for here; else a task of its own
-                does, as what admits members must not wait for it.
+            may_wait: Whether the reward of its group is awaited here; else in a task of its own,
+                as the loop that admits members must not wait for it.
         """
         member = ended.member
         assert isinstance(member, GroupMember)
@@ -264,19 +264,19 @@ class Call:
         self.change()
 
     async def _deliver_alone(self, ended: Ended) -> None:
-        """Hand over a member that does not wait for its group."""
+        """Deliver a trajectory that does not wait for its group."""
 
     def _note_end(self, ended: Ended, *, is_surplus: bool, is_again: bool) -> None:
-        """A member has ended; its group may be complete now.
+        """Count a member that has ended, as this kind of call does.
 
         Args:
-            is_surplus: Its group was decided about before.
-            is_again: It is restarted.
+            is_surplus: Whether its group was complete before.
+            is_again: Whether it is restarted.
         """
         raise NotImplementedError
 
     def _count(self, ended: Ended, *, is_surplus: bool = False, is_again: bool = False) -> None:
-        """Count an outcome, write it, and tell of it."""
+        """Count an outcome, write it to the journal, and emit its event."""
         _, member, trajectory = ended
         member.is_finished = True
         if trajectory.limit_source == self.deadline.source:
@@ -300,7 +300,7 @@ class Call:
     # Groups.
 
     async def _complete(self, group: MemberGroup, *, may_wait: bool = True) -> None:
-        """It is complete: cancel the members that are not wanted, reward it, and judge it."""
+        """Cancel the members of a complete group that are not wanted, reward it, and judge it."""
         wanted = group.choose(self.groups.wanted.members)
         surplus = self.groups.settle(group)
         self.runs.cancel([m for m in surplus if m.cancel_reason is None], SURPLUS)
@@ -325,7 +325,7 @@ class Call:
             self.change()
 
     async def _reward(self, group: MemberGroup, wanted: Sequence[Ended]) -> bool:
-        """Whether it has its reward, or needs none; else the call has ended before."""
+        """Ask for a group's reward, if it needs one; False where the call ends before that."""
         if self.scheduler.wants_reward(group, wanted):
             if self._ends_rewards:
                 return False
@@ -341,18 +341,18 @@ class Call:
         return True
 
     def _end_rewards(self) -> None:
-        """The call ends: no reward is waited for any more."""
+        """Cancel the rewards of groups: the call ends."""
         self._ends_rewards = True
         for scope in self._rewards.values():
             scope.cancel()
 
     async def _hand_over(self, group: MemberGroup, wanted: Sequence[Ended]) -> None:
-        """It has its rewards: take it or refuse it."""
+        """Deliver a group that has its rewards, or refuse it."""
         raise NotImplementedError
 
     def _accepts(self, group: Group) -> bool | None:
-        """What `accept` says; None where it raises, or is not asked: the call ends with that."""
-        if self.groups.has_refused_too_many:  # others ended in the same moment
+        """What `accept` returns; None where it raises, which ends the call, or is not called."""
+        if self.groups.has_refused_too_many:  # by groups that ended in the same moment
             return None
         try:
             return judge(self._accept, group)
@@ -364,7 +364,7 @@ class Call:
             return None
 
     def _describe_refusal(self, group: Group) -> str:
-        """Which function refused it, what its rewards were, and which member failed first."""
+        """Say which function refused a group, its rewards, and which member failed first."""
         name = getattr(self._accept, "__name__", type(self._accept).__name__)
         rewards = Counter(
             "unknown" if each.reward is None else f"{each.reward:g}" for each in group.trajectories

@@ -1,4 +1,4 @@
-"""How the trajectories of a call ended that did not go well: counted, and logged once a cause."""
+"""Failed and rejected trajectories of a call: counted, and logged once for each cause."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class BadEndings:
         tally: Of the runtime, which knows what was logged before.
 
     Attributes:
-        failures: How many failed, by what was raised, of those that are held against the budget.
+        failures: How many failed, by cause, of those that count for `scheduling.max_failures`.
     """
 
     def __init__(self, tally: Tally) -> None:
@@ -57,8 +57,8 @@ class BadEndings:
         """Count one that has ended, if it failed or was rejected.
 
         Args:
-            is_free: Whether it is logged, and costs no budget: nobody wants it any more, or it is
-                started again.
+            is_free: Whether it is logged but does not count for `scheduling.max_failures`: it is
+                surplus, or restarted.
         """
         outcome = trajectory.outcome
         self._count += 1

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def exclude(trajectory: Trajectory) -> None:
-    """Nothing of it is trained on, and no reward of it is known."""
+    """Mark a trajectory as not trainable, without a reward."""
     trajectory.trainable, trajectory.reward = False, None
     for segment in trajectory.segments:
         segment.reward = segment.token_rewards = None
@@ -24,21 +24,21 @@ def exclude(trajectory: Trajectory) -> None:
 def end_without_reward(
     trajectory: Trajectory, outcome: Outcome, reason: str, source: str | None, cause: Cause | None
 ) -> None:
-    """A trajectory whose reward is unknown keeps its tokens, and is not trained on."""
+    """Give an outcome to a trajectory whose reward is unknown: it keeps its tokens, untrained."""
     trajectory.outcome, trajectory.reason = outcome, reason
     trajectory.limit_source, trajectory.cause = source, cause
     exclude(trajectory)
 
 
 def rejected(member: Member, error: RejectedPrompt) -> Trajectory:
-    """The trajectory of a member whose prompt cannot be run."""
+    """Make the trajectory of a member whose prompt cannot be run."""
     return ended_before_start(
         member, Ending(outcome=Outcome.REJECTED, reason=error.reason), Cause.of(error)
     )
 
 
 def ended_before_start(member: Member, ending: Ending, cause: Cause | None = None) -> Trajectory:
-    """The trajectory of a member whose agent never ran: an outcome and no tokens."""
+    """Make the trajectory of a member whose agent never ran: an outcome and no tokens."""
     return Trajectory(
         uid=member.identity.uid,
         group=member.identity.group,
@@ -55,7 +55,7 @@ def ended_before_start(member: Member, ending: Ending, cause: Cause | None = Non
 
 
 def unstarted(member: Member, deadline: Deadline) -> Trajectory:
-    """The trajectory of a member that was cancelled, or whose time was over, while it waited."""
+    """Make the trajectory of a member that got no slot: it was cancelled, or out of time."""
     if member.cancel_reason is not None:
         return ended_before_start(
             member, Ending(outcome=Outcome.CANCELLED, reason=member.cancel_reason)

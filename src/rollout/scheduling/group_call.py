@@ -33,7 +33,7 @@ HINT_S = 5.0
 
 
 class GroupCall(Call):
-    """Its members run in the runtime's tasks, so that they may outlive it.
+    """A call of `collect` or `stream_groups`; its members may outlive it, in the scheduler's tasks.
 
     Attributes:
         source: Where its prompts come from.
@@ -60,7 +60,7 @@ class GroupCall(Call):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """It runs in the block; after it, nothing of it does but what is carried."""
+        """Run the call during the block; after it only carried members are left of it."""
         await self.scheduler.open(self)
         try:
             yield
@@ -74,7 +74,7 @@ class GroupCall(Call):
     # What its consumer gets.
 
     async def next_group(self) -> Group | None:
-        """The next accepted one; None where there will be none.
+        """Return the next accepted group; None where there will be none.
 
         Raises:
             BaseException: What the call ends with.
@@ -99,9 +99,9 @@ class GroupCall(Call):
                 self._tally.hint("update_weights", self.groups.waiting)
 
     async def all_groups(self) -> list[MemberGroup]:
-        """As many accepted ones as are wanted, or what there is; `fault` says why.
+        """Return as many accepted groups as are wanted, or what there is; `fault` says why.
 
-        They are the caller's once they are given; see `give`.
+        `give` must follow, or `take_back`.
         """
         while not (self.groups.is_complete or self.failure is not None):
             await self._changed.wait()
@@ -112,7 +112,7 @@ class GroupCall(Call):
         return taken
 
     def fault(self, groups: int, found: int) -> BaseException | None:
-        """What it ends with, having found so many of the groups that were wanted; None: nothing."""
+        """The error that a call ends with which found so many groups; None: no error."""
         if self.failure is not None:
             return self.failure
         is_short = found < groups - self.groups.counts["dropped"]
@@ -123,9 +123,9 @@ class GroupCall(Call):
         return None
 
     async def give(self, groups: Sequence[MemberGroup]) -> JournalError | None:
-        """The caller gets these now, unless it is cancelled; why no journal has that, if none has.
+        """Record that the caller gets these groups; return why the journal could not, if so.
 
-        They are the caller's all the same.
+        The caller gets them all the same. Cancelled meanwhile, it has them taken back.
         """
         new = [group for group in groups if not group.delivery]  # else a caller was cancelled
         ended = [each for group in new for each in group.choose(self.groups.wanted.members)]
@@ -140,7 +140,7 @@ class GroupCall(Call):
             raise
 
     def take_back(self, groups: Sequence[MemberGroup]) -> None:
-        """The caller does not get what it has taken: this call gives it again, or the next one."""
+        """Return groups that the caller did not get to this call, or to the next one."""
         if not self.groups.take_back(groups):
             for group in groups:
                 group.call = None
@@ -148,14 +148,14 @@ class GroupCall(Call):
         self.change()
 
     def note_missing(self, missing: int) -> None:
-        """The caller gets the others, and no error."""
+        """Record that the caller gets so many groups fewer than it wanted, and no error."""
         self._log.returns_short(self.step, missing)
 
     def tell_end(self, *, is_recorded: bool) -> None:
-        """The caller learns that there are no more groups: a source that is over begins again.
+        """Forget a source that is over, as the caller learns now: given again, it begins again.
 
         Args:
-            is_recorded: Whether a resumption is to tell it so as well.
+            is_recorded: Whether a resumed run is to end the call at this point as well.
         """
         source = self.source
         if source.is_over and not self._has_told_end:
@@ -172,7 +172,7 @@ class GroupCall(Call):
     # Its life, in a task of the runtime's.
 
     async def serve(self) -> None:
-        """Admit members until the call is left, then leave nothing but what is kept."""
+        """Admit members until the call is left; then end what is not carried."""
         with self.scheduler.calls.running(self):
             try:
                 async with anyio.create_task_group() as tasks:
@@ -198,14 +198,14 @@ class GroupCall(Call):
         left = self.groups.leave(is_over=self.is_closed or not self.scheduler.is_running)
         self.runs.cancel([m for m in left.surplus if not m.is_finished], SURPLUS)
         for group in left.groups:
-            if not group.is_settled:  # else members that clean up end here: they are waited for
+            if not group.is_settled:  # else its members end in this call, which waits
                 group.call = None
         await self.scheduler.suspend(left.carried)
         for member in left.carried:
             self._running.pop(member, None)
             self.selection.cut_off(member.tokens)
         carried = {group: None for group in left.groups if group.is_carried}
-        self.scheduler.keep(carried)  # where they can be cancelled while others clean up here
+        self.scheduler.keep(carried)  # at once: `cancel` finds them while others clean up
         while any(member.group.call is self for member in self.scheduler.live):
             await self._changed.wait()
         rest = [group for group in left.groups if group not in carried]
@@ -259,7 +259,7 @@ class GroupCall(Call):
         return True
 
     def _end_alone(self, group: MemberGroup, ended: Ended) -> None:
-        """A member had ended while no call had its group: it was counted and told then."""
+        """Note a member that ended while no call had its group; its outcome was counted then."""
         trajectory, is_counted = ended.trajectory, self.groups.end(ended)
         self.selection.ended(trajectory)
         group.known += is_counted
@@ -271,7 +271,7 @@ class GroupCall(Call):
             self._check_failures(trajectory)
 
     def _look_at_source(self) -> None:
-        """What it says of its end."""
+        """Fail with what the source raised, or stop pulling where it is over."""
         source = self.source
         if source.failure is not None and not self.groups.has_all:  # else the next call is told
             error, source.failure = source.failure, None
@@ -324,7 +324,7 @@ class GroupCall(Call):
         return True
 
     async def _hand_over(self, group: MemberGroup, wanted: Sequence[Ended]) -> None:
-        # Nothing is given out before the journal has it.
+        # Nothing is delivered before the journal has it.
         failure = await self._log.until_written(
             wanted, self.deadline.at, lambda: self._ends_rewards
         )
@@ -345,13 +345,13 @@ class GroupCall(Call):
 
 
 def get_result(group: MemberGroup) -> Group:
-    """What the consumer of an accepted group gets."""
+    """Return what the consumer of an accepted group gets."""
     assert group.result is not None
     return group.result
 
 
 def _was_given(wanted: Sequence[Ended]) -> bool:
-    """Whether an earlier process gave these to its caller: they are what that took."""
+    """Whether an earlier process delivered these, so that they are accepted unasked."""
     logs = [each.member.log for each in wanted]
     return bool(logs) and all(log is not None and log.is_taken for log in logs)
 

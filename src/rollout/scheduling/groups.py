@@ -54,7 +54,7 @@ class Staleness:
     start: int
 
     def room(self, version: int) -> int:
-        """Groups that may have been taken, be ready, or be under way, in all.
+        """How many groups may have been taken, be ready, or be under way, in all.
 
         With one more, the last of them would be taken after more than `most` updates.
         """
@@ -141,7 +141,7 @@ class Groups:
 
     @property
     def wants_group(self) -> bool:
-        """Whether one more is to be adopted."""
+        """Whether one more group is to be adopted."""
         if self._is_stopped or self._has_all_prompts or self.is_complete:
             return False
         under_way = len(self.open) + len(self._ready)
@@ -153,7 +153,7 @@ class Groups:
 
     @property
     def waiting(self) -> str:
-        """What it waits for where nothing may start before the weights are newer; else empty."""
+        """A message where nothing may start before the weights are newer; else empty."""
         is_idle = not (self.open or self._ready or self._is_stopped)
         if not is_idle or self.wanted.staleness is None or self.wants_group:
             return ""
@@ -184,13 +184,13 @@ class Groups:
 
     @property
     def _refused(self) -> int:
-        """Groups that others have replaced, as `max_refused` counts them."""
+        """How many groups count for `max_refused`."""
         if self.wanted.groups is None:
             return self._refused_in_a_row
         return self.counts["refused"] + self.counts["replaced"]
 
     def refused_error(self) -> LimitExceeded:
-        """What a call ends with that has refused too many."""
+        """The error of a call that has refused too many groups."""
         which = "groups" if self.wanted.groups is not None else "groups one after the other"
         over = " or met group_s" if self.counts["replaced"] + self.counts["dropped"] else ""
         return LimitExceeded(
@@ -213,7 +213,7 @@ class Groups:
     # Groups and members that it has.
 
     def refresh(self, group: MemberGroup) -> MemberGroup:
-        """The group, for adoption; restarted, where its tokens are too old to be taken."""
+        """Return the group, for adoption; a restarted one where its tokens are too old to take."""
         if not group.is_sampled:
             return group
         # After a resumption the weights may be older than those that it has tokens of.
@@ -226,7 +226,7 @@ class Groups:
         return group.restart()
 
     def adopt(self, group: MemberGroup) -> None:
-        """Have a group from now on."""
+        """Take on a group: its members are admitted soon."""
         if not group.is_sampled:
             group.version = self._version()
         self.open[group] = None
@@ -243,19 +243,19 @@ class Groups:
         return None
 
     def begin(self, member: GroupMember) -> None:
-        """It is admitted."""
+        """Note that a member has a slot."""
         member.group.waiting.remove(member)
         member.group.running[member] = None
 
     def end(self, ended: Ended) -> bool:
-        """A member has ended; whether it counts, and is not to be restarted."""
+        """Note that a member has ended; False where it is to be restarted, and does not count."""
         member, trajectory = ended.member, ended.trajectory
         assert isinstance(member, GroupMember)
         group, number = member.group, member.identity.member
         group.forget(member)
         if group.is_settled:
             return True
-        # What only its reward failed for has its tokens, and `rewards.retries` has asked again.
+        # Where only the reward failed the tokens are good, and `rewards.retries` has asked again.
         failed = trajectory.outcome is Outcome.FAILED and trajectory.reason != REWARD_REASON
         if failed and not self._is_stopped and group.refills.get(number, 0) < self.wanted.refills:
             group.refills[number] = group.refills.get(number, 0) + 1
@@ -264,34 +264,34 @@ class Groups:
         return True
 
     def restart(self, member: GroupMember) -> None:
-        """Have a member that replaces a failed one admitted soon."""
+        """Have a member admitted next that replaces a failed one."""
         member.group.waiting.append(member)
         self._with_waiting.appendleft(member.group)
 
     def is_whole(self, group: MemberGroup) -> bool:
-        """Whether it can be judged: its wanted members have ended, or its own time is over."""
+        """Whether a group can be judged: its wanted members, or its own time, have ended."""
         return bool(group.choose(self.wanted.members)) or self.is_to_drop(group)
 
     def is_to_drop(self, group: MemberGroup) -> bool:
-        """Whether its own deadline has decided about it."""
+        """Whether a group is dropped or replaced because it met its own deadline."""
         return self.wanted.on_group_deadline != "keep" and group.is_overdue
 
     def settle(self, group: MemberGroup) -> list[GroupMember]:
-        """It is complete: the members that are not wanted, some of which run."""
+        """Note that a group is complete; return its unwanted members, which are to be cancelled."""
         group.is_settled = True
         surplus = [*group.running, *group.waiting]
         group.waiting.clear()
         return surplus
 
     def drop(self, group: MemberGroup) -> None:
-        """Its own deadline ended it."""
+        """Drop a group that its own deadline ended."""
         del self.open[group]
         self.counts["replaced" if self.wanted.on_group_deadline == "refill" else "dropped"] += 1
         self._refused_in_a_row += 1
         self._first_refusal = self._first_refusal or f"{group.uid!r} met group_s"
 
     def accept(self, group: MemberGroup) -> None:
-        """It is ready for its consumer."""
+        """Make a group ready for the consumer."""
         del self.open[group]
         self.counts["accepted"] += 1
         self._refused_in_a_row = 0
@@ -300,12 +300,12 @@ class Groups:
         self._ready.append(group)
 
     def release(self, group: MemberGroup) -> None:
-        """Its consumer gets its members one by one."""
+        """Forget a group whose members were delivered one by one."""
         del self.open[group]
         group.ended = []  # else members, their groups and trajectories refer to each other
 
     def refuse(self, group: MemberGroup, why: str = "") -> None:
-        """Nobody wants it; `why` is for an error message."""
+        """Refuse a group; `why` is for an error message."""
         del self.open[group]
         self.counts["refused"] += 1
         self._refused_in_a_row += 1
@@ -314,7 +314,7 @@ class Groups:
     # What its consumer takes.
 
     def take(self) -> MemberGroup | None:
-        """The next group for the consumer; None where it has to wait."""
+        """Take the next group for the consumer; None where it has to wait."""
         for group in self._ready:
             if self._may_be_next(group):
                 self._ready.remove(group)
@@ -324,14 +324,14 @@ class Groups:
         return None
 
     def take_all(self) -> list[MemberGroup]:
-        """As many as are wanted, in the order in which they were pulled."""
+        """Take as many groups as are wanted, in the order in which they were pulled."""
         groups = self.wanted.groups
         taken = [self._ready.popleft() for _ in range(min(len(self._ready), groups or 0))]
         self.consumed += len(taken)
         return sorted(taken, key=lambda group: group.row)
 
     def take_back(self, groups: Sequence[MemberGroup]) -> bool:
-        """Its consumer does not get what it took; whether it may take it again: not once left."""
+        """Make groups ready again that the consumer did not get; False where the call was left."""
         self.consumed -= len(groups)
         if not self._is_left:
             self._ready.extendleft(reversed(groups))
@@ -368,7 +368,7 @@ class Groups:
         return left
 
     def metrics(self) -> dict[str, float]:
-        """What became of its groups; see `Selection`."""
+        """Count groups by what became of them; see `Selection`."""
         counts = self.counts
         return {
             "groups/accepted": float(self.consumed),
@@ -382,7 +382,7 @@ class Groups:
     # Staleness.
 
     def _is_takeable(self, group: MemberGroup, bound: Staleness) -> bool:
-        """Whether it, and all that are under way, can be taken before they are too old."""
+        """Whether a group, and all that are under way, can be taken before they are too old."""
         due = _get_version(group) + bound.most
         if due < self._version():
             return False
@@ -391,7 +391,7 @@ class Groups:
         return all(sum(other <= each for other in dues) <= left[each] for each in left)
 
     def _may_be_next(self, group: MemberGroup) -> bool:
-        """Whether those that are due earlier can still be taken in time after it."""
+        """Whether groups that are due earlier can still be taken in time after this one."""
         bound = self.wanted.staleness
         if bound is None:
             return True
@@ -403,16 +403,16 @@ class Groups:
         return True
 
     def _due_versions(self, bound: Staleness) -> list[int]:
-        """By when each group that is under way or ready is to be taken."""
+        """The last version to take each group at that is under way or ready."""
         return [self._due_version(group, bound) for group in (*self.open, *self._ready)]
 
     def _due_version(self, group: MemberGroup, bound: Staleness) -> int:
-        """The last version to take it at: what its caller had before a resumption comes first."""
+        """The last version to take a group at; now, where an earlier process delivered it."""
         now = self._version()
         return now if group.was_given else max(_get_version(group) + bound.most, now)
 
     def _log_lateness(self, group: MemberGroup) -> None:
-        """Say so where the version has risen faster than the bound knows."""
+        """Warn where the version has risen faster than the bound assumes."""
         bound, age = self.wanted.staleness, self._version() - _get_version(group)
         if bound is not None and age > bound.most and not self._has_logged_late:
             self._has_logged_late = True

@@ -1,4 +1,4 @@
-"""A prompt and its members, from when it was pulled until its call has judged it."""
+"""A group: a prompt and its members, from when it was pulled until its call has judged it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class MemberGroup:
     """A prompt, and its members: each is in one of `waiting`, `running` and `ended`.
 
     Attributes:
-        number: Its place among the prompts of its call, or among all that the runtime pulled.
+        number: Its number among the prompts of its call, or among all that the runtime pulled.
         source: Where it was pulled from; None where it was given in a list of a batch.
         waiting: Not admitted, or carried.
         running: Admitted and not ended.
@@ -49,7 +49,7 @@ class MemberGroup:
             adopted it, where the journal has no tokens of it either.
         call: The call that has it; None while it is a leftover.
         refills: How often each member was restarted.
-        is_rewarded: Whether the reward of groups was asked for.
+        is_rewarded: Whether `group_reward` was called.
         is_settled: It is complete: no further member of it is wanted.
         is_unjudged: It is complete, and `accept` raised.
         result: What its consumer gets, once it is judged.
@@ -121,10 +121,10 @@ class MemberGroup:
         return any(member.is_held for member in self.waiting)
 
     def limit(self, seconds: float | None, paused_s: Callable[[], float]) -> None:
-        """It has so long from now on, if it has no deadline yet; None: as long as it takes.
+        """Give it so many seconds from now on, if it has no deadline yet; None: no limit.
 
         Args:
-            paused_s: For how long the runtime has let all work wait so far, which is not counted.
+            paused_s: For how long the runtime has paused all work so far, which does not count.
         """
         if self._deadline is None and seconds is not None:
             self._deadline = Deadline.after(seconds, GROUP_S)
@@ -132,19 +132,19 @@ class MemberGroup:
 
     @property
     def deadline(self) -> Deadline | None:
-        """Its own as things stand, while a call has it."""
+        """Its own deadline as things stand, while a call has it."""
         own = self._deadline
         paused_s = 0.0 if own is None else self._paused_s() - self._paused_before
         return own.later(paused_s) if own is not None and paused_s else own
 
     def end_alone(self, ended: Ended) -> None:
-        """A member has ended while no call had it."""
+        """Note that a member has ended while no call had the group."""
         self.forget(ended.member)
         self.ended.append(ended)
         self._ended_alone += 1
 
     def join(self, call: Any) -> list[Ended]:
-        """This call has it; it has no deadline until that gives it one.
+        """Give the group to this call; it has no deadline until `limit`.
 
         Returns:
             Members that ended while no call had it; they are not in `ended` any more.
@@ -158,7 +158,7 @@ class MemberGroup:
         return alone
 
     def choose(self, count: int) -> list[Ended]:
-        """The members that its consumer gets, in member order; empty while it is not complete.
+        """Choose the members that its consumer gets, in member order; none while it is incomplete.
 
         Those that ended first, of which a trainer may learn; where these are too few, others that
         did not fail, and then failed ones.
@@ -185,13 +185,13 @@ class MemberGroup:
         return any(each.trajectory.limit_source == GROUP_S for each in ended)
 
     def forget(self, member: Member) -> None:
-        """It has ended, also while it waited for a slot."""
+        """Remove a member that has ended from those that run or wait."""
         self.running.pop(member, None)  # type: ignore[call-overload]
         if member in self.waiting:
             self.waiting.remove(member)
 
     def reopen(self, members: int) -> MemberGroup:
-        """It, for a call that wants so many members; as it was pulled, where it has too few.
+        """Return it for a call that wants so many members; as it was pulled, where it has too few.
 
         One that was complete for another call has cancelled the members not wanted there.
         """
@@ -201,7 +201,7 @@ class MemberGroup:
         return self
 
     def restart(self) -> MemberGroup:
-        """The same prompt, as it was when it was pulled."""
+        """Make a group of the same prompt, without members, as it was when it was pulled."""
         key = self.key if self.before is None else self.before.key
         return MemberGroup(self.number, self.prompt, self.source, pulled=self.pulled, key=key)
 

@@ -1,4 +1,4 @@
-"""The tasks of members: each takes a slot, runs to its trajectory, and hands that to its call."""
+"""The tasks of members: each runs its agent to a trajectory, which its call gets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rollout.scheduling.prompts import Member
     from rollout.scheduling.trajectory import MemberHome, TrajectoryRunner
 
-#: Error of calls that were.
+#: The error of calls that were running when the runtime was closed.
 CLOSED_MEANWHILE = "the runtime was closed while this call was running"
 
 
@@ -33,7 +33,7 @@ class MemberRuns:
     Attributes:
         limiter: Members take their slots from it.
         containment: Has the tasks of foreign code.
-        is_cancelled: Whether the caller of `run` was cancelled: nobody takes trajectories any more.
+        is_cancelled: Whether the caller of `run` was cancelled: no member may start any more.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class MemberRuns:
         self._tasks.start_soon(self._run_member, run)
 
     def start_soon(self, work: Callable[[], Coroutine[Any, Any, object]]) -> bool:
-        """Do other work in a task that `run` waits for; False where it is too late."""
+        """Start another task that `run` waits for; False where it is too late."""
         if self._tasks is None or self.is_cancelled:
             return False
         self._tasks.start_soon(work)
@@ -114,13 +114,13 @@ class MemberRuns:
         self.limiter.release_on_behalf_of(member)
 
     def suspend(self, member: Member) -> None:
-        """It stays, and makes no further request, without a slot."""
+        """Carry a member: it keeps its task without a slot, and makes no further request."""
         member.pause()
         self.release_slot(member)
         self._tally.carried += 1
 
     def resume(self, member: Member, deadline: Deadline) -> None:
-        """It has a slot again, and this deadline."""
+        """Let a carried member, which has a slot again, continue with this deadline."""
         member.resume(deadline)
         self._tally.carried -= 1
 
@@ -132,14 +132,14 @@ class MemberRuns:
         self.end(chosen)
 
     def end(self, members: Iterable[Member]) -> None:
-        """End what runs of these members, or waits for a slot."""
+        """Cancel the agents and rewards of these members, and their waits for a slot."""
         for member in members:
             for scope in (member.scope, member.door):
                 if scope is not None:
                     scope.cancel()
 
     async def _run_member(self, run: AgentRun) -> None:
-        """A member, from its first attempt to its trajectory, which its call gets."""
+        """Run a member to its trajectory, have its call take that, and free the slot."""
         enter_containment(self.containment)
         try:
             trajectory = await run_trajectory(self._runner, run)

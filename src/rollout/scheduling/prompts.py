@@ -42,12 +42,12 @@ class Member:
     Attributes:
         prompt: As its caller gave it, with or without a uid; see `named_prompt`.
         cancel_reason: Set once it has been cancelled.
-        row: Its place in its call.
+        row: Its index in its call.
         scope: What ends its agent or its reward, while there is one.
-        door: What ends its wait for a place.
-        over: Whose time is over, where that ends it.
-        clock: Its limits, once it has a place.
-        is_held: It runs and has no place: it is carried to the next call.
+        door: What ends its wait for a slot.
+        over: The deadline of its call or group, where that ends it.
+        clock: Its limits, once it has a slot.
+        is_held: It is carried to the next call: its task waits, without a slot.
         is_finished: Whether it has its outcome.
         log: Its journal; None where there is none.
         concluding_since: When its agent ended, or its trajectory began to wait for others of its
@@ -99,7 +99,7 @@ class Member:
         return is_open and self.is_named(uid, member)
 
     def give_scope(self, scope: Cancellable) -> None:
-        """This ends it from now on."""
+        """Have this cancelled with the member, from now on; at once where that is cancelled."""
         self.scope = scope
         if self.cancel_reason is not None or self.over is not None:
             scope.cancel()

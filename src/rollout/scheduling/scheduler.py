@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 #: Reasons of carried members that do not continue: the caller wants none; its tokens are too old.
 DISCARDED, STALE = "discarded", "stale"
-#: Sources that are known where they were left; of more, the one used longest ago is closed.
+#: Sources whose position is known; of more, the one used longest ago is closed.
 MAX_SOURCES = 16
 
 
@@ -46,17 +46,17 @@ class GroupCall(Protocol):
     runs: MemberRuns
 
     def change(self) -> None:
-        """Something is not as it was: have everybody look again."""
+        """Have the tasks that wait for a change of this call look again."""
 
     def end_with(self, error: BaseException) -> None:
-        """The call ends with this, whatever it has."""
+        """End the call with this error, whatever it has."""
 
     async def serve(self) -> None:
         """Admit members until the call is left."""
 
 
 class OpenCalls(dict[Any, None]):
-    """The calls that run, which are ended as the runtime is closed."""
+    """The calls that run; closing the runtime ends them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class OpenCalls(dict[Any, None]):
 
     @contextmanager
     def running(self, call: Any) -> Iterator[None]:
-        """The call runs in the block; one that begins while they are being closed ends at once."""
+        """Count a call as running during the block; while calls are closed, it ends at once."""
         self[call] = None
         if self._is_closing:
             call.close()
@@ -87,7 +87,7 @@ class OpenCalls(dict[Any, None]):
 
 
 class Scheduler:
-    """The one of a runtime.
+    """What the calls of one runtime share.
 
     Args:
         limiter: Bounds the trajectories in flight.
@@ -205,7 +205,7 @@ class Scheduler:
         self._note_change()
 
     def count_lost(self, members: Iterable[GroupMember]) -> None:
-        """Nobody takes their trajectories: the tasks that would have made them were cancelled."""
+        """Count members whose tasks were cancelled: nobody gets their trajectories."""
         lost = list(members)
         self.tally.outcomes[Outcome.CANCELLED] += len(lost)
         if self.events.is_on:
@@ -214,7 +214,7 @@ class Scheduler:
     # Sources and leftovers.
 
     def find_source(self, given: Any) -> PromptSource:
-        """A caller's source, where it was left; one that is over begins again."""
+        """Return a caller's source where it was left; one that is over begins again."""
         source = self._sources.pop(id(given), None) or self._new_source(given)
         self._sources[id(given)] = source  # the last of them
         idle = [each for each in self._sources.values() if not (each.users or each.is_asked)]
@@ -224,7 +224,7 @@ class Scheduler:
         return source
 
     def end_source(self, source: PromptSource) -> PromptSource:
-        """One that gives nothing, where the journal says that its end was told to a caller."""
+        """Return a source without prompts, where the journal says that a caller got its end."""
         return self._ended_source(source.given, is_replayed=True)
 
     def _ended_source(self, given: Any, *, is_replayed: bool = False) -> PromptSource:
@@ -236,7 +236,7 @@ class Scheduler:
         return PromptSource(given, self._threads, self._read, self._note_pull)
 
     def forget(self, source: PromptSource) -> None:
-        """It will not be asked again: should a caller give the same again, that begins again."""
+        """Close a source and forget its position: given again, it begins again."""
         if self._sources.get(id(source.given)) is source:  # else it has begun again already
             del self._sources[id(source.given)]
         source.close()
@@ -258,7 +258,7 @@ class Scheduler:
             call.change()
 
     def _release(self, source: PromptSource) -> None:
-        """What no call with this source took is for the next one of all."""
+        """Leave what was pulled and no call took to the next call, once no call has the source."""
         if not source.users:
             self.keep(source.pulled)
             source.pulled.clear()
@@ -270,12 +270,12 @@ class Scheduler:
             return None
         number, self._pulled = self._pulled, self._pulled + 1
         name = name_at(prompt, place)
-        if prompt.uid is None:  # another name than that: it differs from those of other sources
+        if prompt.uid is None:  # `name_at` would give prompts of two sources one name
             prompt = msgspec.structs.replace(prompt, uid=f"prompt-{number}")
         return MemberGroup(number, prompt, source, pulled=name)
 
     def _restore(self, call: GroupCall) -> None:
-        """What the journal has for a call of its step is as if it had been pulled."""
+        """Queue the groups that the journal has for a call of this step."""
         if not self._calls:  # else those may have groups that are not kept here
             left = {group.source.number for group in self.leftovers}
             self.log.expect_no_lists_before(call.step, left)
@@ -293,9 +293,9 @@ class Scheduler:
         )
 
     def next_group(self, call: GroupCall) -> MemberGroup | None:
-        """What was pulled first of all that a call may have; it is the call's from now on.
+        """Take the group that was pulled first, of all that a call may have.
 
-        None that has a name which the call has taken, and keeps it: it is left for a later one.
+        One with a uid of its own that the call has already is left for a later call.
         """
         for group in self._given_before:
             if group.before is not None and group.before.step == call.step:
@@ -312,14 +312,14 @@ class Scheduler:
         return None
 
     def keep(self, groups: Iterable[MemberGroup]) -> None:
-        """Keep these for the next call."""
+        """Queue groups for the next call, in the order in which they were pulled."""
         for group in groups:
             insort(self.leftovers, group, key=attrgetter("number"))
 
     # Members of groups.
 
     def name_members(self, group: MemberGroup, call: GroupCall) -> None:
-        """Make the members of a group that has none yet, with names of their own."""
+        """Make the members of a group that has none yet, with a uid that is new in the call."""
         if group.is_begun or group.waiting:
             call.taken_names.add(group.uid)
             return
@@ -342,21 +342,21 @@ class Scheduler:
         self.log.enrol(group)
 
     def replace_member(self, member: GroupMember) -> GroupMember:
-        """Another one for one that failed."""
+        """Make a member in place of one that failed."""
         return GroupMember(member.prompt, member.identity, group=member.group, log=member.log)
 
     def trajectory_deadline(self, group: MemberGroup, outer: Deadline | None) -> Deadline:
-        """Of a member that starts, or continues, now; of two equal ones the outer."""
+        """The deadline of a member that starts, or continues, now; of two equal ones the outer."""
         return trajectory_deadline(self.config.limits, group.prompt, outer)
 
     def wants_reward(self, group: MemberGroup, ended: Sequence[Ended]) -> bool:
-        """Whether the reward of groups is still to be asked for, of these members."""
+        """Whether `group_reward` is still to be called for these members."""
         if group.is_rewarded or not self.rewards_groups:
             return False
         return not self.log.is_rewarded(ended)
 
     async def reward(self, group: MemberGroup, ended: Sequence[Ended], deadline: Deadline) -> None:
-        """Ask for the reward of a group; cancelled meanwhile, it may be asked for again."""
+        """Have a group rewarded; cancelled meanwhile, that may be repeated."""
         await self.rewarding.reward_group(ended, self.containment, deadline)
         group.is_rewarded = True
 
@@ -385,15 +385,15 @@ class Scheduler:
 
     @property
     def carried(self) -> list[GroupMember]:
-        """Members that wait for the next call, which none has adopted."""
+        """Carried members whose group no call has."""
         return [each for each in self.live if each.is_held and each.group.call is None]
 
     async def suspend(self, members: Sequence[GroupMember]) -> None:
-        """Have members stop at their next token; returns when they have, or soon."""
+        """Carry members: cut off their requests, and wait for that, for `cleanup_s` at most."""
         for member in reversed(members):
             member.group.running.pop(member, None)
             member.group.waiting.insert(0, member)
-            if not member.is_held:  # else it got no slot in the call, and is ending
+            if not member.is_held:  # else it was carried before, got no slot here, and is ending
                 self.runs.suspend(member)
         clocks = [member.clock for member in members if member.clock is not None]
         with anyio.move_on_after(self.config.limits.cleanup_s):

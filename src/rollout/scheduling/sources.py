@@ -1,4 +1,4 @@
-"""Where the prompts of groups come from: asked for one at a time, and never lost."""
+"""The sources of prompts: pulled one prompt at a time, of which none is lost."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from rollout.worker_threads import WorkerThreads
 
 _END: Any = object()
-#: Names it to those who look at threads that were left behind.
+#: The name of a source in messages about threads and code that do not end.
 THREAD_NAME = "the source of prompts"
 
 
 class Numbered(Protocol):
-    """Has its prompts by number, from 0 on, as map-style datasets do."""
+    """A map-style dataset: has its prompts by index, from 0 on."""
 
     def __getitem__(self, number: int, /) -> Prompt: ...
 
@@ -47,10 +47,10 @@ logger = logging.getLogger("rollout.scheduling")
 
 
 def check_source(source: Any) -> None:
-    """Let a source pass.
+    """Check that an argument is a source.
 
     Raises:
-        PromptError: It is none; nothing has been pulled.
+        PromptError: It is not; nothing has been pulled.
     """
     if isinstance(source, Prompt | str | bytes | Mapping) or not _can_be_iterated(source):
         raise PromptError(
@@ -69,22 +69,22 @@ def _can_be_iterated(source: Any) -> bool:
 
 
 class PromptSource:
-    """A caller's source, where it was left.
+    """A caller's source, with its position.
 
     Args:
-        given: What the caller gave; kept, so that nothing else gets its identity.
-        threads: Where a source that may block is asked.
-        read: Makes a group of what it gave, or nothing of what is known already; raises
+        given: What the caller gave; a reference, so that no other object gets the same `id`.
+        threads: Where a source that may block is pulled.
+        read: Makes a group of a prompt, or None where the journal has it; raises
             `PromptError` where that is no prompt.
-        changed: Called once it has been asked.
+        changed: Called after each pull.
 
     Attributes:
         count: Prompts that it has given.
-        pulled: Those that no call has taken yet, as groups.
+        pulled: Prompts that no call has taken yet, as groups.
         users: Open calls that have it.
         is_over: Whether it has given all that it has.
-        failure: What it raised, until a call was told.
-        is_asked: Whether it is being asked.
+        failure: What it raised, until a call ends with that.
+        is_asked: Whether a pull is under way.
         number: Its own in a journal; None where it has none.
         is_replayed: It stands for one whose end an earlier process told the caller: what that had
             is all that there is.
@@ -113,11 +113,11 @@ class PromptSource:
 
     @property
     def can_be_asked(self) -> bool:
-        """Whether it may have more, and is not being asked."""
+        """Whether it may have more, and no pull is under way."""
         return not (self.is_over or self.is_asked)
 
     def ask(self, start: Callable[..., object], containment: Containment, tally: Tally) -> None:
-        """Ask it for one prompt soon: where it is async, in the task that did so before.
+        """Start a pull of one prompt: of an async source, in the task that did so before.
 
         Args:
             start: Starts a task of the runtime's.
@@ -133,12 +133,12 @@ class PromptSource:
             start(self.pull)
 
     def close(self) -> None:
-        """Ask it no more, and let go of what the caller gave."""
+        """Pull no more, and drop the reference to what the caller gave."""
         self.given = ()
         self._end()
 
     async def pull(self) -> None:
-        """Ask it for one prompt, in a task that nothing but the runtime's end cancels."""
+        """Pull one prompt, in a task that nothing but the runtime's end cancels."""
         try:
             prompt, is_last = await self._next()
             if prompt is _END:
@@ -151,7 +151,7 @@ class PromptSource:
             if is_last:
                 self.is_used_up = True
                 self._end()
-        except BaseException as error:  # also what is no Exception, of a loader in another language
+        except BaseException as error:  # loaders in other languages raise what is no Exception
             is_sync = not isinstance(self.given, AsyncIterable)
             is_own = is_sync and isinstance(error, GeneratorExit)  # of nothing that is closed here
             if not is_own and find_propagating(error) is not None:
@@ -162,7 +162,7 @@ class PromptSource:
             self._changed(self)
 
     async def _next(self) -> tuple[Any, bool]:
-        """One prompt, and whether it is known to be the last."""
+        """Return one prompt, and whether it is known to be the last."""
         if isinstance(self.given, AsyncIterable):
             self._iterator = aiter(self.given) if self._iterator is None else self._iterator
             return await anext(self._iterator, _END), False
@@ -180,7 +180,7 @@ class PromptSource:
         return prompt, prompt is not _END and self.count + 1 >= self._length()
 
     def _length(self) -> float:
-        """How many prompts it has: a sequence, or what has items by number and a length.
+        """How many prompts it has, where it is a sequence or a dataset with a length; else inf.
 
         Such a dataset may give items beyond that too.
         """
@@ -192,15 +192,15 @@ class PromptSource:
             return math.inf
 
     def _end(self) -> None:
-        """It is not asked again."""
+        """Note that it is over, and close its task."""
         self.is_over = True
         if self._task is None:
             self._iterator = None
-        else:  # it closes that
+        else:  # the task closes it
             self._task.cancel()
 
     async def _serve(self, containment: Containment, tally: Tally) -> None:
-        """The task of an async source."""
+        """Run the task of an async source: a contained one, as the source is foreign code."""
         task = self._task = _AsyncSourceTask(containment, THREAD_NAME)
         try:
             await task.run(lambda: task.ask_until_cancelled(self))
@@ -228,10 +228,10 @@ class PromptSource:
 
 
 class _AsyncSourceTask(Contained[None]):
-    """Asks an async source whenever that is wanted, and closes it, all in one task.
+    """The task that pulls from an async source whenever that is wanted, and closes it.
 
     What an async generator has open where it yields, such as a task group that prefetches, belongs
-    to the task that asked it: asked or closed in another one, it would leave that out of turn.
+    to the task that pulled: in another one, its scopes would be left out of order.
     """
 
     def __init__(self, containment: Containment, what: str) -> None:
@@ -240,24 +240,24 @@ class _AsyncSourceTask(Contained[None]):
         self._is_ending = False
 
     def ask(self) -> None:
-        """Have it asked once more."""
+        """Have the task pull once more."""
         self._asked.set()
 
     def cancel(self) -> None:
-        """Ask it no more, and close it."""
+        """Have the task pull no more, and close the source."""
         self._is_ending = True
         self._asked.set()
         super().cancel()
 
     async def ask_until_cancelled(self, source: PromptSource) -> None:
-        """Ask it, and again when that is wanted; until `cancel`."""
+        """Pull now and whenever `ask` is called, until `cancel`; then close the source."""
         # Entered before any scope of the source's, which may be open wherever we are below.
         with anyio.CancelScope() as all_of_it:
             try:
                 while not self._is_ending:
                     await source.pull()
                     # A scope that the source has open may be cancelled meanwhile, as by a task of
-                    # its own that failed: the source meets that when it is asked.
+                    # its own that failed: the source meets that at its next pull.
                     with anyio.CancelScope(shield=True):
                         await self._asked.wait()
                     self._asked = anyio.Event()
@@ -267,7 +267,7 @@ class _AsyncSourceTask(Contained[None]):
 
 
 def _explain_cancellation(error: BaseException) -> BaseException:
-    """The cancellation of a source would be taken for that of the call that asked it."""
+    """Replace a source's own cancellation, which would look like that of its call."""
     if not isinstance(error, anyio.get_cancelled_exc_class()):
         return error
     explained = RolloutError(

@@ -51,13 +51,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rollout.scheduling")
 
-#: Reasons of failures that are the engine's or the sandbox's, not the agent's, even where they
-#: passed through its code.
+#: Reasons of failures of an engine or a sandbox, even where they passed through the agent's code.
 ENGINE, SANDBOX = "engine", "sandbox"
 
 
 class MemberHome(Protocol):
-    """Whom a member belongs to.
+    """The call, or the scheduler, that gets the trajectory of a member.
 
     Attributes:
         has_groups: Whether several members may begin with one prompt.
@@ -66,12 +65,12 @@ class MemberHome(Protocol):
     has_groups: bool
 
     async def end(self, run: AgentRun, trajectory: Trajectory) -> None:
-        """A member of it has ended. May wait, and holds the member's place meanwhile."""
+        """Take the trajectory of a member that has ended; the member has its slot meanwhile."""
 
 
 @attrs.frozen(kw_only=True)
 class TrajectoryRunner:
-    """What running trajectories needs; shared by all of them."""
+    """What all trajectories of a runtime share."""
 
     services: Services
     rewarding: Rewarding
@@ -79,7 +78,7 @@ class TrajectoryRunner:
 
 
 class AgentRun:
-    """A trajectory while it runs: its present attempt, and what became of those before.
+    """The state of a trajectory while it runs: its present attempt, and sums of those before.
 
     Attributes:
         containment: Has the agent's task.
@@ -118,7 +117,7 @@ class AgentRun:
 
     @property
     def unresponsive(self) -> UnresponsiveError | None:
-        """What did not end of the agent, or of what it called; else a tool that did not close."""
+        """Why the agent, what it called, or the close of a tool did not end; None: all did."""
         first = self.code.stopped_within or self.code.unresponsive
         has_failed = self.code.error is not None or self.code.was_cancelled
         if first is None and self.stuck and not has_failed:
@@ -127,15 +126,15 @@ class AgentRun:
 
     @property
     def tokens(self) -> int:
-        """Sampled in this attempt."""
+        """Tokens sampled in this attempt."""
         return sum(each.sampled_tokens for each in self.context.main.all())
 
     def cancel(self) -> None:
-        """End the agent."""
+        """Cancel the agent."""
         self.code.cancel()
 
     def begin_again(self) -> None:
-        """Another attempt, from the start; what this one sampled is discarded."""
+        """Begin another attempt, from the start; the tokens of this one are discarded."""
         context = self.context
         self.discarded_tokens += context.discarded_tokens + self.tokens
         self.resumes += context.resumes
@@ -151,7 +150,7 @@ async def run_trajectory(runner: TrajectoryRunner, run: AgentRun) -> Trajectory:
     The agent runs in a task of its own, within the trajectory's limits. It runs again, from the
     start, where its engine failed a request, its sandbox was lost, or one of its tools cannot
     continue; of a lost replica, whose requests resume elsewhere, it learns nothing. Then how it
-    ended is judged, and the reward is asked for, in whose time the sandbox is still open.
+    ended is judged, and the reward is called, while the sandbox is still open.
 
     Cancellation ends the agent or the reward, bounded, and passes through.
     """
@@ -197,7 +196,7 @@ async def run_trajectory(runner: TrajectoryRunner, run: AgentRun) -> Trajectory:
 
 
 def _open_context(services: Services, run: AgentRun) -> tuple[Registered, AgentContext]:
-    """The agent, and its context.
+    """Find the agent, and make its context.
 
     Raises:
         RejectedPrompt: The prompt names what does not exist, or overrides wrongly.
@@ -295,13 +294,13 @@ def _agent_name(agent: Registered) -> str:
 
 
 def _settle_failure(context: AgentContext, error: BaseException) -> Cause | None:
-    """Settle the outcome of an agent that raised; the root cause, where that is not known yet."""
+    """Settle the outcome of an agent that raised; return the root cause, unless it is known."""
     leaf = unwrap_group(error) if isinstance(error, BaseExceptionGroup) else error
     if isinstance(leaf, LimitExceeded):
         context.end(leaf.outcome, leaf.reason, limit_source=leaf.source)
         return None
     if context.ending is not None or isinstance(leaf, UnresponsiveError):
-        return None  # the agent's own words for a limit that had fired, or that it was given up
+        return None  # the agent raised its own error for a limit that fired, or was stopped
     if isinstance(leaf, RejectedPrompt):
         context.end(Outcome.REJECTED, leaf.reason)
     else:
@@ -310,7 +309,7 @@ def _settle_failure(context: AgentContext, error: BaseException) -> Cause | None
 
 
 def _judge(run: AgentRun) -> tuple[Ending, Cause | None]:
-    """How the attempt ended.
+    """Judge how the attempt ended; the first of these rules that applies decides.
 
     Raises:
         KeyboardInterrupt: Ctrl-C reached the agent.
@@ -366,9 +365,9 @@ def _runs_again(services: Services, run: AgentRun, ending: Ending) -> bool:
 
 
 def _make_trajectory(run: AgentRun, ending: Ending, cause: Cause | None) -> Trajectory:
-    """The trajectory of a member whose last attempt has ended.
+    """Make the trajectory of a member whose last attempt has ended.
 
-    It keeps its tokens, and fails, where the agent put into its context what none can have.
+    It fails, and keeps its tokens, where the agent put what is no number into its context's lists.
     """
     identity, context = run.member.identity, run.context
     run.member.prompt = context.prompt  # as the agent saw it
@@ -408,9 +407,9 @@ def _check_numbers(name: str, values: list[Any]) -> list[float]:
 
 
 def _count_calls(run: AgentRun) -> dict[str, float]:
-    """The calls of this attempt and of those before it: sums, and ``tool/TOOL/seconds_max``."""
+    """Sum the calls of all attempts so far; of ``tool/TOOL/seconds_max``, take the maximum."""
     tools = run.context.tools
-    tools.abandon()  # those of code that was given up, which will not end
+    tools.abandon()  # calls of code that was stopped will not end
     calls = {"tool_calls": tools.calls, "tool_errors": tools.errors, **tools.counts}
     for name, value in run.calls.items():
         known = calls.get(name, 0.0)
