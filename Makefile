@@ -79,12 +79,12 @@ train: $(READY) $(TRL_READY)
 	$(BIN)/python examples/grpo/make_train.py --trl-python $(TRL_BIN)/python
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not full" $(PARALLEL)
+	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)
 
-# Those of `make test` that start no process: most run in virtual time. One in forty of what takes
-# long there, so that it ends within 90 seconds; nothing waits, so each core has one process.
+# Those of `make test` that start no process: most run in virtual time. Nothing waits, so each core
+# has one process.
 test-virtual: $(READY)
-	$(BIN)/python -m pytest -m "not full" --virtual --numprocesses $(CORES) --dist loadgroup
+	$(BIN)/python -m pytest -m "not slow and not process" --numprocesses $(CORES) --dist loadgroup
 
 test-full: $(READY) $(TRL_READY) $(VERL_READY) $(LIGHT_READY)
 	$(BIN)/python -m pytest $(PARALLEL)
@@ -103,8 +103,8 @@ sglang-cpu: $(SGLANG_READY)
 # The real engine, driven from the environment of the driver, and tests against SGLang's own code
 # in its environment.
 test-sglang: $(READY) $(SGLANG_READY)
-	$(BIN)/python -m pytest -m "not full" tests/sglang
-	$(SGLANG_BIN)/python -m pytest -m "not full" tests/sglang
+	$(BIN)/python -m pytest -m "not slow" tests/sglang
+	$(SGLANG_BIN)/python -m pytest -m "not slow" tests/sglang
 
 # Agents that exist, from the registries, through the gateway on scripted engines.
 test-clients: $(READY) $(CLIENTS_READY)
@@ -116,10 +116,10 @@ test-loggers: $(READY) $(LOGGERS_READY)
 
 # Trainers that exist, from the registry, on our engines: each environment skips the others' tests.
 test-trainers: $(READY) $(TRL_READY) $(VERL_READY) $(LIGHT_READY)
-	$(TRL_BIN)/python -m pytest -m "not full" tests/trainers
-	$(VERL_BIN)/python -m pytest -m "not full" tests/trainers
+	$(TRL_BIN)/python -m pytest -m "not slow" tests/trainers
+	$(VERL_BIN)/python -m pytest -m "not slow" tests/trainers
 	set -e; for each in $(LIGHT_TRAINERS); do \
-		.venv-$$each/bin/python -m pytest -m "not full" tests/trainers/test_$$each.py; done
+		.venv-$$each/bin/python -m pytest -m "not slow" tests/trainers/test_$$each.py; done
 
 # The report in a browser without a window: Debian's package chromium, or else one from npm.
 test-pages: $(READY)

@@ -4,7 +4,7 @@
 
 One runtime lives for the whole run, in virtual time: four simulated engines that die, refuse,
 repeat, reorder and garble; tools that fail and hang; callers that cancel and leave. After each
-round the recorder of `rollout.testing` compares what engines, tools and callers really did with
+round the recorder of `tests/harness` compares what engines, tools and callers really did with
 what the library says. The last line is JSON:
 
 * ``trajectories``: run and checked; ``anomalies``: broken invariants, also told as they come;
@@ -21,8 +21,10 @@ import argparse
 import gc
 import json
 import logging
+import sys
 import time  # noqa: TID251  (benchmarks measure)
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -41,13 +43,16 @@ from rollout.config import (
 from rollout.engine.cores.simulated.stable import stable_share
 from rollout.interactions import ScriptedUser
 from rollout.testing import Scenario, run_virtual, tool_call
-from rollout.testing.invariants import anomalies_of
-from rollout.testing.recorder import Recorder
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+from harness.invariants import anomalies_of
+from harness.recorder import Recorder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollout.testing.watched_runtime import WatchedRuntime
+    from harness.watched_runtime import WatchedRuntime
 
 MEMBERS = 4
 REPLICAS = 4

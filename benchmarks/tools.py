@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import anyio.lowlevel
 
-from rollout.limits import Deadline
+from rollout.limits import Clock, Deadline
 from rollout.tools import ToolExecutor, function_tool
 from rollout.types import ToolCall
 from rollout.worker_threads import WorkerThreads
@@ -80,8 +80,8 @@ class Benchmark:
         call = ToolCall(name=name, arguments={"number": 1, "text": "x"})
         for _ in range(calls):
             await anyio.lowlevel.checkpoint()
-            deadline = Deadline.after(900.0, "limits.turn_s")
-            (result,) = await tools.run([call], turn_deadline=deadline)
+            limit = Clock(Deadline.after(900.0, "limits.turn_s"))
+            (result,) = await tools.run([call], limit=limit)
             assert result.text == "done"
         await tools.close()
 

@@ -8,8 +8,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import zlib
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -57,157 +55,6 @@ ALONE = {
     "test_engine_pairs.py": "ray",
     "test_loop_lag.py": "timing",
 }
-#: Files with tests that start processes; `make test-virtual` leaves them out.
-WITH_PROCESSES = (
-    "attacks",
-    "blocked_loop",
-    "blocking",
-    "bridge",
-    "chat_template",
-    "check_template",
-    "cli",
-    "collate",
-    "config_loading",
-    "driver_death",
-    "engine_pairs",
-    "examples",
-    "faults",
-    "foreign_tools",
-    "full_disk",
-    "hidden_tests",
-    "journal_kills",
-    "gateway",
-    "gateway_clients",
-    "gateway_rows",
-    "gateway_streaming",
-    "gateway_hostile",
-    "harbor_runs",
-    "imports",
-    "isolated_tools",
-    "journal_processes",
-    "length_and_exceptions",
-    "live_weights",
-    "local_process",
-    "long_text_attacks",
-    "loop_lag",
-    "main_guard",
-    "mcp",
-    "mcp_servers",
-    "media_refusals",
-    "media_trajectories",
-    "model_files",
-    "program_agent",
-    "program_prompts",
-    "ray_placement",
-    "readme",
-    "real_processes",
-    "remote_sandboxes",
-    "replay",
-    "reward_processes",
-    "router",
-    "bubblewrap",
-    "sandbox_protocol",
-    "sandlock",
-    "serve_gateway",
-    "simulated_engine",
-    "soak",
-    "sync_clients",
-    "task_directory",
-    "testing_plugin",
-    "tls",
-    "tools_in_sandbox",
-    "transformers_core",
-    "typed_programs",
-    "unauthenticated",
-    "vision_rows",
-    "wrapping",
-    "memory_check",
-    "slow_imports",
-    "engine_interpreters",
-)
-
-
-#: Directories of tests that need environments of their own, or a browser: those start processes.
-OWN_PACKAGES = ("sglang", "clients", "trainers", "trace_backends", "pages")
-#: Files whose tests take seconds each: they start processes, clusters and models, or try many
-#: examples. One test in eight is run by `make test`, as the seed says; all by `make test-full`.
-SHARED = frozenset(
-    (  # noqa: SIM905  (a line for each would fill a page)
-        "attacks beside_loop blocked_loop blocking bridge bubblewrap call_counts cli collate "
-        "containment "
-        "deadline_races driver_death driver_http driver_ray driver_shared_memory "
-        "engine_pairs examples fast_tokenizer faults foreign_tools full_disk "
-        "function_agent gateway gateway_clients gateway_hostile "
-        "gateway_matching gateway_races gateway_rows gateway_sessions gateway_streaming "
-        "group_choices group_rewards growing_text harbor_runs harmony_reference http_answers "
-        "http_core http_liveness idle_memory imports isolated_tools journal_epochs "
-        "journal_groups kept_messages langgraph_model length_and_exceptions listening "
-        "live_weights local_process long_text_attacks long_texts loop_lag main_guard mcp "
-        "mcp_servers media_batches media_refusals media_trajectories mistral_reference "
-        "parser_floods parser_fuzz planted_bugs program_agent program_prompts "
-        "ray_placement readme real_processes recorder replay report report_steps "
-        "reward_processes router_benchmark sampling sandbox_protocol "
-        "segments selection serve_gateway soak template_properties testing_plugin "
-        "tool_executor tools_in_sandbox trajectory_sandboxes transformers_core typed_programs "
-        "unencodable_calls vision_core vision_rows "
-        "waiting_places wake_ups word_ids wrapping"
-    ).split()
-)
-_SHARE = 8
-#: `make test-virtual`, which people run again and again, has one in forty of those, and of these
-#: too, which `make test` has all.
-SHARED_IF_VIRTUAL = frozenset(
-    (  # noqa: SIM905
-        "builtin_tools carry_over chat_formats config_roundtrip conservation "
-        "environment_agent frame_fuzz group_reward_calls groups journal journal_damage "
-        "journal_plain_data media_exactness observe_page prometheus races report_segments "
-        "sleeping traces trainer_rows transcript truncate wrong_sampling"
-    ).split()
-)
-_SHARE_IF_VIRTUAL = 40
-# Workers inherit it: all collect the same tests.
-_SEED = os.environ.setdefault("ROLLOUT_TEST_SEED", str(int.from_bytes(os.urandom(2))))
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--virtual",
-        action="store_true",
-        help="Files whose tests start no process, and a share of what takes long there.",
-    )
-
-
-def pytest_report_header(config: pytest.Config) -> str:
-    """How to run the same share again."""
-    share = _share(config)
-    return f"one in {share} of the tests that take long; the same ones: ROLLOUT_TEST_SEED={_SEED}"
-
-
-def _share(config: pytest.Config) -> int:
-    return _SHARE_IF_VIRTUAL if _is_virtual(config) else _SHARE
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `--virtual` what starts processes is not even imported."""
-    return True if _is_virtual(config) and _may_start_processes(collection_path) else None
-
-
-def _is_virtual(config: pytest.Config) -> bool:
-    return bool(config.getoption("virtual"))
-
-
-def _may_start_processes(path: Path) -> bool:
-    if path.name in OWN_PACKAGES or path.parent.name in OWN_PACKAGES:
-        return True
-    return path.stem.removeprefix("test_") in WITH_PROCESSES
-
-
-def is_left_to_full_counts(item: pytest.Item) -> bool:
-    """Whether this run has no part in a test that takes long."""
-    name = item.path.stem.removeprefix("test_")
-    if name not in SHARED and not (_is_virtual(item.config) and name in SHARED_IF_VIRTUAL):
-        return False
-    return zlib.crc32(f"{_SEED} {item.nodeid}".encode()) % _share(item.config) != 0
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist's own reads the groups
@@ -222,8 +69,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
             group = item.path.name
         if group is not None and is_parallel:
             item.add_marker(pytest.mark.xdist_group(name=group))
-        if is_left_to_full_counts(item):
-            item.add_marker("full")
 
 
 @pytest.fixture
@@ -250,9 +95,15 @@ sys.addaudithook(_note_processes)
 
 
 @pytest.fixture(autouse=True)
-def only_marked_files_start_processes(request: pytest.FixtureRequest) -> Iterator[None]:
-    """`WITH_PROCESSES` is true: a test of another file that starts one fails."""
+def only_marked_tests_start_processes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The marker `process` is complete: a test without it that starts a process fails.
+
+    Directories with environments of their own are run by themselves and need no marker.
+    """
     _started.clear()
     yield
-    if not _may_start_processes(request.node.path):
-        assert not _started, f"{request.node.path.name} starts processes: see WITH_PROCESSES"
+    directory = request.path.parent.relative_to(request.config.rootpath).as_posix()
+    if directory in request.config.getini("norecursedirs"):
+        return
+    if request.node.get_closest_marker("process") is None:
+        assert not _started, f"{request.path.name} starts processes: mark it `process`"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rollout.limits import Deadline
+from rollout.limits import Clock, Deadline
 from rollout.tools import ToolExecutor, ToolResult, TrajectoryTools
 from rollout.types import InvalidToolCall, ToolCall
 from rollout.worker_threads import WorkerThreads
@@ -32,4 +32,4 @@ async def run(
     tools: TrajectoryTools, *calls: ToolCall | InvalidToolCall, turn_s: float = 100.0
 ) -> list[ToolResult]:
     """The results of one turn's calls."""
-    return await tools.run(calls, turn_deadline=Deadline.after(turn_s, "limits.turn_s"))
+    return await tools.run(calls, limit=Clock(Deadline.after(turn_s, "limits.turn_s")))

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from harness import Recorder, balance_of
 from rollout import AgentContext, AgentLoop, Prompt, Trajectory, register_agent
 from rollout.batch import RolloutBatch
 from rollout.config import AgentConfig, LengthsConfig, SchedulingConfig, SimulatedEngine
@@ -20,7 +21,7 @@ from rollout.gateway.calls import (
     told_text,
 )
 from rollout.gateway.sessions import GatewaySession, GatewaySettings, Sessions
-from rollout.testing import Recorder, Scenario, balance_of
+from rollout.testing import Scenario
 from rollout.types import ToolCall
 
 Trial = Callable[[GatewaySession, AgentContext], Awaitable[Any]]

@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 
 import rollout
+from harness.recorder import Recorder
 from rollout import (
     AgentLoop,
     EnvironmentAgent,
@@ -32,7 +33,6 @@ from rollout.config import (
 from rollout.engine import DiskWeights
 from rollout.interactions import ScriptedUser
 from rollout.testing import Scenario, tool_call
-from rollout.testing.recorder import Recorder
 
 LENGTHS = LengthsConfig(prompt=1200, response=600)
 

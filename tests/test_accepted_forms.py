@@ -10,10 +10,11 @@ import msgspec
 import pytest
 
 import rollout
+from harness import Recorder
 from race_situations import add, nap
 from rollout import AgentContext, AgentLoop, Message, Outcome, Prompt, Reward, register_agent
 from rollout.config import AgentConfig, SamplingConfig
-from rollout.testing import Recorder, Scenario
+from rollout.testing import Scenario
 
 pytestmark = pytest.mark.anyio
 

@@ -1,4 +1,4 @@
-"""`rollout.advantages`: exact values, and what does not count."""
+"""`rollout.batch.advantages`: exact values, and what does not count."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from harness import Recorder
 from race_situations import add, user
 from rollout import Trajectory
-from rollout.advantages import group_relative, leave_one_out, mean_at_k, pass_at_k
 from rollout.batch import RolloutBatch
+from rollout.batch.advantages import group_relative, leave_one_out, mean_at_k, pass_at_k
 from rollout.config import AgentConfig, LengthsConfig, SchedulingConfig
-from rollout.testing import Recorder, Scenario
+from rollout.testing import Scenario
 
 NAN = math.nan
 

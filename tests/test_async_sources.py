@@ -12,6 +12,7 @@ import rollout
 from rollout import GroupPolicy, Prompt
 from rollout.config import AgentConfig, LimitsConfig, SchedulingConfig
 from rollout.errors import SourceEnded
+from rollout.scheduling.scheduler import MAX_SOURCES
 from rollout.testing import Scenario
 from test_group_sources import prompts, uids, user
 
@@ -71,29 +72,15 @@ class Prefetching:
             self.log.append("left")
 
 
-class Swallowing:
-    """Goes on whatever it is told, from its second prompt on, or as it is closed."""
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-
-    async def prompts(self) -> AsyncIterator[Prompt]:
+async def swallow_at_second_prompt() -> AsyncIterator[Prompt]:
+    """Goes on whatever it is told."""
+    yield user("p0")
+    while True:
         try:
-            yield user("p0")
-            if self._where == "prompt":
-                await self._swallow()
-            yield user("p1")
-        finally:
-            if self._where == "end":
-                await self._swallow()
-
-    async def _swallow(self) -> None:
-        while True:
-            try:
-                await anyio.sleep_forever()
-            except anyio.get_cancelled_exc_class():
-                with anyio.CancelScope(shield=True):
-                    await anyio.sleep(0.01)
+            await anyio.sleep_forever()
+        except anyio.get_cancelled_exc_class():
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(0.01)
 
 
 async def takes_all_of_a_prefetching_source() -> None:
@@ -118,14 +105,14 @@ async def closes_what_is_not_over_with_the_runtime() -> None:
     assert loader.log == ["closed", "left"]
 
 
-async def closes_what_nobody_can_give_again() -> None:
-    first, second = Prefetching(100), Prefetching(100)
+async def closes_what_was_left_many_sources_ago() -> None:
+    loaders = [Prefetching(100) for _ in range(MAX_SOURCES + 1)]
     async with rollout.open_rollout(config()) as runtime:
-        await runtime.collect(first.prompts(), 2, policy=ALL)
-        await runtime.collect(second.prompts(), 2, policy=ALL)
+        for loader in loaders:
+            await runtime.collect(loader.prompts(), 2, policy=ALL)
         await anyio.sleep(0.05)
-        assert first.log == ["closed", "left"]
-        assert second.log == []
+        assert loaders[0].log == ["closed", "left"]
+        assert loaders[1].log == []
 
 
 async def tells_what_a_task_of_the_source_raised() -> None:
@@ -160,11 +147,11 @@ async def keeps_its_place_when_a_call_is_cancelled() -> None:
         assert uids(await runtime.collect(source, 3, policy=ALL)) == ["p0", "p1", "p2"]
 
 
-async def gives_up_what_swallows_its_cancellation(where: str) -> None:
-    source = Swallowing(where).prompts()
+async def gives_up_what_swallows_its_cancellation() -> None:
+    source = swallow_at_second_prompt()
     async with rollout.open_rollout(config()) as runtime:
         with anyio.move_on_after(0.1):
-            await runtime.collect(source, 2 if where == "prompt" else 1, policy=ALL)
+            await runtime.collect(source, 2, policy=ALL)
         began = anyio.current_time()
     assert 0.9 * CLEANUP_S < anyio.current_time() - began < CLEANUP_S + 1.0
     assert runtime.statistics().unresponsive == 1
@@ -190,12 +177,11 @@ async def bears_a_scope_that_nobody_closes() -> None:
 SITUATIONS: list[Any] = [
     (takes_all_of_a_prefetching_source,),
     (closes_what_is_not_over_with_the_runtime,),
-    (closes_what_nobody_can_give_again,),
+    (closes_what_was_left_many_sources_ago,),
     (tells_what_a_task_of_the_source_raised,),
     (keeps_its_place_when_a_call_is_cancelled,),
     (bears_a_scope_that_nobody_closes,),
-    (gives_up_what_swallows_its_cancellation, "prompt"),
-    (gives_up_what_swallows_its_cancellation, "end"),
+    (gives_up_what_swallows_its_cancellation,),
 ]
 
 

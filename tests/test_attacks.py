@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
 ATTACKS = Path(__file__).parent / "attacks"
 
 
@@ -24,7 +25,7 @@ def run_attack(name: str, *args: str, timeout_s: float = 300) -> str:
     return done.stdout
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["trio", "asyncio"])
 def test_hostile_code_harms_its_own_trajectories_only(backend: str) -> None:
     lines = run_attack("hostile_code.py", backend).splitlines()
@@ -46,7 +47,7 @@ def test_hostile_code_harms_its_own_trajectories_only(backend: str) -> None:
     assert seconds["closed"] < 10
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_full_disk_costs_nothing_that_was_said_to_be_kept(tmp_path: Path) -> None:
     lines = run_attack("full_disk.py", str(tmp_path), timeout_s=600).splitlines()
     assert len(lines) == 15

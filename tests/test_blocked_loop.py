@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
 BLOCKED_RUN = """
 from rollout.config import *
 from rollout.testing import Scenario, tool_call
@@ -35,7 +36,9 @@ async def block() -> str:
     [
         pytest.param("sys.stdin.readline()", id="code that Python interrupts"),
         pytest.param(
-            "hashlib.pbkdf2_hmac('sha256', b'', b'', 12_000_000)", id="a loop in C, seconds long"
+            "hashlib.pbkdf2_hmac('sha256', b'', b'', 12_000_000)",
+            id="a loop in C, seconds long",
+            marks=pytest.mark.slow,
         ),
     ],
 )

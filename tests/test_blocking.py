@@ -17,7 +17,9 @@ import rollout
 from rollout import BlockingRollout, Outcome, Prompt, Trajectory, open_rollout_blocking
 from rollout.config import SamplingConfig
 from rollout.testing import Scenario
+from slow_cases import slow_but
 
+pytestmark = pytest.mark.process
 SCENARIO = (
     Scenario(seed=1)
     .reply("quick", "ok")
@@ -351,7 +353,7 @@ print(runtime.statistics().running, flush=True)
 """
 
 
-@pytest.mark.parametrize("end", ["runtime.close()", "pass"])
+@pytest.mark.parametrize("end", slow_but(["runtime.close()", "pass"], "pass"))
 def test_ctrl_c_in_a_blocking_call_passes_and_the_runtime_stays_usable(end: str) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT.format(end=end)],

@@ -14,7 +14,7 @@ from rollout.bridge import loop_poster, wait_future
 from rollout.errors import ToolError
 from rollout.worker_threads import WorkerThreads
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 
 
 @pytest.fixture(params=["trio", "asyncio"])
@@ -169,6 +169,7 @@ print(asyncio.run(main()).trajectories[0].reward)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("anyio_backend", ["asyncio"], indirect=True)
 async def test_rollout_on_asyncio_works_while_a_thread_has_trio_half_imported() -> None:
     done = await anyio.run_process([sys.executable, "-c", HALF_MADE_TRIO], check=False)

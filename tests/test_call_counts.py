@@ -17,6 +17,7 @@ from rollout.config import JournalConfig, LimitsConfig, ObserveConfig
 from rollout.errors import EngineError
 from rollout.testing import Scenario, run_virtual, tool_call
 from rollout.tools import Tool, ToolPolicy, ToolResult, ToolSession, TransientError
+from slow_cases import slow_after, slow_but
 from test_journal import cut, record_ends
 from test_report_unsaved import data_of
 
@@ -200,7 +201,7 @@ def run(settings: Any, given: Sequence[Prompt], *, resume: bool = False) -> tupl
     return run_virtual(body)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_after(3, KINDS))
 def test_calls_that_fail_are_counted_alike_everywhere(kind: str, tmp_path: Path) -> None:
     batch, status = run(config(tmp_path), prompts([kind]))
     assert counts_of(batch, status, tmp_path) == KINDS[kind][1:]
@@ -216,7 +217,7 @@ def test_calls_of_subagents_and_of_earlier_attempts_are_counted_alike_everywhere
     assert counts_of(batch, status, tmp_path) == (8, 4)
 
 
-@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("share", slow_but([0.3, 0.6, 0.9], 0.6))
 def test_calls_of_a_resumed_run_are_counted_alike_everywhere(share: float, tmp_path: Path) -> None:
     kinds = [kind for kind in KINDS if kind not in ("stays", "turn", "in line")]
     before, whole = tmp_path / "journal", tmp_path / "whole"

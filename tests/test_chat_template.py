@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+pytestmark = pytest.mark.process
 SPECIAL = (
     "<|endoftext|>",
     "<|im_start|>",

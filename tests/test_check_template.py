@@ -12,6 +12,8 @@ from rollout.cli import main
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.process
+
 
 def checked(
     family: str, template: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -22,7 +22,9 @@ from rollout.agents import agent_names
 from rollout.chat import tool_parser_names
 from rollout.cli import main
 from rollout.testing import simulated_tokenizer
+from slow_cases import slow_after, slow_but
 
+pytestmark = pytest.mark.process
 CONFIG = """
 from rollout.config import *
 from rollout.testing import Scenario
@@ -142,8 +144,9 @@ def test_cli_run_saves_and_summarizes(
     assert lines[0].startswith("rows      3 trajectories of 1 prompt in ")
     assert lines[0].endswith(" s; 3 trainable")
     assert lines[1] == "outcomes  3 completed"
-    assert lines[3] == "reward    mean 1.000 over 3 rows"
-    assert lines[4].startswith("files     out: tensors.safetensors, samples.jsonl, ")
+    assert lines[3] == "tools     3 calls, no errors"
+    assert lines[4] == "reward    mean 1.000 over 3 rows"
+    assert lines[5].startswith("files     out: tensors.safetensors, samples.jsonl, ")
     assert errors.startswith("starting 1 engine (simulated, in_process)\n")
     assert "\n3/3 done · 0 running · " in errors
     batch = RolloutBatch.load(folder / "out")
@@ -263,7 +266,8 @@ def test_cli_run_with_engine_that_does_not_start_exits_with_3(
         (
             ("--reward", "judge.py:two"),
             "--reward judge.py:two = two(question, answer): cannot be called with one trajectory; "
-            "expected reward(trajectory) -> float | Reward, or verl's compute_score(",
+            "expected reward(trajectory) -> float | Reward, async reward(trajectory, sandbox), "
+            "or verl's compute_score(",
         ),
         (
             ("--group-reward", "tools.py:no"),
@@ -641,7 +645,7 @@ END_S = 20.0
 
 
 @pytest.mark.parametrize(
-    ("signum", "backend"), [(signal.SIGINT, "trio"), (signal.SIGTERM, "asyncio")]
+    ("signum", "backend"), slow_after(1, [(signal.SIGINT, "trio"), (signal.SIGTERM, "asyncio")])
 )
 def test_cli_signal_saves_what_there_is(folder: Path, signum: signal.Signals, backend: str) -> None:
     write_config(folder, base_s=0.02, placement="LocalProcessPlacement")
@@ -695,8 +699,8 @@ atexit.register(linger)
 }
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("moment", ["closing", "exiting"])
+@pytest.mark.parametrize("signum", slow_but([signal.SIGINT, signal.SIGTERM], signal.SIGTERM))
+@pytest.mark.parametrize("moment", slow_but(["closing", "exiting"], "exiting"))
 def test_cli_signal_after_saving_ends_without_a_traceback(
     folder: Path, signum: signal.Signals, moment: str
 ) -> None:
@@ -713,6 +717,7 @@ def test_cli_signal_after_saving_ends_without_a_traceback(
     assert len(RolloutBatch.load(folder / "out")) == 1
 
 
+@pytest.mark.slow
 def test_cli_signal_while_a_reward_hangs_saves_what_had_ended(folder: Path) -> None:
     write_config(folder)
     hang = "\n    if trajectory.member:\n        import threading; threading.Event().wait()\n"
@@ -763,6 +768,7 @@ foreground._Run.load = load_late
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_cli_signal_before_the_batch_begins_ends_it(folder: Path, signum: signal.Signals) -> None:
     (folder / "tools.py").write_text(TOOLS + LOADS_LATE)
@@ -801,6 +807,7 @@ def test_cli_demo_without_its_packages_says_what_to_install(
     assert not (folder / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_cli_demo_solves_most_and_shows_what_is_trained(
     folder: Path, capsys: pytest.CaptureFixture[str]

@@ -10,12 +10,13 @@ import msgspec
 import pytest
 
 from gateway_clients import asked, echo, tried, user
+from harness import Recorder
 from http_agents import Client
 from http_agents import tried as tried_over_http
 from rollout import AgentContext, Outcome
 from rollout.gateway.calls import GatewayCall
 from rollout.gateway.sessions import GatewaySession, GatewaySettings
-from rollout.testing import Recorder, Scenario
+from rollout.testing import Scenario
 
 pytest.importorskip("httptools")
 

@@ -19,7 +19,9 @@ from rollout.batch import RolloutBatch, collate
 from rollout.batch.tensor_memory import LARGE, MOST_KEPT, TensorMemory
 from rollout.chat import Transcript
 from rollout.types import Outcome, Trajectory
+from slow_cases import slow_but
 
+pytestmark = pytest.mark.process
 PAD = 99
 RESPONSE_KEYS = ("responses", "response_mask", "rollout_log_probs", "weight_versions")
 WHOLE_KEYS = ("input_ids", "attention_mask", "position_ids")
@@ -281,7 +283,7 @@ def places(batch: RolloutBatch) -> dict[str, int]:
     return {name: each.data_ptr() for name, each in large_tensors(batch).items()}
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("layout", slow_but(["padded", "packed"], "padded"))
 def test_collate_takes_over_the_memory_of_batches_that_are_gone(layout: Any) -> None:
     length = LARGE // 16
     long = spoken(("prompt", [5] * length), ("generated", [7] * length))

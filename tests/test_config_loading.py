@@ -24,6 +24,7 @@ from rollout.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.process
 ROOT = Path(__file__).parents[1]
 SHIPPED = sorted((ROOT / "conf").glob("*.py"))
 TEMPERATURE = RolloutConfig(sampling=SamplingConfig(temperature=0.5))

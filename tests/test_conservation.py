@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from harness.recorder import Recorder
+from harness.token_accounting import balance_of
 from rollout import Outcome
 from rollout.batch.records import trajectory_line
 from rollout.chat.transcript import Transcript
 from rollout.testing import run_virtual
-from rollout.testing.recorder import Recorder
-from rollout.testing.token_accounting import balance_of
 from trials import CEILING_S, TIMED, GroupTrial, Trial, findings
 
 CI_TRIALS = 20
@@ -92,13 +92,13 @@ def test_random_trial_of_groups_conservation_laws_hold() -> None:
     check_trials(range(SHARE), GroupTrial)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(SHARE, GROUP_TRIALS, SHARE))
 def test_random_trial_of_groups_conservation_laws_hold_in_full(first: int) -> None:
     check_trials(range(first, first + SHARE), GroupTrial)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(CI_TRIALS, FULL_TRIALS, SHARE))
 def test_random_trial_conservation_laws_hold_in_full(first: int) -> None:
     check_trials(range(first, first + SHARE))
@@ -138,7 +138,7 @@ def test_schedule_seed_gives_the_same_bytes_and_any_the_same_tokens(seed: int) -
     check_schedules(seed, CI_SCHEDULES)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(30))
 def test_schedule_seed_gives_the_same_bytes_and_any_the_same_tokens_in_full(seed: int) -> None:
     check_schedules(seed, SCHEDULES)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import rollout
+from harness import Recorder
 from race_situations import add, user
 from rollout import (
     AgentContext,
@@ -31,7 +32,7 @@ from rollout import (
 from rollout.batch import RolloutBatch
 from rollout.config import AgentConfig, LengthsConfig, RecoveryConfig, SimulatedEngine
 from rollout.interactions import Interaction
-from rollout.testing import Recorder, Scenario, simulated_tokenizer, tool_call
+from rollout.testing import Scenario, simulated_tokenizer, tool_call
 
 pytestmark = pytest.mark.anyio
 

@@ -23,7 +23,9 @@ from rollout.engine.guardian import SHARED, is_alive, name_of, remove_at_end
 from rollout.engine.placement.local_process import LocalProcess, child_command
 from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.routing import Router
+from slow_cases import slow_but
 
+pytestmark = pytest.mark.process
 HERE = Path(__file__).parent
 BOUND_S = 5.0
 
@@ -196,7 +198,7 @@ CASES = {
         ("serving", "trio"),
         ("starting", "asyncio"),
         *(
-            pytest.param(case, backend, marks=pytest.mark.full)
+            pytest.param(case, backend, marks=pytest.mark.slow)
             for case, backend in (
                 ("serving", "asyncio"),
                 ("starting", "trio"),
@@ -218,7 +220,7 @@ def test_driver_killed_whose_fork_lives_engine_and_its_children_end(
         assert alive_after(processes) == []
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("core", ["StuckCore", "StoppedCore"])
 @pytest.mark.parametrize("is_forking", [True, False])
 def test_driver_killed_engine_that_cannot_act_ends(
@@ -233,8 +235,8 @@ def test_driver_killed_engine_that_cannot_act_ends(
         assert alive_after(processes) == []
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("after_s", [0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.2])
+@pytest.mark.slow
+@pytest.mark.parametrize("after_s", slow_but([0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.2], 0.2))
 def test_driver_killed_at_any_moment_of_the_start_no_engine_is_left(
     after_s: float, tmp_path: Path
 ) -> None:

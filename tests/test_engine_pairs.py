@@ -23,7 +23,11 @@ from rollout.engine.driver.generation import Generation
 from rollout.engine.driver.pool import EnginePool
 
 #: Ray's client opens connections when it needs them and keeps them.
-pytestmark = [pytest.mark.anyio, pytest.mark.rollout(allow_leaks=("files", "processes"))]
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.rollout(allow_leaks=("files", "processes")),
+    pytest.mark.process,
+]
 PLACES: dict[str, Any] = {
     "in_process": InProcessPlacement(),
     "local_process": LocalProcessPlacement(),
@@ -38,9 +42,9 @@ ENGINES: dict[str, Any] = {
 }
 #: Two models in processes of their own take their time.
 MARKS: dict[tuple[str, str], Any] = {
-    ("transformers", "local_process"): [pytest.mark.model, pytest.mark.full],
-    ("transformers", "ray"): [pytest.mark.model, pytest.mark.full],
-    ("custom", "ray"): [pytest.mark.full],
+    ("transformers", "local_process"): [pytest.mark.model, pytest.mark.slow],
+    ("transformers", "ray"): [pytest.mark.model, pytest.mark.slow],
+    ("custom", "ray"): [pytest.mark.slow],
 }
 PAIRS = [
     pytest.param(engine, place, marks=MARKS.get((engine, place), ()))

@@ -8,6 +8,7 @@ import anyio
 import numpy as np
 import pytest
 
+from harness import Recorder
 from race_situations import user
 from rollout import (
     AgentError,
@@ -18,7 +19,7 @@ from rollout import (
     register_agent,
 )
 from rollout.config import AgentConfig, LengthsConfig, LimitsConfig
-from rollout.testing import Recorder, Scenario
+from rollout.testing import Scenario
 
 pytestmark = pytest.mark.anyio
 

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from slow_cases import slow_but
+
+pytestmark = pytest.mark.process
 ROOT = Path(__file__).parents[1]
 #: Examples of packages that this environment has not: tests/clients runs them.
 OF_CLIENTS = {"anthropic_sdk", "langgraph_agent", "openai_agents", "openai_sdk", "pydantic_ai"}
@@ -48,12 +51,12 @@ OVERRIDES = {
 }
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", slow_but(EXAMPLES, "environment"))
 def test_example_runs(name: str) -> None:
     run_example(name, OVERRIDES.get(name, ()))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.parametrize("name", sorted(OVERRIDES.keys() - {"grpo"}))
 def test_example_runs_on_the_embedded_model(name: str) -> None:
@@ -85,7 +88,7 @@ def test_every_example_directory_has_a_run() -> None:
     assert {*ALL} > OF_CLIENTS | OF_TRAINERS
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["trio", "asyncio"])
 def test_grpo_learns_which_key_opens_which_door(backend: str, tmp_path: Path) -> None:
     run_example("grpo", ("--seed", "2", "--backend", backend, "--out", str(tmp_path)))

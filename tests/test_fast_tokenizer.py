@@ -25,6 +25,7 @@ from rollout.chat.fast_tokenizer import FastTokenizer
 from rollout.chat.fast_tokenizer_files import MODEL_TYPES, read_fast_tokenizer
 from rollout.errors import TemplateError
 from rollout.testing import simulated_tokenizer
+from slow_cases import slow_after, slow_but
 
 pytestmark = pytest.mark.model
 
@@ -96,7 +97,7 @@ def change(file: Path, **entries: Any) -> None:
     file.write_text(json.dumps(found | entries))
 
 
-@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@pytest.mark.parametrize("vocabulary", slow_but(VOCABULARIES, "smollm2"))
 def test_fast_tokenizer_has_the_tokens_of_transformers(
     pair_of: Callable[[str], Pair], vocabulary: str
 ) -> None:
@@ -113,7 +114,7 @@ def described(tokenizer: Any) -> dict[int, str]:
     return {token_id: repr(token) for token_id, token in tokenizer.added_tokens_decoder.items()}
 
 
-@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@pytest.mark.parametrize("vocabulary", slow_but(VOCABULARIES, "smollm2", "tekken"))
 @SETTINGS
 @given(text=TEXTS, is_special=st.booleans())
 def test_fast_tokenizer_encodes_and_decodes_as_transformers(
@@ -130,8 +131,8 @@ def test_fast_tokenizer_encodes_and_decodes_as_transformers(
         assert fast.decode(ids[at:]) == whole.decode(ids[at:])
 
 
-@pytest.mark.parametrize("vocabulary", VOCABULARIES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("vocabulary", slow_but(VOCABULARIES, "smollm2", "tekken"))
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "llama3", "qwen3"))
 @settings(SETTINGS, max_examples=5)
 @given(data=st.data())
 def test_template_on_it_makes_the_tokens_of_transformers(
@@ -258,7 +259,7 @@ TEMPLATES = (
 )
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("template", slow_after(4, TEMPLATES))
 @pytest.mark.parametrize("tools", [None, TOOLS])
 def test_template_renders_as_in_transformers(template: str, tools: Any) -> None:
     whole = simulated_tokenizer()
@@ -291,7 +292,7 @@ def rendered(tokenizer: Any, tools: Any) -> Any:
         return type(error), re.sub(r"'[\w.]+ object'", "an object", str(error))
 
 
-@pytest.mark.parametrize("model_type", [None, *MODEL_TYPES])
+@pytest.mark.parametrize("model_type", slow_after(3, [None, *MODEL_TYPES]))
 def test_fast_tokenizer_is_read_where_transformers_takes_the_file_as_it_is(
     small: Path, model_type: str | None
 ) -> None:
@@ -354,7 +355,7 @@ OTHERS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("entries", OTHERS, ids=lambda entries: str(entries)[1:60])
+@pytest.mark.parametrize("entries", slow_after(4, OTHERS), ids=lambda entries: str(entries)[1:60])
 def test_tokenizer_with_rules_of_its_own_is_left_to_transformers(
     small: Path, entries: dict[str, Any]
 ) -> None:

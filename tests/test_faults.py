@@ -28,6 +28,7 @@ from rollout.config import (
 from rollout.engine import DiskWeights
 from rollout.testing import Scenario, run_virtual, tool_call
 
+pytestmark = pytest.mark.process
 REPLICAS = 3
 #: What the faults wait for, at most: a machine may be slow.
 PATIENCE_S = 240.0
@@ -176,7 +177,7 @@ FAULTS: dict[str, tuple[Act | str, ...]] = {
 }
 IN_CI = (("kill -9", "asyncio"), ("all of them", "trio"))
 CASES = [
-    pytest.param(name, backend, marks=() if (name, backend) in IN_CI else pytest.mark.full)
+    pytest.param(name, backend, marks=() if (name, backend) in IN_CI else pytest.mark.slow)
     for name in FAULTS
     for backend in ("trio", "asyncio")
 ]
@@ -203,7 +204,7 @@ def test_engines_that_say_everything_twice_and_talk_to_nobody_lose_nothing(
     check(batch, statistics, undisturbed)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("blocked_s", [7.5, 60.0])
 def test_trainer_that_blocks_its_own_loop_loses_no_replica(
     blocked_s: float, network: list[FaultyProcesses], undisturbed: Any
@@ -245,7 +246,7 @@ def embedded(replicas: int, response: int = 64) -> RolloutConfig:
 STORY = Prompt(messages=[{"role": "user", "content": "Tell me a story about a lighthouse."}])
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.parametrize("how", ["kill", "suspend"])
 def test_embedded_engine_killed_or_frozen_its_requests_go_on_with_the_same_tokens(
@@ -276,7 +277,7 @@ def test_embedded_engine_killed_or_frozen_its_requests_go_on_with_the_same_token
     assert engines() == []
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.model
 def test_embedded_engine_takes_other_weights_and_a_restarted_one_has_them_too(
     tmp_path: Any,

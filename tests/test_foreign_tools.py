@@ -27,7 +27,9 @@ from rollout.tools import (
 from rollout.tools.providers import open_tools
 from rollout.types import ToolCall
 from rollout.worker_threads import WorkerThreads
+from slow_cases import slow_after
 
+pytestmark = pytest.mark.process
 CLASSES = '''
 import asyncio
 
@@ -135,7 +137,7 @@ def written(directory: Path, text: str, name: str = "tools.yaml") -> Path:
     return path
 
 
-@pytest.fixture(params=["trio", "asyncio"])
+@pytest.fixture(params=slow_after(1, ["trio", "asyncio"]))
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

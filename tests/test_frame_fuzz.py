@@ -26,7 +26,7 @@ pytestmark = pytest.mark.anyio
 
 #: Frames of one seed, half of them to each side.
 FRAMES = 20_000
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 50))]
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 50))]
 #: Frames of one connection.
 AT_ONCE = 100
 IDS = [f"{number:032x}" for number in range(8)]

@@ -36,7 +36,10 @@ from rollout.scheduling.journal import journal_writer
 from rollout.scheduling.journal.frames import Frame, frames, records_of
 from rollout.scheduling.journal.journal_reading import read_journal
 from rollout.scheduling.journal.journal_writer import JournalWriter
+from rollout.testing.clock import virtual_threads
+from slow_cases import slow_but
 
+pytestmark = pytest.mark.process
 LENGTHS = LengthsConfig(prompt=8, response=256)
 WHAT_THERE_IS = r"File too large; [\d,]+ bytes are needed and [\d,]+ are free there"
 
@@ -180,7 +183,8 @@ def test_journal_with_many_frames_and_room_for_some_has_the_records_that_fit(
         assert writer.failure is None
         await writer.close(1.0)
 
-    trio.run(write, clock=MockClock(autojump_threshold=0))
+    with virtual_threads():
+        trio.run(write, clock=MockClock(autojump_threshold=0))
     assert written_to(path) == records
     assert sizes == sorted(sizes)
 
@@ -224,7 +228,8 @@ def test_journal_continues_after_a_part_that_the_system_would_not_take_back(
             assert writer.failure is None
         await writer.close(1.0)
 
-    trio.run(write, clock=MockClock(autojump_threshold=0))
+    with virtual_threads():
+        trio.run(write, clock=MockClock(autojump_threshold=0))
     assert written_to(path) == [["record", at] for at in range(7)]
 
 
@@ -334,6 +339,7 @@ def test_cli_run_on_a_full_disk_keeps_what_fits_and_exits_with_a_code_of_its_own
     assert len(RolloutBatch.load(folder / "out")) == 4
 
 
+@pytest.mark.slow
 def test_cli_run_overwriting_leaves_the_earlier_batch_until_a_trajectory_has_ended(
     folder: Path,
 ) -> None:
@@ -365,6 +371,7 @@ def rollout_process(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[
         process.communicate()
 
 
+@pytest.mark.slow
 def test_cli_run_killed_has_on_disk_what_had_ended(folder: Path) -> None:
     write_config(folder, base_s=0.05)
     write_prompts(folder, ["steady", "quick", "steady", "quick"])
@@ -401,7 +408,7 @@ def ended(out: Path) -> int:
     return sum(each.end is not None for each in read_journal(path).trajectories.values())
 
 
-@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize("stream", slow_but(["stdout", "stderr"], "stdout"))
 def test_cli_run_whose_output_cannot_be_written_saves_all_the_same(
     folder: Path, stream: str
 ) -> None:
@@ -436,7 +443,7 @@ def small_disk(place: Path, kilobytes: int) -> Iterator[None]:
         subprocess.run(["umount", str(place)], check=True)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("kilobytes", [8, 64, 100, 256, 1500, 6000])
 def test_cli_run_on_small_disks_loses_no_line_that_fits(folder: Path, kilobytes: int) -> None:
     write_prompts(folder, ["quick"] * 32)

@@ -14,6 +14,7 @@ import pytest
 
 import rollout
 from fake_door import FakeDoor, fake_door
+from harness import Recorder
 from rollout import AgentError, AgentTask, Outcome, Prompt, Reward, RolloutBatch
 from rollout.agents import AgentContext
 from rollout.agents.gateway_door import GatewayAddress
@@ -21,7 +22,7 @@ from rollout.bridge import runs_on_trio
 from rollout.config import LimitsConfig, ToolsConfig
 from rollout.gateway.calls import GatewayCall, GatewayError, GivenMessage
 from rollout.gateway.sessions import GatewaySettings, Sessions
-from rollout.testing import Recorder, Scenario
+from rollout.testing import Scenario
 
 pytestmark = pytest.mark.anyio
 
@@ -250,7 +251,7 @@ async def test_function_agent_at_its_deadline_is_cancelled_and_closes_its_door(
 async def test_function_agent_that_swallows_cancellation_is_given_up(door: FakeDoor) -> None:
     async def trial(task: AgentTask) -> None:
         with anyio.CancelScope(shield=True):
-            await anyio.sleep_forever()
+            await anyio.sleep(100)
 
     (trajectory,) = (await tried(trial)).trajectories
     assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "unresponsive")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from harness import Recorder
 from http_agents import Client, config_of, prompt_of, tried, user
 from rollout import (
     AgentError,
@@ -27,20 +28,21 @@ from rollout import (
     open_rollout,
 )
 from rollout.config import AgentConfig, ChannelConfig, config_from_dict, dump_config
-from rollout.testing import Recorder, Scenario
+from rollout.testing import Scenario
+from slow_cases import slow_but
 
 pytest.importorskip("httptools")
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 
 CHAT = Scenario(seed=3).reply("One", "First.").then("Second.").then("Third.")
 THOUGHT = Scenario(seed=3).reply("One", "<think>\nHm.\n</think>\n\nFirst.").then("Second.")
 
 
-@pytest.fixture(params=["trio", "asyncio"])
+@pytest.fixture(params=slow_but(["trio", "asyncio"], "trio"))
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     """Real sockets, so real time."""
     return str(request.param)

@@ -12,6 +12,7 @@ import pytest
 from fake_sessions import KEY, PATH, FakeSession, answer, served
 from rollout.gateway.calls import GatewayError, GivenCall, GivenMessage
 from rollout.types import InvalidToolCall, ToolCall
+from slow_cases import slow_after, slow_but
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 openai: Any = None
 anthropic: Any = None
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 
 TOOL = {
     "type": "function",
@@ -46,7 +47,7 @@ def _clients() -> None:
         globals()[name] = pytest.importorskip(name)
 
 
-@pytest.fixture(params=["trio", "asyncio"])
+@pytest.fixture(params=slow_but(["trio", "asyncio"], "trio"))
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     """Real sockets, so real time."""
     return str(request.param)
@@ -503,13 +504,16 @@ MESSAGES: Any = lambda _, a: a.messages.create(  # noqa: E731
 )
 @pytest.mark.parametrize(
     ("error", "kind"),
-    [
-        (GatewayError(400, "limit", "enough", None), "BadRequestError"),
-        (GatewayError(403, "trajectory_ended", "over"), "PermissionDeniedError"),
-        (GatewayError(404, "not_found", "where?"), "NotFoundError"),
-        (GatewayError(500, "engine", "lost"), "InternalServerError"),
-        (ValueError("a bug"), "InternalServerError"),
-    ],
+    slow_after(
+        2,
+        [
+            (GatewayError(400, "limit", "enough", None), "BadRequestError"),
+            (GatewayError(403, "trajectory_ended", "over"), "PermissionDeniedError"),
+            (GatewayError(404, "not_found", "where?"), "NotFoundError"),
+            (GatewayError(500, "engine", "lost"), "InternalServerError"),
+            (ValueError("a bug"), "InternalServerError"),
+        ],
+    ),
 )
 async def test_error_is_the_clients_own_and_asked_once(
     ask_for: Any, error: Exception, kind: str
@@ -611,7 +615,7 @@ FORCING = [
 ]
 
 
-@pytest.mark.parametrize(("api", "change", "field"), FORCING)
+@pytest.mark.parametrize(("api", "change", "field"), slow_after(3, FORCING))
 async def test_what_would_force_the_model_is_accepted_or_refused_by_name(
     api: str, change: dict[str, Any], field: str | None
 ) -> None:

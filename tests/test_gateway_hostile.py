@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from fake_sessions import KEY, PATH, FakeSession, answer, served
+from slow_cases import slow_but
 
 pytest.importorskip("httptools")
 from rollout.gateway import http_adapter
@@ -22,7 +23,7 @@ from rollout.gateway import http_adapter
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 
 ASKED = {"model": "rollout", "messages": [{"role": "user", "content": "2 + 2?"}]}
 STREAMED = ASKED | {"stream": True}
@@ -35,7 +36,7 @@ TCP_REPAIR = 19
 RESPONSES = f"/t/{PATH}/v1/responses"
 
 
-@pytest.fixture(params=["trio", "asyncio"])
+@pytest.fixture(params=slow_but(["trio", "asyncio"], "trio"))
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     """Real sockets, so real time."""
     return str(request.param)
@@ -143,7 +144,7 @@ async def test_body_without_a_length_is_refused_once_it_is_too_long() -> None:
         assert (await client.post(CHAT, content=padded, headers=KEYED)).status_code == 200
 
 
-@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+@pytest.mark.parametrize("path", slow_but([CHAT, RESPONSES, MESSAGES], CHAT))
 @pytest.mark.parametrize(
     "body",
     [
@@ -449,8 +450,8 @@ CUTS = [
     (CHAT, 1),
     (MESSAGES, 13),
     (RESPONSES, 31),
-    pytest.param(MESSAGES, 1, marks=pytest.mark.full),
-    pytest.param(RESPONSES, 1, marks=pytest.mark.full),
+    pytest.param(MESSAGES, 1, marks=pytest.mark.slow),
+    pytest.param(RESPONSES, 1, marks=pytest.mark.slow),
 ]
 
 

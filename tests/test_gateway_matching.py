@@ -25,6 +25,7 @@ from rollout.gateway.sessions import GatewaySession
 from rollout.gateway.tree import Tree, Turn
 from rollout.gateway.wording import accepted, conversation
 from rollout.testing import Scenario, run_virtual, simulated_tokenizer, tool_call
+from slow_cases import slow_but
 
 Messages = list[GivenMessage]
 replace = msgspec.structs.replace
@@ -137,7 +138,7 @@ FORK: dict[str, Callable[[Messages], Messages]] = {
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("name", [*EXTEND, *FORK])
+@pytest.mark.parametrize("name", slow_but([*EXTEND, *FORK], *list(EXTEND)[:3], *list(FORK)[:3]))
 async def test_mutation_extends_or_forks(name: str) -> None:
     change = {**EXTEND, **FORK}[name]
 

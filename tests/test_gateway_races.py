@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from gateway_clients import ADD, SESSIONS, TRIALS, asked, echo, result, system, user
+from harness import Recorder, balance_of
 from rollout import Outcome, Prompt
 from rollout.config import (
     AgentConfig,
@@ -23,7 +24,7 @@ from rollout.config import (
 )
 from rollout.gateway.calls import Draft, told_text
 from rollout.gateway.sessions import GatewaySettings, Sessions
-from rollout.testing import Recorder, Scenario, balance_of, run_virtual, tool_call
+from rollout.testing import Scenario, run_virtual, tool_call
 
 if TYPE_CHECKING:
     from rollout import AgentContext
@@ -142,7 +143,7 @@ def test_crowd_of_clients_that_leave_gets_whole_answers(seed: int) -> None:
     assert outcomes[Outcome.COMPLETED] > 20
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_thousand_trajectories_with_disconnects_deadlines_and_deaths_leave_nothing() -> None:
     recorder = Recorder()
     faulty = SCENARIO.fault(die_after_tokens=4000, replicas=(0, 1))

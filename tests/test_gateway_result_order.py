@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 import rollout
+from harness import Recorder
 from http_agents import Client, tried, user
 from rollout import Outcome, Prompt
 from rollout.config import AgentConfig
-from rollout.testing import Recorder, Scenario, tool_call
+from rollout.testing import Scenario, tool_call
 
 pytest.importorskip("httptools")
 

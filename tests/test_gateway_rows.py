@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from harness import Recorder
 from http_agents import Client, Program, tried, user
-from rollout.testing import Recorder, Scenario
+from rollout.testing import Scenario
 
 pytest.importorskip("httptools")
 
 if TYPE_CHECKING:
     from rollout import Trajectory
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 
 CHAT = Scenario(seed=3).reply("One", "First.").then("Second.").then("Third.")
 AGENT = {"x-claude-code-agent-id": "a1"}

@@ -29,6 +29,7 @@ from rollout.gateway.calls import Completion, Draft, GatewayError, GivenMessage,
 from rollout.gateway.sessions import GatewaySettings, Sessions
 from rollout.scopes import open_task_group
 from rollout.testing import Scenario, run_virtual, tool_call
+from slow_cases import slow_but
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -157,7 +158,7 @@ async def test_session_answer_on_its_way_is_waited_for() -> None:
     assert (await tried(trial, HELLO)).purposes == ["main", "branch", "branch"]
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.005, 0.1, 0.25, 0.35, 0.405, 0.41])
+@pytest.mark.parametrize("after_s", slow_but([0.0, 0.005, 0.1, 0.25, 0.35, 0.405, 0.41], 0.0, 0.25))
 async def test_session_cut_generation_is_continued(after_s: float) -> None:
     whole, answers = [], []
 
@@ -574,7 +575,7 @@ async def test_session_tells_what_is_certain_while_the_model_speaks() -> None:
     assert (await tried(trial, SPEECH)).purposes == ["main"]
 
 
-@pytest.mark.parametrize("after_s", [0.01, 0.2, 0.35, 0.5, 0.7, 0.9])
+@pytest.mark.parametrize("after_s", slow_but([0.01, 0.2, 0.35, 0.5, 0.7, 0.9], 0.2))
 async def test_session_cut_generation_is_told_from_its_beginning_again(after_s: float) -> None:
     async def trial(session: GatewaySession, context: AgentContext) -> None:
         first: list[Draft] = []

@@ -14,6 +14,7 @@ from anyio.to_thread import run_sync
 from fake_sessions import KEY, PATH, FakeSession, answer, served
 from rollout.gateway.calls import AnswerDraft, Draft, GatewayError
 from rollout.types import ToolCall
+from slow_cases import slow_but
 
 pytest.importorskip("httptools")
 openai = pytest.importorskip("openai")
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from rollout.gateway.calls import Answer, Completion, GatewayCall
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 
 ASKED = [{"role": "user", "content": "2 + 2?"}]
 CALL = ToolCall(name="add", arguments={"a": 1, "b": "ü"}, id="call-1", raw="")
@@ -42,7 +43,7 @@ BODIES = {
 APIS = sorted(BODIES)
 
 
-@pytest.fixture(params=["trio", "asyncio"])
+@pytest.fixture(params=slow_but(["trio", "asyncio"], "trio"))
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     """Real sockets, so real time."""
     return str(request.param)
@@ -270,7 +271,7 @@ def told_of(api: str, events: bytes) -> str:
 
 STEPS = [
     *((api, step) for api, step in zip(APIS, (29, 61, 113), strict=True)),
-    *(pytest.param(api, 1, marks=pytest.mark.full) for api in APIS),
+    *(pytest.param(api, 1, marks=pytest.mark.slow) for api in APIS),
 ]
 
 

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness import Recorder
 from race_situations import user
 from rollout import AgentContext, AgentError, AgentLoop, LimitExceeded, Outcome, register_agent
 from rollout.agents.turn import SampledTokens
 from rollout.batch import RolloutBatch
 from rollout.config import AgentConfig, LengthsConfig, SamplingConfig
-from rollout.testing import Recorder, Scenario, encode_text, simulated_tokenizer
+from rollout.testing import Scenario, encode_text, simulated_tokenizer
 
 pytestmark = pytest.mark.anyio
 

@@ -16,12 +16,13 @@ import torch
 
 import rollout
 from rollout import Group, GroupPolicy, Message, Outcome, Prompt
-from rollout.advantages import group_relative
 from rollout.agents import AgentContext, AgentLoop
+from rollout.batch.advantages import group_relative
 from rollout.chat.shared_beginnings import SharedBeginnings
 from rollout.config import AgentConfig, JournalConfig, LimitsConfig, SchedulingConfig
 from rollout.errors import ConfigError, LimitExceeded, PromptError
 from rollout.testing import Scenario
+from slow_cases import slow_but
 
 pytestmark = pytest.mark.anyio
 
@@ -149,7 +150,7 @@ def raising(_: Group) -> bool:
 
 
 @pytest.mark.parametrize("accept", [raising, lambda _: "yes"], ids=["raises", "no_bool"])
-@pytest.mark.parametrize("surplus", ["cancel", "carry"])
+@pytest.mark.parametrize("surplus", slow_but(["cancel", "carry"], "carry"))
 async def test_groups_that_accept_says_nothing_of_are_given_to_nobody_and_stay(
     accept: Callable[[Group], Any], surplus: Any
 ) -> None:
@@ -276,7 +277,7 @@ async def test_accept_that_is_a_coroutine_function_is_refused_before_anything_st
         assert runtime.statistics().admitted == 0
 
 
-@pytest.mark.parametrize("becomes", ["refill", "drop"])
+@pytest.mark.parametrize("becomes", slow_but(["refill", "drop"], "refill"))
 async def test_stream_of_groups_that_all_meet_their_deadline_ends_with_an_error(
     becomes: Any,
 ) -> None:
@@ -400,6 +401,7 @@ class Knot(AgentLoop):
 rollout.register_agent("message_knot")(Knot)
 
 
+@pytest.mark.slow
 async def test_knot_through_a_message_is_found_by_the_collector() -> None:
     async with rollout.open_rollout(config(agent="message_knot")) as runtime:
         await runtime.generate([next(source())])

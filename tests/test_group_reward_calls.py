@@ -9,10 +9,10 @@ import anyio
 import pytest
 
 import rollout
+from harness import Recorder
 from rollout import Group, GroupPolicy, Outcome, Trajectory
 from rollout.config import LimitsConfig
 from rollout.errors import LimitExceeded
-from rollout.testing import Recorder
 from test_groups import SCENARIO, Counted, prompts
 from test_groups import config as config_of
 

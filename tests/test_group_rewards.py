@@ -11,12 +11,13 @@ import anyio.lowlevel
 import pytest
 
 import rollout
+from harness import Recorder
 from race_situations import add, user
 from rollout import Group, Outcome, Reward, Trajectory
 from rollout.batch import RolloutBatch
 from rollout.config import LengthsConfig, LimitsConfig, RewardsConfig, SchedulingConfig
 from rollout.runtime.blocking import open_rollout_blocking
-from rollout.testing import Recorder, Scenario
+from rollout.testing import Scenario
 
 pytestmark = pytest.mark.anyio
 

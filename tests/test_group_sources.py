@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio  # noqa: TID251  (its own cancellation)
 import gc
 import re
+import time  # noqa: TID251  (a data set that blocks)
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import anyio
@@ -17,6 +18,7 @@ from rollout import Group, GroupPolicy, Outcome, Prompt
 from rollout.agents import AgentContext, AgentLoop
 from rollout.config import AgentConfig, SchedulingConfig
 from rollout.errors import PromptError, RolloutError, SourceEnded
+from rollout.scheduling.scheduler import MAX_SOURCES
 from rollout.testing import Scenario
 
 pytestmark = pytest.mark.anyio
@@ -156,13 +158,22 @@ class Rows:
 
 async def test_loader_over_a_list_of_its_own_stays_where_it_was_left() -> None:
     train, evals = Rows(prompts(100, "t")), Rows(prompts(100, "e"))
-    found: list[str] = []
+    found: dict[str, list[str]] = {"t": [], "e": []}
     async with rollout.open_rollout(config()) as runtime:
         for _ in range(3):
-            found += uids(await runtime.collect(train, 4, policy=GroupPolicy(oversample=1.5)))
-            assert {uid[0] for uid in uids(await runtime.collect(evals, 2))} == {"e"}
-    assert len(set(found)) == 12
-    assert set(found) <= {f"t{at}" for at in range(14)}
+            for source, policy in ((train, GroupPolicy()), (evals, GroupPolicy(oversample=1.0))):
+                for uid in uids(await runtime.collect(source, 2, policy=policy)):
+                    found[uid[0]].append(uid)
+    assert found == {name: [f"{name}{at}" for at in range(6)] for name in "te"}
+
+
+async def test_what_one_call_has_left_is_for_the_next_whatever_its_source_is() -> None:
+    train, evals = Rows([user("s", "slow"), *prompts(100, "t")]), Rows(prompts(100, "e"))
+    async with rollout.open_rollout(config()) as runtime:
+        policy = GroupPolicy(oversample=2.0, surplus="carry")
+        assert uids(await runtime.collect(train, 1, policy=policy)) == ["t0"]
+        assert runtime.statistics().carried == 1
+        assert uids(await runtime.collect(evals, 2, policy=GroupPolicy())) == ["s", "e0"]
 
 
 async def test_end_of_a_source_does_not_end_it_for_who_has_begun_it_again() -> None:
@@ -186,7 +197,7 @@ async def test_end_of_a_source_does_not_end_it_for_who_has_begun_it_again() -> N
 
 
 @pytest.mark.parametrize("kind", [list, tuple, iter])
-async def test_sources_that_nobody_else_has_do_not_stay_with_the_runtime(
+async def test_sources_of_many_calls_do_not_stay_with_the_runtime(
     kind: Callable[[Any], Any],
 ) -> None:
     class Watched(Prompt, weakref=True):
@@ -194,14 +205,50 @@ async def test_sources_that_nobody_else_has_do_not_stay_with_the_runtime(
 
     left = []
     async with rollout.open_rollout(config()) as runtime:
-        for step in range(6):
+        for step in range(MAX_SOURCES + 5):
             data = [Watched(messages=p.messages, uid=p.uid) for p in prompts(5, f"{step}.")]
             left.append(weakref.ref(data[4]))
             await runtime.collect(kind(data), 2, step=step)
             del data
         gc.collect()
-        alive = [ref() is not None for ref in left]
-        assert alive[:-1] == [False] * 5
+        assert [ref() is not None for ref in left[:5]] == [False] * 5
+
+
+class Slowly(Sequence[Prompt]):
+    """A data set whose length and items take long, as those of a remote one do."""
+
+    def __len__(self) -> int:
+        time.sleep(0.1)
+        return 3
+
+    def __getitem__(self, at: Any) -> Any:
+        time.sleep(0.1)
+        return user(f"p{at}")
+
+
+@pytest.mark.parametrize("backend", ["trio", "asyncio"])
+def test_data_set_that_blocks_does_not_block_the_loop(backend: str) -> None:
+    async def act() -> None:
+        longest = 0.0
+
+        async def tick() -> None:
+            nonlocal longest
+            while True:
+                before = anyio.current_time()
+                await anyio.sleep(0.001)
+                longest = max(longest, anyio.current_time() - before)
+
+        fast = Scenario(seed=1).reply("", filler=5).timing(base_s=0.001, slope_s=0.0)
+        opened = fast.config(agent=AgentConfig(name="single_turn"))
+        async with rollout.open_rollout(opened) as runtime, anyio.create_task_group() as tasks:
+            await runtime.collect(prompts(1), 1)  # what the first call imports
+            tasks.start_soon(tick)
+            found = uids(await runtime.collect(Slowly(), 3, policy=GroupPolicy(oversample=1.0)))
+            tasks.cancel_scope.cancel()
+        assert sorted({*found}) == ["p0", "p1", "p2"]
+        assert longest < 0.09
+
+    anyio.run(act, backend=backend)
 
 
 async def test_what_an_iterator_of_one_call_has_left_comes_first_in_the_next() -> None:
@@ -280,8 +327,7 @@ async def test_what_a_loader_of_one_call_has_left_comes_first_in_the_next(
     assert taken == [["0.1", "0.2"], ["0.0", "1.1"], ["1.0", "2.1"]]
 
 
-async def test_loader_that_is_held_by_a_function_alone_keeps_what_it_has_left() -> None:
-    """Its iterator has the same variable as that function."""
+async def test_loader_that_is_held_by_a_function_alone_stays_where_it_was_left() -> None:
 
     def kept() -> Callable[[], Any]:
         class Own:
@@ -296,32 +342,6 @@ async def test_loader_that_is_held_by_a_function_alone_keeps_what_it_has_left() 
         assert uids(await take()) == ["Own0", "Own1"]
         assert uids(await runtime.collect(iter(prompts(2)), 2)) == ["p0", "p1"]
         assert uids(await take()) == ["Own2", "Own3"]
-
-
-async def test_loader_that_is_held_by_its_iterator_alone_keeps_what_it_has_left() -> None:
-    class Cached:
-        """Has one iterator, which refers to it."""
-
-        def __init__(self) -> None:
-            self.count = 0
-
-        def __iter__(self) -> Iterator[Prompt]:
-            return held[0]
-
-    class Own(Iterator[Prompt]):
-        def __init__(self, loader: Cached) -> None:
-            self.loader = loader
-
-        def __next__(self) -> Prompt:
-            self.loader.count += 1
-            return user(f"own{self.loader.count}")
-
-    held, policy = [Own(Cached())], GroupPolicy(oversample=2.0)
-    async with rollout.open_rollout(config()) as runtime:
-        for _ in range(3):
-            given = await runtime.collect(held[0].loader, 2, policy=policy)
-            assert {uid[:3] for uid in uids(given)} == {"own"}
-            assert uids(await runtime.collect(prompts(1, "q"), 1)) == ["q0"]
 
 
 class Mapped:
@@ -428,11 +448,10 @@ def test_collect_cancelled_after_it_has_its_groups_leaves_them_to_the_next_call(
             await taken.wait()
             await anyio.wait_all_tasks_blocked()  # it waits for the clean-up of the third
             call.cancel()
-            await anyio.wait_all_tasks_blocked()
-            assert not call.done()
-            may_end.set()
             with pytest.raises(asyncio.CancelledError):
                 await call
+            may_end.set()
+            await anyio.wait_all_tasks_blocked()
             assert runtime.statistics().running == 0
             assert uids(await runtime.collect(data, 4)) == ["slow", "p0", "p1", "p2"]
 

@@ -279,7 +279,7 @@ async def test_collect_source_that_raises_leaves_its_error_as_itself() -> None:
         with pytest.raises(LookupError, match="no more data"):
             await runtime.collect(broken(), 2)
         with pytest.raises(PromptError, match="source: prompt 1: expected a Prompt, got int"):
-            await runtime.collect([user("go"), 3], 2)  # type: ignore[list-item]
+            await runtime.collect([user("go"), 3], 3)  # type: ignore[list-item]  # and p0
         assert runtime.statistics().running == 0
 
 

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from chat_material import chat
 from rollout.chat.token_text import GrowingText, token_text
+from slow_cases import slow_after
 
 
 def spelled() -> Tokenizer:
@@ -38,7 +39,7 @@ def check(growing: GrowingText, ids: list[int], whole: str, random: Random) -> s
     return told
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", slow_after(4, range(40)))
 def test_text_of_bytes_that_make_characters_grows(seed: int) -> None:
     backend, random = spelled(), Random(seed)
     ids: list[int] = []
@@ -59,7 +60,7 @@ def test_text_of_bytes_that_make_characters_grows(seed: int) -> None:
     assert check(growing, ids, decode(ids), random)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", slow_after(2, range(10)))
 @pytest.mark.parametrize("vocabulary", ["smollm2", "qwen"])
 def test_text_of_byte_level_ids_grows_to_all_of_it(vocabulary: str, seed: int) -> None:
     template, random = chat(vocabulary, "chatml"), Random(seed)
@@ -70,7 +71,7 @@ def test_text_of_byte_level_ids_grows_to_all_of_it(vocabulary: str, seed: int) -
     assert told == template.decode(ids)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", slow_after(2, range(20)))
 @pytest.mark.parametrize("vocabulary", ["smollm2", "qwen"])
 def test_text_of_packed_ids_is_that_of_the_same_in_a_list(vocabulary: str, seed: int) -> None:
     backend, random = chat(vocabulary, "chatml").tokenizer.backend_tokenizer, Random(seed)

@@ -25,6 +25,7 @@ from openai_harmony import (
 from parser_cases import CASES
 from rollout.chat import ParsedTurn, get_tool_parser
 from rollout.types import ToolCall
+from slow_cases import slow_after
 
 #: Cases that we read otherwise than OpenAI's reader, and why.
 DIFFERENCES = {
@@ -86,7 +87,7 @@ def same(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> bool:
     return ours == (*theirs[:2], calls)
 
 
-@pytest.mark.parametrize("case", CASES["gpt_oss"], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", slow_after(6, CASES["gpt_oss"]), ids=lambda case: case.name)
 def test_gpt_oss_case_is_read_as_openai_reads_it(harmony: HarmonyEncoding, case: Any) -> None:
     ours = read_by_us(get_tool_parser("gpt_oss").parse(case.text, in_reasoning=case.in_reasoning))
     ids = harmony.encode(case.text, allowed_special="all")

@@ -13,6 +13,7 @@ from recorded_server import recorded_server
 from rollout.config import HttpEngine, InProcessPlacement, ModelConfig, RolloutConfig
 from rollout.errors import EngineError
 from rollout.types import Outcome, Prompt
+from slow_cases import slow_after
 from test_trainer_settings import save_model
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ PATHS = {"sglang": "/generate", "vllm": "/v1/completions"}
 LEFT_OUT: Any = object()
 
 
-@pytest.fixture(params=["trio", "asyncio"])
+@pytest.fixture(params=slow_after(1, ["trio", "asyncio"]))
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     """Real sockets, so real time."""
     return str(request.param)

@@ -19,6 +19,7 @@ from rollout.engine.driver.generation import Generation
 from rollout.errors import EngineError, TemplateError
 from rollout.medium import Media, PlacedMedia
 from rollout.testing import simulated_tokenizer
+from slow_cases import slow_but
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -35,7 +36,7 @@ CONFIG = {
 }
 
 
-@pytest.fixture(params=["trio", "asyncio"])
+@pytest.fixture(params=slow_but(["trio", "asyncio"], "trio"))
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     """Real sockets, so real time."""
     return str(request.param)

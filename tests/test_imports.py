@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from rollout.testing import simulated_tokenizer
+from slow_cases import slow_after
 
+pytestmark = pytest.mark.process
 HEAVY = {"torch", "transformers", "tensordict", "numpy", "attrs", "cattrs", "trio", "anyio"}
 
 
@@ -50,7 +52,7 @@ def test_rows_of_trainers_need_no_torch() -> None:
     assert "torch" not in loaded_by("import rollout.integrations.trainer_rows")
 
 
-@pytest.mark.parametrize("trainer", ["openrlhf", "skyrl", "slime", "verifiers"])
+@pytest.mark.parametrize("trainer", slow_after(1, ["openrlhf", "skyrl", "slime", "verifiers"]))
 def test_adapter_is_importable_without_its_trainer_and_without_torch(trainer: str) -> None:
     assert not loaded_by(f"import rollout.integrations.{trainer}") & {"torch", "anyio", trainer}
 
@@ -181,7 +183,7 @@ anyio.run(main, backend=sys.argv[1])
 """
 
 
-@pytest.mark.parametrize("backend", ["trio", "asyncio"])
+@pytest.mark.parametrize("backend", slow_after(1, ["trio", "asyncio"]))
 def test_opening_imports_off_the_loop_all_that_the_first_batch_needs(backend: str) -> None:
     assert said_by(OPENING, backend) == "tensordict torch torch._dynamo\n\n"
 
@@ -208,7 +210,7 @@ print([type(finder).__name__ for finder in sys.meta_path if "rollout" in type(fi
 """
 
 
-@pytest.mark.parametrize("leave_out", [True, False])
+@pytest.mark.parametrize("leave_out", slow_after(1, [True, False]))
 def test_engine_libraries_load_the_compiler_when_it_is_used(leave_out: bool) -> None:
     found = not leave_out
     assert said_by(LIBRARIES, str(leave_out)) == f"{found} {found}\n[]\n"
@@ -226,7 +228,7 @@ print(hashlib.sha256(json.dumps([*names, missing], sort_keys=True).encode()).hex
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_engine_libraries_have_the_names_that_transformers_reads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -17,11 +17,12 @@ from executors import call, executor_of, run
 from rollout.errors import ToolError
 from rollout.tools import ToolContext, ToolResult, TrajectoryTools, function_tool
 from rollout.worker_threads import WorkerThreads
+from slow_cases import slow_after
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 
 
-@pytest.fixture(params=["trio", "asyncio"])
+@pytest.fixture(params=slow_after(1, ["trio", "asyncio"]))
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

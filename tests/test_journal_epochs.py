@@ -14,6 +14,7 @@ from rollout import GroupPolicy, Prompt, RolloutBatch, SourceEnded
 from rollout.config import JournalConfig
 from rollout.scheduling.journal.frames import MAGIC, Frame, FrameBuffer, frames, records_of
 from rollout.testing import run_virtual
+from slow_cases import slow_after, slow_but
 from test_journal import add, cut, record_ends
 from test_journal_groups import CARRY, config_of
 
@@ -79,7 +80,7 @@ def old(path: Path) -> Path:
     return copy
 
 
-@pytest.mark.parametrize("has_uids", [True, False])
+@pytest.mark.parametrize("has_uids", slow_but([True, False], True))
 def test_call_that_ended_with_its_source_does_so_again_with_the_same_groups(
     tmp_path: Path, has_uids: bool
 ) -> None:
@@ -96,7 +97,7 @@ def test_call_that_ended_with_its_source_does_so_again_with_the_same_groups(
         assert again == whole
 
 
-@pytest.mark.parametrize("policy", [None, CARRY])
+@pytest.mark.parametrize("policy", slow_after(1, [None, CARRY]))
 def test_run_resumed_in_a_later_epoch_runs_each_prompt_of_it_once(
     tmp_path: Path, policy: GroupPolicy | None
 ) -> None:

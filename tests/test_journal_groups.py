@@ -258,6 +258,7 @@ def test_stream_groups_resumed_yields_what_it_had_yielded_first(tmp_path: Path) 
     assert len(told) == 5
 
 
+@pytest.mark.slow
 def test_streamed_groups_have_the_numbers_again_that_they_had(tmp_path: Path) -> None:
     """Those that were begun before them, and were not taken, begin again in the next step."""
     path = tmp_path / "journal"

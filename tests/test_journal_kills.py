@@ -24,7 +24,7 @@ from rollout.scheduling.journal.journal_reading import entries_of
 HERE = Path(__file__).parent
 PATIENCE_S = 120.0
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 
 def seen(directory: Path) -> list[dict[str, Any]]:

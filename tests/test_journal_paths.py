@@ -14,7 +14,7 @@ import pytest
 import rollout
 from rollout import ConfigError, RolloutConfig
 from rollout.runtime.opening import open_rollout_on
-from rollout.runtime.reward_opening import GivenRewards
+from rollout.scheduling.rewards.functions import GivenRewards
 from rollout.testing import run_virtual
 from test_journal import add, config_of, prompts, run
 

@@ -28,16 +28,10 @@ from rollout import (
     Trajectory,
     function_tool,
 )
+from rollout.chat.plain_data import EXPECTED, MAX_DEPTH, TOO_DEEP
 from rollout.medium import Media
 from rollout.scheduling.journal.packed_prompt import packed_prompt, prompt_of
-from rollout.scheduling.journal.plain_data import (
-    EXPECTED,
-    MAX_DEPTH,
-    TOO_DEEP,
-    Unwritable,
-    plain,
-    plain_items,
-)
+from rollout.scheduling.journal.plain_data import Unwritable, plain, plain_items
 from rollout.scheduling.journal.pulled_before import content_of
 from rollout.testing import run_virtual
 from rollout.tools import ToolResult

@@ -25,6 +25,7 @@ from rollout.testing import Scenario, tool_call
 from test_journal import config_of as journal_of
 from test_journal import prompts, run
 
+pytestmark = pytest.mark.process
 ROOT = Path(__file__).parents[1]
 SAID: list[list[Any]] = []
 
@@ -156,7 +157,7 @@ def test_generate_on_a_full_disk_waits_and_ends_with_what_there_is(tmp_path: Pat
     assert all(each.end is None for each in read_journal(path).trajectories.values())
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_drivers_killed_at_random_moments_lose_and_repeat_nothing() -> None:
     command = [sys.executable, "benchmarks/journal.py", "--only", "kills", "--kills", "50"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -23,6 +23,7 @@ from rollout.errors import TemplateError
 from rollout.testing import Scenario, run_virtual, tool_call
 from rollout.token_prefix import TokenPrefix
 from rollout.types import Message, ToolCall
+from slow_cases import slow_but
 from test_template_properties import HOSTILE
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ def reader_of(vocabulary: str, family: str, tool_format: str = "hermes") -> Turn
     return TurnReader(chat(vocabulary, family), get_tool_parser(tool_format), TOOLS)
 
 
-@pytest.mark.parametrize("vocabulary", VOCABULARIES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("vocabulary", slow_but(VOCABULARIES, "smollm2", "tekken"))
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "llama3", "qwen3"))
 @SETTINGS
 @given(data=st.data())
 def test_messages_told_are_read_again_as_they_were(
@@ -70,8 +71,8 @@ def test_messages_told_are_read_again_as_they_were(
     assert messages == told
 
 
-@pytest.mark.parametrize("vocabulary", VOCABULARIES)
-@pytest.mark.parametrize("tool_format", tool_parser_names())
+@pytest.mark.parametrize("vocabulary", slow_but(VOCABULARIES, "smollm2", "tekken"))
+@pytest.mark.parametrize("tool_format", slow_but(tool_parser_names(), "hermes", "gpt_oss"))
 @SETTINGS
 @given(data=st.data())
 def test_messages_said_are_read_again_as_they_were(

@@ -10,14 +10,19 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, Tool
 from langchain_core.tools import tool
 
 import rollout
+from harness import Recorder
 from race_situations import user
 from rollout import AgentContext, AgentError, AgentLoop, Outcome, RolloutBatch, register_agent
 from rollout.config import AgentConfig, GatewayConfig, LengthsConfig, LimitsConfig
 from rollout.gateway.calls import GatewayError
 from rollout.integrations.langgraph import GraphAgent, RolloutChatModel, open_chat_model
-from rollout.testing import Recorder, Scenario, tool_call
+from rollout.testing import Scenario, tool_call
+from slow_cases import slow_after
 
-pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])]
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.parametrize("anyio_backend", slow_after(1, ["asyncio", "trio"])),
+]
 
 TRIALS: dict[str, Any] = {}
 SCENARIO = (

@@ -40,7 +40,6 @@ FLOORS = (
     "engine.cores.simulated.tokenizer",
     "engine.model_tokenizer",
     "batch",
-    "advantages",
     "engine.weights",
     "engine.core",
     "engine.guardian",

@@ -23,8 +23,9 @@ from rollout.gateway.calls import GatewayCall, GatewayError, GivenMessage
 from rollout.gateway.session import GatewaySession
 from rollout.gateway.sessions import GatewaySettings, Sessions
 from rollout.testing import Scenario
+from slow_cases import slow_after
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 on_asyncio = pytest.mark.parametrize("anyio_backend", ["asyncio"])  # real sockets
 
 LENGTHS = LengthsConfig(prompt=1500, response=3000)
@@ -136,7 +137,10 @@ def in_group(error: GatewayError, session: GatewaySession) -> Exception:
 
 @pytest.mark.parametrize(
     "error_of",
-    [words_of_sdk, wrapped, code_alone, of_httpx, of_urllib, in_group, lambda error, _: error],
+    slow_after(
+        3,
+        [words_of_sdk, wrapped, code_alone, of_httpx, of_urllib, in_group, lambda error, _: error],
+    ),
 )
 async def test_error_that_the_refusal_made_ends_as_length(door: FakeDoor, error_of: Any) -> None:
     async def trial(session: GatewaySession) -> None:

@@ -11,7 +11,7 @@ import rollout
 from rollout import Outcome, Prompt, Trajectory, function_tool
 from rollout.config import AgentConfig, LimitsConfig, SchedulingConfig
 from rollout.interactions import Interaction, InteractionContext, InteractionTurn
-from rollout.limits import Deadline, cleanup_scope, fail_at_deadline
+from rollout.limits import Deadline, cleanup_scope
 from rollout.testing import Scenario, tool_call
 
 pytestmark = pytest.mark.anyio
@@ -203,12 +203,6 @@ async def test_deadline_is_clipped_by_the_outer_one(
     assert (deadline.at - now, deadline.source) == expected
 
 
-async def test_fail_at_deadline_outer_cancellation_is_not_taken_for_the_deadline() -> None:
-    with anyio.move_on_after(1) as outer, fail_at_deadline(Deadline.after(2, "limits.x_s")):
-        await anyio.sleep_forever()
-    assert outer.cancelled_caught
-
-
 async def test_cleanup_scope_runs_in_a_cancelled_scope_and_ends_on_time() -> None:
     start = anyio.current_time()
     with anyio.CancelScope() as scope:
@@ -248,3 +242,15 @@ async def test_agent_timeout_that_is_no_time_is_refused(value: Any) -> None:
     async with rollout.open_rollout(scenario(1.0).config()) as runtime:
         with pytest.raises(rollout.PromptError, match=r"\['agent_timeout_s'\] = .*a number > 0"):
             await runtime.generate([prompt])
+
+
+async def test_engine_that_is_full_for_hours_ends_a_trajectory_by_its_limit() -> None:
+    full = Scenario(seed=1).reply("", filler=5).fault(reject_share=1.0)
+    limits = LimitsConfig(batch_s=9000.0, trajectory_s=8000.0, turn_s=None, generation_s=1200.0)
+    async with rollout.open_rollout(full.config(limits=limits)) as runtime:
+        batch = await runtime.generate([Prompt(messages=[{"role": "user", "content": "x"}])])
+    [trajectory] = batch.trajectories
+    assert (trajectory.outcome, trajectory.limit_source) == (
+        Outcome.DEADLINE,
+        "limits.generation_s",
+    )

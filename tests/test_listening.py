@@ -14,6 +14,7 @@ from rollout.chat import get_tool_parser
 from rollout.chat.parsers.hermes import HermesParser
 from rollout.chat.parsers.text import END_TOKENS
 from rollout.utf8 import encodable
+from slow_cases import slow_but
 
 FORMATS = sorted(CASES)
 #: What is told of a turn that opens with these, however a format marks reasoning.
@@ -56,7 +57,7 @@ def cut(random: Random, text: str) -> list[str]:
     return pieces
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", slow_but(FORMATS, "hermes", "gpt_oss", "pythonic"))
 def test_listener_of_cases_tells_the_beginning_of_the_turn(name: str) -> None:
     random = Random(name)
     for case in CASES[name]:
@@ -64,7 +65,7 @@ def test_listener_of_cases_tells_the_beginning_of_the_turn(name: str) -> None:
             check(name, pieces, in_reasoning=case.in_reasoning)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", slow_but(FORMATS, "hermes", "gpt_oss", "pythonic"))
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.sampled_from(PIECES), max_size=14), st.booleans(), st.randoms())
 def test_listener_of_any_text_tells_the_beginning_of_the_turn(
@@ -73,7 +74,7 @@ def test_listener_of_any_text_tells_the_beginning_of_the_turn(
     check(name, cut(random, "".join(parts)), in_reasoning=in_reasoning)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", slow_but(FORMATS, "hermes", "gpt_oss", "pythonic"))
 def test_listener_of_mutated_cases_tells_the_beginning_of_the_turn(name: str) -> None:
     random, texts = Random(f"{name} mutated"), [case.text for case in CASES[name]]
     for _ in range(300):
@@ -98,7 +99,7 @@ SAID = {
 THINKS = "<think>\nI must\n look.\n</think>\n\nI look <at> [it], {so}: a < b."
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", slow_but(FORMATS, "hermes", "gpt_oss", "pythonic"))
 def test_listener_tells_all_before_the_first_call(name: str) -> None:
     told = check(name, list(SAID.get(name, THINKS)), in_reasoning=False)
     assert told == ("I look <at> [it], {so}: a < b.", "I must\n look.")

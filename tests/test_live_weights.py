@@ -25,6 +25,7 @@ from rollout.engine.wire.broadcasting import describe_tensors, receive_weights, 
 from rollout.engine.wire.staging import PREFIX, stage
 from rollout.errors import EngineError
 
+pytestmark = pytest.mark.process
 SIZES = {
     "vocab_size": 600,
     "hidden_size": 48,
@@ -89,7 +90,8 @@ def tensors_in(path: str, directory: Path) -> TensorWeights:
     return TensorWeights(tensors, bucket_bytes=32 * 1024, directory=str(directory))
 
 
-@pytest.mark.parametrize("kind", [pytest.param("disk", marks=pytest.mark.full), "tensors"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["disk", "tensors"])
 @pytest.mark.anyio
 async def test_abort_and_resume_goes_on_as_a_fresh_prefill_under_the_new_weights(
     kind: str, models: list[str], tmp_path: Path
@@ -172,7 +174,7 @@ send_weights(load_file(sys.argv[1]), weights)
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_broadcast_from_another_process_reaches_every_replica(models: list[str]) -> None:
     file = f"{models[1]}/model.safetensors"

@@ -22,12 +22,13 @@ from rollout.engine.placement.local_process import LocalProcess
 from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.routing import Router
 from rollout.errors import EngineError
+from slow_cases import slow_after
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 HERE = Path(__file__).parent
 
 
-@pytest.fixture(params=["trio", "asyncio"])
+@pytest.fixture(params=slow_after(1, ["trio", "asyncio"]))
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     """Both backends, in real time."""
     return str(request.param)
@@ -85,6 +86,7 @@ async def test_open_core_does_not_start_error_carries_its_words() -> None:
     assert children() == []
 
 
+@pytest.mark.slow
 async def test_open_worker_of_a_core_fails_error_carries_its_exception_too() -> None:
     with pytest.raises(EngineError) as raised:
         async with open_pool(pool_of("BrokenWorkerCore")):

@@ -24,7 +24,7 @@ from rollout.config import (
 )
 from rollout.interactions import ScriptedUser
 
-pytestmark = [pytest.mark.model, pytest.mark.full]
+pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.process]
 
 WORDS = "the quick brown fox, 12 jumped over; "
 MEGABYTE = WORDS * (10**6 // len(WORDS))

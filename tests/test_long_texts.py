@@ -47,7 +47,7 @@ both_backends = pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
 each_vocabulary = pytest.mark.parametrize(
     "vocabulary",
     [
-        pytest.param(name, marks=() if name in ("smollm2", "qwen") else pytest.mark.full)
+        pytest.param(name, marks=() if name in ("smollm2", "qwen") else pytest.mark.slow)
         for name in VOCABULARIES
     ],
 )

@@ -23,7 +23,7 @@ from rollout.clocks import monotonic
 from rollout.observe.loop_lag import BLOCKED_S, LoopLag, Repeats
 from rollout.testing import Scenario, tool_call
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 
 BACKENDS = ("asyncio", "trio")
 HOLD = threading.Event()  # never set: waiting on it blocks the loop for the time given
@@ -102,6 +102,7 @@ def forward() -> None:
     HOLD.wait(0.3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_caller_blocks_its_own_loop_is_named_as_such_and_once(
     backend: str, caplog: pytest.LogCaptureFixture
@@ -123,6 +124,7 @@ def test_caller_blocks_its_own_loop_is_named_as_such_and_once(
     assert statistics.loop_lag_s > BLOCKED_S
 
 
+@pytest.mark.slow
 def test_blocked_inside_installed_code_names_the_task(caplog: pytest.LogCaptureFixture) -> None:
     """A trainer may be a package: of its frames the task's outermost is named."""
     package = {"__name__": "trainer.loop", "HOLD": HOLD}
@@ -163,6 +165,7 @@ def test_thread_that_holds_the_interpreter_is_told_from_the_tasks(
     assert blocked_s > BLOCKED_S
 
 
+@pytest.mark.slow
 def test_one_place_is_named_once_a_minute_with_the_times_between() -> None:
     repeats = Repeats()
     assert [repeats.unsaid("here", now) for now in (0.0, 0.1, 59.9)] == [0, None, None]
@@ -244,7 +247,7 @@ def test_idle_loop_of_a_stopped_process_is_not_blocked(backend: str) -> None:
 SPINNERS = 12
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_idle_loop_of_a_starved_machine_is_not_blocked(backend: str) -> None:
     """One CPU, a dozen programs that compute, and the runtime with the lowest priority of all."""

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from slow_cases import slow_but
+
+pytestmark = pytest.mark.process
 SCRIPT = '''
 import sys
 
@@ -74,9 +77,9 @@ def run(path: Path, what: str, face: str, backend: str, end: str, first: str = "
     return ran.stdout + ran.stderr
 
 
-@pytest.mark.parametrize("backend", ["trio", "asyncio"])
+@pytest.mark.parametrize("backend", slow_but(["trio", "asyncio"], "asyncio"))
 @pytest.mark.parametrize("face", ["async", "blocking"])
-@pytest.mark.parametrize("what", ["reward", "tool"])
+@pytest.mark.parametrize("what", slow_but(["reward", "tool"], "reward"))
 def test_script_without_guard_ends_at_once_and_names_the_guard(
     tmp_path: Path, what: str, face: str, backend: str
 ) -> None:

@@ -21,8 +21,9 @@ from rollout.errors import ToolError
 from rollout.testing import Scenario
 from rollout.tools import Tool, ToolResult, connect_mcp
 from rollout.types import Message, Outcome, Prompt, ToolCall
+from slow_cases import slow_after
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 SHOP = [sys.executable, str(Path(__file__).parents[1] / "examples" / "mcp_tools" / "server.py")]
 EVERYTHING = [
     str(Path(ROOT_DIR) / "bin" / "node"),
@@ -32,7 +33,7 @@ EVERYTHING = [
 ]
 
 
-both_backends = pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
+both_backends = pytest.mark.parametrize("anyio_backend", slow_after(1, ["trio", "asyncio"]))
 
 
 @pytest.fixture

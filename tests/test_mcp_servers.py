@@ -31,9 +31,10 @@ from rollout.tools.mcp.sdk import bounded_bodies
 from rollout.tools.mcp.stdio import LineReader, LongLine
 from rollout.types import ToolCall
 
+pytestmark = pytest.mark.process
 SERVER = [sys.executable, str(Path(__file__).with_name("mcp_test_server.py"))]
 both_backends = pytest.mark.parametrize(
-    "anyio_backend", ["trio", pytest.param("asyncio", marks=pytest.mark.full)]
+    "anyio_backend", ["trio", pytest.param("asyncio", marks=pytest.mark.slow)]
 )
 UNKNOWN = "during this call, and is being started again; whether the call took effect is unknown"
 
@@ -113,7 +114,7 @@ async def test_frozen_server_is_started_again_and_its_calls_fail(context: ToolCo
     assert servers() == []
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_frozen_server_is_found_after_a_call_was_given_up(context: ToolContext) -> None:
     async with connect_mcp(SERVER, ping_s=3) as tools:
@@ -126,7 +127,7 @@ async def test_frozen_server_is_found_after_a_call_was_given_up(context: ToolCon
         assert answered == str(servers()[0].pid) != str(frozen.pid)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_call_that_only_reads_is_repeated_when_its_server_freezes(
     context: ToolContext,
@@ -150,7 +151,7 @@ async def test_server_that_works_for_long_is_left_alone(context: ToolContext) ->
         assert await ask(tools, context, "process") == str(server.pid)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_frozen_http_server_fails_calls_at_once_until_it_is_back(
     context: ToolContext,
@@ -237,7 +238,7 @@ async def test_answer_of_20_megabytes_over_http_is_not_read(context: ToolContext
         assert await ask(tools, context, "count") == "1"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_list_of_tools_that_is_too_long_is_named() -> None:
     with pytest.raises(ToolError, match="has more than 100 bytes"):

@@ -75,7 +75,7 @@ async def test_channel_media_are_sent_once_whole_and_in_order() -> None:
         seer = Seer(channel)
         for media in ((a,), (a, b), (b, big, a), (a, a), (big,)):
             _, pending = seer.about(*media)
-            await pending.done
+            await pending.done.wait()
             assert not pending.error
             assert core.seen[pending.request_id] == media
             assert all(each.is_intact for each in core.seen[pending.request_id])
@@ -89,7 +89,7 @@ async def test_channel_media_of_many_requests_at_once_are_sent_once() -> None:
         seer = Seer(channel)
         asked = [seer.about(shared, medium(10 + n % 3)) for n in range(16)]
         for _, pending in asked:
-            await pending.done
+            await pending.done.wait()
             assert not pending.error
         assert channel.media_bytes == 600_000 + 3 * 1000
     assert all(len(media) == 2 for media in core.seen.values())
@@ -104,14 +104,14 @@ async def test_channel_medium_evicted_or_engine_restarted_is_sent_again() -> Non
         seer = Seer(channel)
         for media in (many, many[:2], many):
             _, pending = seer.about(*media)
-            await pending.done
+            await pending.done.wait()
             assert core.seen[pending.request_id] == media
         assert wire.server._media.bytes <= 2500
         assert channel.media_bytes > 5000
     core = wire.core = SeeingCore()
     async with Wire(core).channel() as channel:  # another engine in its place has nothing
         _, pending = Seer(channel).about(many[0])
-        await pending.done
+        await pending.done.wait()
         assert core.seen[pending.request_id] == many[:1]
 
 
@@ -122,7 +122,7 @@ async def test_channel_second_client_of_an_engine_need_not_send_again() -> None:
     async with wire.channel() as first, wire.channel_again() as second:
         for channel in (first, second):
             _, pending = Seer(channel).about(a)
-            await pending.done
+            await pending.done.wait()
         assert (first.media_bytes, second.media_bytes) == (1000, 0)
 
 
@@ -139,10 +139,10 @@ async def test_channel_requests_overtake_a_big_video() -> None:
         answered = []
         for _ in range(5):
             _, quick = seer.about()
-            await quick.done
+            await quick.done.wait()
             answered.append(slow.done.is_set())
         assert answered == [False] * 5
-        await slow.done
+        await slow.done.wait()
         kinds = [type(message) for message in sent]
         parts = [n for n, kind in enumerate(kinds) if kind is MediaPart]
         submits = [n for n, kind in enumerate(kinds) if kind is Submit]
@@ -157,9 +157,9 @@ async def test_channel_small_image_does_not_wait_for_a_big_video() -> None:
         seer = Seer(channel)
         _, slow = seer.about(medium(1, 20_000_000))
         _, quick = seer.about(medium(2))
-        await quick.done
+        await quick.done.wait()
         assert not slow.done.is_set()
-        await slow.done
+        await slow.done.wait()
 
 
 async def test_channel_broken_under_a_medium_continues_it() -> None:
@@ -172,7 +172,7 @@ async def test_channel_broken_under_a_medium_continues_it() -> None:
         while sum(isinstance(message, MediaPart) for message in sent) < 3:
             await anyio.lowlevel.checkpoint()
         wire.cut(after=lambda unread: unread // 2)
-        await pending.done
+        await pending.done.wait()
         assert not pending.error
         assert core.seen[pending.request_id] == (big,)
         assert core.seen[pending.request_id][0].is_intact
@@ -189,9 +189,9 @@ async def test_channel_request_aborted_while_its_media_come_ends() -> None:
         while not any(isinstance(message, MediaPart) for message in sent):
             await anyio.lowlevel.checkpoint()
         channel.abandon_nowait(first)
-        await first.done
+        await first.done.wait()
         assert first.request_id not in core.seen
-        await second.done
+        await second.done.wait()
         assert core.seen[second.request_id] == (big,)
         assert channel.media_bytes == 5_000_000
 
@@ -209,7 +209,7 @@ async def test_channel_deadline_passes_while_media_come_ends_the_request() -> No
             media=placed(medium(1)),
             deadline=anyio.current_time() + 0.2,
         )
-        await pending.done
+        await pending.done.wait()
         assert pending.finish_reason == "abort"
         assert core.seen == {}
 
@@ -228,7 +228,7 @@ async def test_channel_small_frames_are_kept_to() -> None:
     terms = msgspec.structs.replace(TERMS, max_frame_bytes=4096)
     async with Wire(core).channel(terms) as channel:
         _, pending = Seer(channel).about(medium(1, 100_000))
-        await pending.done
+        await pending.done.wait()
         assert not pending.error
         assert core.seen[pending.request_id][0].is_intact
 
@@ -243,7 +243,7 @@ async def test_channel_aborts_do_not_wait_for_media() -> None:
         while not channel.media_bytes:
             await anyio.lowlevel.checkpoint()
         channel.abandon_nowait(running)
-        await running.done
+        await running.done.wait()
         assert Abort(running.request_id) in control
         channel.abandon_nowait(slow)
-        await slow.done
+        await slow.done.wait()

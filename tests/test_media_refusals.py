@@ -44,8 +44,9 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.skipif(not find_spec("torchvision"), reason="torchvision is not installed"),
+    pytest.mark.process,
 ]
-full = pytest.mark.full
+slow = pytest.mark.slow
 CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
 
 
@@ -268,7 +269,7 @@ async def test_embedded_text_model_rejects_media_and_tells_the_model_of_a_tools(
     check_told(tool, "look: images[0]: " + said.format("images"))
 
 
-@full
+@slow
 @pytest.mark.parametrize("anyio_backend", ["trio"], indirect=True)
 async def test_embedded_family_without_videos_rejects_them_alone(tmp_path: Path) -> None:
     from media_material import write_model

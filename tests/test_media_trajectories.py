@@ -44,6 +44,7 @@ from rollout.config import (
 from rollout.media import Media, decode
 from rollout.tools import PythonTool, ShellTool, ToolResult
 from rollout.tools.verl_functions import verl_result
+from slow_cases import slow_after, slow_but
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,10 +55,11 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.skipif(not find_spec("torchvision"), reason="torchvision is not installed"),
+    pytest.mark.process,
 ]
 
 
-@pytest.fixture(params=["asyncio", "trio"])
+@pytest.fixture(params=slow_but(["asyncio", "trio"], "asyncio"))
 def anyio_backend(request: pytest.FixtureRequest) -> Any:
     """The machine's own clock: media are read in threads."""
     return request.param
@@ -311,7 +313,7 @@ LIMITS: dict[str, tuple[dict[str, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize(("said", "case"), LIMITS.items(), ids=LIMITS)
+@pytest.mark.parametrize(("said", "case"), slow_after(4, LIMITS.items()), ids=LIMITS)
 async def test_media_past_a_limit_are_rejected_by_its_field(
     folder: Path, said: str, case: tuple[dict[str, Any], Any]
 ) -> None:
@@ -552,7 +554,7 @@ ANSWERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+@pytest.mark.parametrize("answer", slow_after(3, ANSWERS.values()), ids=ANSWERS)
 async def test_tool_that_shows_media_is_seen_by_the_model(folder: Path, answer: Any) -> None:
     @function_tool
     async def show() -> Any:

@@ -10,6 +10,7 @@ import pytest
 
 from rollout.cli import main
 
+pytestmark = pytest.mark.process
 GIB = 2**30
 FACTS = {
     "num_hidden_layers": 4,

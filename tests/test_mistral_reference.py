@@ -27,6 +27,7 @@ from mistral_common.tokens.tokenizers.tekken import SpecialTokenInfo, Tekkenizer
 from parser_cases import CASES
 from rollout.chat import get_tool_parser
 from rollout.types import ToolCall
+from slow_cases import slow_after
 
 ENCODERS = {
     TokenizerVersion.v3: instruct.InstructTokenizerV3,
@@ -143,7 +144,7 @@ def read_by_them(text: str) -> tuple[str, list[Any]]:
     )
 
 
-@pytest.mark.parametrize("case", CASES["mistral"], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", slow_after(6, CASES["mistral"]), ids=lambda case: case.name)
 def test_mistral_case_is_read_as_mistral_common_reads_it(case: Any) -> None:
     turn = get_tool_parser("mistral").parse(case.text, in_reasoning=case.in_reasoning)
     ours = (

@@ -27,6 +27,7 @@ from rollout.engine import model_files
 from rollout.engine.model_files import converted_directory, model_path_fault, resolve_model
 from rollout.errors import EngineError, TemplateError
 
+pytestmark = pytest.mark.process
 EMBEDDED = "embedded:smollm2-135m-instruct"
 
 #: Replaces the conversion of a child process by one that takes no model and notes that it ran.

@@ -21,8 +21,8 @@ from rollout import (
     Trajectory,
     register_agent,
 )
-from rollout.advantages import group_relative
 from rollout.agents import AgentContext
+from rollout.batch.advantages import group_relative
 from rollout.config import AgentConfig, JournalConfig, LengthsConfig, SchedulingConfig
 from rollout.integrations.skyrl.output import generator_output
 from rollout.integrations.trainer_rows import trainer_rows

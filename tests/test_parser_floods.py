@@ -12,6 +12,7 @@ from rollout.chat import get_tool_parser
 from rollout.chat.parsers.reader import MAX_VALUES
 from rollout.chat.parsers.scan import MAX_CALLS
 from rollout.types import InvalidToolCall, ToolCall
+from slow_cases import slow_but
 
 SMALL, TIMES = 20_000, 8
 #: Eight times the text may take this many times longer; quadratic work takes 64 times.
@@ -40,18 +41,18 @@ def check(name: str, step: int) -> None:
         assert any(is_linear(name, small, large) for _ in range(3)), what
 
 
-@pytest.mark.parametrize("name", FRAGMENTS)
+@pytest.mark.parametrize("name", slow_but(FRAGMENTS, "hermes", "gpt_oss", "pythonic"))
 def test_parser_flood_takes_time_linear_in_its_length(name: str) -> None:
     check(name, step=23)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FRAGMENTS)
 def test_parser_every_flood_takes_time_linear_in_its_length(name: str) -> None:
     check(name, step=1)
 
 
-@pytest.mark.parametrize("name", FRAGMENTS)
+@pytest.mark.parametrize("name", slow_but(FRAGMENTS, "hermes", "gpt_oss", "pythonic"))
 @pytest.mark.parametrize("deep", ["[", "(", "{", '{"a":', "[{", "-", "f(x=", "{a:", "'", '"'])
 def test_parser_deep_nesting_does_no_harm(name: str, deep: str) -> None:
     openings = [one for one in FRAGMENTS[name] if len(one) > 1]

@@ -13,6 +13,7 @@ from parser_cases import CASES, TOOLS
 from parser_cases.floods import FRAGMENTS
 from rollout.chat import get_tool_parser
 from rollout.types import InvalidToolCall, ToolCall
+from slow_cases import slow_but
 
 ODD = ("\0", "\ud800", "\udfff", "\u2028", "\x85", "\ufeff", "٣", "𝟙", "\r\n")
 ODD += ("\\u", "\\ud83d", "1e999", "9" * 5000, "\\x4", "_", "+")
@@ -68,18 +69,18 @@ def fuzz(name: str, count: int, seed: int) -> None:
         check(name, text, in_reasoning=random.random() < 0.2)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(CASES, "hermes", "gpt_oss", "pythonic"))
 def test_parser_mutated_outputs_are_parsed_without_an_error(name: str) -> None:
     fuzz(name, 1_500, seed=1)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_parser_a_hundred_thousand_mutated_outputs_are_parsed_without_an_error(name: str) -> None:
     fuzz(name, 100_000, seed=2)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(CASES, "hermes", "gpt_oss", "pythonic"))
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(text=ANY_TEXT, in_reasoning=st.booleans())
 def test_parser_any_text_is_parsed_without_an_error(
@@ -88,7 +89,7 @@ def test_parser_any_text_is_parsed_without_an_error(
     check(name, text, in_reasoning=in_reasoning)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(CASES, "hermes", "gpt_oss", "pythonic"))
 def test_parser_malformed_tools_do_no_harm(name: str) -> None:
     odd = [{}, {"function": None}, {"function": {"name": 3}}, {"function": {"name": "weather"}}]
     schemas = [None, [], "x", {"properties": []}, {"properties": {"city": 3}}, {"$ref": "#"}]

@@ -13,7 +13,6 @@ from trio.testing import MockClock
 
 import fake_core
 from fake_core import CountingCore
-from rollout.config import LimitsConfig
 from rollout.engine.core import Chunk, GenerationRequest, SamplingParams
 from rollout.engine.driver.generation import Generation
 from rollout.engine.driver.pool import EnginePool, open_pool
@@ -23,8 +22,7 @@ from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.process.client_session import ClientSession
 from rollout.engine.routing import Router
 from rollout.errors import EngineError, LimitExceeded
-from rollout.holds import NEVER, Hold
-from rollout.limits import Deadline, PausableDeadline
+from rollout.limits import NEVER, Clock, Deadline
 
 pytestmark = pytest.mark.anyio
 
@@ -355,21 +353,21 @@ async def test_core_raises_request_fails_with_its_words_and_others_go_on(
         assert list((await ask(pool, 1, 2)).ids) == [2, 3]
 
 
-def until(seconds: float) -> PausableDeadline:
-    outermost = Deadline.after(100, "limits.batch_s")
-    return PausableDeadline(Deadline.after(seconds, "limits.generation_s"), outermost)
+def until(seconds: float) -> Clock:
+    return Clock(Deadline.after(seconds, "limits.generation_s"))
 
 
 async def ask_until(
-    pool: EnginePool, generation: Generation, deadline: PausableDeadline, session: str = "s"
+    pool: EnginePool, generation: Generation, limit: Clock, session: str = "s"
 ) -> None:
-    await pool.generate(
-        generation,
-        session_id=session,
-        prompt_ids=array("i", [7]).tobytes(),
-        sampling=SamplingParams(max_new_tokens=100),
-        deadline=deadline,
-    )
+    with limit:
+        await pool.generate(
+            generation,
+            session_id=session,
+            prompt_ids=array("i", [7]).tobytes(),
+            sampling=SamplingParams(max_new_tokens=100),
+            limit=limit,
+        )
 
 
 async def test_generate_deadline_keeps_tokens_and_the_engine_confirms(cores: list[Any]) -> None:
@@ -407,11 +405,11 @@ async def test_generate_deadline_passes_while_waiting_for_a_place(cores: list[An
         assert in_flight(pool) == [(0, 0)]
 
 
-async def test_request_that_waits_for_a_place_is_placed_where_its_hold_opens_again_at_once(
+async def test_request_that_waits_for_a_place_is_placed_where_its_trajectory_continues_at_once(
     cores: list[Any],
 ) -> None:
     """What carries a trajectory, and what continues it, may run before its task does."""
-    hold = Hold(LimitsConfig())
+    clock = Clock()
     async with open_pool(pool_of(token_s=1.0, max_requests=1)) as pool:
         generation = Generation()
 
@@ -421,7 +419,7 @@ async def test_request_that_waits_for_a_place_is_placed_where_its_hold_opens_aga
                 session_id="carried",
                 prompt_ids=array("i", [2]).tobytes(),
                 sampling=SamplingParams(max_new_tokens=3),
-                hold=hold,
+                limit=clock,
             )
 
         async with anyio.create_task_group() as tasks:
@@ -429,6 +427,6 @@ async def test_request_that_waits_for_a_place_is_placed_where_its_hold_opens_aga
             await anyio.sleep(0.5)
             tasks.start_soon(carried)
             await anyio.sleep(0.5)
-            hold.close()
-            hold.open(NEVER)
+            clock.carry()
+            clock.continue_carried(NEVER)
     assert generation.count == 3

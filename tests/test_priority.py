@@ -33,12 +33,9 @@ def prompts() -> list[Prompt]:
 
 async def order_of(scenario: Scenario, **sections: Any) -> list[int]:
     """The prompts in the order in which their trajectories end."""
-    order: list[int] = []
     async with rollout.open_rollout(scenario.config(**sections)) as runtime:
-        runtime.on_trajectory = lambda trajectory: order.append(int(trajectory.uid))
-        batch = await runtime.generate(prompts(), step=1)
-    assert [row.uid for row in batch.samples] == [prompt.uid for prompt in prompts()]
-    return order
+        async with runtime.stream(prompts(), step=1) as trajectories:
+            return [int(trajectory.uid or "") async for trajectory in trajectories]
 
 
 @pytest.mark.parametrize("max_queued", [0, 64], ids=["pool", "engine"])
@@ -56,11 +53,16 @@ async def test_priority_of_a_later_call_overtakes_those_that_wait(rollout_clock:
     order: list[str] = []
     config = SLOW.capacity(max_running=1, max_queued=0).config()
     async with rollout.open_rollout(config) as runtime:
-        runtime.on_trajectory = lambda trajectory: order.append(trajectory.uid)
+
+        async def run(some: list[Prompt]) -> None:
+            async with runtime.stream(some) as trajectories:
+                async for trajectory in trajectories:
+                    order.append(trajectory.uid)  # noqa: PERF401  (of both, as they come)
+
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(runtime.generate, [p for p in prompts() if p.priority <= 0])
+            tasks.start_soon(run, [p for p in prompts() if p.priority <= 0])
             await anyio.sleep(0.5)
-            tasks.start_soon(runtime.generate, [p for p in prompts() if p.priority > 0])
+            tasks.start_soon(run, [p for p in prompts() if p.priority > 0])
     assert order == ["0", "3", "5", "4", "2", "1"]
 
 

@@ -30,6 +30,7 @@ pytestmark = [
     pytest.mark.anyio,
     pytest.mark.usefixtures("own_temporary_directory"),
     pytest.mark.parametrize("anyio_backend", ["asyncio"]),
+    pytest.mark.process,
 ]
 #: Prints its argument and a variable.
 ECHO = [

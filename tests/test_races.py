@@ -8,11 +8,11 @@ import anyio
 import pytest
 
 import rollout
+from harness.races import INJECTIONS, RacesFoundError, explore, replay
+from harness.recorder import Recorder
 from race_situations import SITUATIONS
 from rollout.config import SchedulingConfig
 from rollout.testing import Scenario, run_virtual
-from rollout.testing.races import INJECTIONS, RacesFoundError, explore, replay
-from rollout.testing.recorder import Recorder
 
 #: Share of all runs that CI makes, less of those that take longest; the seed chooses which.
 SHARE = dict.fromkeys(SITUATIONS, 0.002) | {
@@ -31,7 +31,7 @@ def test_situation_share_of_all_injections_keeps_every_invariant(name: str) -> N
     assert done.runs == ceil(SHARE[name] * sum(done.steps.values()))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_situation_every_injection_at_every_step_keeps_every_invariant(name: str) -> None:
     done = explore(SITUATIONS[name])
@@ -84,8 +84,3 @@ def test_explore_fault_is_found_and_can_be_replayed_alone() -> None:
     assert "LookupError('swallowed')" in str(caught.value)
     race = caught.value.races[0]
     assert replay(leaky, race.injection, step=race.step, seed=race.seed) == list(race.anomalies)
-
-
-def test_explore_unknown_injection_is_named() -> None:
-    with pytest.raises(ValueError, match="injection 'flood': expected some of cancel, close"):
-        explore(leaky, injections=("flood",))

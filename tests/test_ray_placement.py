@@ -32,7 +32,11 @@ from rollout.errors import ConfigError, EngineError
 PATIENCE_S = 300.0
 
 #: Ray's client opens connections when it needs them and keeps them; `opened` looks for engines.
-pytestmark = [pytest.mark.anyio, pytest.mark.rollout(allow_leaks=("files", "processes"))]
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.rollout(allow_leaks=("files", "processes")),
+    pytest.mark.process,
+]
 
 
 @pytest.fixture
@@ -158,6 +162,7 @@ def is_there(group: dict[str, Any]) -> bool:
     return bool(group["state"] != "REMOVED")
 
 
+@pytest.mark.slow
 async def test_removed_replica_leaves_its_place_on_a_full_machine_to_one_that_is_added(
     cluster: Any,
 ) -> None:
@@ -178,6 +183,7 @@ async def test_removed_replica_leaves_its_place_on_a_full_machine_to_one_that_is
     assert groups() == []
 
 
+@pytest.mark.slow
 async def test_added_replica_that_is_not_placed_leaves_no_group(cluster: Any) -> None:
     full = config(2, gpus_per_replica=1.0, core="DeviceCore", start_timeout_s=20.0)
     async with opened(full) as pool:
@@ -186,6 +192,7 @@ async def test_added_replica_that_is_not_placed_leaves_no_group(cluster: Any) ->
         assert groups() == ["engine-0", "engine-1"]
 
 
+@pytest.mark.slow
 async def test_killed_replica_keeps_its_group_while_it_does_not_start_again(
     cluster: Any, tmp_path: Path
 ) -> None:
@@ -210,6 +217,7 @@ async def test_killed_replica_keeps_its_group_while_it_does_not_start_again(
         assert groups() == []
 
 
+@pytest.mark.slow
 async def test_colocated_replica_that_is_added_takes_the_gpus_of_the_one_that_was_removed(
     cluster: Any,
 ) -> None:
@@ -261,7 +269,7 @@ ray.shutdown()
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 async def test_replicas_see_their_own_gpus_where_ray_sets_nothing() -> None:
     with anyio.fail_after(PATIENCE_S):
         done = await anyio.run_process(
@@ -310,6 +318,7 @@ async def test_interpreter_that_does_not_exist_is_named(cluster: Any) -> None:
             pytest.fail("opened")
 
 
+@pytest.mark.slow
 async def test_open_cancelled_while_waiting_leaves_nothing(cluster: Any) -> None:
     before = {process.pid for process in engines()}
     async with anyio.create_task_group() as tasks:
@@ -329,6 +338,7 @@ async def test_open_cancelled_while_waiting_leaves_nothing(cluster: Any) -> None
     assert await _free() == {"CPU": 4.0, "GPU": 2.0}
 
 
+@pytest.mark.slow
 async def test_node_lost_moves_its_replica_to_another(cluster: Any) -> None:
     node = cluster.add_node(num_cpus=2)
     roomy = config(replicas=5)  # four here, and one there
@@ -341,6 +351,7 @@ async def test_node_lost_moves_its_replica_to_another(cluster: Any) -> None:
             assert list((await ask(pool, last, 1)).ids) == [last + 1]
 
 
+@pytest.mark.slow
 async def test_replica_over_two_machines_has_an_engine_on_each_and_ends_with_either(
     cluster: Any,
 ) -> None:
@@ -368,6 +379,7 @@ async def test_replica_over_two_machines_has_an_engine_on_each_and_ends_with_eit
         cluster.remove_node(node)
 
 
+@pytest.mark.slow
 async def test_replica_over_more_machines_than_there_are_says_so(cluster: Any) -> None:
     spread = config(core="CrewCore", machines_per_replica=3, start_timeout_s=1.0)
     with pytest.raises(EngineError) as failure:
@@ -422,9 +434,9 @@ async def driver(address: str) -> AsyncIterator[tuple[Process, list[psutil.Proce
     ("address", "end"),
     [
         ("cluster", "kill"),
-        pytest.param("local", "leave", marks=pytest.mark.full),
-        pytest.param("cluster", "leave", marks=pytest.mark.full),
-        pytest.param("local", "kill", marks=pytest.mark.full),
+        pytest.param("local", "leave", marks=pytest.mark.slow),
+        pytest.param("cluster", "leave", marks=pytest.mark.slow),
+        pytest.param("local", "kill", marks=pytest.mark.slow),
     ],
 )
 async def test_driver_that_ends_leaves_no_engine(cluster: Any, address: str, end: str) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
 README = Path(__file__).parent.parent / "README.md"
 
 
@@ -20,6 +21,7 @@ def program(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_readme_program_passes_strict_type_checks(program: Path) -> None:
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", str(program)]
     found = subprocess.run(command, capture_output=True, text=True, check=False)

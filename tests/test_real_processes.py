@@ -23,7 +23,7 @@ from rollout.config import (
     SchedulingConfig,
 )
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.process]
 
 PROMPT = Prompt(
     messages=[{"role": "user", "content": "Tell me a long story about a lighthouse."}], uid="story"
@@ -97,6 +97,7 @@ def test_asyncio_timeout_and_task_cancel_pass_through_and_the_runtime_stays_usab
     assert engines() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["trio", "asyncio"])
 def test_closing_while_starting_leaves_no_process(backend: str) -> None:
     async def main() -> None:
@@ -172,6 +173,7 @@ print("closed", flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["trio", "asyncio"])
 def test_tool_thread_never_returns_close_and_exit_are_not_delayed(backend: str) -> None:
     done = subprocess.run(
@@ -184,6 +186,7 @@ def test_tool_thread_never_returns_close_and_exit_are_not_delayed(backend: str) 
     assert done.stdout == "gave up {'stuck': 1}\nclosed\n"
 
 
+@pytest.mark.slow
 def test_cancelled_trajectories_keep_all_that_the_engine_had_sampled() -> None:
     async def main() -> tuple[RolloutBatch, RolloutRuntime]:
         config = embedded(
@@ -208,6 +211,7 @@ def test_cancelled_trajectories_keep_all_that_the_engine_had_sampled() -> None:
     assert (sum(lengths), replica.tokens.late) == (replica.tokens.taken, 0)
 
 
+@pytest.mark.slow
 def test_limits_hold_with_the_real_engine() -> None:
     async def main() -> RolloutBatch:
         lengths = LengthsConfig(prompt=128, response=1024)

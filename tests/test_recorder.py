@@ -8,32 +8,21 @@ import anyio
 import pytest
 
 import rollout
+from harness import Balance, Recorder, balance_of, explore
 from race_situations import add, user
 from rollout import Outcome, Trajectory
 from rollout.config import (
     CustomEngine,
     LimitsConfig,
-    LocalProcessPlacement,
     RecoveryConfig,
     SamplingConfig,
     SchedulingConfig,
 )
-from rollout.testing import Balance, Recorder, Scenario, balance_of, explore, tool_call
+from rollout.testing import Scenario, tool_call
 
 pytestmark = pytest.mark.anyio
 
 SLOW = Scenario(seed=1).reply("", filler=2000).timing(base_s=0.01, slope_s=0.0)
-
-
-async def test_open_engines_elsewhere_are_refused() -> None:
-    config = Scenario().config(placement=LocalProcessPlacement())
-    with pytest.raises(rollout.ConfigError) as caught:
-        async with Recorder().open_rollout(config):
-            pytest.fail("opened")
-    assert str(caught.value) == (
-        "placement.kind = 'local_process': expected 'in_process', where a recorder can watch the "
-        "engines"
-    )
 
 
 async def test_balance_cancelled_caller_tokens_are_undelivered_and_none_is_late() -> None:

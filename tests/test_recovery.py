@@ -12,6 +12,7 @@ import pytest
 import faulty_cores
 import rollout
 from faulty_cores import POISON
+from harness import Recorder
 from rollout import Outcome, Prompt
 from rollout.config import RecoveryConfig, SchedulingConfig, SimulatedEngine
 from rollout.engine.core import Chunk, GenerationRequest, SamplingParams, unpack_ids
@@ -22,7 +23,7 @@ from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.routing import Router
 from rollout.engine.weights import DiskWeights
 from rollout.errors import EngineError
-from rollout.testing import Recorder, Scenario
+from rollout.testing import Scenario
 
 pytestmark = [pytest.mark.anyio, pytest.mark.rollout(ceiling_s=3000)]
 

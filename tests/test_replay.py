@@ -12,6 +12,7 @@ import pytest
 
 from rollout.cli import main
 
+pytestmark = pytest.mark.process
 CONFIG = """
 from rollout.config import *
 from rollout.testing import Scenario, tool_call
@@ -133,6 +134,7 @@ def test_replay_of_an_agent_that_says_something_else_names_step_and_tokens(
     assert "go on" in lines[-1]
 
 
+@pytest.mark.slow
 def test_replay_of_an_agent_that_calls_otherwise_names_both_calls(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -148,6 +150,7 @@ def test_replay_of_an_agent_that_calls_otherwise_names_both_calls(
     )
 
 
+@pytest.mark.slow
 def test_replay_of_an_agent_that_ends_early_or_late_says_what_the_record_has(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,6 +168,7 @@ def test_replay_of_an_agent_that_ends_early_or_late_says_what_the_record_has(
     assert "the record has ended: completed" in lines[-1]
 
 
+@pytest.mark.slow
 def test_replay_of_an_agent_that_raises_says_what(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,6 +198,7 @@ def test_replay_of_what_is_not_there_is_refused(
     assert errors[-2] == ("error: --trajectory prompt-1: expected UID/MEMBER, such as prompt-3/0")
 
 
+@pytest.mark.slow
 def test_replay_stops_in_a_debugger_on_the_terminal_that_it_was_started_from(
     folder: Path,
 ) -> None:

@@ -13,6 +13,7 @@ import attrs
 import pytest
 
 import faulty_cores
+from harness import Recorder
 from rollout import Outcome, Prompt, RolloutConfig
 from rollout.config import (
     CustomEngine,
@@ -30,7 +31,7 @@ from rollout.engine.driver.pool import EnginePool
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
 from rollout.errors import ConfigError, EngineError
-from rollout.testing import Recorder, Scenario
+from rollout.testing import Scenario
 
 pytestmark = [pytest.mark.anyio, pytest.mark.rollout(ceiling_s=1_000_000)]
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import rollout
+from harness import Recorder
 from race_situations import add
 from rollout import (
     AgentContext,
@@ -21,7 +22,7 @@ from rollout import (
     register_agent,
 )
 from rollout.config import AgentConfig, LengthsConfig, SchedulingConfig
-from rollout.testing import Recorder, Scenario, tool_call
+from rollout.testing import Scenario, tool_call
 
 pytestmark = pytest.mark.anyio
 

@@ -24,6 +24,7 @@ import rollout
 from race_situations import add
 from rollout import Outcome, Prompt, Trajectory, function_tool
 from rollout.batch import RolloutBatch
+from rollout.chat.plain_data import NotPlainError, simplify, to_plain
 from rollout.config import (
     LengthsConfig,
     LimitsConfig,
@@ -34,12 +35,10 @@ from rollout.config import (
     SimulatedEngine,
     ToolsConfig,
 )
-from rollout.scheduling.reward_encoding import NotPlainError, encoded
-from rollout.scheduling.reward_messages import Reply
 from rollout.testing import Scenario, tool_call
-from rollout.types import Reward
+from slow_cases import slow_after, slow_but
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 
 SHORT = Scenario(seed=1).reply("go", "Done.")
 TOOLS = Scenario(seed=1).reply("go", tool_call("add", a=2, b=3)).then("Five.")
@@ -47,7 +46,7 @@ HOLDING = Scenario(seed=1).reply("use", tool_call("hold")).then("Held.").reply("
 LENGTHS = LengthsConfig(prompt=800, response=200)
 
 
-@pytest.fixture(params=["trio", "asyncio"])
+@pytest.fixture(params=slow_but(["trio", "asyncio"], "trio"))
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -56,7 +55,8 @@ def children() -> list[psutil.Process]:
     return [
         process
         for process in psutil.Process().children(recursive=True)
-        if "rollout.scheduling.reward_child" in process.as_dict(["cmdline"], ad_value=[])["cmdline"]
+        if "rollout.scheduling.rewards.processes"
+        in process.as_dict(["cmdline"], ad_value=[])["cmdline"]
     ]
 
 
@@ -245,14 +245,14 @@ async def test_reward_process_that_died_is_asked_again_where_retries_say_so(
         (
             isolated_rewards.unsendable,
             {},
-            "rewards[0].extra['lock']: a value of type object",
+            "rewards[0].extra['lock'] is a object; expected plain data",
         ),
-        (isolated_rewards.exact, {}, "rewards[0].extra['mean'][1]: a value of type Decimal"),
+        (isolated_rewards.exact, {}, "rewards[0].extra['mean'][1] is a decimal.Decimal; expected"),
         (isolated_rewards.short, {}, "token_values of shape (1,); expected one for each of the"),
         (
             isolated_rewards.score,
             {"lock": object()},
-            "trajectories[0].extra['lock']: a value",
+            "trajectories[0].extra['lock'] is a object; expected plain data",
         ),
     ],
 )
@@ -271,8 +271,7 @@ class Held:
 
 
 def test_reward_process_is_handed_the_fields_of_a_dataclass_alone() -> None:
-    given = {"given": Held(held=2)}
-    encoded(Reply.of([Reward(value=1.0, extra=given, token_values={})]))
+    assert to_plain({"given": Held(held=2)}, "extra", simplify) == {"given": {"held": 2}}
 
 
 HOURS = timedelta(hours=2)
@@ -283,23 +282,23 @@ KNOT.append(KNOT)
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (Decimal("0.5"), "rewards[0].extra['given']: a value of type Decimal"),
-        (UUID(int=5), ": a value of type UUID"),
-        (date(2020, 1, 1), ": a value of type date"),
-        (datetime(2020, 1, 1), ": a value of type datetime"),
-        (HOURS, ": a value of type timedelta"),
-        (enum.Enum("Size", "SMALL").SMALL, ": a value of type Size"),  # type: ignore[attr-defined]
-        ([1, {"at": (2, {HOURS})}], "[1]['at'][1][0]: a value of type timedelta"),
-        ({Decimal(1): 1}, "[Decimal('1')]: a value of type Decimal"),
-        (Held(held=HOURS), ".held: a value of type timedelta"),
-        (np.array([Decimal(1)], dtype=object), "[0]: a value of type Decimal"),
-        ([2**70], "[0]: can't serialize ints"),
-        (KNOT, "what refers to itself, or is nested too deep,"),
+        (Decimal("0.5"), "extra['given'] is a decimal.Decimal; expected plain data"),
+        (UUID(int=5), "['given'] is a uuid.UUID"),
+        (date(2020, 1, 1), "['given'] is a datetime.date"),
+        (datetime(2020, 1, 1), "['given'] is a datetime.datetime"),
+        (HOURS, "['given'] is a datetime.timedelta"),
+        (enum.Enum("Size", "SMALL").SMALL, ".Size; expected"),  # type: ignore[attr-defined]
+        ([1, {"at": (2, {HOURS})}], "['given'][1]['at'][1][0] is a datetime.timedelta"),
+        ({Decimal(1): 1}, "[Decimal('1')] has a key that is a Decimal"),
+        (Held(held=HOURS), "['given']['held'] is a datetime.timedelta"),
+        (np.array([Decimal(1)], dtype=object), "['given'][0] is a decimal.Decimal"),
+        ([2**70], "['given'][0] is an int of more than 64 bits"),
+        (KNOT, "extra refers to itself, or is nested more than 100 deep"),
     ],
 )
 def test_reward_process_is_not_handed_another_value_than_was_given(value: Any, said: str) -> None:
     with pytest.raises(NotPlainError) as caught:
-        encoded(Reply.of([Reward(value=1.0, extra={"given": value}, token_values={})]))
+        to_plain({"given": value}, "extra", simplify)
     assert said in str(caught.value)
 
 
@@ -314,45 +313,45 @@ async def test_reward_process_and_its_driver_hand_over_what_msgpack_can_hold() -
     assert one.extra["echo"] == {**given, "data": {"held": [1, "\ufffd"]}}
 
 
-@pytest.mark.parametrize(
-    ("reward", "said"),
-    [
-        (
-            lambda trajectory: 1.0,
-            "reward: rewards.processes = 2 needs a function that its process can import: move "
-            "<lambda> to the top level of a module, or name it as 'package.module:name'",
-        ),
-        (
-            isolated_rewards.judge,
-            "reward: rewards.processes = 2 needs a function that its process can import: move "
-            "Judge to the top level of a module, or name it as 'package.module:name'",
-        ),
-        (
-            isolated_rewards.score_tenfold,
-            "reward: rewards.processes = 2 needs a function that its process finds by its name: "
-            f"isolated_rewards.score is another function, of {isolated_rewards.__file__}, line "
-            f"{isolated_rewards.score.__code__.co_firstlineno}; "
-            "set __qualname__ of the one that is meant to the name under which its module has it, "
-            "or name it as 'package.module:name'",
-        ),
-        (
-            isolated_rewards.first_renamed,
-            "reward: rewards.processes = 2 needs a function that its process finds by its name: "
-            "isolated_rewards.renamed is another function, of ",
-        ),
-        (
-            isolated_rewards.vanished,
-            "reward: rewards.processes = 2 needs a function that its process finds by its name: "
-            "there is no isolated_rewards.vanished_one; set",
-        ),
-        (
-            "isolated_rewards:nothing",
-            "reward = 'isolated_rewards:nothing': isolated_rewards has no 'nothing'",
-        ),
-        ("no.such:name", "reward = 'no.such:name': ModuleNotFoundError: No module named 'no"),
-        ("a b:c", "reward = 'a b:c': expected a function, or 'package.module:name'"),
-    ],
-)
+UNIMPORTABLE = [
+    (
+        lambda trajectory: 1.0,
+        "reward: rewards.processes = 2 needs a function that its process can import: move "
+        "<lambda> to the top level of a module, or name it as 'package.module:name'",
+    ),
+    (
+        isolated_rewards.judge,
+        "reward: rewards.processes = 2 needs a function that its process can import: move "
+        "Judge to the top level of a module, or name it as 'package.module:name'",
+    ),
+    (
+        isolated_rewards.score_tenfold,
+        "reward: rewards.processes = 2 needs a function that its process finds by its name: "
+        f"isolated_rewards.score is another function, of {isolated_rewards.__file__}, line "
+        f"{isolated_rewards.score.__code__.co_firstlineno}; "
+        "set __qualname__ of the one that is meant to the name under which its module has it, "
+        "or name it as 'package.module:name'",
+    ),
+    (
+        isolated_rewards.first_renamed,
+        "reward: rewards.processes = 2 needs a function that its process finds by its name: "
+        "isolated_rewards.renamed is another function, of ",
+    ),
+    (
+        isolated_rewards.vanished,
+        "reward: rewards.processes = 2 needs a function that its process finds by its name: "
+        "there is no isolated_rewards.vanished_one; set",
+    ),
+    (
+        "isolated_rewards:nothing",
+        "reward = 'isolated_rewards:nothing': isolated_rewards has no 'nothing'",
+    ),
+    ("no.such:name", "reward = 'no.such:name': ModuleNotFoundError: No module named 'no"),
+    ("a b:c", "reward = 'a b:c': expected a function, or 'package.module:name'"),
+]
+
+
+@pytest.mark.parametrize(("reward", "said"), slow_after(3, UNIMPORTABLE))
 async def test_reward_that_no_process_can_import_is_refused_before_anything_starts(
     reward: Any, said: str
 ) -> None:
@@ -437,6 +436,7 @@ async def test_reward_that_waits_for_a_thread_has_all_its_time_once_it_is_called
     assert [each.reward for each in batch.trajectories] == [1.0] * 4
 
 
+@pytest.mark.slow
 async def test_reward_process_is_asked_in_time_though_a_tool_has_the_only_thread() -> None:
     prompts = [user("use"), user()]
     batch = await rewarded(
@@ -445,12 +445,14 @@ async def test_reward_process_is_asked_in_time_though_a_tool_has_the_only_thread
     assert [each.reward for each in batch.trajectories] == [1.0, 1.0]
 
 
+@pytest.mark.slow
 async def test_reward_process_reads_a_long_trajectory_in_time() -> None:
     prompt = user(extra={"pages": b"x" * 30_000_000})
     (one,) = (await rewarded([prompt], isolated_rewards.score, reward_s=6.0)).trajectories
     assert one.reward == 1.0
 
 
+@pytest.mark.slow
 async def test_async_rewards_of_a_process_are_all_awaited_on_one_loop() -> None:
     does = ["", "leave", "", ""]
     given = [user(extra={"does": each}) for each in does]

@@ -28,6 +28,8 @@ from rollout.engine.routing.strategies import STRATEGIES
 from rollout.errors import ConfigError, EngineError
 from rollout.testing import run_virtual
 
+pytestmark = pytest.mark.process
+
 #: What a request of 256 expected tokens adds to a load, in seconds, at the costs before reports.
 REQUEST_S = 256 * 1e-4
 PROMPT_TOKEN_S = 5e-5
@@ -817,7 +819,7 @@ def test_counts_equal_assigns_less_releases_whatever_happens(
     check_counts(strategy, steps)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @settings(max_examples=20_000, deadline=None)
 @histories
 def test_counts_equal_assigns_less_releases_in_many_histories(

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from slow_cases import slow_after
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 benchmark: Any = importlib.import_module("router")
@@ -17,7 +19,7 @@ virtual: Any = importlib.import_module("routing.virtual")
 DEFAULT = "estimated_seconds"
 
 
-@pytest.mark.parametrize("policy", benchmark.POLICIES)
+@pytest.mark.parametrize("policy", slow_after(3, benchmark.POLICIES))
 def test_simulation_of_every_policy_ends_and_repeats_itself_and_beats_no_bound(policy: str) -> None:
     trial = benchmark.trial_of("lognormal_turns", 2, 0)
     make = benchmark.POLICIES[policy]
@@ -27,7 +29,7 @@ def test_simulation_of_every_policy_ends_and_repeats_itself_and_beats_no_bound(p
     assert 0 < once.prefix_hit < 1
 
 
-@pytest.mark.parametrize("workload", benchmark.WORKLOADS)
+@pytest.mark.parametrize("workload", slow_after(3, benchmark.WORKLOADS))
 def test_simulation_is_what_the_simulated_core_does(workload: str) -> None:
     trial = benchmark.trial_of(workload, 2, 0)
     make = benchmark.POLICIES[DEFAULT]
@@ -43,7 +45,7 @@ def results(workload: str, seeds: int) -> dict[str, list[tuple[float, Any]]]:
     return {name: [run[name] for run in runs] for name in runs[0]}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("workload", benchmark.WORKLOADS)
 def test_default_policy_is_behind_no_other_beyond_the_interval(workload: str) -> None:
     comparison = benchmark.against_best_other(results(workload, seeds=8))
@@ -80,7 +82,7 @@ def test_workloads_held_out_share_no_shape_machines_or_draws_with_those_tuned_on
     assert not any(what(name) & tuned_on for name in test)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_json_of_a_workload_has_what_is_reported_of_each_policy() -> None:
     rows = benchmark.table(results("lognormal_turns", seeds=2))
     assert set(rows) == set(benchmark.POLICIES)

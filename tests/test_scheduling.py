@@ -386,7 +386,7 @@ def test_controller_silent_engines_change_nothing() -> None:
     assert Looks(4).see(in_flight=4, times=40) == 4
 
 
-@pytest.mark.full
+@pytest.mark.slow
 async def test_admission_with_agents_on_a_small_kv_cache_is_faster() -> None:
     """What `benchmarks/admission.py` measures, small: prefixes do not all fit."""
 
@@ -609,3 +609,33 @@ async def test_stream_past_the_failure_budget_everything_is_received_before_the_
                 await anyio.sleep(60.0)  # all of it is over by now
                 received += [trajectory.uid async for trajectory in ends]
     assert sorted(received) == ["prompt-0", "prompt-1", "prompt-2"]
+
+
+async def test_members_cancelled_twice_keep_their_first_reason() -> None:
+    slow = Scenario(seed=1).reply("", filler=5000).timing(base_s=1.0, prefill_tokens_per_s=None)
+    config = slow.config(scheduling=SchedulingConfig(max_in_flight=300))
+    outcomes: list[Any] = []
+    async with rollout.open_rollout(config) as runtime:
+        async with anyio.create_task_group() as tasks:
+
+            async def call() -> None:
+                batch = await runtime.generate([Prompt(messages="go") for _ in range(300)])
+                outcomes.extend((t.outcome, t.reason) for t in batch.trajectories)
+
+            tasks.start_soon(call)
+            await anyio.sleep(3.5)
+            assert runtime.cancel(reason="first") == 300
+            assert runtime.cancel(reason="second") == 0
+    assert outcomes == [(Outcome.CANCELLED, "first")] * 300
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
+async def test_caller_cancelled_before_the_first_member_starts_none_does() -> None:
+    config = Scenario(seed=1).reply("", "ok").config()
+    async with rollout.open_rollout(config) as runtime:
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await runtime.generate([Prompt(messages="go") for _ in range(20)])
+        statistics = runtime.statistics()
+        assert scope.cancelled_caught
+        assert (statistics.admitted, statistics.outcomes) == (20, {"cancelled": 20})

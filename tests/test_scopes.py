@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from rollout.scopes import leaf_of, open_task_group
+from rollout.scopes import open_task_group, unwrap_group
 
 pytestmark = pytest.mark.anyio
 
@@ -81,4 +81,4 @@ async def test_task_group_cleanup_fails_while_cancelled_error_leaves() -> None:
 def test_leaf_of_nested_group_prefers_an_ordinary_error() -> None:
     wanted = ValueError("deep")
     group = BaseExceptionGroup("a", [KeyboardInterrupt(), ExceptionGroup("b", [wanted])])
-    assert leaf_of(group) is wanted
+    assert unwrap_group(group) is wanted

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import pytest
 
+from harness import Recorder, balance_of
 from race_situations import RESEARCH, add, user
 from rollout import AgentError, AgentLoop, LimitExceeded, Outcome, Trajectory, load_trajectories
 from rollout.agents import register_agent
@@ -24,7 +25,7 @@ from rollout.config import (
     SimulatedEngine,
 )
 from rollout.seeds import derive_seed
-from rollout.testing import Recorder, Scenario, balance_of, run_virtual, tool_call
+from rollout.testing import Scenario, run_virtual, tool_call
 
 if TYPE_CHECKING:
     from rollout.agents import AgentContext

@@ -13,6 +13,7 @@ from rollout import Group, GroupPolicy, Outcome, Trajectory
 from rollout.config import LimitsConfig
 from rollout.scheduling.selection import Selection, mean_length
 from rollout.testing import Scenario
+from slow_cases import slow_but
 from test_groups import config, prompts
 
 pytestmark = pytest.mark.anyio
@@ -36,7 +37,7 @@ async def collected(groups: int, count: int = COUNT, **policy: Any) -> Any:
         return await runtime.collect(prompts(count), groups, policy=GroupPolicy(**policy), step=0)
 
 
-@pytest.mark.parametrize("surplus", ["cancel", "carry"])
+@pytest.mark.parametrize("surplus", slow_but(["cancel", "carry"], "carry"))
 async def test_selection_counts_what_a_call_leaves_as_cut_off(surplus: str) -> None:
     whole, batch = await generated(), await collected(COUNT // 2, oversample=2.0, surplus=surplus)
     found = batch.metrics
@@ -56,7 +57,7 @@ async def test_groups_that_finished_and_were_not_taken_are_counted(surplus: str)
     assert (found["groups/carried"], found["groups/cancelled"]) == (2, 0)
 
 
-@pytest.mark.parametrize("surplus", ["cancel", "carry"])
+@pytest.mark.parametrize("surplus", slow_but(["cancel", "carry"], "cancel"))
 async def test_selection_of_an_open_stream_counts_what_runs_as_cut_off(surplus: str) -> None:
     whole, taken = await generated(), []
     async with rollout.open_rollout(config(LONG_TAIL, samples=4)) as runtime:
@@ -78,7 +79,7 @@ async def test_selection_of_an_open_stream_counts_what_runs_as_cut_off(surplus: 
         assert found[f"selection/{name}"] == pytest.approx(left[f"selection/{name}"], rel=0.05)
 
 
-@pytest.mark.parametrize("action", ["keep", "drop"])
+@pytest.mark.parametrize("action", slow_but(["keep", "drop"], "keep"))
 async def test_selection_counts_members_that_their_groups_deadline_ended_as_cut_off(
     action: str,
 ) -> None:

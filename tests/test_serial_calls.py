@@ -10,7 +10,7 @@ import pytest
 
 from executors import executor_of
 from rollout.errors import LimitExceeded
-from rollout.limits import Deadline
+from rollout.limits import Clock, Deadline
 from rollout.testing.schedule import run_virtual
 from rollout.tools import Tool, ToolContext, ToolPolicy, ToolSession
 from rollout.types import ToolCall
@@ -57,7 +57,8 @@ async def run(
     session = executor_of(tools, threads).open_session(uid="p", member=0)
     made = [ToolCall(name=name, arguments={"s": s}, id=id_) for name, id_, s in calls]
     try:
-        results = await session.run(made, turn_deadline=Deadline.after(turn_s, "limits.turn_s"))
+        limit = Clock(Deadline.after(turn_s, "limits.turn_s"))
+        results = await session.run(made, limit=limit)
         return [result.text for result in results]
     finally:
         await session.close()

@@ -17,6 +17,7 @@ import pytest
 from rollout import GatewayConfig
 from rollout.config import JournalConfig, LengthsConfig, SimulatedEngine
 from rollout.testing import Scenario
+from slow_cases import slow_after
 
 pytest.importorskip("httptools")
 from rollout.gateway.serving import open_trajectory_server
@@ -25,11 +26,12 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+pytestmark = pytest.mark.process
 CHAT = Scenario(seed=3).reply("One", "First.").then("Second.").then("Third.")
 PROMPT = {"messages": [{"role": "user", "content": "-"}], "uid": "task-7"}
 
 
-@pytest.fixture(params=["trio", "asyncio"])
+@pytest.fixture(params=slow_after(1, ["trio", "asyncio"]))
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     """Real sockets, so real time."""
     return str(request.param)
@@ -192,11 +194,14 @@ async def test_limits_of_one_trajectory_hold() -> None:
 @pytest.mark.anyio
 @pytest.mark.parametrize(
     ("body", "status", "word"),
-    [
-        ({}, 400, "prompt"),
-        ({"prompt": PROMPT, "limit": {}}, 400, "limit"),
-        ({"prompt": PROMPT, "limits": {"max_calls": 0}}, 400, "limits.max_calls"),
-    ],
+    slow_after(
+        2,
+        [
+            ({}, 400, "prompt"),
+            ({"prompt": PROMPT, "limit": {}}, 400, "limit"),
+            ({"prompt": PROMPT, "limits": {"max_calls": 0}}, 400, "limits.max_calls"),
+        ],
+    ),
 )
 async def test_bad_trajectory_is_refused(body: Any, status: int, word: str) -> None:
     async with trainer() as client:

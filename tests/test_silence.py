@@ -168,8 +168,8 @@ async def test_stream_waits_for_update_weights_it_is_said_once_and_explained(
 @pytest.fixture
 def advantages(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module as a process has it that has not computed any."""
-    monkeypatch.delitem(sys.modules, "rollout.advantages", raising=False)
-    return importlib.import_module("rollout.advantages")
+    monkeypatch.delitem(sys.modules, "rollout.batch.advantages", raising=False)
+    return importlib.import_module("rollout.batch.advantages")
 
 
 @pytest.mark.parametrize("name", ["group_relative", "leave_one_out"])

@@ -42,6 +42,8 @@ from rollout.testing import (
     tool_call,
 )
 
+pytestmark = pytest.mark.process
+
 pytest_plugins = ["rollout.testing.plugin"]
 anyio_test = pytest.mark.anyio
 

@@ -9,10 +9,11 @@ import attrs
 import pytest
 
 import rollout
+from harness import Recorder
 from rollout.config import LimitsConfig, RolloutConfig, SchedulingConfig, SimulatedEngine
 from rollout.engine import DiskWeights
 from rollout.errors import ConfigError, EngineError
-from rollout.testing import Recorder, Scenario
+from rollout.testing import Scenario
 
 pytestmark = [pytest.mark.anyio, pytest.mark.rollout(ceiling_s=3000)]
 

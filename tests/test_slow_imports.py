@@ -18,7 +18,7 @@ from rollout.testing import Scenario
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 
 
 @pytest.fixture(params=["trio", "asyncio"])

@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.process
 SOAK = Path(__file__).parent.parent / "benchmarks" / "soak.py"
 
 

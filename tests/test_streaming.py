@@ -233,7 +233,7 @@ async def test_server_sends_what_a_core_has_gathered_at_once() -> None:
         generation, pending = Asker(channel).submit([1], 9)
         await anyio.sleep(1.5)
         assert list(generation.ids) == [1, 2, 3]
-        await pending.done
+        await pending.done.wait()
 
 
 async def test_server_tokens_that_come_shortly_after_each_other_leave_together() -> None:
@@ -246,7 +246,7 @@ async def test_server_tokens_that_come_shortly_after_each_other_leave_together()
         await anyio.sleep(10.75)  # the second one's first token has waited for 9.75 s
         assert len(first.ids) >= 9  # the tenth comes as the others leave
         assert len(second.ids) == 10
-        await pending.done
+        await pending.done.wait()
 
 
 @pytest.mark.parametrize("engine", [TransformersEngine(), SGLangEngine(), SimulatedEngine()])

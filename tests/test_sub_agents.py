@@ -8,6 +8,7 @@ import anyio
 import numpy as np
 import pytest
 
+from harness import Recorder
 from race_situations import add, nap, user
 from rollout import (
     AgentContext,
@@ -26,7 +27,7 @@ from rollout.agents.compacting_agent import CompactingAgent
 from rollout.chat.trajectory import Parent
 from rollout.config import AgentConfig, LengthsConfig, LimitsConfig
 from rollout.interactions import ScriptedUser
-from rollout.testing import Recorder, Scenario, tool_call
+from rollout.testing import Scenario, tool_call
 
 pytestmark = pytest.mark.anyio
 

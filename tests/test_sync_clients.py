@@ -21,6 +21,7 @@ from rollout.agents import AgentContext
 from rollout.config import InProcessPlacement, LimitsConfig
 from rollout.testing import Scenario
 
+pytestmark = pytest.mark.process
 BACKENDS = pytest.mark.parametrize("backend", ["asyncio", "trio"])
 #: Past this, a test that would hang fails.
 HANG_S = 60.0

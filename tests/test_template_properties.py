@@ -110,7 +110,7 @@ def observations(draw: st.DrawFn, contents: st.SearchStrategy[str]) -> list[Mess
 FORMATS = pytest.mark.parametrize(
     ("vocabulary", "examples"),
     [(name, 2) for name in VOCABULARIES]
-    + [pytest.param(name, 1000, marks=pytest.mark.full) for name in VOCABULARIES],
+    + [pytest.param(name, 1000, marks=pytest.mark.slow) for name in VOCABULARIES],
 )
 FAMILY = st.sampled_from(FAMILIES)
 

@@ -25,6 +25,8 @@ from rollout.testing.clock import VirtualClock
 from rollout.testing.leaks import Belongings, leftovers
 from rollout.worker_threads import WorkerThreads
 
+pytestmark = pytest.mark.process
+
 pytest_plugins = ["rollout.testing.plugin", "pytester"]
 anyio_test = pytest.mark.anyio
 
@@ -410,7 +412,7 @@ def test_child_of_before_that_ended_since_is_no_leftover() -> None:
 # --- the guide ---------------------------------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_first_example_of_the_guide_passes(pytester: pytest.Pytester) -> None:
     guide = Path(__file__).parents[1] / "docs" / "testing.md"
     example, *others = re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL)

@@ -20,6 +20,7 @@ from test_local_process import ask
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"]),
+    pytest.mark.process,
 ]
 
 

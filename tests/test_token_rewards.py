@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from harness import Recorder
 from race_situations import add, user
 from rollout import Outcome, Reward, Trajectory
 from rollout.batch import RolloutBatch, collate
 from rollout.chat import Transcript
 from rollout.chat.trajectory import Parent, Segment
 from rollout.config import AgentConfig, LengthsConfig, SchedulingConfig
-from rollout.testing import Recorder, Scenario, tool_call
+from rollout.testing import Scenario, tool_call
 
 pytestmark = pytest.mark.anyio
 

@@ -15,7 +15,7 @@ import trio.testing
 
 from executors import call, executor_of, run
 from rollout.errors import LimitExceeded, ToolError
-from rollout.limits import Deadline
+from rollout.limits import Clock, Deadline
 from rollout.tools import (
     Tool,
     ToolContext,
@@ -50,8 +50,8 @@ def opened(executor: ToolExecutor, **settings: Any) -> TrajectoryTools:
     return executor.open_session(uid="p", member=1, **settings)
 
 
-def turn(seconds: float | None = 100.0) -> Deadline:
-    return Deadline.after(seconds, "limits.turn_s")
+def turn(seconds: float | None = 100.0) -> Clock:
+    return Clock(Deadline.after(seconds, "limits.turn_s"))
 
 
 def failed(text: str) -> ToolResult:
@@ -225,7 +225,7 @@ async def test_run_results_stand_in_the_order_of_the_calls(executor: Open) -> No
     assert anyio.current_time() - started == 3
     assert results == [ToolResult("a"), ToolResult("b")]
     assert (tools.calls, tools.errors, tools.seconds) == (2, 0, 4)
-    assert await tools.run([], turn_deadline=turn()) == []
+    assert await tools.run([], limit=turn()) == []
 
 
 @pytest.mark.anyio
@@ -448,9 +448,9 @@ async def test_run_turn_deadline_ends_every_call(executor: Open) -> None:
 
     tools = opened(executor(slow, wait))
     started = anyio.current_time()
-    deadline = Deadline.after(4, "limits.turn_s")
+    limit = turn(4)
     with pytest.raises(LimitExceeded) as caught:
-        await tools.run([call("slow"), call("wait", seconds=1)], turn_deadline=deadline)
+        await tools.run([call("slow"), call("wait", seconds=1)], limit=limit)
     assert anyio.current_time() - started == 4
     assert ended == ["slow"]
     assert str(caught.value) == "limits.turn_s = 4 s is over"
@@ -467,10 +467,8 @@ async def test_run_turn_deadline_ends_every_call(executor: Open) -> None:
 @pytest.mark.anyio
 async def test_run_without_limits_waits_as_long_as_it_takes(executor: Open) -> None:
     tools = opened(executor(wait, tool_s=None))
-    deadline = Deadline(math.inf, "limits.turn_s", math.inf)
-    assert await tools.run([call("wait", seconds=1e6)], turn_deadline=deadline) == [
-        ToolResult("done")
-    ]
+    limit = turn(None)
+    assert await tools.run([call("wait", seconds=1e6)], limit=limit) == [ToolResult("done")]
 
 
 @pytest.mark.anyio
@@ -488,7 +486,7 @@ async def test_run_tool_that_answers_its_cancellation_with_an_error_timed_out(
     timeout = failed("timed out after 10 s (limits.tool_s)")
     assert await run(tools, call("stubborn")) == [timeout]
     with pytest.raises(LimitExceeded, match=r"^limits\.turn_s = 3 s is over$"):
-        await tools.run([call("stubborn")], turn_deadline=turn(3))
+        await tools.run([call("stubborn")], limit=turn(3))
 
 
 @pytest.mark.anyio
@@ -685,7 +683,7 @@ async def test_session_open_that_never_returns_meets_the_limits(executor: Open) 
     ]
     assert anyio.current_time() - started == 11
     with pytest.raises(LimitExceeded, match=r"^limits\.turn_s = 4 s is over$"):
-        await tools.run([call("a"), call("wait", seconds=1)], turn_deadline=turn(4))
+        await tools.run([call("a"), call("wait", seconds=1)], limit=turn(4))
     assert anyio.current_time() - started == 15
 
 
@@ -906,7 +904,7 @@ async def test_run_on_both_backends_answers_alike(executor: Open) -> None:
     await tools.close()
     assert log == ["a.open", "a.execute", "a.close"]
     with pytest.raises(LimitExceeded, match=r"^limits\.turn_s = 0.02 s is over$"):
-        await opened(executor(forever)).run([call("forever")], turn_deadline=turn(0.02))
+        await opened(executor(forever)).run([call("forever")], limit=turn(0.02))
 
 
 @function_tool
@@ -929,21 +927,6 @@ async def test_run_function_without_await_answers_and_fails_as_others_do(executo
     assert await run(tools, call("divide", a=0, b=6)) == [failed(fault)]
     both = await run(tools, call("wait", seconds=1), call("divide", a=1, b=6))
     assert both == [ToolResult("done"), ToolResult("6")]
-
-
-@pytest.mark.anyio
-async def test_run_function_without_await_opens_no_scope_for_its_deadline(executor: Open) -> None:
-    scopes: list[object] = []
-
-    @function_tool
-    async def look() -> str:
-        """Look."""
-        scopes.append(trio.lowlevel.current_task()._cancel_status)
-        return "seen"
-
-    tools = opened(executor(look))
-    await run(tools, call("look"))
-    assert scopes == [trio.lowlevel.current_task()._cancel_status]
 
 
 @pytest.mark.anyio

@@ -31,11 +31,13 @@ from rollout.engine.model_files import resolve_model
 from rollout.engine.model_identity import model_fingerprint
 from rollout.errors import EngineError
 from rollout.seeds import RequestIds
+from slow_cases import slow_after, slow_but
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
+pytestmark = pytest.mark.process
 VOCABULARY, CONTEXT = 600, 2048
 TINY = {
     "vocab_size": VOCABULARY,
@@ -83,7 +85,7 @@ class Answer(msgspec.Struct):
         return self.chunks[-1]
 
 
-@pytest.fixture(params=["asyncio", "trio"])
+@pytest.fixture(params=slow_but(["asyncio", "trio"], "asyncio"))
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     """Real time: the model works in a real thread."""
     return request.param
@@ -209,7 +211,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("max_running", [1, 8])
+@pytest.mark.parametrize("max_running", slow_but([1, 8], 8))
 async def test_core_greedy_equals_transformers_generate(tiny: str, max_running: int) -> None:
     work = prompts(12)
     async with opened(tiny, max_running=max_running) as core:
@@ -234,7 +236,7 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 @pytest.mark.anyio
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", slow_after(2, ARCHITECTURES))
 async def test_core_other_architecture_equals_transformers_generate(
     name: str, tmp_path: Path
 ) -> None:
@@ -335,6 +337,7 @@ async def test_core_group_computes_its_prompt_once(tiny: str) -> None:
     assert [answer.ids for answer in answers] == [answer.ids for answer in alone]
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_core_seeded_request_is_the_same_alone_and_in_a_full_batch(tiny: str) -> None:
     kinds: list[dict[str, Any]] = [
@@ -435,6 +438,7 @@ async def test_core_tokens_leave_when_no_step_fits_into_the_time_that_they_may_w
     assert [len(chunk.ids) // 4 for chunk in answer.chunks] == [1] * 10
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_core_tokens_leave_before_a_prompt_is_computed(tiny: str) -> None:
     first, second = prompts(2)
@@ -708,6 +712,7 @@ async def test_core_close_does_not_wait_for_a_step_without_end(
     assert answers[0].last.finish_reason == "abort"
 
 
+@pytest.mark.slow
 def test_process_that_ends_without_closing_its_core_ends_cleanly(tiny: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", LEAVING, tiny],
@@ -834,7 +839,7 @@ def smollm() -> tuple[str, list[list[int]]]:
 
 @pytest.mark.model
 @pytest.mark.parametrize("anyio_backend", ["trio"])
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_core_real_model_equals_generate_alone_and_in_a_batch(
     smollm: tuple[str, list[list[int]]],

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import anyio
 import pytest
 
 from rollout import Outcome
 from rollout.agents.turn_end import TurnEnd, natural_ending
 from rollout.engine.core import FinishReason
-from rollout.limits import Deadline, PausableDeadline
+from rollout.limits import Deadline
 
 DEADLINE = Deadline(at=10.0, source="limits.generation_s", seconds=5.0)
 
@@ -41,25 +40,3 @@ def test_turn_end_is_what_engine_deadline_and_length_say(
 
 def test_natural_ending_without_a_turn_is_completed() -> None:
     assert natural_ending(None, None).outcome is Outcome.COMPLETED
-
-
-@pytest.mark.anyio
-async def test_deadline_that_pauses_pauses_what_it_is_part_of(rollout_clock: object) -> None:
-    outermost = Deadline.after(100, "limits.batch_s")
-    trajectory = PausableDeadline(Deadline.after(20, "limits.trajectory_s"), outermost)
-    turns = [
-        PausableDeadline(Deadline.after(seconds, "limits.turn_s"), outermost, trajectory)
-        for seconds in (5, 8)
-    ]
-    start = anyio.current_time()
-    turns[0].pause()
-    await anyio.sleep(3)
-    assert trajectory.now is turns[0].now is outermost
-    turns[1].pause()  # side by side with the first
-    await anyio.sleep(2)
-    turns[0].resume()
-    assert trajectory.now is outermost
-    await anyio.sleep(1)
-    turns[1].resume()
-    at = [deadline.now.at - start for deadline in (*turns, trajectory)]
-    assert at == pytest.approx([5 + 5, 8 + 3, 20 + 6])

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 import rollout
+from slow_cases import slow_after
 
+pytestmark = pytest.mark.process
 PROGRAM = """
 import rollout
 
@@ -64,16 +66,19 @@ def test_program_of_every_form_passes_strict_type_checks(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "ToolAgent",
-        "AssistantTurn",
-        "Transcript",
-        "SamplingParams",
-        "group_relative",
-        "has_signal",
-        "read_prompts",
-        "Scenario",
-    ],
+    slow_after(
+        1,
+        [
+            "ToolAgent",
+            "AssistantTurn",
+            "Transcript",
+            "SamplingParams",
+            "group_relative",
+            "has_signal",
+            "read_prompts",
+            "Scenario",
+        ],
+    ),
 )
 def test_package_exports_what_agents_and_rewards_handle(name: str) -> None:
     assert name in rollout.__all__

@@ -38,7 +38,7 @@ from rollout.engine.wire.tls import TlsFiles
 from test_tls import files  # noqa: F401  (a fixture)
 from wires import SECRET, Asker, Wire
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 DESCRIPTORS = 60
 
 
@@ -74,7 +74,7 @@ async def test_client_that_has_proved_itself_is_no_stranger() -> None:
     async with wire.channel() as channel:
         assert len(wire.server.unauthenticated) == 0
         generation, pending = Asker(channel).submit([1], 20)
-        await pending.done
+        await pending.done.wait()
         assert list(generation.ids) == list(range(2, 22))
 
 
@@ -238,7 +238,7 @@ async def ask(pool: EnginePool, last: int, count: int) -> list[int]:
 WORDS = {"nothing": b"", "half a frame": b"\x10\0\0\0ab", "nonsense": os.urandom(3000)}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
 @pytest.mark.parametrize("words", WORDS)
 @pytest.mark.parametrize("is_encrypted", [False, True])
@@ -257,7 +257,7 @@ async def test_attack_by_idle_connections_costs_no_engine_and_no_token(
             assert await ask(pool, 5, 200) == list(range(6, 206))
             async with another_channel(pool) as channel:
                 generation, pending = Asker(channel).submit([7], 10)
-                await pending.done
+                await pending.done.wait()
                 assert list(generation.ids) == list(range(8, 18))
         (statistics,) = pool.statistics()
         assert (statistics.starts, statistics.state) == (1, "serving")
@@ -278,7 +278,7 @@ async def another_channel(pool: EnginePool) -> Any:
         tasks.cancel_scope.cancel()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("anyio_backend", ["trio"])
 async def test_attack_connections_are_closed_soon() -> None:
     async with open_pool(pool_of()) as pool:

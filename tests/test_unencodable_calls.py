@@ -14,6 +14,7 @@ from rollout.chat import get_tool_parser, tool_parser_names
 from rollout.config import AgentConfig, LengthsConfig, ModelConfig
 from rollout.testing import Scenario
 from rollout.tools import ToolResult
+from slow_cases import slow_after, slow_but
 
 FORMATS = Path(__file__).parent / "chat_formats"
 
@@ -55,7 +56,7 @@ def test_every_format_has_its_calls_here() -> None:
     assert set(WRITTEN) == set(tool_parser_names())
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", slow_but(WRITTEN, "hermes", "gpt_oss", "pythonic"))
 @pytest.mark.parametrize("value", VALUES)
 def test_parser_argument_with_half_of_a_character_is_an_invalid_call(name: str, value: str) -> None:
     text = WRITTEN[name].replace("NAME", "look").replace("VALUE", value)
@@ -67,7 +68,7 @@ def test_parser_argument_with_half_of_a_character_is_an_invalid_call(name: str, 
     assert f"\\u{half}" in call.reason
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", slow_but(WRITTEN, "hermes", "gpt_oss", "pythonic"))
 def test_parser_pair_of_halves_that_json_joins_is_a_call(name: str) -> None:
     text = WRITTEN[name].replace("NAME", "look").replace("VALUE", '["\\ud83d\\ude00"]')
     (call,) = get_tool_parser(name).parse(text, [TOOL]).calls
@@ -77,7 +78,7 @@ def test_parser_pair_of_halves_that_json_joins_is_a_call(name: str) -> None:
     assert call.arguments == {"x": ["😀"]}
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", slow_but(WRITTEN, "hermes", "gpt_oss", "pythonic"))
 def test_parser_name_with_half_of_a_character_is_an_invalid_call(name: str) -> None:
     text = WRITTEN[name].replace("NAME", "lo\ud800ok").replace("VALUE", "[]")
     turn = get_tool_parser(name).parse(text, [TOOL])
@@ -126,7 +127,7 @@ async def play(said: str, *, family: str = "", **agent: Any) -> Trajectory:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", slow_but(WRITTEN, "hermes", "gpt_oss", "pythonic"))
 async def test_trajectory_with_a_call_that_cannot_be_encoded_gets_its_reward(
     name: str,
 ) -> None:
@@ -146,7 +147,7 @@ ODD_VALUES = [
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("value", ODD_VALUES, ids=lambda value: value[:20])
+@pytest.mark.parametrize("value", slow_after(4, ODD_VALUES), ids=lambda value: value[:20])
 async def test_trajectory_with_odd_arguments_gets_its_reward(value: str) -> None:
     said = WRITTEN["hermes"].replace("NAME", "look").replace("VALUE", value)
     trajectory = await play(said)
@@ -164,7 +165,12 @@ TURNS = {
 @pytest.mark.anyio
 @pytest.mark.parametrize("said", TURNS.values(), ids=TURNS)
 @pytest.mark.parametrize(
-    "family", ["llama3", "mistral", "qwen3", "deepseek_v3", "glm4", "kimi_k2", "minimax_m2"]
+    "family",
+    slow_but(
+        ["llama3", "mistral", "qwen3", "deepseek_v3", "glm4", "kimi_k2", "minimax_m2"],
+        "mistral",
+        "qwen3",
+    ),
 )
 async def test_trajectory_whose_template_refuses_what_was_said_gets_its_reward(
     family: str, said: str

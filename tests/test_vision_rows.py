@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.skipif(not find_spec("torchvision"), reason="torchvision is not installed"),
+    pytest.mark.process,
 ]
-full = pytest.mark.full
+slow = pytest.mark.slow
 
 
 @pytest.fixture(params=["trio"])
@@ -96,9 +97,9 @@ def ratios(folder: Path, batch: RolloutBatch) -> Any:
     ("family", "agent"),
     [
         ("qwen2_5_vl", "looks_again"),
-        pytest.param("qwen3_vl", "looks_again", marks=full),
-        pytest.param("smolvlm", "looks_again", marks=full),
-        pytest.param("llava_onevision", "single_turn", marks=full),
+        pytest.param("qwen3_vl", "looks_again", marks=slow),
+        pytest.param("smolvlm", "looks_again", marks=slow),
+        pytest.param("llava_onevision", "single_turn", marks=slow),
     ],
 )
 async def test_rows_with_images_have_the_probabilities_of_a_plain_forward_pass(

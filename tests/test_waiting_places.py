@@ -23,6 +23,7 @@ from rollout.config import LimitsConfig
 from rollout.scopes import open_task_group
 from rollout.testing import Scenario
 from rollout.tools import Tool, ToolSession
+from slow_cases import slow_after
 
 pytestmark = pytest.mark.anyio
 
@@ -198,7 +199,7 @@ def of_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("name", [name for name in WAYS if name != "of_a_library"])
+@pytest.mark.parametrize("name", slow_after(8, [name for name in WAYS if name != "of_a_library"]))
 @pytest.mark.usefixtures("of_a_library")
 async def test_explain_where_an_agent_waits_names_the_line_of_its_own_code(
     anyio_backend: str, name: str
@@ -317,5 +318,5 @@ async def test_tool_without_code_of_a_user_is_given_up_the_error_says_what_await
 
     said = await error_of(Stuck())
     assert "/src/rollout/" in said
-    assert "which waits for tool 'stuck' of trajectory task-0/0" in said
+    assert said.startswith("tool 'stuck' did not end")
     assert not [each for each in LOOPS if each in said]

@@ -15,6 +15,7 @@ import torch
 
 import faulty_cores
 import rollout
+from harness import Recorder
 from rollout.config import SchedulingConfig, SimulatedEngine
 from rollout.engine.core import SamplingParams
 from rollout.engine.driver.generation import Generation
@@ -24,7 +25,7 @@ from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
 from rollout.engine.routing import Router
 from rollout.engine.weights import UPDATE_MODES, DiskWeights, DistributedWeights, TensorWeights
 from rollout.errors import EngineError
-from rollout.testing import Recorder, Scenario, hold_clock
+from rollout.testing import Scenario, hold_clock
 
 pytestmark = [pytest.mark.anyio, pytest.mark.rollout(ceiling_s=3000)]
 

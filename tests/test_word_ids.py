@@ -17,8 +17,9 @@ from rollout.chat.encoding import TextEncoder, WrittenText, encoder_of
 from rollout.chat.ids import LONG
 from rollout.chat.tokenizer_parts import byte_letters
 from rollout.chat.word_ids import word_ids
+from slow_cases import slow_after, slow_but
 
-each_vocabulary = pytest.mark.parametrize("vocabulary", VOCABULARIES)
+each_vocabulary = pytest.mark.parametrize("vocabulary", slow_but(VOCABULARIES, "smollm2"))
 
 #: What public tokenizers divide by.
 DIVIDERS = {
@@ -125,7 +126,7 @@ def test_word_ids_of_real_vocabularies_are_known(vocabulary: str) -> None:
     assert word_ids(backend, lambda text, _: of_library(tokenizer(vocabulary), text)) is not None
 
 
-@pytest.mark.parametrize("name", DIVIDERS)
+@pytest.mark.parametrize("name", slow_after(2, DIVIDERS))
 @given(text=ASCII | TEXTS | BLANKS)
 @settings(deadline=None, max_examples=60)
 def test_encode_text_of_any_divider_is_what_the_library_makes_of_it(name: str, text: str) -> None:

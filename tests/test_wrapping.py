@@ -26,6 +26,8 @@ from rollout.cli.wrapping import wrapped
 from rollout.config import LengthsConfig
 from rollout.types import Outcome, Prompt, Trajectory
 
+pytestmark = pytest.mark.process
+
 
 @given(st.lists(st.text("abc,.…日", min_size=1, max_size=12), min_size=1), st.integers(20, 100))
 def test_wrapped_keeps_every_word_whole_and_within_the_width(words: list[str], width: int) -> None:

@@ -7,13 +7,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from harness import Recorder
 from race_situations import user
 from rollout import AgentContext, AgentLoop, EngineError, Outcome, Prompt, register_agent
 from rollout.agents.turn_options import TurnOptions
 from rollout.config import AgentConfig, SchedulingConfig
 from rollout.engine.core import SamplingParams
 from rollout.engine.driver.sampling_faults import check_sampling
-from rollout.testing import Recorder, Scenario
+from rollout.testing import Scenario
 
 pytestmark = pytest.mark.anyio
 

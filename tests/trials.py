@@ -13,6 +13,7 @@ import pytest
 
 import race_situations  # noqa: F401  (its agents)
 import rollout
+from harness.recorder import Recorder
 from rollout import AgentLoop, GroupPolicy, Prompt, Trajectory, function_tool
 from rollout.agents import AgentContext, register_agent
 from rollout.config import (
@@ -30,7 +31,6 @@ from rollout.engine.cores.simulated.stable import stable_share
 from rollout.engine.placement.in_process import InProcess
 from rollout.interactions import ScriptedUser
 from rollout.testing import Scenario, run_virtual, tool_call
-from rollout.testing.recorder import Recorder
 from rollout.tools import Tool, ToolContext, ToolSession
 from rollout.types import ToolCall
 

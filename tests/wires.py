@@ -23,7 +23,6 @@ from rollout.engine.process.server import EngineServer
 from rollout.engine.wire.protocol import DriverFacts, Role, Submit, Terms
 from rollout.scopes import open_task_group
 from rollout.token_prefix import TokenPrefix
-from rollout.wake_budget import WakeBudget
 
 SECRET = b"s" * 32
 TERMS = Terms()
@@ -38,9 +37,8 @@ class Wire:
         sent: Messages of the client by role, where a test listens.
     """
 
-    def __init__(self, core: Any, *, wakes: WakeBudget | None = None, **options: Any) -> None:
+    def __init__(self, core: Any, **options: Any) -> None:
         self.core = core
-        self._wakes = wakes
         self.streams: list[MemoryByteStream] = []
         self.is_down = False
         self.latency_s = 0.0
@@ -83,9 +81,7 @@ class Wire:
     ) -> AsyncIterator[Channel]:
         """A channel beside the one of `channel`."""
         async with (
-            connect_channel(
-                "engine-0", self.connect, SECRET, terms=terms, facts=facts, wakes=self._wakes
-            ) as channel,
+            connect_channel("engine-0", self.connect, SECRET, terms=terms, facts=facts) as channel,
             open_task_group() as tasks,
         ):
             tasks.start_soon(channel.run)
@@ -132,7 +128,7 @@ class Asker:
 
     async def ask(self, prompt: list[int] | TokenPrefix, count: int = 4, **options: Any) -> Any:
         generation, pending = self.submit(prompt, count, **options)
-        await pending.done
+        await pending.done.wait()
         assert not pending.error, pending.error
         return generation
 

@@ -188,16 +188,17 @@ class OurSide:
             return [each async for each in trajectories], None
 
     async def _generate(self, ticker: Ticker) -> tuple[list[Trajectory], Any]:
-        left = self._plan.n
+        end = self.runtime.statistics().finished + self._plan.n
 
-        def note(_trajectory: Trajectory) -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                ticker.mark()  # what follows makes the tensors
+        async def mark_end() -> None:
+            while self.runtime.statistics().finished < end:  # noqa: ASYNC110
+                await anyio.sleep(0.001)
+            ticker.mark()  # what follows makes the tensors
 
-        self.runtime.on_trajectory = note
-        batch = await self.runtime.generate(self.prompts)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(mark_end)
+            batch = await self.runtime.generate(self.prompts)
+            tasks.cancel_scope.cancel()
         return list(batch.trajectories), batch
 
 

@@ -53,7 +53,7 @@ class Asker:
         pending = self._channel.submit_nowait(
             request, generation, _nothing, prefix=prefix, deadline=deadline
         )
-        await pending.done
+        await pending.done.wait()
         assert len(generation.ids) == ANSWER, pending.error
         return generation
 

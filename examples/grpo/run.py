@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import rollout
-from rollout.advantages import group_relative
+from rollout.batch.advantages import group_relative
 from rollout.config import RolloutConfig
 from rollout.tools import Tool
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import rollout
-from rollout.advantages import group_relative
+from rollout.batch.advantages import group_relative
 from rollout.config import (
     AgentConfig,
     LengthsConfig,

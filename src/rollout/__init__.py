@@ -8,10 +8,11 @@ with little installed, pay only for what they touch.
 from __future__ import annotations
 
 from rollout.lazy import lazy_exports, read_stub
+from rollout.version import VERSION
 
 _HOMES = read_stub(__file__)
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = sorted(name for names in _HOMES.values() for name in names)  # noqa: PLE0605
 __getattr__ = lazy_exports(globals(), _HOMES)
 

@@ -1,5 +1,5 @@
 # ruff: isort: skip_file
-from rollout.advantages import group_relative as group_relative
+from rollout.batch.advantages import group_relative as group_relative
 from rollout.agents import (
     AgentContext as AgentContext,
     AgentLoop as AgentLoop,

@@ -9,12 +9,11 @@ from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 import anyio
-import anyio.lowlevel
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from rollout.child_serving import BEGUN, LENGTH
 from rollout.limits import cleanup_scope
-from rollout.scopes import give_back, open_task_group
+from rollout.scopes import open_task_group, release_token
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -30,8 +29,8 @@ sys.argv[:] = [module, lifeline]
 import importlib
 importlib.import_module(module).main()
 """
-#: Rounds of the loop in which what a process had written before its end is read, a few pipes full.
-_LAST_PASSES = 100
+#: How long what a process wrote before its end is read, where a child of its own holds the pipe.
+_LAST_READ_S = 0.5
 
 
 class ChildDiedError(Exception):
@@ -46,97 +45,89 @@ class ChildDiedError(Exception):
         self.exit_code = exit_code
 
 
-class DiedIdleError(Exception):
-    """A child process had ended before it began with a request; there is a new one to be asked."""
+class ChildProcess:
+    """A process that answers one request at a time; see `ChildProcesses.worker`.
 
-
-class _Child:
-    """One process, and the frames to and from it; it ends when `lifeline` is closed.
+    It ends when `lifeline`, a pipe that nobody writes to, is closed.
 
     Attributes:
-        has_begun: Whether it has begun with the latest request.
-        has_answered: Whether it has answered one.
+        is_new: Whether it has answered nothing yet.
     """
 
-    def __init__(self, process: Process, lifeline: int) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self.process = process
-        self._lifeline = lifeline
-        self._requests = process.stdin
-        self._replies = BufferedByteReceiveStream(process.stdout)
-        self.has_begun = self.has_answered = False
-
-    async def ask(self, request: bytes) -> bytes:
-        """The reply to a request; after a cancellation the process is of no more use."""
-        self.has_begun = False
-        async with open_task_group() as tasks:
-            tasks.start_soon(self._end)
-            await self._requests.send(LENGTH.pack(len(request)) + request)
-            await self._replies.receive_exactly(len(BEGUN))
-            self.has_begun = True
-            (length,) = LENGTH.unpack(await self._replies.receive_exactly(LENGTH.size))
-            reply = await self._replies.receive_exactly(length)
-            self.has_answered = True
-            return reply
-
-    async def _end(self) -> None:
-        """Raise once the process has ended: what it has started may hold its pipes open."""
-        await self.process.wait()
-        for _ in range(_LAST_PASSES):
-            await anyio.lowlevel.checkpoint()
-        raise anyio.IncompleteRead
-
-    async def kill(self, cleanup_s: float) -> int | None:
-        """End the process and all others of its group; its exit code."""
-        os.close(self._lifeline)
-        with cleanup_scope(cleanup_s):
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            await self.process.wait()
-            await self.process.aclose()
-        return self.process.returncode
-
-
-class Worker:
-    """A place among the processes, and the process that has it; see `ChildProcesses.worker`.
-
-    Attributes:
-        is_new: Whether the process had answered nothing before.
-    """
-
-    def __init__(self, module: str, child: _Child | None, *, cleanup_s: float) -> None:
-        self.is_new = child is None or not child.has_answered
-        self.child = child
-        self._module = module
-        self._cleanup_s = cleanup_s
+    def __init__(self, module: str, *, cleanup_s: float) -> None:
+        self.is_new, self.is_running = True, False
+        self._module, self._cleanup_s = module, cleanup_s
+        self._process: Process
+        self._replies: BufferedByteReceiveStream
+        self._lifeline: int
 
     async def start(self) -> None:
-        """Have a process of its own."""
-        self.child, self.is_new = await _start(self._module), True
+        """Start the process, or another one in its place."""
+        paths = [path or os.getcwd() for path in sys.path]
+        theirs, self._lifeline = os.pipe()
+        try:
+            with anyio.CancelScope(shield=True):  # a moment; it would leave the process behind
+                self._process = await anyio.open_process(
+                    [sys.executable, "-c", _RUN, self._module, str(theirs), *paths],
+                    stderr=None,
+                    start_new_session=True,
+                    pass_fds=[theirs],
+                )
+        except BaseException:
+            os.close(self._lifeline)
+            raise
+        finally:
+            os.close(theirs)
+        assert self._process.stdout is not None
+        self._replies = BufferedByteReceiveStream(self._process.stdout)
+        self.is_new = self.is_running = True
 
-    async def ask(self, request: bytes) -> bytes:
-        """Its reply; cancellation kills the process with the process's group.
+    async def ask(self, request: bytes) -> bytes | None:
+        """The reply; None where the process had died idle: another one has taken its place.
+
+        Cancellation kills the process with the process's group.
 
         Raises:
             ChildDiedError: It ended before it had answered.
-            DiedIdleError: It was no new one, and ended before it had begun.
         """
-        assert self.child is not None
-        child, self.child = self.child, None
+        has_begun = self.is_new
         try:
-            reply = await child.ask(request)
+            async with open_task_group() as tasks:
+                tasks.start_soon(self._watch_end)
+                assert self._process.stdin is not None
+                await self._process.stdin.send(LENGTH.pack(len(request)) + request)
+                await self._replies.receive_exactly(len(BEGUN))
+                has_begun = True
+                (length,) = LENGTH.unpack(await self._replies.receive_exactly(LENGTH.size))
+                reply = await self._replies.receive_exactly(length)
         except (anyio.IncompleteRead, anyio.BrokenResourceError, anyio.ClosedResourceError):
-            exit_code = await child.kill(self._cleanup_s)
-            if self.is_new or child.has_begun:
+            exit_code = await self.kill()
+            if has_begun:
                 raise ChildDiedError(exit_code) from None
             await self.start()
-            raise DiedIdleError from None
+            return None
         except BaseException:
-            await child.kill(self._cleanup_s)
+            await self.kill()
             raise
-        self.child = child
+        self.is_new = False
         return reply
+
+    async def _watch_end(self) -> None:
+        """End the request once the process has ended: what it has started may hold its pipes."""
+        await self._process.wait()
+        await anyio.sleep(_LAST_READ_S)
+        raise anyio.IncompleteRead
+
+    async def kill(self) -> int | None:
+        """End the process and all others of its group; its exit code."""
+        self.is_running = False
+        os.close(self._lifeline)
+        with cleanup_scope(self._cleanup_s):
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            await self._process.wait()
+            await self._process.aclose()
+        return self._process.returncode
 
 
 class ChildProcesses:
@@ -151,49 +142,30 @@ class ChildProcesses:
     """
 
     def __init__(self, module: str, *, max_processes: int, cleanup_s: float) -> None:
-        self._module = module
-        self._places = anyio.CapacityLimiter(max_processes)
-        self._cleanup_s = cleanup_s
-        self._idle: list[_Child] = []
+        self._module, self._cleanup_s = module, cleanup_s
+        self._slots = anyio.CapacityLimiter(max_processes)
+        self._idle: list[ChildProcess] = []
 
     @asynccontextmanager
-    async def worker(self) -> AsyncIterator[Worker]:
+    async def worker(self) -> AsyncIterator[ChildProcess]:
         """A process for the requests of the block; waits for one that is free."""
         borrower = object()
-        worker: Worker | None = None
+        child: ChildProcess | None = None
         try:
-            await self._places.acquire_on_behalf_of(borrower)
-            child = self._idle.pop() if self._idle else None
-            worker = Worker(self._module, child, cleanup_s=self._cleanup_s)
-            if child is None:
-                await worker.start()
-            yield worker
+            await self._slots.acquire_on_behalf_of(borrower)
+            if self._idle:
+                child = self._idle.pop()
+            else:
+                child = ChildProcess(self._module, cleanup_s=self._cleanup_s)
+                await child.start()
+            yield child
         finally:
-            if worker is not None and worker.child is not None:
-                self._idle.append(worker.child)
-            give_back(self._places, borrower)
+            if child is not None and child.is_running:
+                self._idle.append(child)
+            release_token(self._slots, borrower)
 
     async def close(self) -> None:
         """End all processes; those with a request have ended with it."""
         idle, self._idle = self._idle, []
         for child in idle:
-            await child.kill(self._cleanup_s)
-
-
-async def _start(module: str) -> _Child:
-    paths = [path or os.getcwd() for path in sys.path]
-    theirs, ours = os.pipe()
-    try:
-        with anyio.CancelScope(shield=True):  # takes a moment, and would leave the process behind
-            process = await anyio.open_process(
-                [sys.executable, "-c", _RUN, module, str(theirs), *paths],
-                stderr=None,
-                start_new_session=True,
-                pass_fds=[theirs],
-            )
-    except BaseException:
-        os.close(ours)
-        raise
-    finally:
-        os.close(theirs)
-    return _Child(process, ours)
+            await child.kill()

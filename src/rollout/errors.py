@@ -6,36 +6,9 @@ ends a running batch carries what had been collected as `partial`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from rollout.types import Outcome
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-
-class PartialBatch(Protocol):
-    """What an error needs to know of the `rollout.RolloutBatch` that it carries."""
-
-    @property
-    def tensors(self) -> Any:
-        """See `RolloutBatch`."""
-
-    @property
-    def samples(self) -> Sequence[Any]:
-        """See `RolloutBatch`."""
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """See `RolloutBatch`."""
-
-    @property
-    def trajectories(self) -> Sequence[Any]:
-        """See `RolloutBatch`."""
-
-    def save(self, directory: str | Path) -> None:
-        """See `RolloutBatch`."""
 
 
 class RolloutError(Exception):
@@ -45,7 +18,7 @@ class RolloutError(Exception):
     None.
     """
 
-    partial: PartialBatch | None = None
+    partial: Any = None
 
     def __init__(self, *args: object) -> None:  # a signature, which `Exception` has none of
         super().__init__(*args)

@@ -36,7 +36,7 @@ class _Import:
         self.refusal: MainGuardError | None = None
 
 
-#: Those under way, the innermost last.
+#: Imports under way, the innermost last.
 _imports: list[_Import] = []
 
 
@@ -103,49 +103,25 @@ def function_ref(
             to something else there.
     """
     check_top_level(function)
-    home = _home(function, is_it or (lambda found: found is function))
-    name, spec, file = home.get("__name__"), home.get("__spec__"), home.get("__file__")
-    is_known = getattr(sys.modules.get(str(name)), "__dict__", None) is home
-    if name == "__main__" and spec is not None:  # ``python -m`` says what it is to others
-        name = spec.name
-    is_importable = is_known and spec is not None and name != "__main__"
-    if not is_importable and not file:
-        raise NotImportableError("needs a file to import the function from: write it into a module")
-    return FunctionRef(
-        module=str(name) if is_importable else "",
-        file=os.path.abspath(str(file)) if file else "",
-        qualname=function.__qualname__,
-    )
-
-
-def _home(function: Any, is_it: Callable[[Any], bool]) -> dict[str, Any]:
-    """The names of its module, whose own one leads to it.
-
-    Decorators copy names, and names are given again, so that they need not. The function's own
-    globals are those of a module that `sys.modules` does not know, or has another one for; those of
-    a decorator's wrapper are the decorator's.
-    """
-    homes: list[dict[str, Any]] = [function.__globals__]
-    if function.__module__ in sys.modules:
-        homes.insert(0, vars(sys.modules[function.__module__]))
-    for home in homes:
-        if is_it(_named(home, function.__qualname__)):
-            return home
-    raise NotImportableError(
-        f"needs a function that its process finds by its name: {_found(homes[0], function)}; set "
-        "__qualname__ of the one that is meant to the name under which its module has it"
-    )
-
-
-def _named(home: dict[str, Any], qualname: str) -> Any:
+    module, qualname = sys.modules.get(function.__module__), function.__qualname__
+    home = function.__globals__ if module is None else vars(module)
     first, *others = qualname.split(".")
-    return functools.reduce(lambda found, part: getattr(found, part, None), others, home.get(first))
+    found = functools.reduce(lambda one, part: getattr(one, part, None), others, home.get(first))
+    if found is not function if is_it is None else not is_it(found):
+        raise NotImportableError(
+            "needs a function that its process finds by its name: "
+            f"{_describe(found, f'{function.__module__}.{qualname}')}; set __qualname__ of the one "
+            "that is meant to the name under which its module has it"
+        )
+    spec, file = home.get("__spec__"), home.get("__file__")
+    name = "" if module is None or spec is None or spec.name == "__main__" else str(spec.name)
+    if not (name or file):
+        raise NotImportableError("needs a file to import the function from: write it into a module")
+    return FunctionRef(name, os.path.abspath(file) if file else "", qualname)
 
 
-def _found(home: dict[str, Any], function: Any) -> str:
+def _describe(found: Any, name: str) -> str:
     """What the name of a function leads to in its place."""
-    name = f"{function.__module__}.{function.__qualname__}"
-    found = _named(home, function.__qualname__)
     if found is None:
         return f"there is no {name}"
     code = getattr(found, "__code__", None)
@@ -160,14 +136,14 @@ def function_at(ref: FunctionRef) -> Any:
     Raises:
         Exception: Whatever that raises; AttributeError where there is no such name.
     """
-    found: Any = _module_of(ref.module, ref.file)
+    found: Any = _import_home(ref.module, ref.file)
     for part in ref.qualname.split("."):
         found = getattr(found, part)
     return found
 
 
 @functools.cache
-def _module_of(module: str, file: str) -> ModuleType:
+def _import_home(module: str, file: str) -> ModuleType:
     from rollout.user_files import run_file
 
     with importing(file or module):

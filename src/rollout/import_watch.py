@@ -53,7 +53,7 @@ class ImportWatch:
         *_, note = Path(self.file).read_text(errors="replace").split("Timeout (")
         for thread in note.split("\n\n"):
             frames = [match for line in thread.splitlines() if (match := _FRAME.fullmatch(line))]
-            ours = [at for at, frame in enumerate(frames) if frame["name"] == "_module_of"]
+            ours = [at for at, frame in enumerate(frames) if frame["name"] == "_import_home"]
             if not ours:
                 continue
             skipped = ("<frozen", importlib.__file__, str(Path(__file__).parent / "user_files.py"))

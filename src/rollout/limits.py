@@ -1,8 +1,7 @@
-"""Deadlines that know whose they are.
+"""Deadlines that name their limit, and the limits of a trajectory, which can be paused.
 
-A deadline is an absolute time of the running clock, computed once and passed down; an inner one is
-clipped by the outer one and then carries the outer one's name. The scope that fires therefore
-always says which limit of the configuration ended the work.
+An inner deadline is clipped by the outer one and then carries the outer one's name. The scope that
+fires therefore always says which limit of the configuration ended the work.
 """
 
 from __future__ import annotations
@@ -15,17 +14,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 import anyio
 import msgspec
 
-from rollout.bridge import cancel_scope
 from rollout.errors import LimitExceeded
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from types import TracebackType
 
 
-#: Where a prompt bounds its agent's time. It ends the agent as its other limits do, by number of
-#: turns or calls: what it has done until then counts, and is rewarded.
+#: The key of `Prompt.extra` that bounds the agent's time. It ends the agent as limits of turns or
+#: calls do: what the agent has done until then counts, and is rewarded.
 AGENT_TIMEOUT_S = "agent_timeout_s"
 AGENT_TIMEOUT = f"extra.{AGENT_TIMEOUT_S}"
 
@@ -37,14 +35,11 @@ class Deadline(msgspec.Struct, frozen=True, gc=False):
         at: Absolute clock time; infinite where there is no limit.
         source: Path of the limit in the configuration.
         seconds: The limit itself, for messages.
-        late_s: How much later its scopes fire, so that thousands that share it do not end in one
-            round of the loop.
     """
 
     at: float
     source: str
     seconds: float
-    late_s: float = 0.0
 
     @classmethod
     def after(
@@ -55,32 +50,22 @@ class Deadline(msgspec.Struct, frozen=True, gc=False):
         *,
         now: float | None = None,
     ) -> Deadline:
-        """The deadline `seconds` from `now`, or the `outer` one where that is not later.
+        """Return the deadline `seconds` from `now`, or the `outer` one where that is not later.
 
         Args:
             now: Clock time, where the caller has just looked at the clock.
         """
         length = math.inf if seconds is None else seconds
         at = length + (anyio.current_time() if now is None else now)
-        if outer is None:
-            return cls(at, source, length)
-        return cls(at, source, length, outer.late_s) if at < outer.at else outer
-
-    @property
-    def fires_at(self) -> float:
-        """Clock time at which its scopes fire."""
-        return self.at + self.late_s if self.late_s else self.at  # no number for each who waits
+        return cls(at, source, length) if outer is None or at < outer.at else outer
 
     def within(self, outer: Deadline) -> Deadline:
         """This one, or the `outer` one where it is not later."""
         return self if self.at < outer.at else outer
 
-    def later(self, seconds: float, outermost: Deadline) -> Deadline:
-        """The same limit `seconds` later, or `outermost` where that is not later."""
-        at = self.at + seconds
-        if at >= outermost.at:
-            return outermost
-        return Deadline(at, self.source, self.seconds, self.late_s)
+    def later(self, seconds: float) -> Deadline:
+        """The same limit `seconds` later."""
+        return Deadline(self.at + seconds, self.source, self.seconds)
 
     def error(self) -> LimitExceeded:
         """What a trajectory that meets this deadline ends with."""
@@ -92,62 +77,97 @@ class Deadline(msgspec.Struct, frozen=True, gc=False):
         )
 
 
+#: The limit of a carried trajectory that has tools open.
+CARRY_S = "limits.carry_s"
+#: No limit.
+NEVER = Deadline(math.inf, "", math.inf)
+
+
 class HasDeadline(Protocol):
     """A cancel scope, or what has one."""
 
     deadline: float
 
 
-class _Pause:
-    """What a deadline was when the runtime let its work wait."""
+class Limit:
+    """One limit of a trajectory, within that of the code that opened it; see `open`.
 
-    __slots__ = ("deadline", "outer", "since", "times")
-
-    def __init__(self, deadline: Deadline, outer: Deadline | None) -> None:
-        self.deadline, self.outer = deadline, outer
-        self.since = anyio.current_time()
-        self.times = 0
-
-
-class PausableDeadline:
-    """A deadline that pauses while the runtime lets its work wait.
-
-    Only `outermost` counts the time between `pause` and `resume`, which may nest. As a context
-    manager it ends one block when it is over, as `fail_at_deadline` does.
-
-    Args:
-        around: That of the work which this one is part of; it pauses with this one.
-
-    Attributes:
-        now: What counts at present.
-        outer: The same of a piece of work around this one that has no scope of its own.
+    Limits are a tree, whose root is the trajectory's `Clock`. One that is paused stands still, with
+    all that were opened within it; those around it go on. As a context manager a limit ends one
+    block. One whose time has come stays over, whatever is paused then.
     """
 
-    __slots__ = ("_around", "_outermost", "_pause", "_scope", "now", "outer")
+    __slots__ = ("_deadline", "_due", "_lost", "_outer", "_own", "_paused_at", "_pauses", "_scope")
 
-    def __init__(
-        self,
-        deadline: Deadline,
-        outermost: Deadline,
-        around: PausableDeadline | None = None,
-        *,
-        outer: Deadline | None = None,
-    ) -> None:
-        self.now = deadline
-        self.outer = outer
-        self._around = around
-        self._outermost = outermost
+    def __init__(self, own: Deadline, outer: Limit | None) -> None:
+        self._own, self._outer = own, outer
+        # By the time of what is around it: when it was paused, and how long it stood still before.
+        self._paused_at, self._lost, self._pauses = 0.0, 0.0, 0
+        self._due = self._time() + own.seconds  # by its own time
+        self._deadline = own  # as things stand, of one with a scope
         self._scope: Any = None
-        self._pause: _Pause | None = None
+
+    def open(self, seconds: float | None, source: str) -> Limit:
+        """A limit within this one that begins now; with None it ends when this one does."""
+        length = math.inf if seconds is None else seconds
+        return Limit(Deadline(math.inf, source, length), self)
+
+    @property
+    def clock(self) -> Clock:
+        """The trajectory's: the root."""
+        limit = self
+        while limit._outer is not None:
+            limit = limit._outer
+        assert isinstance(limit, Clock)
+        return limit
+
+    @property
+    def deadline(self) -> Deadline:
+        """When it ends, as things stand, and which limit ends it then: itself, or one around it.
+
+        Of two that end at the same time that is the outer one.
+        """
+        return self._find_deadline() if self._scope is None else self._deadline
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its time has come."""
+        return anyio.current_time() >= self.deadline.at
+
+    def pause(self) -> None:
+        """Stop its time until `resume` was called as often as `pause`."""
+        if not self._pauses:
+            self._paused_at = self._time_around()
+        self._pauses += 1
+        self.clock.update_scopes()
+
+    def resume(self) -> None:
+        """End one `pause`."""
+        self._pauses -= 1
+        if not self._pauses:
+            self._lost += self._time_around() - self._paused_at
+        self.clock.update_scopes()
 
     def govern(self, scope: HasDeadline) -> None:
-        """Keep the deadline of this scope right from now on."""
-        self._scope = scope
-        scope.deadline = self.now.fires_at
+        """Keep the deadline of this scope right, until `release`."""
+        self._deadline, self._scope = self._find_deadline(), scope
+        scope.deadline = self._deadline.at
+        self.clock.scoped[self] = None
 
-    def __enter__(self) -> None:
-        self._scope = cancel_scope(self.now.fires_at)
+    def release(self) -> None:
+        """The governed scope has been left."""
+        self.clock.scoped.pop(self, None)
+
+    def update_scope(self) -> None:
+        """Give the governed scope the deadline as it is now."""
+        if anyio.current_time() < self._deadline.at:  # else it has fired, or does so next
+            self._deadline = self._find_deadline()
+            self._scope.deadline = self._deadline.at
+
+    def __enter__(self) -> Limit:
+        self.govern(anyio.CancelScope())
         self._scope.__enter__()
+        return self
 
     def __exit__(
         self,
@@ -155,79 +175,128 @@ class PausableDeadline:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool | None:
+        self.release()
         is_caught: bool | None = self._scope.__exit__(kind, error, traceback)
-        if is_caught and anyio.current_time() >= self.now.at:
-            raise self.now.error()
+        if is_caught and self.is_over:
+            raise self._deadline.error()
         return is_caught
 
-    def pause(self) -> None:
-        """The runtime lets it wait from now on."""
-        if self._around is not None:
-            self._around.pause()
-        if self._pause is None:
-            self._pause = _Pause(self.now, self.outer)
-            self._become(self._outermost, self._outermost)
-        self._pause.times += 1
+    def _find_deadline(self) -> Deadline:
+        around = self._deadline_around()
+        shift = self._shift()
+        if shift == math.inf:
+            return around
+        return Deadline(self._due + shift, self._own.source, self._own.seconds).within(around)
 
-    def resume(self) -> None:
-        """End one `pause`."""
-        if self._around is not None:
-            self._around.resume()
-        pause = self._pause
-        assert pause is not None
-        pause.times -= 1
-        if pause.times == 0:
-            self._pause, passed = None, anyio.current_time() - pause.since
-            outer = pause.outer and pause.outer.later(passed, self._outermost)
-            self._become(pause.deadline.later(passed, self._outermost), outer)
+    def _deadline_around(self) -> Deadline:
+        return NEVER if self._outer is None else self._outer.deadline
 
-    def renew(self, deadline: Deadline, outermost: Deadline, outer: Deadline | None = None) -> None:
-        """These hold from now on, or once it is resumed."""
-        self._outermost = outermost
-        if self._pause is None:
-            self._become(deadline, outer)
-        else:
-            self._pause.deadline, self._pause.outer = deadline, outer
-            self._pause.since = anyio.current_time()
-            self._become(outermost, outermost)
+    def _time_around(self) -> float:
+        return anyio.current_time() if self._outer is None else self._outer._time()
 
-    def _become(self, deadline: Deadline, outer: Deadline | None) -> None:
-        if self._scope is not None and anyio.current_time() >= self.now.fires_at:
-            return  # it has fired, or does so next, which must not pass for the block's end
-        self.now, self.outer = deadline, outer
-        if self._scope is not None:
-            self._scope.deadline = deadline.fires_at
+    def _time(self) -> float:
+        """Its own time: the loop's, less all pauses."""
+        return (self._paused_at if self._pauses else self._time_around()) - self._lost
+
+    def _shift(self) -> float:
+        """How far its own time is behind the loop's; infinite while it is paused."""
+        if self._pauses:
+            return math.inf
+        return self._lost if self._outer is None else self._lost + self._outer._shift()
 
 
-@contextmanager
-def fail_at_deadline(deadline: Deadline) -> Iterator[anyio.CancelScope]:
-    """A cancel scope that turns `deadline` into the `LimitExceeded` that names it."""
-    with anyio.CancelScope(deadline=deadline.fires_at) as scope:
-        yield scope
-    if scope.cancelled_caught and anyio.current_time() >= deadline.at:
-        raise deadline.error()
+class Clock(Limit):
+    """The root of a trajectory's limits: its own deadline, and whether it is carried.
+
+    A trajectory that is carried from one call to the next is paused, and waits in front of the
+    engines until it is resumed.
+
+    Args:
+        deadline: The trajectory's.
+        bound: What ends it even while it is paused, such as the batch's deadline.
+
+    Attributes:
+        bound: What ends it even while it is paused, at present.
+        scoped: Limits that govern a scope.
+        limit_carry: Gives the bound of a trajectory that is carried since that time; None: NEVER.
+        carried_since: When it began to be carried; None while it is not.
+    """
+
+    __slots__ = ("_carried_s", "_resumed", "bound", "carried_since", "limit_carry", "scoped")
+
+    def __init__(self, deadline: Deadline = NEVER, bound: Deadline = NEVER) -> None:
+        self.bound = bound
+        self.scoped: dict[Limit, None] = {}
+        self.limit_carry: Callable[[float], Deadline] | None = None
+        self.carried_since: float | None = None
+        self._carried_s, self._resumed = 0.0, anyio.Event()
+        super().__init__(deadline, None)
+        self._due = deadline.at
+
+    def renew(self, deadline: Deadline, bound: Deadline = NEVER) -> None:
+        """Give the trajectory this deadline, from now on or once it is resumed."""
+        self._own, self.bound = deadline, bound
+        self._due = deadline.at - (anyio.current_time() - self._time())
+        self.update_scopes()
+
+    def _deadline_around(self) -> Deadline:
+        return self.bound
+
+    def update_scopes(self) -> None:
+        """A limit was paused, resumed or renewed."""
+        for limit in tuple(self.scoped):
+            limit.update_scope()
+
+    def carry(self) -> None:
+        """Pause all limits, and have the trajectory wait before its next request."""
+        self.carried_since, self._resumed = anyio.current_time(), anyio.Event()
+        self._bound_carry(self.carried_since)
+        self.pause()
+
+    def continue_carried(self, deadline: Deadline) -> None:
+        """Let it continue with this deadline; inner limits keep the time that they had left."""
+        self._carried_s = self.carried_s(anyio.current_time())
+        self.carried_since = None
+        self.renew(deadline)
+        self.resume()
+        self._resumed.set()
+
+    def carried_s(self, until: float) -> float:
+        """How long it was carried up to that clock time, in all."""
+        since = self.carried_since
+        return self._carried_s + (0.0 if since is None else max(0.0, until - since))
+
+    async def wait_carried(self) -> None:
+        """Wait until the trajectory is not carried."""
+        if self.carried_since is not None:
+            self._bound_carry(self.carried_since)  # it may have opened tools meanwhile
+            self.update_scopes()
+            await self._resumed.wait()
+
+    def _bound_carry(self, since: float) -> None:
+        self.bound = NEVER if self.limit_carry is None else self.limit_carry(since)
 
 
 @contextmanager
 def cleanup_scope(seconds: float) -> Iterator[anyio.CancelScope]:
-    """Shielded from cancellation, and bounded: clean-up runs, and it cannot hang."""
+    """Shield clean-up from cancellation, and bound it, so that it runs and cannot hang."""
     with anyio.CancelScope(deadline=anyio.current_time() + seconds, shield=True) as scope:
         yield scope
 
 
-#: That of the tool call whose code runs here, where it has one.
-call_deadline: ContextVar[PausableDeadline | None] = ContextVar("rollout_call", default=None)
+#: The limit of the tool call whose code runs here, where it has one.
+call_limit: ContextVar[Limit | None] = ContextVar("rollout_call", default=None)
 
 
 @contextmanager
 def paused_call() -> Iterator[None]:
-    """What the block waits for does not count to the tool call that it is in, if any."""
-    deadline = call_deadline.get()
-    if deadline is None:
+    """Pause the limit of the tool call around the block, if there is one."""
+    limit = call_limit.get()
+    if limit is None:
         yield
         return
-    deadline.pause()
+    limit.pause()
     try:
         yield
     finally:
-        deadline.resume()
+        limit.resume()

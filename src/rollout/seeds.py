@@ -1,7 +1,11 @@
-"""Seeds and request ids.
+"""Seeds, request ids and names of conversations.
 
 Seeds derive from what a generation is (run seed, step, prompt, member, turn), by a hash that is
 the same in every process: never from Python's salted `hash`, never from the order of events.
+
+The router, the engines and the events know conversations by their names: the main one by its
+trajectory's, `step/uid/member`; one that was opened from it has `#path` after that. A uid may hold
+any sign, a member and a path hold digits and dots.
 """
 
 from __future__ import annotations
@@ -39,3 +43,16 @@ class RequestIds:
         """The next id."""
         self._count += 1
         return f"{self._owner}{self._count:015x}"
+
+
+def session_name(step: int, uid: str, member: int, path: str = "") -> str:
+    """The conversation `path` of a trajectory; "" is the main one."""
+    main = f"{step}/{uid}/{member}"
+    return f"{main}#{path}" if path else main
+
+
+def split_session(name: str) -> tuple[str, str]:
+    """The name of the trajectory's main conversation, and the path of this one."""
+    before, slash, last = name.rpartition("/")
+    member, _, path = last.partition("#")
+    return f"{before}{slash}{member}", path

@@ -66,7 +66,7 @@ class TokenPrefix(msgspec.Struct, eq=False, gc=False):
         self.pieces = list(pieces)
         self.length = sum(map(len, pieces)) // 4
 
-    def sum_of(self, length: int) -> int:
+    def compute_sum(self, length: int) -> int:
         """CRC-32 of the first `length` ids; cheap where they are more than the last time."""
         if length < self._summed:
             self._sum = self._summed = 0

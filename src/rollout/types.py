@@ -217,7 +217,7 @@ class Outcome(enum.StrEnum):
     REJECTED = "rejected"
 
 
-def text_of(error: BaseException) -> str:
+def read_message(error: BaseException) -> str:
     """What an error says; foreign ones may fail at that too."""
     try:
         return str(error)
@@ -227,9 +227,9 @@ def text_of(error: BaseException) -> str:
         return "(its message cannot be shown)"
 
 
-def said(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Type and message of an error, for a log."""
-    return f"{type(error).__name__}: {text_of(error)}"
+    return f"{type(error).__name__}: {read_message(error)}"
 
 
 #: Of asyncio and trio, neither of which is imported for its name alone.
@@ -254,7 +254,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
         """
         root, cause, seen = error, error.__cause__, {id(error)}
         while cause is not None and id(cause) not in seen:  # causes may go round
-            if type(cause).__name__ not in CANCELLATIONS and text_of(cause):
+            if type(cause).__name__ not in CANCELLATIONS and read_message(cause):
                 root = cause
             seen.add(id(cause))
             cause = cause.__cause__
@@ -263,7 +263,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
             del frames[0]
         return cls(
             type=type(root).__qualname__,
-            message=text_of(root),
+            message=read_message(root),
             traceback="".join(frames)[-MAX_TRACEBACK_CHARACTERS:],
         )
 

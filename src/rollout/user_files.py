@@ -28,7 +28,12 @@ def run_file(file: Path) -> ModuleType:
     Raises:
         UserCodeError: It raised.
     """
-    return _loaded(str(file), lambda: _kept(file))
+
+    def run() -> ModuleType:
+        make_importable(file.parent)
+        return execute(file, f"rollout file {file}", is_kept=True)
+
+    return _load(str(file), run)
 
 
 def import_module(name: str) -> ModuleType:
@@ -37,7 +42,7 @@ def import_module(name: str) -> ModuleType:
     Raises:
         UserCodeError: There is none, or it raised.
     """
-    return _loaded(name, lambda: importlib.import_module(name))
+    return _load(name, lambda: importlib.import_module(name))
 
 
 def named_object(
@@ -56,7 +61,7 @@ def named_object(
     if not source or not all(part.isidentifier() for part in name.split(".")):
         raise ConfigError(f"{where} = {reference!r:.200}: {expected}")
     try:
-        found: Any = _module_of(source)
+        found: Any = _load_module(source)
     except (UserCodeError, OSError) as error:
         raise ConfigError(f"{where} = {reference!r}: {error}") from error
     for part in name.split("."):
@@ -66,7 +71,7 @@ def named_object(
     return found
 
 
-def _module_of(source: str) -> ModuleType:
+def _load_module(source: str) -> ModuleType:
     if not source.endswith(".py"):
         make_importable(Path.cwd())
         return import_module(source)
@@ -82,7 +87,7 @@ def make_importable(directory: Path) -> None:
         sys.path.append(str(directory))
 
 
-def _loaded(source: str, load: Callable[[], ModuleType]) -> ModuleType:
+def _load(source: str, load: Callable[[], ModuleType]) -> ModuleType:
     try:
         return load()
     except (Exception, SystemExit) as error:
@@ -99,11 +104,6 @@ def _place(error: BaseException, source: str) -> str:
         if frame.f_code.co_filename == source
     ]
     return f"line {lines[-1]}: " if lines else ""
-
-
-def _kept(file: Path) -> ModuleType:
-    make_importable(file.parent)
-    return execute(file, f"rollout file {file}", is_kept=True)
 
 
 def execute(file: Path, name: str, *, is_kept: bool) -> ModuleType:

@@ -1,4 +1,4 @@
-"""Daemon threads for sync code of users, which may not come back."""
+"""Daemon threads for sync code of users, which may not come back; the one place of threads."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import queue
 import sys
 import threading
 from collections import Counter
-from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
+import anyio.to_thread
 
-from rollout.bridge import AsyncioThread, loop_poster, take_result
+from rollout.bridge import AsyncioThread, ForeignCall, settle
 from rollout.errors import ToolError
-from rollout.scopes import give_back
+from rollout.scopes import release_token
 from rollout.wait_places import thread_frames
 
 if TYPE_CHECKING:
@@ -29,8 +30,47 @@ T = TypeVar("T")
 IDLE_S = 10.0
 #: How long code on the asyncio thread has to end once it was cancelled; as limits.cleanup_s.
 ASYNCIO_CLEANUP_S = 5.0
-#: Of the task that asks, seen by the function in its thread.
+#: What of the calling task the function sees in its thread.
 carried: ContextVar[Any] = ContextVar("rollout_carried", default=None)
+
+
+class ThreadEntry:
+    """How event loops enter threads; `rollout.testing` puts another one in its place.
+
+    Attributes:
+        is_open: Whether work of the library's own, its timers of real time included, leaves the
+            event loop.
+    """
+
+    is_open = True
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Entered while a task waits for foreign code in a thread."""
+        return nullcontext()
+
+
+_entry = ThreadEntry()
+
+
+def enter_threads_by(entry: ThreadEntry) -> ThreadEntry:
+    """Replace how this process enters threads; returns what did until now."""
+    global _entry
+    before, _entry = _entry, entry
+    return before
+
+
+def may_leave_loop() -> bool:
+    """Whether work of the library's own leaves the event loop."""
+    return _entry.is_open
+
+
+async def run_in_thread(
+    function: Callable[..., T], *args: object, limiter: anyio.CapacityLimiter | None = None
+) -> T:
+    """``function(*args)``, work of the library's own that ends; cancellation waits for its end."""
+    if not _entry.is_open:
+        return function(*args)
+    return await anyio.to_thread.run_sync(partial(function, *args), limiter=limiter)
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -71,9 +111,9 @@ class _Worker:
 class WorkerThreads:
     """Daemon threads for sync tools and sync reward functions, and one with a loop of asyncio's.
 
-    A call that is cancelled abandons its thread: the place in the pool is given back at once, the
-    thread runs on until its function returns, and it delays neither `close` nor the exit of the
-    process. Abandoned threads are counted by name; past `max_abandoned` a name fails fast.
+    A call that is cancelled abandons its thread: the pool's token is released at once, the thread
+    runs on until its function returns, and it delays neither `close` nor the exit of the process.
+    Abandoned threads are counted by name; past `max_abandoned` a name fails fast.
 
     Args:
         watch: Runs on the loop of `run_asyncio`'s thread, for as long as that does.
@@ -87,7 +127,9 @@ class WorkerThreads:
         watch: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
         self._limiter = anyio.CapacityLimiter(max_threads)
-        self._asyncio = AsyncioThread(cleanup_s=ASYNCIO_CLEANUP_S, watch=watch)
+        self._asyncio = AsyncioThread(
+            cleanup_s=ASYNCIO_CLEANUP_S, watch=watch if may_leave_loop() else None
+        )
         self._max_abandoned = max_abandoned
         self._idle: list[_Worker] = []
         self._abandoned: dict[str, int] = {}
@@ -109,9 +151,8 @@ class WorkerThreads:
     ) -> T:
         """``await function(*args)`` on asyncio: here, or under trio on one asyncio thread.
 
-        For code that needs asyncio. Cancellation cancels it there, and waits a moment for it:
-        `cleanup_s`, where that is given. With `is_apart` it runs on that thread under asyncio too:
-        code that blocks its loop then blocks no engine.
+        See `AsyncioThread.run`. With `is_apart` it runs on that thread under asyncio too: code
+        that blocks its loop then blocks no engine.
 
         Raises:
             ToolError: It raised SystemExit or the like, or cancelled itself, or `max_abandoned`
@@ -147,12 +188,12 @@ class WorkerThreads:
                 begin()
             return await self._run_in_worker(name, function, args)
         finally:
-            give_back(self._limiter, borrower)
+            release_token(self._limiter, borrower)
 
     async def run_beside(
         self, name: str, function: Callable[..., T], *args: object, patience_s: float
     ) -> T:
-        """`function(*args)` in a daemon thread that takes none of the pool's places.
+        """`function(*args)` in a daemon thread that takes no token of the pool.
 
         For calls that are bounded in number elsewhere, and long. Cancellation abandons the thread
         where its function does not return within `patience_s`.
@@ -178,43 +219,21 @@ class WorkerThreads:
         args: tuple[object, ...],
         patience_s: float = 0.0,
     ) -> T:
-        post, given = loop_poster(), carried.get()
-        future: Future[T] = Future()
-        done = anyio.Event()
-        was_abandoned = False
-
-        def finished() -> None:
-            done.set()
-            if was_abandoned:
-                self._abandoned[name] -= 1
-
+        running, seen = ForeignCall[T](name, self._abandoned), carried.get()
         worker = self._idle.pop() if self._idle else _Worker(self._idle)
 
         def job() -> None:
-            try:
-                carried.set(given)
-                future.set_result(function(*args))
-            except BaseException as error:  # a thread must report even SystemExit
-                future.set_exception(error)
+            carried.set(seen)
+            settle(running, function, *args)
             carried.set(None)
             self._idle.append(worker)
             if self._is_closed:  # meanwhile, and nothing else will end this one
                 self.close()
-            post(finished)
 
         elsewhere, activity = worker.frames, f"a thread of {name}"  # noqa: F841  (see `wait_places`)
         worker.jobs.put(job)
-        try:
-            await done.wait()
-        except BaseException:
-            if patience_s:
-                with anyio.move_on_after(patience_s, shield=True):
-                    await done.wait()
-            if not done.is_set():
-                was_abandoned = True
-                self._abandoned[name] = self._abandoned.get(name, 0) + 1
-            raise
-        return take_result(future, name)
+        with _entry.waiting():
+            return await running.wait(patience_s)
 
     def close(self) -> None:
         """End idle threads; running ones end by themselves when their function returns."""

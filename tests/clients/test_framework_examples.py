@@ -16,7 +16,7 @@ import anyio
 import pytest
 
 import rollout
-from rollout.testing import Recorder
+from harness import Recorder
 
 ROOT = Path(__file__).parents[2]
 #: What stands between the prompt and the end, by role; frameworks put a system message before it.

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import attrs
 
 import rollout
+from harness import Recorder
 from rollout import Prompt, Trajectory
 from rollout.agents import AgentTask
 from rollout.batch import RolloutBatch
@@ -25,7 +26,7 @@ from rollout.config import (
     LengthsConfig,
     SandboxConfig,
 )
-from rollout.testing import Recorder, Scenario, decode_ids
+from rollout.testing import Scenario, decode_ids
 
 Program = Callable[[AgentTask], Any]
 

@@ -13,9 +13,12 @@ from harbor_material import write_task
 
 from rollout import Outcome, RolloutBatch, Trajectory
 from rollout.cli import main
+from slow_cases import slow_but
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "sandbox"))
 from sandbox_material import ENGINE, IMAGE
+
+pytestmark = pytest.mark.process
 
 #: Who makes sandboxes, and what a task's environment begins with there.
 HERE = "harbor_material:RootedProvider"
@@ -84,7 +87,7 @@ def run(provider: str, *options: str, script: str = "script") -> tuple[int, dict
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
-@pytest.mark.parametrize("mode", ["shared", "separate"])
+@pytest.mark.parametrize("mode", slow_but(["shared", "separate"], "shared"))
 def test_harbor_task_gets_one_for_the_right_patch_and_zero_for_a_wrong_one(
     folder: Path, provider: str, mode: str
 ) -> None:
@@ -100,7 +103,7 @@ def test_harbor_task_gets_one_for_the_right_patch_and_zero_for_a_wrong_one(
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
-@pytest.mark.parametrize("mode", ["shared", "separate"])
+@pytest.mark.parametrize("mode", slow_but(["shared", "separate"], "shared"))
 def test_harbor_task_without_a_reward_file_is_an_error_and_not_zero(
     folder: Path, provider: str, mode: str
 ) -> None:
@@ -128,6 +131,7 @@ def test_harbor_agent_timeout_ends_the_agent_and_what_it_did_is_graded(
     assert (trajectory.reward, trajectory.trainable) == (1.0, True)
 
 
+@pytest.mark.slow
 def test_harbor_task_that_has_another_reward_or_tests_that_are_cut_says_so(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,6 +194,7 @@ def copy_example(folder: Path, provider: str) -> Path:
     return tasks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_swe_agent_example_solves_its_task(folder: Path, provider: str) -> None:
     tasks = copy_example(folder, provider)
@@ -205,6 +210,7 @@ def test_swe_agent_example_solves_its_task(folder: Path, provider: str) -> None:
     assert (done.returncode, done.stdout) == (0, "fix-median completed, reward 1.0\n"), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("provider", PROVIDERS)
 @pytest.mark.parametrize(("solves", "reward"), [(True, 1.0), (False, 0.0)])
 def test_swe_agent_task_is_solved_by_its_solution_alone(

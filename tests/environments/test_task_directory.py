@@ -16,7 +16,7 @@ from rollout.environments import TaskDirectory
 from rollout.errors import ConfigError, SandboxError
 from rollout.sandbox import SandboxSpec, open_provider
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 
 
 @pytest.fixture(params=["trio", "asyncio"])

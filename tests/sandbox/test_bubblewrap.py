@@ -22,8 +22,9 @@ from rollout.errors import SandboxError, SandboxTimeout, SandboxUnavailable
 from rollout.sandbox import ExecResult, Sandbox, SandboxSpec, bubblewrap
 from rollout.sandbox.bubblewrap import BubblewrapProvider, find_bwrap
 from rollout.sandbox.inside.seccomp import DENIED, write_filter
+from slow_cases import slow_after, slow_but
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 X86_64 = os.uname().machine == "x86_64"
 
 
@@ -340,7 +341,7 @@ async def test_number_of_processes_is_bounded_for_each_sandbox() -> None:
             assert counted.stdout == b"BlockingIOError\n6\n"
 
 
-@pytest.mark.parametrize("name", FORK_BOMBS)
+@pytest.mark.parametrize("name", slow_after(1, FORK_BOMBS))
 async def test_fork_bomb_is_held_at_the_limit_and_ends_with_the_sandbox(name: str) -> None:
     async with sandboxed(max_processes=16) as sandbox:
         try:
@@ -364,13 +365,14 @@ async def list_processes(sandbox: Sandbox) -> list[str]:
     return said.stdout.decode().split()
 
 
+@pytest.mark.slow
 async def test_shell_fork_bomb_is_killed() -> None:
     async with sandboxed(max_processes=16) as sandbox:
         with pytest.raises(SandboxTimeout):
             await sandbox.exec("bomb() { bomb | bomb & }; bomb; while :; do :; done", timeout_s=0.5)
 
 
-@pytest.mark.parametrize("place", ["/work", "/tmp", "/dev/shm"])
+@pytest.mark.parametrize("place", slow_but(["/work", "/tmp", "/dev/shm"], "/tmp"))
 async def test_flood_of_a_file_system_in_memory_ends_at_its_size(place: str) -> None:
     flood = f"n = 0\nwhile True:\n    open('{place}/f%d' % n, 'wb').write(bytes(2**20))\n    n += 1"
     async with sandboxed(disk_mb=4) as sandbox:

@@ -12,7 +12,7 @@ from rollout.agents import AgentContext
 from rollout.config import AgentConfig, SandboxConfig
 from rollout.testing import Scenario
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 CODES = {"right": "f = lambda n: n * n", "wrong": "f = lambda n: n + 1"}
 
 

@@ -39,11 +39,13 @@ from rollout.config import AgentConfig, GatewayConfig, LimitsConfig, SandboxConf
 from rollout.errors import SandboxUnavailable, SandboxUnsupported
 from rollout.sandbox.none import NoneProvider
 from rollout.testing import Scenario
+from slow_cases import slow_but
 
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.usefixtures("own_temporary_directory"),
     pytest.mark.parametrize("anyio_backend", ["asyncio"]),
+    pytest.mark.process,
 ]
 #: Asks the gateway that its environment names, as an SDK would.
 CLIENT = """
@@ -59,7 +61,7 @@ print("heard", answer["heard"])
 """
 
 
-@pytest.fixture(params=PROVIDERS)
+@pytest.fixture(params=slow_but(PROVIDERS, "bubblewrap"))
 def provider(request: pytest.FixtureRequest) -> str:
     skip_where_missing(request.param)
     return str(request.param)

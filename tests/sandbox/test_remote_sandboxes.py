@@ -24,7 +24,7 @@ from rollout.errors import (
 )
 from rollout.sandbox import Sandbox, SandboxSpec, open_provider
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 NAMES = ("e2b", "modal", "inspect:stub")
 MODULES = ("e2b", "modal", "inspect_ai.util", "inspect_ai.util._sandbox.registry")
 

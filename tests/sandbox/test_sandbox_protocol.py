@@ -36,18 +36,19 @@ from rollout.errors import (
     SandboxUnsupported,
 )
 from rollout.sandbox import SandboxSpec, open_provider
+from slow_cases import slow_but
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 PNG = bytes(range(256)) * 4
 
 
-@pytest.fixture(params=["trio", "asyncio"])
+@pytest.fixture(params=slow_but(["trio", "asyncio"], "trio"))
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     """Both backends, in real time."""
     return str(request.param)
 
 
-@pytest.fixture(params=PROVIDERS)
+@pytest.fixture(params=slow_but(PROVIDERS, "bubblewrap"))
 def provider(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -71,7 +72,7 @@ async def wait_for_processes(token: str, count: int) -> None:
             await anyio.sleep(0.02)
 
 
-@pytest.mark.parametrize("name", ["HUP", "INT", "TERM", "PIPE", "XFSZ"])
+@pytest.mark.parametrize("name", slow_but(["HUP", "INT", "TERM", "PIPE", "XFSZ"], "TERM"))
 async def test_exec_command_ends_by_a_signal_that_the_host_ignores(
     provider: str, name: str
 ) -> None:

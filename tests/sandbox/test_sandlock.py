@@ -20,7 +20,7 @@ from rollout.errors import SandboxLost, SandboxTimeout, SandboxUnsupported
 from rollout.sandbox import SandboxSpec, open_provider
 
 pytest.importorskip("sandlock")
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 DRIVER = """
 import anyio, sys
 from rollout.sandbox import SandboxSpec, open_provider

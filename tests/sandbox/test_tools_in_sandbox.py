@@ -46,18 +46,19 @@ from rollout.tools import (
 from rollout.tools.sandbox_tools import CAP
 from rollout.types import ToolCall
 from rollout.worker_threads import WorkerThreads
+from slow_cases import slow_after, slow_but
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 LOST = "what earlier calls had left in Python is gone]"
 
 
-@pytest.fixture(params=["trio", "asyncio"])
+@pytest.fixture(params=slow_but(["trio", "asyncio"], "trio"))
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     """Both backends, in real time."""
     return str(request.param)
 
 
-@pytest.fixture(params=PROVIDERS)
+@pytest.fixture(params=slow_but(PROVIDERS, "bubblewrap"))
 def provider(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -112,36 +113,44 @@ async def test_python_keeps_variables_and_shares_files_with_the_shell(provider: 
 
 @pytest.mark.parametrize(
     ("code", "text", "is_error"),
-    [
-        ("", "(no output)", False),
-        ("print('a', end='')\n'b'", "a'b'\n", False),
-        ("import sys\nsys.exit()", "(no output)", False),
-        ("import sys\nsys.exit(3)", "SystemExit: 3", True),
-        ("import sys\nsys.exit('why')", "why", True),
-        (
-            "def f(:",
-            '  File "<call 1>", line 1\n    def f(:\n          ^\nSyntaxError: invalid syntax',
-            True,
-        ),
-        (
-            "def f():\n    return 1 / 0\nf()",
-            'Traceback (most recent call last):\n  File "<call 1>", line 3, in <module>\n    f()\n'
-            '  File "<call 1>", line 2, in f\n    return 1 / 0\n           ~~^~~\n'
-            "ZeroDivisionError: division by zero",
-            True,
-        ),
-        ("raise KeyboardInterrupt", "KeyboardInterrupt", True),
-        ("import sys\nprint('x', file=sys.stderr)", "x\n", False),
-        ("print('\\udc80')", "?\n", False),
-        ("print('\ud800é')", "�é\n", False),
-        ("print('a\0b')", "source code string cannot contain null bytes", True),
-        ("input()", "EOFError: EOF when reading a line", True),
-        ("__name__, __import__('sys').argv", "('__main__', [''])\n", False),
-        ("import os\nif os.fork() == 0: print('child')\nelse: os.wait()\nNone", "child\n", False),
-        ("import os\nos.system('echo a; echo b >&2')\nNone", "a\nb\n", False),
-        ("import sys\nsys.stdout.close()", "(no output)", False),
-        ("def f(): f()\nf()", "maximum recursion depth exceeded", True),
-    ],
+    slow_after(
+        3,
+        [
+            ("", "(no output)", False),
+            ("print('a', end='')\n'b'", "a'b'\n", False),
+            ("import sys\nsys.exit()", "(no output)", False),
+            ("import sys\nsys.exit(3)", "SystemExit: 3", True),
+            ("import sys\nsys.exit('why')", "why", True),
+            (
+                "def f(:",
+                '  File "<call 1>", line 1\n    def f(:\n          ^\nSyntaxError: invalid syntax',
+                True,
+            ),
+            (
+                "def f():\n    return 1 / 0\nf()",
+                'Traceback (most recent call last):\n  File "<call 1>", line 3, in <module>\n'
+                "    f()\n"
+                '  File "<call 1>", line 2, in f\n    return 1 / 0\n           ~~^~~\n'
+                "ZeroDivisionError: division by zero",
+                True,
+            ),
+            ("raise KeyboardInterrupt", "KeyboardInterrupt", True),
+            ("import sys\nprint('x', file=sys.stderr)", "x\n", False),
+            ("print('\\udc80')", "?\n", False),
+            ("print('\ud800é')", "�é\n", False),
+            ("print('a\0b')", "source code string cannot contain null bytes", True),
+            ("input()", "EOFError: EOF when reading a line", True),
+            ("__name__, __import__('sys').argv", "('__main__', [''])\n", False),
+            (
+                "import os\nif os.fork() == 0: print('child')\nelse: os.wait()\nNone",
+                "child\n",
+                False,
+            ),
+            ("import os\nos.system('echo a; echo b >&2')\nNone", "a\nb\n", False),
+            ("import sys\nsys.stdout.close()", "(no output)", False),
+            ("def f(): f()\nf()", "maximum recursion depth exceeded", True),
+        ],
+    ),
 )
 async def test_python_code_is_answered_as_an_interpreter_would(
     code: str, text: str, is_error: bool
@@ -284,15 +293,18 @@ async def test_shell_keeps_directory_exports_and_functions_and_nothing_else(prov
 
 @pytest.mark.parametrize(
     ("command", "text"),
-    [
-        ("ls nothing", "[exit code"),
-        ("echo a; echo b >&2; echo c; exit 3", "a\nb\nc\n[exit code 3]"),
-        ("false", "[exit code 1]"),
-        ("no-such-program", "[exit code 127]"),
-        ("if", "[exit code"),
-        ("set -e; cd /; false; echo never", "[exit code 1]"),
-        ("kill -9 $$", "[exit code 137]"),
-    ],
+    slow_after(
+        2,
+        [
+            ("ls nothing", "[exit code"),
+            ("echo a; echo b >&2; echo c; exit 3", "a\nb\nc\n[exit code 3]"),
+            ("false", "[exit code 1]"),
+            ("no-such-program", "[exit code 127]"),
+            ("if", "[exit code"),
+            ("set -e; cd /; false; echo never", "[exit code 1]"),
+            ("kill -9 $$", "[exit code 137]"),
+        ],
+    ),
 )
 async def test_shell_command_that_fails_ends_with_its_exit_code(
     provider: str, command: str, text: str
@@ -408,20 +420,23 @@ async def test_edit_keeps_bytes_modes_and_line_ends_that_it_does_not_change(prov
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
-    [
-        ({"command": "view", "path": "nothing"}, "nothing: No such file or directory"),
-        ({"command": "view", "path": "f", "view_range": [4, 5]}, "f has 3 lines"),
-        ({"command": "str_replace", "path": "f", "old_str": "zzz"}, "does not occur"),
-        ({"command": "str_replace", "path": "f", "old_str": ""}, "does not occur"),
-        ({"command": "str_replace", "path": "f", "old_str": "aa"}, "2 times, in lines 1, 1;"),
-        ({"command": "str_replace", "path": "f"}, "str_replace needs old_str"),
-        ({"command": "insert", "path": "f", "insert_line": 9, "new_str": ""}, "3 lines"),
-        ({"command": "insert", "path": "f", "new_str": ""}, "insert needs insert_line"),
-        ({"command": "create", "path": "f"}, "create needs file_text"),
-        ({"command": "create", "path": ".", "file_text": ""}, "is a directory"),
-        ({"command": "str_replace", "path": ".", "old_str": "a"}, "is a directory"),
-        ({"command": "create", "path": "f/g", "file_text": ""}, "f/g: "),
-    ],
+    slow_after(
+        3,
+        [
+            ({"command": "view", "path": "nothing"}, "nothing: No such file or directory"),
+            ({"command": "view", "path": "f", "view_range": [4, 5]}, "f has 3 lines"),
+            ({"command": "str_replace", "path": "f", "old_str": "zzz"}, "does not occur"),
+            ({"command": "str_replace", "path": "f", "old_str": ""}, "does not occur"),
+            ({"command": "str_replace", "path": "f", "old_str": "aa"}, "2 times, in lines 1, 1;"),
+            ({"command": "str_replace", "path": "f"}, "str_replace needs old_str"),
+            ({"command": "insert", "path": "f", "insert_line": 9, "new_str": ""}, "3 lines"),
+            ({"command": "insert", "path": "f", "new_str": ""}, "insert needs insert_line"),
+            ({"command": "create", "path": "f"}, "create needs file_text"),
+            ({"command": "create", "path": ".", "file_text": ""}, "is a directory"),
+            ({"command": "str_replace", "path": ".", "old_str": "a"}, "is a directory"),
+            ({"command": "create", "path": "f/g", "file_text": ""}, "f/g: "),
+        ],
+    ),
 )
 async def test_edit_that_cannot_be_made_says_why_and_changes_nothing(
     arguments: dict[str, Any], text: str
@@ -491,11 +506,12 @@ def test_calls_of_one_turn_run_as_written_under_any_schedule(seed: int) -> None:
     assert texts == ["1\n", "(no output)", "1\n", "abc", "2\n"]
 
 
+@pytest.mark.slow
 async def test_trajectories_with_five_calls_each_leave_nothing() -> None:
     await run_trajectories(24)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 async def test_thousand_trajectories_with_five_calls_each_leave_nothing(
     anyio_backend: str,
 ) -> None:

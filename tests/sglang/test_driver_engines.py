@@ -70,7 +70,7 @@ async def test_engines_sglang_and_transformers_agree_on_greedy_ids(
     await agree(pool, models[0], prompts(16))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 async def test_engines_sglang_and_transformers_agree_on_the_embedded_model() -> None:
     texts = np.random.default_rng(5).integers(1000, 40000, (8, 48)).tolist()
     known = set(processes())
@@ -95,7 +95,7 @@ async def test_engines_thousand_cancelled_generations_leave_sglang_idle(pool: En
     await cancel_thousand(pool)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 async def test_engines_thousand_cancelled_are_gone_in_a_second_and_two_steps(
     pool: EnginePool,
 ) -> None:

@@ -13,7 +13,7 @@ from models import EXPERTS
 
 import rollout
 
-pytestmark = [pytest.mark.anyio, pytest.mark.full, shares_an_engine]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, shares_an_engine]
 
 
 async def test_experts_of_three_turns_are_those_of_transformers(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ async def sglang_server(model: str, *arguments: str) -> AsyncIterator[str]:
             remove(left)
 
 
-@pytest.mark.parametrize("extra", [(), pytest.param((INCREMENTAL,), marks=pytest.mark.full)])
+@pytest.mark.parametrize("extra", [(), pytest.param((INCREMENTAL,), marks=pytest.mark.slow)])
 async def test_http_real_sglang_answers_like_the_engine(
     extra: tuple[str, ...], pool: EnginePool, models: list[str]
 ) -> None:
@@ -83,7 +83,7 @@ async def test_http_real_sglang_answers_like_the_engine(
         assert answer.versions == [[3, len(answer.ids)]]
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.full)])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
 async def test_http_real_sglang_sees_images_beside_the_ids_of_their_prompt(
     family: str, tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ from rollout.engine import open_engines
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = [shares_an_engine, pytest.mark.full]
+pytestmark = [shares_an_engine, pytest.mark.slow]
 
 HERE = Path(__file__).parent
 BOUND_S = 5.0

@@ -109,7 +109,7 @@ async def test_ray_unschedulable_request_says_what_is_free_and_what_was_asked(
     )
 
 
-@pytest.mark.full
+@pytest.mark.slow
 async def test_ray_replica_over_two_machines_is_one_sglang_of_two_node_ranks(
     cluster: Any, models: list[str]
 ) -> None:
@@ -134,6 +134,7 @@ async def test_ray_three_replicas_serve_as_every_engine_does(pool: EnginePool) -
     await check_pair(pool)
 
 
+@pytest.mark.slow
 async def test_ray_actor_and_raylet_killed_in_mid_batch_replicas_come_back_with_the_weights(
     runtime: Any, pool: EnginePool, cluster: Any, models: list[str]
 ) -> None:
@@ -149,7 +150,7 @@ async def test_ray_actor_and_raylet_killed_in_mid_batch_replicas_come_back_with_
     await killed_in_mid_batch(runtime, pool, models[1], kill, deaths=2)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 async def test_ray_scheduler_killed_in_mid_batch_its_replica_comes_back_with_the_weights(
     runtime: Any, pool: EnginePool, models: list[str]
 ) -> None:

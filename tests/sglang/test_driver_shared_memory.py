@@ -23,6 +23,7 @@ async def until_as_before(before: set[str]) -> None:
             await anyio.sleep(0.01)
 
 
+@pytest.mark.slow
 async def test_closed_engine_whose_scheduler_was_killed_before(models: list[str]) -> None:
     before, known = shared_files(), set(schedulers())
     async with open_engines(sglang(models[0])) as pool:
@@ -62,7 +63,7 @@ async def test_start_that_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "after_s", [6.0, *(pytest.param(each, marks=pytest.mark.full) for each in (2.0, 4.0, 9.0))]
+    "after_s", [6.0, *(pytest.param(each, marks=pytest.mark.slow) for each in (2.0, 4.0, 9.0))]
 )
 async def test_start_that_is_cancelled(after_s: float, models: list[str]) -> None:
     before, known = shared_files(), set(processes())

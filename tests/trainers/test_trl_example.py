@@ -34,7 +34,7 @@ def test_trl_example_samples_what_the_trainer_would(tmp_path: Path) -> None:
     assert result["trl_ratio_mean"] == pytest.approx(1.0, abs=1e-3)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_trl_example_learns_which_key_opens_which_door(tmp_path: Path) -> None:
     result = run_example(tmp_path)
     assert result["trl_reward_last"] >= 0.85

@@ -29,7 +29,7 @@ from rollout.integrations.trl import rollout_func
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 
 def rows() -> list[dict[str, Any]]:

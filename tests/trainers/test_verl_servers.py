@@ -124,7 +124,7 @@ def test_cancelled_request_is_ended_on_its_server(files: Path, backend: str, loo
     assert len(again) == 1
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_clients_of_verl_generate_through_actors_of_ray(files: Path) -> None:
     here = Path(__file__).parent
     paths = [str(here), str(here.parents[1] / "src"), os.environ.get("PYTHONPATH", "")]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rollout.agents.conversation import Conversation
 from rollout.agents.conversation_log import ConversationLog
 from rollout.agents.identity import Ending, Identity
 from rollout.agents.interacting import (
+    USER,
     finish,
     heard,
     interaction_context,
@@ -23,6 +25,7 @@ from rollout.chat.drift import worst
 from rollout.chat.messages import template_messages
 from rollout.chat.trajectory import BRANCH, MAIN, SUBAGENT
 from rollout.chat.transcript import Transcript
+from rollout.containment import contain
 from rollout.errors import AgentError
 from rollout.types import without_padding
 
@@ -39,9 +42,8 @@ if TYPE_CHECKING:
     from rollout.config import AgentConfig
     from rollout.engine.core import SamplingParams
     from rollout.engine.driver.generation import Generation
-    from rollout.holds import Hold
     from rollout.interactions import Interaction, InteractionTurn
-    from rollout.limits import Deadline, PausableDeadline
+    from rollout.limits import Clock, Deadline
     from rollout.observe.event_stream import EventStream
     from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
     from rollout.tools import ToolResult, TrajectoryTools
@@ -95,13 +97,11 @@ class AgentContext:
         prompt: Prompt,
         identity: Identity,
         sampling: SamplingParams,
-        deadline: Deadline,
-        outermost: Deadline,
-        hold: Hold | None = None,
+        limit: Clock,
         log: TurnLog | None = None,
         is_alone: bool = False,
     ) -> None:
-        self._state = TrajectoryState(services, prompt, identity, deadline, outermost, hold, log)
+        self._state = TrajectoryState(services, prompt, identity, limit, log)
         self._main = Conversation(
             self._state,
             ConversationLog.of(Row(Transcript(), MAIN), self._state.wording.reader),
@@ -141,9 +141,9 @@ class AgentContext:
         return self._state.identity
 
     @property
-    def deadline(self) -> PausableDeadline:
-        """The trajectory's own."""
-        return self._state.deadline
+    def deadline(self) -> Deadline:
+        """When the trajectory's time is over, as things stand, and which limit ends it then."""
+        return self._state.limit.deadline
 
     @property
     def idle_since(self) -> float:
@@ -360,9 +360,10 @@ class AgentContext:
         events, began = self.services.events, self._state.clock()
         with (
             SettlingLimits(self._state, settles_lengths=True),
-            self._main.answering("respond of the interaction"),
+            self._main.answering(),
         ):
-            turn = await self._interaction.respond(list(template_messages(self.messages)))
+            respond, messages = self._interaction.respond, list(template_messages(self.messages))
+            turn = await contain(USER, partial(respond, messages))
         self._state.idle_since = now = self._state.clock()
         if events.is_on:
             tell_user_ended(events, self.identity, began, now)
@@ -440,7 +441,7 @@ class AgentContext:
         for each in (conversations := list(self._main.all())):
             await each.settle()
         if any(row.transcript.generated_length for each in conversations for row in each.rows):
-            self.tool_rewards += await self.tools.calc_rewards()
+            self.tool_rewards.extend(await self.tools.calc_rewards())
             if self.reward is None:
                 self.reward = self.tools.reward
 

@@ -17,9 +17,10 @@ from rollout.agents.turn import AssistantTurn, SampledTokens
 from rollout.agents.turn_end import TurnEnd
 from rollout.agents.turn_events import tell_turn_ended, tell_turn_started
 from rollout.agents.turn_options import AS_EVER, TurnOptions
+from rollout.chat.reward_values import BadRewardError, finite_number
 from rollout.chat.row_beginnings import common_length
 from rollout.chat.trajectory import MAIN
-from rollout.drives import UnresponsiveError
+from rollout.containment import UnresponsiveError
 from rollout.engine.driver.generation import Generation
 from rollout.engine.driver.sampling_faults import sampling_fault
 from rollout.errors import AgentError, EngineError, LimitExceeded
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from rollout.agents.turn_options import TurnStop
     from rollout.agents.wording import Given, Worded, Wording
     from rollout.engine.core import SamplingParams
-    from rollout.limits import PausableDeadline
+    from rollout.limits import Limit
 
 
 class _NoStop:
@@ -59,17 +60,13 @@ class Conversation(OpeningConversation):
     once, each by one task. Open those of one conversation in a fixed order: seeds derive from it.
 
     Attributes:
-        trainable: Whether a trainer may learn from it; None: as the trajectory.
-        reward: Its own; None: the trajectory's.
         on_tokens: Called on the loop with the `Generation` under way at each of its chunks. They
             must return at once; one that raises is logged and left out until the next generation.
-        assistant_turns, user_turns: Generations so far; answers of tools or users so far.
-        cut_by: As `AssistantTurn.cut_by`, of the last generation.
     """
 
     on_tokens = ListOnDemand()
 
-    __slots__ = ("_on_tokens", "reward", "trainable")
+    __slots__ = ("_on_tokens", "_reward", "_trainable")
 
     def __init__(
         self,
@@ -82,9 +79,42 @@ class Conversation(OpeningConversation):
         group_id: str = "",
     ) -> None:
         super().__init__(state, log, sampling, identity, wording, group_id=group_id)
-        self.trainable: bool | None = None
-        self.reward: float | None = None
+        self._trainable: bool | None = None
+        self._reward: float | None = None
         self._on_tokens = NOT_MADE
+
+    @property
+    def trainable(self) -> bool | None:
+        """Whether a trainer may learn from it; None: as the trajectory.
+
+        Raises:
+            AgentError: What is assigned is neither a bool nor None.
+        """
+        return self._trainable
+
+    @trainable.setter
+    def trainable(self, trainable: bool | None) -> None:
+        if not isinstance(trainable, bool | None):
+            what = f"{self.session_id}: trainable = {trainable!r:.80}"
+            raise AgentError(f"{what}: expected bool or None")
+        self._trainable = trainable
+
+    @property
+    def reward(self) -> float | None:
+        """Its own; None: the trajectory's.
+
+        Raises:
+            AgentError: What is assigned is neither a finite number of float32 nor None.
+        """
+        return self._reward
+
+    @reward.setter
+    def reward(self, reward: float | None) -> None:
+        try:
+            self._reward = None if reward is None else finite_number(reward, "the agent")
+        except BadRewardError:
+            what = f"{self.session_id}: reward = {reward!r:.80}"
+            raise AgentError(f"{what}: expected a finite number") from None
 
     def begin(self, worded: Worded) -> None:
         """The prompt."""
@@ -136,7 +166,7 @@ class Conversation(OpeningConversation):
         if sampling:
             options = self._options_with(options, sampling)
         self.check_turns()
-        self._is_generating = True
+        generation, seed = self._generation, _ = self._begun(options)
         self._state.generations += 1  # now, since several conversations may generate at once
         before = self.assistant_turns
         try:
@@ -144,26 +174,24 @@ class Conversation(OpeningConversation):
                 await self._settle()
             # Every trajectory waits in this frame: what it has room for costs each.
             started = self._told_start()
-            deadline = self._state.deadline_of_generation(started)
-            generation, seed = self._begun(options)
+            self._turn, limit = self._state.open_turn()
             recalled_s, is_over, is_new = None, False, False
             try:
-                with options.stop or _NO_STOP:
+                with limit, options.stop or _NO_STOP:
                     if self.history != "append_only" and self._log.may_be_rendered_again:
-                        with deadline:
-                            await self._render_again()
+                        await self._render_again()
                     if self._has_answers:
                         recalled_s = await self._recalled(generation, options.sampling, seed)
                     if recalled_s is None:
-                        await self._asked(generation, options.sampling, seed, deadline)
-                    self._check_abort(generation, options.stop, deadline)
+                        await self._asked(generation, options.sampling, seed, limit)
+                    self._check_abort(generation, options.stop, limit)
                 is_over, is_new = True, recalled_s is None
             except (LimitExceeded, UnresponsiveError) as error:
                 self._settling_limits.settle(error)
                 raise
             finally:
                 generation.kept = self._kept(generation, options.stop)
-                end = self._ended(generation, deadline, started, recalled_s)
+                end = self._ended(generation, limit, started, recalled_s)
                 waits = is_new and self._noted(seed, generation, started)
                 is_over = is_over or (options.stays_open and end.is_cut)
                 self._arrived(generation, seed, end, stays_open=is_over)
@@ -171,7 +199,7 @@ class Conversation(OpeningConversation):
                 await self._until_room()
             return self._counted(self._say())
         finally:
-            self._is_generating = False
+            self._generation = None
             self._state.generations -= self.assistant_turns == before  # no token came
 
     def check_turns(self) -> None:
@@ -207,12 +235,10 @@ class Conversation(OpeningConversation):
             tell_turn_started(state.services.events, self._identity, self.assistant_turns, started)
         return started
 
-    def _check_abort(
-        self, generation: Generation, stop: TurnStop | None, deadline: PausableDeadline
-    ) -> None:
+    def _check_abort(self, generation: Generation, stop: TurnStop | None, limit: Limit) -> None:
         """Raise what a generation ends with that was aborted, unless its turn's stop did that."""
         if generation.finish_reason == "abort" and (stop is None or stop.kept is None):
-            raise self._state.abort_error(self._session_id, deadline.now)
+            raise self._state.abort_error(self._session_id, limit.deadline)
 
     def _drawn(self, generation: Generation, sampling: SamplingParams, seed: int) -> SamplingParams:
         """How the next turn is sampled; its generation knows the length that bounds it then."""
@@ -236,7 +262,7 @@ class Conversation(OpeningConversation):
         generation: Generation,
         sampling: SamplingParams | None,
         seed: int,
-        deadline: PausableDeadline,
+        limit: Limit,
     ) -> Coroutine[Any, Any, None]:
         """The engines' part of a turn, to be awaited."""
         state, transcript, sampling = self._state, self.transcript, sampling or self.sampling
@@ -249,8 +275,7 @@ class Conversation(OpeningConversation):
             priority=state.given.priority,
             known_experts=transcript.routed_length,
             group_id=self._group_id,
-            deadline=deadline,
-            hold=state.hold,
+            limit=limit,
             trajectory=self._identity.number,
             media=transcript.media,
         )
@@ -284,19 +309,20 @@ class Conversation(OpeningConversation):
     def _ended(
         self,
         generation: Generation,
-        deadline: PausableDeadline,
+        limit: Limit,
         started: float,
         recalled_s: float | None,
     ) -> TurnEnd:
         """The wait for a generation is over now, whatever became of it."""
         state = self._state
-        self._turn_deadline = deadline.outer or deadline.now
         now = state.idle_since = state.clock()
         state.note_generation(generation, now - started - generation.held_s + (recalled_s or 0.0))
         end = TurnEnd("stop", None)
         if generation.kept is None:
             said = generation.finish_reason
-            end = TurnEnd.of(said, bounded_by=generation.bounded_by, deadline=deadline.now, now=now)
+            end = TurnEnd.of(
+                said, bounded_by=generation.bounded_by, deadline=limit.deadline, now=now
+            )
         events = state.services.events
         if events.is_on:
             had, times, turn = len(self.transcript), (started, now), self.assistant_turns
@@ -333,7 +359,7 @@ class Conversation(OpeningConversation):
         if beyond:
             is_answer = self._log.last_turn is not None
             self._observe_ids(beyond)
-            self.user_turns += is_answer
+            self._user_turns += is_answer
         await self.generate(TurnOptions(sampling=drawn))
         transcript = self.transcript
         *_, said = transcript.generated_spans()
@@ -391,8 +417,8 @@ class Conversation(OpeningConversation):
             self._state.truncated_tokens += generation.count if kept is None else kept
         self._state.count_tokens(generation, self._known_tokens)
         self._known_tokens = self.transcript.prefix.length
-        self.assistant_turns += 1
-        self.cut_by = end.cut_by
+        self._assistant_turns += 1
+        self._cut_by = end.cut_by
         if not stays_open:
             with suppress(Exception):  # a parser must not hide what ended the wait
                 self._say()

@@ -7,12 +7,8 @@ from typing import TYPE_CHECKING
 
 from rollout.agents.conversation_listening import ListeningConversation
 from rollout.agents.turn import answer, read_calls
-from rollout.holds import NEVER
-from rollout.limits import fail_at_deadline
-from rollout.supervised import Duty
 from rollout.tools.call_events import CallEvents
 from rollout.tools.results import show_something
-from rollout.types import ToolCall
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -24,24 +20,25 @@ if TYPE_CHECKING:
     from rollout.agents.wording import Given, Wording
     from rollout.limits import Deadline
     from rollout.tools import ToolResult
-    from rollout.types import InvalidToolCall
+    from rollout.types import InvalidToolCall, ToolCall
 
 
 class CallingConversation(ListeningConversation):
-    """The part of a `Conversation` that calls tools.
+    """The part of a `Conversation` that calls tools."""
 
-    Attributes:
-        assistant_turns: Generations so far.
-    """
-
-    __slots__ = ("_errors_in_a_row", "assistant_turns")
+    __slots__ = ("_assistant_turns", "_errors_in_a_row")
 
     def __init__(
         self, state: TrajectoryState, log: ConversationLog, identity: Identity, wording: Wording
     ) -> None:
         super().__init__(state, log, identity, wording)
-        self.assistant_turns = 0
+        self._assistant_turns = 0
         self._errors_in_a_row = 0
+
+    @property
+    def assistant_turns(self) -> int:
+        """Generations so far."""
+        return self._assistant_turns
 
     async def call_tools(
         self, calls: Sequence[ToolCall | InvalidToolCall | Mapping[str, Any]]
@@ -99,29 +96,20 @@ class CallingConversation(ListeningConversation):
     @property
     def turn_deadline(self) -> Deadline:
         """By when the last turn must have been answered."""
-        hold = self._state.hold
-        return self._turn_deadline if hold is None else hold.turn_deadline(self._turn_deadline)
+        return self._turn.deadline
 
     @contextmanager
-    def answering(self, what: str) -> Iterator[None]:
-        """The block is code that answers the last turn, within the turn's deadline.
+    def answering(self) -> Iterator[None]:
+        """The block answers the last turn, within the turn's deadline.
 
         While the trajectory is carried to another call the block runs on, and its time does not
         count.
 
-        Args:
-            what: The code, for messages.
-
         Raises:
             LimitExceeded: The deadline passed.
         """
-        hold, deadline = self._state.hold, self._turn_deadline
-        if hold is None:
-            with Duty(what, deadline.fires_at), fail_at_deadline(deadline):
-                yield
-        else:
-            with hold.answering(what, deadline):
-                yield
+        with self._turn.open(None, ""):
+            yield
 
     async def _answers_to(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[ToolResult]:
         """What the tools answer, or have answered when the trajectory came here before."""
@@ -130,19 +118,13 @@ class CallingConversation(ListeningConversation):
         if asked is not None and log is not None and log.has_answers:
             known = await log.recall_answers(asked, self._session_id)
             if known is not None:
-                return state.tools.recall(calls, known, self._turn_deadline, offered)
+                return state.tools.recall(calls, known, offered)
         tools, events, told = state.tools, state.services.events, None
         before = tools.seconds
         if events.is_on:
             who = self._identity
             told = CallEvents(events, who.number, self.assistant_turns - 1, who.path)
-        if state.hold is None:
-            deadline = self._turn_deadline
-            results = await tools.run(calls, turn_deadline=deadline, offered=offered, told=told)
-        else:  # which moves the deadline while they run
-            names = sorted({repr(call.name) for call in calls if isinstance(call, ToolCall)})
-            with self.answering(f"tools {', '.join(names)}"):
-                results = await tools.run(calls, turn_deadline=NEVER, offered=offered, told=told)
+        results = await tools.run(calls, limit=self._turn, offered=offered, told=told)
         if show_something(results):
             results = await self._seen(calls, results)
         if asked is not None and log is not None:
@@ -159,7 +141,7 @@ class CallingConversation(ListeningConversation):
         """What tools answered with its images and videos read, within the turn's time."""
         own: list[ToolResult] = []
         count = len(self.transcript.media)
-        with self.answering("the images and videos of tools"):
+        with self.answering():
             for call, result in zip(calls, results, strict=True):
                 name = getattr(call, "name", "tool")
                 own.append(await self._state.services.media.seen(name, result, count))

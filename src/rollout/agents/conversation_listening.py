@@ -13,9 +13,9 @@ from rollout.agents.trajectory_state import SettlingLimits
 from rollout.agents.wording import Worded, no_room
 from rollout.chat.reasoning import opens_reasoning
 from rollout.chat.result_order import message_ids, result_order
+from rollout.chat.reward_values import finite_number
 from rollout.chat.trajectory import MAIN
 from rollout.errors import AgentError
-from rollout.reward_values import finite_number
 from rollout.types import without_padding
 
 if TYPE_CHECKING:
@@ -24,25 +24,21 @@ if TYPE_CHECKING:
     from rollout.agents.trajectory_state import TrajectoryState
     from rollout.agents.turn import AssistantTurn
     from rollout.agents.wording import Given, Wording
+    from rollout.engine.driver.generation import Generation
 
 
 class ListeningConversation(ConversationView):
-    """The part of a `Conversation` that takes what the model reads and did not write.
-
-    Attributes:
-        user_turns: Answers of tools or users so far.
-        cut_by: As `AssistantTurn.cut_by`, of the last generation.
-    """
+    """The part of a `Conversation` that takes what the model reads and did not write."""
 
     __slots__ = (
+        "_cut_by",
+        "_generation",
         "_is_closed",
-        "_is_generating",
         "_known_tokens",
         "_settles_lengths",
         "_state",
         "_unsettled",
-        "cut_by",
-        "user_turns",
+        "_user_turns",
     )
 
     def __init__(
@@ -53,14 +49,30 @@ class ListeningConversation(ConversationView):
         wording: Wording,
     ) -> None:
         super().__init__(log, identity, wording, history=state.config.history)
-        self.user_turns = 0
-        self.cut_by: str | None = None
+        self._user_turns = 0
+        self._cut_by: str | None = None
         self._state = state
-        self._is_generating = False
+        self._generation: Generation | None = None  # under way
         self._is_closed = False
         self._known_tokens = 0
         self._unsettled: tuple[Given | array[int], ...] = ()
         self._settles_lengths = self.purpose == MAIN
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens that the model has sampled in it, with those of a generation under way."""
+        under_way = 0 if self._generation is None else self._generation.count
+        return under_way + sum(row.transcript.generated_length for row in self.rows)
+
+    @property
+    def user_turns(self) -> int:
+        """Answers of tools or users so far."""
+        return self._user_turns
+
+    @property
+    def cut_by(self) -> str | None:
+        """As `AssistantTurn.cut_by`, of the last generation."""
+        return self._cut_by
 
     @property
     def room(self) -> int:
@@ -127,7 +139,7 @@ class ListeningConversation(ConversationView):
         if self._unsettled:
             await self._settle()
         await self._observe(messages if is_ordered else self._ordered(without_padding(messages)))
-        self.user_turns += 1
+        self._user_turns += 1
 
     def observe(self, messages: Given) -> None:
         """Append messages that the model reads and did not write.
@@ -197,7 +209,7 @@ class ListeningConversation(ConversationView):
 
     def close(self) -> None:
         """Take no more of it; what was said stays."""
-        if not self._is_generating:
+        if self._generation is None:
             self.end_turn()
         self._is_closed = True
 
@@ -227,7 +239,7 @@ class ListeningConversation(ConversationView):
     def _check_idle(self, what: str, *, is_begun: bool = True) -> None:
         if self._is_closed and is_begun:
             raise AgentError(f"{what}: {self.session_id} is closed: its block was left")
-        if self._is_generating:
+        if self._generation is not None:
             raise AgentError(f"{what}: {self.session_id} is generating; wait for its turn")
         if is_begun and not self.transcript:
             raise AgentError(f"{what}: {self.session_id} has not begun")
@@ -261,4 +273,4 @@ class ListeningConversation(ConversationView):
             self._log.observe_ids(ids, in_reasoning=opens_reasoning(text))
 
     def _say(self) -> AssistantTurn:
-        return self._log.end_turn(self._wording.reader, self.cut_by)
+        return self._log.end_turn(self._wording.reader, self._cut_by)

@@ -8,7 +8,6 @@ from rollout.agents.conversation_calling import CallingConversation
 from rollout.agents.openings import begun, opened_log
 from rollout.agents.places import check_ids, check_purpose
 from rollout.chat.trajectory import BRANCH, SUBAGENT
-from rollout.holds import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,7 +38,7 @@ class OpeningConversation(CallingConversation):
         super().__init__(state, log, identity, wording)
         self._sampling = sampling
         self._group_id = group_id
-        self._turn_deadline = state.deadline.now if state.hold is None else NEVER
+        self._turn = state.limit
         self._asked_for = 0
 
     @property
@@ -85,7 +84,7 @@ class OpeningConversation(CallingConversation):
         """
         check_purpose(purpose)
         identity = self._next_identity()
-        if not self._is_generating:
+        if self._generation is None:
             self._check_idle("branch")
             await self._settle()
         log = self._log.fork(len(self.transcript) if position is None else position, purpose)
@@ -151,5 +150,5 @@ class OpeningConversation(CallingConversation):
         self, log: ConversationLog, identity: Identity, wording: Wording, group_id: str
     ) -> Self:
         opened = type(self)(self._state, log, self.sampling, identity, wording, group_id=group_id)
-        opened.history, opened._turn_deadline = self.history, self._turn_deadline
+        opened.history, opened._turn = self.history, self._turn
         return opened

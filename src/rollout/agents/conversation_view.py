@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rollout.agents.wording import Wording
     from rollout.chat.drift import Drift
     from rollout.chat.transcript import Transcript
-    from rollout.limits import Deadline
+    from rollout.limits import Limit
 
 
 class ConversationView:
@@ -31,7 +31,7 @@ class ConversationView:
         "_log",
         "_opened",
         "_session_id",
-        "_turn_deadline",
+        "_turn",
         "_wording",
         "history",
     )
@@ -45,7 +45,7 @@ class ConversationView:
         self._session_id = identity.session_id
         self._wording = wording
         self._opened: tuple[Self, ...] = ()
-        self._turn_deadline: Deadline
+        self._turn: Limit
 
     @property
     def transcript(self) -> Transcript:

@@ -8,11 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import anyio
+
 from rollout.agents.agent_loop import AgentLoop
 from rollout.agents.tool_agent import has_reached_turn_limit
+from rollout.chat.reward_values import finite_number
+from rollout.containment import contain
 from rollout.errors import AgentError, LimitExceeded
-from rollout.limits import Deadline
-from rollout.reward_values import finite_number
+from rollout.limits import Clock, Deadline
 from rollout.seeds import derive_seed
 from rollout.tools.attempt import CallError, attempt
 from rollout.types import Message
@@ -114,9 +117,10 @@ class EnvironmentAgent(AgentLoop):
             await context.main.answer(said or [Message(role="user", content="")])
 
     async def _step(self, environment: Any, context: AgentContext, turn: AssistantTurn) -> Any:
-        with context.main.answering(f"step of {type(environment).__name__}"):
+        with context.main.answering():
             step = partial(environment.step, self.action_of(turn))
-            return await _call(context, environment, "step", step)
+            what = f"step of {type(environment).__name__}"
+            return await contain(what, partial(_call, context, environment, "step", step))
 
 
 def _reset(environment: Any, context: AgentContext) -> Callable[[], Any]:
@@ -149,15 +153,15 @@ async def _close(environment: Any, context: AgentContext) -> None:
     """Let go of an environment; shielded, bounded, never raises."""
     if not callable(getattr(environment, "close", None)):
         return
-    deadline = Deadline.after(context.services.config.limits.cleanup_s, "limits.cleanup_s")
+    cleanup_s = context.services.config.limits.cleanup_s
     what = f"close of {type(environment).__name__}"
     try:
-        await attempt(
-            partial(_call, context, environment, "close", environment.close),
-            deadline=deadline,
-            what=what,
-            shield=True,
-        )
+        with anyio.CancelScope(shield=True):
+            await attempt(
+                partial(_call, context, environment, "close", environment.close),
+                limit=Clock(Deadline.after(cleanup_s, "limits.cleanup_s")),
+                what=what,
+            )
     except (CallError, LimitExceeded) as error:
         logger.warning("%s: %s failed: %s", context.identity.session_id, what, error)
 

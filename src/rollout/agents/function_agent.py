@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
@@ -11,8 +10,8 @@ import msgspec
 
 from rollout.agents.agent_loop import AgentLoop, register_agent
 from rollout.agents.openai_messages import openai_messages
+from rollout.chat.reward_values import as_reward
 from rollout.errors import AgentError
-from rollout.reward_values import as_reward
 from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
 from rollout.types import Prompt
 from rollout.worker_threads import is_async
@@ -139,9 +138,10 @@ class FunctionAgent(AgentLoop):
             activity, remedy = f"{self._what} of {context.identity}", _REMEDY  # noqa: F841
             return await call()
 
-        # How long it may take to end is watched by what supervises the trajectory.
+        # Longer than its containment waits, which says then where it is.
+        cleanup_s = 2 * context.services.config.limits.cleanup_s
         return await context.services.threads.run_asyncio(
-            self._what, job, cleanup_s=math.inf, is_apart=True
+            self._what, job, cleanup_s=cleanup_s, is_apart=True
         )
 
     @property

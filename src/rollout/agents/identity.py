@@ -8,8 +8,7 @@ from typing import Any
 import attrs
 import msgspec
 
-from rollout.seeds import derive_seed
-from rollout.session_names import session_name
+from rollout.seeds import derive_seed, session_name
 from rollout.types import Message, Outcome, Prompt
 
 

@@ -6,11 +6,13 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+import anyio
+
 from rollout.agents.identity import RejectedPrompt
 from rollout.chat.messages import text_of_content
 from rollout.errors import ConfigError, LimitExceeded
 from rollout.interactions import InteractionContext
-from rollout.limits import Deadline
+from rollout.limits import Clock, Deadline
 from rollout.tools.attempt import CallError, attempt
 from rollout.types import Message, without_null_keys
 from rollout.utf8 import encodable
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("rollout.agents")
+
+#: What an answer of a user is called in messages.
+USER = "respond of the interaction"
 
 
 def interaction_name(prompt: Prompt, config: AgentConfig) -> str | None:
@@ -83,10 +88,11 @@ def heard(context: Context, name: str | None, turn: InteractionTurn) -> list[Mes
 
 async def finish(interaction: Interaction, session: str, cleanup_s: float) -> None:
     """Let a user go; shielded, bounded, never raises."""
-    deadline = Deadline.after(cleanup_s, "limits.cleanup_s")
+    limit = Clock(Deadline.after(cleanup_s, "limits.cleanup_s"))
     what = "finish of the interaction"
     try:
-        await attempt(interaction.finish, deadline=deadline, what=what, shield=True)
+        with anyio.CancelScope(shield=True):
+            await attempt(interaction.finish, limit=limit, what=what)
     except (CallError, LimitExceeded) as error:
         logger.warning("%s: finish of the interaction failed: %s", session, error)
 

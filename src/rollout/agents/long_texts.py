@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from rollout.agents.text_batches import TextBatches
-from rollout.bridge import has_virtual_clock
 from rollout.chat.encoding import NOTHING_READY, Ready, TextEncoder, WrittenText
 from rollout.chat.ids import LONG
-from rollout.worker_threads import WorkerThreads
+from rollout.worker_threads import WorkerThreads, may_leave_loop
 
 T = TypeVar("T")
 
@@ -33,8 +32,7 @@ NAME = "rollout.chat"
 class LongTexts:
     """Threads of their own, so that long texts wait for no tool; `close` ends them.
 
-    Rendering and encoding a megabyte takes half a second. In virtual time nothing runs in threads:
-    time would run away from them.
+    Rendering and encoding a megabyte takes half a second.
 
     Args:
         encoder: Of the template that texts are rendered with.
@@ -55,14 +53,14 @@ class LongTexts:
 
         What is left behind is bounded, as texts for which there is no room are given up early.
         """
-        if not is_long or has_virtual_clock():
+        if not is_long or not may_leave_loop():
             return function(*args)
         return await self._threads.run(NAME, function, *args)
 
     async def ahead(self, written: WrittenText) -> Ready:
         """What of a short text is better encoded with those of others, in a thread."""
         texts = self._encoder.batch_texts(written)
-        if sum(map(len, texts)) < WORTH_A_THREAD or has_virtual_clock():
+        if sum(map(len, texts)) < WORTH_A_THREAD or not may_leave_loop():
             return NOTHING_READY
         ready: dict[str, list[int]] = {}
         for text in texts:

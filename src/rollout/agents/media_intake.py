@@ -14,7 +14,6 @@ import attrs
 import msgspec
 import numpy as np
 
-from rollout.bridge import has_virtual_clock
 from rollout.chat.media_frames import check_decoded
 from rollout.chat.media_parts import MediaSource, media_part
 from rollout.chat.media_reading import read_media, url_of
@@ -22,7 +21,7 @@ from rollout.errors import MediaError
 from rollout.media import Media
 from rollout.tools.results import ToolResult, error_result
 from rollout.types import Message
-from rollout.worker_threads import WorkerThreads
+from rollout.worker_threads import WorkerThreads, may_leave_loop
 
 if TYPE_CHECKING:
     from rollout.chat.processors import MediaProcessor
@@ -96,8 +95,8 @@ class MediaIntake:
         return int(found[0]) if len(found) else None
 
     async def run(self, function: Callable[..., Any], *args: object) -> Any:
-        """``function(*args)`` in one of its threads; in virtual time at once."""
-        if has_virtual_clock():
+        """``function(*args)`` in one of its threads."""
+        if not may_leave_loop():
             return function(*args)
         return await self._threads.run(_NAME, function, *args)
 

@@ -12,6 +12,7 @@ from rollout.agents.media_intake import MediaIntake
 from rollout.chat import ChatTemplate, ToolParser
 from rollout.chat.shared_beginnings import SharedBeginnings
 from rollout.config import RolloutConfig
+from rollout.containment import Containment
 from rollout.engine.driver.pool import EnginePool
 from rollout.errors import AgentError
 from rollout.interactions import InteractionRegistry
@@ -71,6 +72,7 @@ class Services:
     interactions: InteractionRegistry
     tally: Tally
     threads: WorkerThreads
+    containment: Containment
     texts: LongTexts
     media: MediaIntake
     events: EventStream = attrs.field(factory=EventStream)

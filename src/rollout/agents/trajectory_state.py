@@ -15,10 +15,10 @@ from rollout.agents.on_demand import NOT_MADE, ListOnDemand
 from rollout.agents.prompt_sampling import sampling_given
 from rollout.agents.wording import Wording
 from rollout.bridge import loop_clock
-from rollout.drives import UnresponsiveError
+from rollout.containment import UnresponsiveError
 from rollout.engine.core import WHOLE_ANSWERS
 from rollout.errors import AgentError, EngineError, LimitExceeded
-from rollout.limits import Deadline, PausableDeadline
+from rollout.limits import CARRY_S, NEVER, Deadline
 from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
 from rollout.types import Outcome, Prompt
 from rollout.utf8 import is_encodable
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rollout.config import AgentConfig
     from rollout.engine.core import SamplingParams
     from rollout.engine.driver.generation import Generation
-    from rollout.holds import Hold
+    from rollout.limits import Clock, Limit
     from rollout.tools import ToolResult, TrajectoryTools
 
 T = TypeVar("T")
@@ -56,10 +56,8 @@ class TrajectoryState:
         cut_prompt_tokens: Tokens that the prompt has lost, to fit.
         sampled_placeholders: Turns that ended before one; see `MediaIntake.kept_of`.
         truncated_tokens: Sampled tokens of training rows that top_k, top_p or min_p were set for.
-        deadline: The trajectory's own.
-        outermost: The deadline that nothing puts off.
+        limit: The trajectory's own, in which all others are opened.
         log: Remembers its answers; None where nothing does.
-        hold: Where it waits while it is carried to another call; None where it never is.
         idle_since: When its last generation, or its last user's answer, ended; 0 before.
     """
 
@@ -79,16 +77,14 @@ class TrajectoryState:
         "cached_tokens",
         "clock",
         "cut_prompt_tokens",
-        "deadline",
         "discarded_tokens",
         "ending",
         "generation_s",
         "generations",
-        "hold",
         "identity",
         "idle_since",
+        "limit",
         "log",
-        "outermost",
         "resumes",
         "reward",
         "sampled_placeholders",
@@ -102,9 +98,7 @@ class TrajectoryState:
         services: Services,
         prompt: Prompt,
         identity: Identity,
-        deadline: Deadline,
-        outermost: Deadline,
-        hold: Hold | None,
+        limit: Clock,
         log: TurnLog | None = None,
     ) -> None:
         self.services = services
@@ -113,7 +107,6 @@ class TrajectoryState:
         self._tools: TrajectoryTools | None = None
         self._sandbox: TrajectorySandbox | None = None
         self._extra: dict[str, Any] = dict(prompt.extra) if prompt.extra else NOT_MADE
-        self.outermost = outermost
         self.reward: Any = None
         self._turn_scores = self._tool_rewards = self._restarts = NOT_MADE
         self.ending: Ending | None = None
@@ -133,10 +126,8 @@ class TrajectoryState:
         self.wording = services.wording_of(
             names, lambda: Wording(services, services.reader_of(names))
         )
-        self.deadline = PausableDeadline(deadline, outermost)
-        self.hold = hold
-        if hold is not None:
-            hold.govern(self.deadline, self._has_open_tools)
+        self.limit = limit
+        limit.limit_carry = self._limit_carry
         self._calls_asked = 0
 
     @property
@@ -228,10 +219,12 @@ class TrajectoryState:
     def extra(self, extra: dict[str, Any]) -> None:
         self._extra = extra
 
-    def _has_open_tools(self) -> bool:
-        if self._sandbox is not None and self._sandbox.is_open:
-            return True
-        return self._tools is not None and self._tools.has_open_sessions()
+    def _limit_carry(self, since: float) -> Deadline:
+        """By when it is to be continued, where it is carried since that time."""
+        has_sandbox = self._sandbox is not None and self._sandbox.is_open
+        if not has_sandbox and (self._tools is None or not self._tools.has_open_sessions()):
+            return NEVER
+        return Deadline.after(self.services.config.limits.carry_s, CARRY_S, now=since)
 
     def wording_of(self, tools: Sequence[Mapping[str, Any]] | None) -> Wording:
         """The wording where these tools are offered; None: the trajectory's own."""
@@ -313,16 +306,11 @@ class TrajectoryState:
             )
         return errors_in_a_row
 
-    def deadline_of_generation(self, now: float) -> PausableDeadline:
-        """Of a generation that begins now; its `outer` is the turn's."""
-        limits, own = self.services.config.limits, self.deadline.now
-        if self.hold is None:
-            turn = outer = Deadline.after(limits.turn_s, "limits.turn_s", own, now=now)
-        else:  # what answers it may outlast the trajectory's deadline, which is made afresh then
-            turn = Deadline.after(limits.turn_s, "limits.turn_s", now=now)
-            outer = turn.within(own)
-        generation = Deadline.after(limits.generation_s, "limits.generation_s", outer, now=now)
-        return PausableDeadline(generation, self.outermost, self.deadline, outer=turn)
+    def open_turn(self) -> tuple[Limit, Limit]:
+        """The limits of a turn, and of its generation, which begin now."""
+        limits = self.services.config.limits
+        turn = self.limit.open(limits.turn_s, "limits.turn_s")
+        return turn, turn.open(limits.generation_s, "limits.generation_s")
 
     def budget(
         self, transcript: Transcript, sampling: SamplingParams, kept_tokens: int
@@ -392,7 +380,7 @@ class TrajectoryState:
 
 
 class Shared(Generic[T]):
-    """An attribute of an `AgentContext` that the conversations of its trajectory share."""
+    """A read-only attribute of an `AgentContext` that its trajectory's conversations share."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -403,8 +391,8 @@ class Shared(Generic[T]):
         value: T = getattr(context._state, self._name)
         return value
 
-    def __set__(self, context: Any, value: T) -> None:
-        setattr(context._state, self._name, value)
+    def __set__(self, context: Any, value: Any) -> None:
+        raise AttributeError(f"context.{self._name} cannot be assigned")
 
 
 class OfMain(Generic[T]):

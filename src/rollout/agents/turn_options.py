@@ -6,16 +6,14 @@ from array import array
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Protocol
 
+import anyio
 import msgspec
 
-from rollout.bridge import cancel_scope
 from rollout.engine.core import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
-
-    import anyio
 
     from rollout.engine.driver.generation import Generation
 
@@ -107,7 +105,7 @@ class StopStrings:
             self._end(ids)
 
     def __enter__(self) -> StopStrings:
-        self._scope = cancel_scope()
+        self._scope = anyio.CancelScope()
         self._scope.__enter__()
         return self
 

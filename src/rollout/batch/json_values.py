@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from rollout.chat.plain_data import show_value
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -46,7 +48,7 @@ def json_value(value: Any, where: str) -> Any:
         return value  # `encoded` writes half a surrogate pair as an escape
     except Exception as error:  # whatever a foreign object raises
         logger.warning("%s is saved as text: %s", where, error)
-        return _text(value)
+        return show_value(value)
     return value
 
 
@@ -65,13 +67,6 @@ def _listed(value: Any) -> Any:
     if tolist is None:
         raise TypeError(f"JSON cannot hold a {type(value).__qualname__}")
     return tolist()
-
-
-def _text(value: object) -> str:
-    try:
-        return repr(value).encode("utf-8", "backslashreplace").decode()
-    except Exception as error:  # a foreign __repr__
-        return f"<{type(value).__qualname__} whose repr raises {type(error).__qualname__}>"
 
 
 def _escaped(value: Any) -> Any:

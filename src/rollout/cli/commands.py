@@ -32,9 +32,9 @@ from rollout.errors import (
 )
 from rollout.interactions import InteractionRegistry
 from rollout.plurals import count
-from rollout.runtime.reward_opening import GivenRewards, checked
 from rollout.scheduling.prompt_files import read_prompts
 from rollout.scheduling.prompt_names import check_names
+from rollout.scheduling.rewards.functions import GivenRewards, load_rewards
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _run(arguments: argparse.Namespace, output: Console, errors: Console) -> int
     if faults:
         raise _cannot_run("the configuration", faults)
     prompts, rewards = _read_prompts(Path(arguments.prompts), config, rewards)
-    checked(rewards, config.rewards.processes)
+    load_rewards(rewards, config.rewards.processes)
     known = [*config.tools.builtin, *(tool.name for tool in tools)]
     check_names(prompts, config.agent, known, InteractionRegistry(interactions))
     samples, step, validate = arguments.samples, arguments.step, arguments.validate
@@ -154,7 +154,7 @@ def _demo(arguments: argparse.Namespace, output: Console, errors: Console) -> in
 def _check(arguments: argparse.Namespace, output: Console, errors: Console) -> int:
     config = load_config(arguments.config, arguments.overrides)
     tools, interactions, rewards = _code_of(arguments, UserCode())
-    checked(rewards, config.rewards.processes)
+    load_rewards(rewards, config.rewards.processes)
     for line in describe_config(config):
         print_line(output, line)
     for label, text in sizing_lines(config):

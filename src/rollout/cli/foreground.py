@@ -16,13 +16,14 @@ import anyio
 import attrs
 
 from rollout.cli.aside import set_aside, settle
+from rollout.cli.exit_codes import SOME_FAILED
 from rollout.cli.explain_signal import explaining_at_signal
 from rollout.cli.progress import ProgressDisplay, details_of, show_progress
 from rollout.cli.run_journal import (
     JOURNAL,
     ended_in,
+    remove_earlier_batch,
     set_journal_aside,
-    without_earlier_batch,
 )
 from rollout.config import RolloutConfig
 from rollout.disk_room import lacks_room
@@ -30,7 +31,7 @@ from rollout.errors import RolloutError
 from rollout.observe.event_file import EVENTS
 from rollout.plurals import count
 from rollout.runtime.opening import open_rollout
-from rollout.runtime.reward_opening import GivenRewards
+from rollout.scheduling.rewards.functions import GivenRewards
 from rollout.scopes import open_task_group
 from rollout.types import Prompt
 from rollout.worker_threads import WorkerThreads
@@ -142,12 +143,7 @@ async def run_job(job: ForegroundJob, console: Console) -> JobResult:
     try:
         await _perform(job, run, console)
     finally:
-        if not job.resume:
-            settle(job.directory / JOURNAL, has_results=run.batch is not None)
-        job.settle_events(
-            is_saved=run.batch is not None and run.fault is None,
-            are_given_up=run.events_are_given_up,
-        )
+        run.settle()
     return run.result()
 
 
@@ -175,6 +171,7 @@ async def _perform(job: ForegroundJob, run: _Run, console: Console) -> None:
                 ) as run.runtime:
                     tasks.start_soon(run.generate)
                     await run.leave.wait()
+                    tasks.start_soon(run.end_process, console)
             if run.runtime is not None:
                 await run.saved.wait()
 
@@ -252,15 +249,18 @@ class _Run:
         self._has_begun = True
         job = self._job
         began = anyio.current_time()
-        self.runtime.on_trajectory = without_earlier_batch(job.directory)
-        try:
-            self.batch = await self.runtime.generate(
-                job.prompts, samples=job.samples, step=job.step, validate=job.validate
-            )
-        except RolloutError as error:
-            if error.partial is None:
-                raise
-            self.batch = cast("RolloutBatch", error.partial)
+        async with open_task_group() as tasks:
+            tasks.start_soon(self._remove_earlier_batch)
+            try:
+                self.batch = await self.runtime.generate(
+                    job.prompts, samples=job.samples, step=job.step, validate=job.validate
+                )
+            except RolloutError as error:
+                if error.partial is None:
+                    raise
+                self.batch = cast("RolloutBatch", error.partial)
+        if self.batch.samples:
+            remove_earlier_batch(job.directory)
         self.seconds = anyio.current_time() - began
         with anyio.CancelScope(shield=True):
             self.fault = await self._save(self.batch)
@@ -271,6 +271,13 @@ class _Run:
         self.saved.set()
         self.leave.set()
 
+    async def _remove_earlier_batch(self) -> None:
+        """Remove what an earlier run left there as soon as a trajectory of this one has ended."""
+        assert self.runtime is not None
+        while not self.runtime.statistics().finished:  # noqa: ASYNC110
+            await anyio.sleep(0.1)
+        remove_earlier_batch(self._job.directory)
+
     async def _save(self, batch: RolloutBatch) -> RolloutError | None:
         """Why the batch cannot be saved; None where it is."""
         try:
@@ -279,6 +286,33 @@ class _Run:
         except RolloutError as error:
             return error
         return None
+
+    def settle(self) -> None:
+        """Put away what the journal and the events are not needed for any more."""
+        job = self._job
+        if not job.resume:
+            settle(job.directory / JOURNAL, has_results=self.batch is not None)
+        job.settle_events(
+            is_saved=self.batch is not None and self.fault is None,
+            are_given_up=self.events_are_given_up,
+        )
+
+    async def end_process(self, console: Console) -> None:
+        """End the process where closing the runtime waits for code that cannot be stopped."""
+        assert self.runtime is not None
+        cleanup_s = self._job.config.limits.cleanup_s
+        containment = self.runtime.services.containment
+        await containment.is_delayed.wait()
+        await anyio.sleep(cleanup_s)
+        await self.saved.wait()
+        self.settle()
+        message = (
+            f"{containment.describe_rest()} did not end within limits.cleanup_s = {cleanup_s:g} s"
+        )
+        where = f"the results are in {self._job.directory}"
+        console.print(f"error: {message}; {where}", markup=False, soft_wrap=True)
+        console.file.flush()
+        os._exit(SOME_FAILED)
 
     async def watch_signals(self, *, task_status: TaskStatus[None]) -> None:
         """End the job at a signal; once it does, further signals change nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,6 @@ from rollout.cli import gpus
 from rollout.cli.sizing import gib, is_quantized, model_size, stored_bytes
 from rollout.config import RayPlacement, SGLangEngine, TransformersEngine
 from rollout.config.placements import gpus_of
-from rollout.process_memory import total_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from rollout.config import RolloutConfig
 
 _CPUINFO = Path("/proc/cpuinfo")
+#: The control group of this process, as a container shows it.
+_CGROUP = Path("/sys/fs/cgroup")
 #: Of CPUs that compute in bfloat16, in which the embedded engine then holds its weights.
 _BFLOAT16 = ("avx512_bf16", "amx_tile")
 
@@ -98,3 +100,12 @@ def _computes_in_bfloat16() -> bool:
     except OSError:
         return True
     return any(name in flags for name in _BFLOAT16)
+
+
+def total_bytes() -> int:
+    """The memory of this machine, or of a container with less."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(machine, int((_CGROUP / "memory.max").read_text()))
+    except (OSError, ValueError):  # there is no container, or no limit ("max")
+        return machine

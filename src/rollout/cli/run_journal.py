@@ -14,10 +14,8 @@ from rollout.errors import ConfigError, PromptError, RolloutError
 from rollout.scheduling.journal.held_files import opening_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
-    from rollout.chat.trajectory import Trajectory
     from rollout.config import RolloutConfig
 
 #: As `rollout.batch.storage.JOURNAL`, which takes longer to import.
@@ -117,21 +115,13 @@ def set_journal_aside(config: RolloutConfig, directory: Path, *, resume: bool) -
         raise opening_error(path, error) from error
 
 
-def without_earlier_batch(directory: Path) -> Callable[[Trajectory], None]:
-    """Removes the files of an earlier batch once they are no longer true: at the first call."""
-    is_there = True
+def remove_earlier_batch(directory: Path) -> None:
+    """Remove the files of an earlier batch, which are no longer true."""
+    from rollout.batch.storage import FILES, META  # with torch, imported by then
 
-    def remove(_: Trajectory) -> None:
-        nonlocal is_there
-        if is_there:
-            is_there = False
-            from rollout.batch.storage import FILES, META  # with torch, imported by then
-
-            for name in (META, *FILES):
-                (directory / name).unlink(missing_ok=True)
-            settle(directory / JOURNAL, has_results=True)
-
-    return remove
+    for name in (META, *FILES):
+        (directory / name).unlink(missing_ok=True)
+    settle(directory / JOURNAL, has_results=True)
 
 
 def ended_in(config: RolloutConfig) -> int:

@@ -13,7 +13,7 @@ import attrs
 from rollout.agents.agent_loop import registered_agents
 from rollout.errors import ConfigError
 from rollout.interactions import Interaction
-from rollout.scheduling.reward_signatures import check_group_reward, check_reward
+from rollout.scheduling.rewards.signatures import check_group_reward, check_reward
 from rollout.tools.providers import ToolProvider
 from rollout.tools.shipped import is_shipped, shipped_tools
 from rollout.tools.tool_loading import tools_of
@@ -22,7 +22,7 @@ from rollout.user_files import UserCodeError, import_module, make_importable, ru
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollout.scheduling.rewards import GroupRewardFunction, RewardFunction
+    from rollout.scheduling.rewards.signatures import GroupRewardFunction, RewardFunction
     from rollout.tools import Tool
 
 

@@ -20,7 +20,7 @@ from rollout.seeds import derive_seed
 from rollout.tools.providers import ToolProvider
 from rollout.tools.results import ToolResult
 from rollout.tools.tool import Tool, ToolContext, ToolSession
-from rollout.types import text_of
+from rollout.types import read_message
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -130,7 +130,9 @@ class OpenEnv(ToolProvider):
         try:
             action = await anyio.to_thread.run_sync(read, abandon_on_cancel=True)
         except OSError as error:
-            raise OpenEnvError(self.url, "CONNECTION", f"GET /schema: {text_of(error)}") from None
+            raise OpenEnvError(
+                self.url, "CONNECTION", f"GET /schema: {read_message(error)}"
+            ) from None
         except (KeyError, ValueError) as error:
             raise OpenEnvError(self.url, "BAD_ANSWER", f"GET /schema: {error}") from None
         action.get("properties", {}).pop("metadata", None)
@@ -222,7 +224,7 @@ class OpenEnvSession:
             self.lost = f"no answer to {kind} within {server.timeout_s:g} s"
             raise OpenEnvError(server.url, "TIMEOUT", self.lost) from None
         except (OSError, websockets.WebSocketException) as error:
-            self.lost = f"lost during {kind}: {text_of(error)}"
+            self.lost = f"lost during {kind}: {read_message(error)}"
             raise OpenEnvError(server.url, "CONNECTION", self.lost) from None
         except ValueError as error:
             self.lost = f"to {kind}: {error}"

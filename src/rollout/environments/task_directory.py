@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 
+from rollout.chat.reward_values import BadRewardError, finite_number
 from rollout.config.checks import PlainMapping, Positive, Texts, validate
 from rollout.config.sandbox_section import SandboxSpec, Variables
 from rollout.errors import ConfigError, SandboxError, SandboxTimeout, SandboxUnsupported
 from rollout.limits import AGENT_TIMEOUT_S
-from rollout.reward_values import BadRewardError, finite_number
 from rollout.sandbox.api import check_exit
 from rollout.types import Prompt, Reward
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import anyio.to_thread
 
 from rollout.chat.messages import template_messages
+from rollout.chat.reward_values import BadRewardError, finite_number
 from rollout.errors import TemplateError, ToolError
-from rollout.reward_values import BadRewardError, finite_number
 from rollout.tools.function import FunctionTool
 from rollout.tools.policy import ToolPolicy
 from rollout.tools.providers import ToolProvider

@@ -33,7 +33,7 @@ class Seeding:
             number: Of the call's samples, counted from 0.
         """
         prefix = conversation.transcript.prefix
-        place = (len(prefix), prefix.sum_of(len(prefix)) or 0)
+        place = (len(prefix), prefix.compute_sum(len(prefix)) or 0)
         sibling = self._siblings[place]
         self._siblings[place] += 1
         identity = self._identity

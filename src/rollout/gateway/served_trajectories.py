@@ -15,11 +15,10 @@ import msgspec
 
 from rollout.agents import AgentLoop, register_agent
 from rollout.agents.gateway_door import GatewayAddress
+from rollout.chat.reward_values import BadRewardError, apply_reward, check_reward_value
 from rollout.chat.trajectory import Trajectory
 from rollout.errors import PromptError
 from rollout.gateway.calls import GatewayError
-from rollout.reward_values import BadRewardError
-from rollout.scheduling.rewards import apply_reward, reward_of
 from rollout.types import Outcome, Prompt, Reward
 
 if TYPE_CHECKING:
@@ -101,7 +100,7 @@ class Finish(msgspec.Struct, forbid_unknown_fields=True):
             segment_values=self.segment_values,
         )
         try:
-            apply_reward(trajectory, reward_of(reward, trajectory, "the trainer"))
+            apply_reward(trajectory, check_reward_value(reward, trajectory, "the trainer"))
         except BadRewardError as error:
             raise GatewayError(400, "invalid_request", str(error), error.field) from None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import contextmanager
 from contextvars import copy_context
 from typing import TYPE_CHECKING
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING
 import anyio
 import msgspec
 
-from rollout.bridge import cancel_scope
 from rollout.errors import EngineError, LimitExceeded
 from rollout.gateway.answers import given_back
 from rollout.gateway.call_limit import CallLimit
@@ -24,7 +22,7 @@ from rollout.gateway.samples import Sample
 from rollout.gateway.sampling import sampling_of_call
 from rollout.gateway.seeding import Seeding
 from rollout.gateway.tree import Node, Tree
-from rollout.scopes import leaf_of
+from rollout.scopes import unwrap_group
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
@@ -47,7 +45,7 @@ class _Work:
     def __init__(self, call: GatewayCall, refusals: int) -> None:
         self.call = call
         self.refusals = refusals  # for a length, of calls before it
-        self.scope = cancel_scope(math.inf)
+        self.scope = anyio.CancelScope()
         self.done = anyio.Event()
         self.exchange: Exchange | None = None
         self.token = object()  # owns the exchange
@@ -279,7 +277,7 @@ class GatewaySession:
                     for sample in missing:
                         tasks.start_soon(sample.run, tell)
         except BaseExceptionGroup as group:
-            raise leaf_of(group) from None
+            raise unwrap_group(group) from None
 
     def _finish(self, trajectory: _Trajectory, exchange: Exchange) -> None:
         """Its answers are turns of the tree from now on."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rollout.gateway.calls import GatewayError
 from rollout.gateway.session import GatewaySession
 from rollout.gateway.settings import GatewaySettings
-from rollout.scopes import open_task_group, passing_of
+from rollout.scopes import find_propagating, open_task_group
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -69,7 +69,7 @@ class Sessions:
                 finally:
                     session.close()
         except BaseException as error:
-            if passing_of(error) is not None:
+            if find_propagating(error) is not None:
                 raise
             if session.failure is None:
                 length = session.lengths.behind(error)

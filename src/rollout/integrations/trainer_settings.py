@@ -13,7 +13,7 @@ from rollout.errors import ConfigError
 from rollout.integrations.row_policy import RowPolicy
 from rollout.runtime.blocking import BlockingRollout
 from rollout.runtime.opening import open_rollout_on
-from rollout.runtime.reward_opening import GivenRewards
+from rollout.scheduling.rewards.functions import GivenRewards
 from rollout.types import Prompt
 from rollout.user_files import named_object
 

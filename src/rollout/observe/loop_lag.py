@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import sys
 import threading
 from collections.abc import Hashable
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 import anyio
 import attrs
 
-from rollout.clocks import ThreadTimes, monotonic, process_cpu, thread_cpu
+from rollout.clocks import monotonic, process_cpu, thread_cpu
 from rollout.observe.blocking_code import find_blocking_code
 from rollout.observe.event_stream import EventStream
 from rollout.observe.events import LoopBlocked
@@ -44,6 +45,60 @@ NOT_RUN = (
     "the machine did not run the event loop's thread for %.2f s: too many programs want a CPU, or "
     "the process was stopped"
 )
+
+
+class ThreadTimes:
+    """What Linux says of a thread of this process; 0 and False once it has ended, or elsewhere.
+
+    It is to be closed before the thread's number can be another's.
+    """
+
+    def __init__(self, native_id: int | None = None) -> None:
+        number = threading.get_native_id() if native_id is None else native_id
+        self._stat = _open_task_file(number, "stat")
+        self._schedstat = _open_task_file(number, "schedstat")
+
+    @property
+    def cpu_s(self) -> float:
+        """Seconds that it ran, exact to a few milliseconds."""
+        return self._times()[0]
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that it could have run and had no CPU; a wait counts when it is over."""
+        return self._times()[1]
+
+    @property
+    def wants_cpu(self) -> bool:
+        """Whether it runs or waits for a CPU now; False while it sleeps in a call."""
+        # The name, in parentheses, may contain anything.
+        return _read(self._stat).rpartition(b")")[2].lstrip().startswith(b"R")
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for file in (self._stat, self._schedstat):
+            if file is not None:
+                os.close(file)
+        self._stat = self._schedstat = None
+
+    def _times(self) -> tuple[float, float]:
+        ran, waited, *_ = _read(self._schedstat).split() or (0, 0)
+        return int(ran) / 1e9, int(waited) / 1e9
+
+
+def _read(file: int | None) -> bytes:
+    """What the file says; nothing where there is none, or its thread has ended."""
+    try:
+        return b"" if file is None else os.pread(file, 512, 0)
+    except ProcessLookupError:
+        return b""
+
+
+def _open_task_file(number: int, name: str) -> int | None:
+    try:
+        return os.open(f"/proc/self/task/{number}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
 
 
 @attrs.define(eq=False)

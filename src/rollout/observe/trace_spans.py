@@ -11,7 +11,7 @@ import msgspec
 
 from rollout.observe import events as told
 from rollout.observe.written_values import beginning
-from rollout.session_names import session_name
+from rollout.seeds import session_name
 from rollout.types import ToolCall
 from rollout.utf8 import encodable
 

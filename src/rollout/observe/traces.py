@@ -14,7 +14,7 @@ import attrs
 from rollout.errors import ConfigError
 from rollout.observe import events as told
 from rollout.observe.trace_spans import RunFacts, trace_of
-from rollout.session_names import session_name
+from rollout.seeds import session_name
 from rollout.types import Outcome
 
 if TYPE_CHECKING:

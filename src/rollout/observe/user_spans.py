@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from rollout.observe.events import SpanEnded
 from rollout.observe.written_values import plain
-from rollout.types import said
+from rollout.types import format_error
 from rollout.worker_threads import carried
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class TrajectorySpans:
             called: Its arguments and its value, as they were then.
             error: What it raised.
         """
-        fault = "" if error is None else said(error)
+        fault = "" if error is None else format_error(error)
         at, who = self._events.now(), self._trajectory
         facts = (who, at, name, span, parent, began, fault, called)
         self._events.tell_from_thread(_span_ended, facts)

@@ -10,7 +10,13 @@ import math
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    suppress,
+)
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -27,30 +33,26 @@ import anyio
 from rollout.bridge import Post, loop_poster, wait_future
 from rollout.chat.group import Group
 from rollout.chat.trajectory import Trajectory
+from rollout.engine.driver.pool import EnginePool
 from rollout.errors import ConfigError, RolloutError
 from rollout.function_refs import refuse_while_imported
-from rollout.runtime.opening import open_rollout
+from rollout.runtime.calls import GroupStream
+from rollout.runtime.opening import HOW_TO_OPEN, NotEnteredError, open_rollout
 from rollout.runtime.runtime import RolloutRuntime
-from rollout.scopes import HOW_TO_OPEN, NotEnteredError, open_task_group, passing_of
+from rollout.scopes import find_propagating, open_task_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
-    from contextlib import AbstractAsyncContextManager
 
-    from anyio.streams.memory import MemoryObjectSendStream
+    from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
     from rollout.agents.media_intake import MediaFetcher
     from rollout.batch import RolloutBatch
     from rollout.chat import ChatTemplate
-    from rollout.config import GroupPolicy, RolloutConfig
-    from rollout.engine.core import EngineInfo, EngineLoad
-    from rollout.engine.driver.pool import EnginePool
-    from rollout.engine.driver.replica_statistics import ReplicaStatistics
+    from rollout.config import RolloutConfig
+    from rollout.engine.core import EngineInfo
     from rollout.engine.routing import Router
-    from rollout.runtime.calls import GroupStream
-    from rollout.scheduling.prompt_source import Source
-    from rollout.scheduling.rewards import GroupRewardFunction, RewardFunction
-    from rollout.scheduling.streamed_run import TrajectoryStream
+    from rollout.scheduling.rewards.signatures import GroupRewardFunction, RewardFunction
     from rollout.tensor_layout import Layout, Trim
     from rollout.types import Prompt
 
@@ -62,21 +64,20 @@ Backend = Literal["trio", "asyncio"]
 logger = logging.getLogger("rollout")
 
 
-class _Call:
-    """One call on the runtime's loop.
+class _Call(Future[Any]):
+    """A call on the runtime's loop; done when it has ended.
 
     Attributes:
-        future: What it returns or raises; done when it has ended.
         is_cancelled: Set by the caller's thread: a call that has not begun does not begin.
     """
 
     def __init__(self, function: Callable[[], Any]) -> None:
-        self.future: Future[Any] = Future()
+        super().__init__()
         self.is_cancelled = False
         self._function = function
         self._scope: anyio.CancelScope | None = None
 
-    async def run(self) -> None:
+    async def perform(self) -> None:
         """Perform it. Cancelled before it begins, it would still run to its first checkpoint."""
         if self.is_cancelled:
             self.fail()
@@ -84,12 +85,12 @@ class _Call:
         with anyio.CancelScope() as self._scope:
             try:
                 value = self._function()
-                self.future.set_result(await value if inspect.isawaitable(value) else value)
+                self.set_result(await value if inspect.isawaitable(value) else value)
             except BaseException as error:
-                if passing_of(error) is not None:
+                if find_propagating(error) is not None:
                     self.fail()
                     raise
-                self.future.set_exception(error)
+                self.set_exception(error)
 
     def end(self) -> None:
         """Cancel it, or have it not begin; on the loop."""
@@ -99,44 +100,121 @@ class _Call:
             self._scope.cancel()
 
     def fail(self) -> None:
-        """It was cancelled, or no loop is going to perform it."""
-        if not self.future.done():
+        """Report that it was cancelled, or that no loop is going to perform it."""
+        if not self.done():
             why = "the call was cancelled" if self.is_cancelled else "the runtime is closed"
-            self.future.set_exception(RolloutError(why))
+            self.set_exception(RolloutError(why))
 
 
-def _waited_for(
-    method: Callable[Concatenate[RolloutRuntime, P], Coroutine[Any, Any, T]],
-    *,
-    is_ended: bool = True,
-) -> Callable[Concatenate[BlockingRollout, P], T]:
-    """A method of the runtime, awaited on its loop and waited for in the caller's thread.
-
-    Args:
-        is_ended: Whether an exception that reaches the thread meanwhile ends the call.
-    """
+def _delegate(method: Callable[..., Any], *, is_ended: bool = True) -> Callable[..., Any]:
+    """A method of what `self` stands for, performed on the loop and waited for in this thread."""
 
     @functools.wraps(method)
-    def wait(self: BlockingRollout, /, *args: P.args, **named: P.kwargs) -> T:
-        function = functools.partial(method, self._runtime, *args, **named)
-        if is_ended:
-            return self._wait(function)
-        result: T = self._start(function).future.result()
-        return result
+    def wait(self: BlockingRollout | BlockingEngines, /, *args: Any, **named: Any) -> Any:
+        function = functools.partial(method, self._target, *args, **named)
+        return self._host._wait(function, is_ended=is_ended)
 
     return wait
 
 
-def _called(
-    method: Callable[Concatenate[RolloutRuntime, P], T],
-) -> Callable[Concatenate[BlockingRollout, P], T]:
-    """A method of the runtime, called on its loop."""
+def _waited_for(
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], *, is_ended: bool = True
+) -> Callable[Concatenate[Any, P], T]:
+    """Delegate to an async method.
+
+    Args:
+        is_ended: Whether an exception that reaches the thread meanwhile ends the call.
+    """
+    return _delegate(method, is_ended=is_ended)
+
+
+def _called(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """Delegate to a method that waits for nothing."""
+    return _delegate(method)
+
+
+def _entered(
+    method: Callable[Concatenate[Any, P], AbstractAsyncContextManager[Any]],
+    wrap: type[T],
+) -> Callable[Concatenate[Any, P], AbstractContextManager[T]]:
+    """Delegate to an async context manager; `wrap` makes what is waited for in any thread."""
 
     @functools.wraps(method)
-    def call(self: BlockingRollout, /, *args: P.args, **named: P.kwargs) -> T:
-        return self._do(functools.partial(method, self._runtime, *args, **named))
+    @contextmanager
+    def enter(self: BlockingRollout, /, *args: P.args, **named: P.kwargs) -> Iterator[T]:
+        manager = functools.partial(method, self._target, *args, **named)
+        with self._hold_open(manager) as (value, leave):
+            yield wrap(value, leave, self)  # type: ignore[call-arg]
 
-    return call
+    gives = f"Iterator[{wrap.__name__}]"
+    shown = inspect.signature(method).replace(return_annotation=gives)
+    enter.__signature__ = shown  # type: ignore[attr-defined]  # for `help`
+    return enter
+
+
+class BlockingTrajectories(Iterator[Trajectory]):
+    """Trajectories of `BlockingRollout.stream`, in the order in which they end."""
+
+    def __init__(
+        self,
+        stream: MemoryObjectReceiveStream[Trajectory],
+        leave: Callable[[], None],
+        host: BlockingRollout,
+    ) -> None:
+        self._stream, self._leave, self._host = stream, leave, host
+
+    def __next__(self) -> Trajectory:
+        """The next one, once it has ended; a RolloutError where the stream is over."""
+        try:
+            trajectory: Trajectory = self._host._wait(self._stream.receive)
+        except anyio.EndOfStream:
+            raise StopIteration from None
+        except (anyio.ClosedResourceError, RolloutError):
+            self._leave()  # the runtime may have been closed, and says so
+            raise RolloutError("the stream has been left") from None
+        return trajectory
+
+
+class BlockingGroupStream(Iterator[Group]):
+    """Groups of `BlockingRollout.stream_groups`, as they finish."""
+
+    def __init__(
+        self, stream: GroupStream, _leave: Callable[[], None], host: BlockingRollout
+    ) -> None:
+        self._target, self._host = stream, host
+
+    def __next__(self) -> Group:
+        """The next one, once it is accepted."""
+        group: Group | None = self._host._wait(self._target.receive)
+        if group is None:
+            raise StopIteration
+        return group
+
+    metrics = _called(GroupStream.metrics)
+
+
+class BlockingEngines:
+    """The `EnginePool` of a runtime on another thread; its methods may be called from any."""
+
+    def __init__(self, pool: EnginePool, host: BlockingRollout) -> None:
+        self._target, self._host = pool, host
+
+    @property
+    def info(self) -> EngineInfo:
+        """The facts that all replicas share."""
+        return self._target.info
+
+    @property
+    def router(self) -> Router:
+        """Decides where requests go; its `statistics` say why."""
+        return self._target.router
+
+    statistics = _called(EnginePool.statistics)
+    loads = _called(EnginePool.loads)
+    drain = _called(EnginePool.drain)
+    resume = _called(EnginePool.resume)
+    add_replica = _waited_for(EnginePool.add_replica)
+    remove_replica = _waited_for(EnginePool.remove_replica)
 
 
 class BlockingRollout:
@@ -153,6 +231,7 @@ class BlockingRollout:
         self, open_runtime: Callable[[], AbstractAsyncContextManager[RolloutRuntime]], backend: str
     ) -> None:
         refuse_while_imported("open_rollout_blocking")
+        self._host = self
         self._lock, self._closing = threading.Lock(), threading.Lock()
         self._is_running = True  # guarded by `_lock`, and so are `_calls`
         self._calls: set[_Call] = set()
@@ -165,7 +244,7 @@ class BlockingRollout:
         with ExitStack() as stack:
             stack.callback(self._stop)
             self._post, self._inbox = self._started.result()
-            self._runtime: RolloutRuntime = stack.enter_context(self._entered(open_runtime))[0]
+            self._target: RolloutRuntime = stack.enter_context(self._hold_open(open_runtime))[0]
             self._stack = stack.pop_all()
         atexit.register(self.close)
 
@@ -178,6 +257,9 @@ class BlockingRollout:
     async def __aenter__(self) -> NoReturn:
         self._refuse("is entered by `async with`")
 
+    async def __aexit__(self, *_error: object) -> None:
+        pass
+
     def _refuse_await(self) -> NoReturn:
         self._refuse("is awaited")
 
@@ -189,28 +271,28 @@ class BlockingRollout:
             f"open_rollout_blocking {how}; {HOW_TO_OPEN}, or `with` in code that is not async"
         )
 
-    async def __aexit__(self, *_error: object) -> None:
-        pass
-
     @property
     def config(self) -> RolloutConfig:
         """What it was opened with."""
-        return self._runtime.config
+        return self._target.config
 
     @property
     def template(self) -> ChatTemplate:
         """The model's tokenizer and chat format."""
-        return self._runtime.template
+        return self._target.template
 
     @property
     def engines(self) -> BlockingEngines:
         """The engines: replicas can be added, removed and drained there while calls run."""
-        return BlockingEngines(self._runtime.engines, self)
+        return BlockingEngines(self._target.engines, self)
 
     generate = _waited_for(RolloutRuntime.generate)
     collect = _waited_for(RolloutRuntime.collect)
     make_batch = _waited_for(RolloutRuntime.make_batch)
     discard_carried = _waited_for(RolloutRuntime.discard_carried)
+    # Leaving the block of these cancels the rest, and waits for its end.
+    stream = _entered(RolloutRuntime.stream, BlockingTrajectories)
+    stream_groups = _entered(RolloutRuntime.stream_groups, BlockingGroupStream)
     # An exception that reaches the thread while it waits for these leaves the engines to them.
     update_weights = _waited_for(RolloutRuntime.update_weights, is_ended=False)
     sleep = _waited_for(RolloutRuntime.sleep, is_ended=False)
@@ -236,61 +318,21 @@ class BlockingRollout:
         trajectories and passes through.
         """
         call = _Call(
-            lambda: self._runtime.generate(
+            lambda: self._target.generate(
                 prompts, samples=samples, step=step, validate=validate, layout=layout, trim=trim
             )
         )
         try:
             self._send(call)
-            batch: RolloutBatch = await wait_future(call.future)
+            batch: RolloutBatch = await wait_future(call)
         except BaseException:  # the call's error, a cancellation, or a Ctrl-C in this thread
-            if not call.future.done():
+            if not call.done():
                 call.is_cancelled = True
                 self._post(call.end)
                 with anyio.CancelScope(shield=True), suppress(Exception):
-                    await wait_future(call.future)
+                    await wait_future(call)
             raise
         return batch
-
-    @contextmanager
-    def stream(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        samples: int | None = None,
-        step: int | None = None,
-        validate: bool = False,
-    ) -> Iterator[BlockingTrajectories]:
-        """`RolloutRuntime.stream`: ``with … as trajectories``, an iterator of any thread.
-
-        Leaving the block cancels the rest and waits for its end.
-        """
-        with self._entered(
-            lambda: self._runtime.stream(prompts, samples=samples, step=step, validate=validate)
-        ) as (received, leave):
-            yield BlockingTrajectories(received, leave, self)
-
-    @contextmanager
-    def stream_groups(
-        self,
-        source: Source,
-        *,
-        policy: GroupPolicy | None = None,
-        step: int | None = None,
-        max_staleness: int | None = None,
-        groups_per_step: int | None = None,
-    ) -> Iterator[BlockingGroupStream]:
-        """`RolloutRuntime.stream_groups`: ``with … as groups``, an iterator of any thread."""
-        with self._entered(
-            lambda: self._runtime.stream_groups(
-                source,
-                policy=policy,
-                step=step,
-                max_staleness=max_staleness,
-                groups_per_step=groups_per_step,
-            )
-        ) as (stream, _):
-            yield BlockingGroupStream(stream, self)
 
     def close(self) -> None:
         """End the runtime and its thread; calls of other threads fail. Idempotent.
@@ -306,19 +348,18 @@ class BlockingRollout:
             except Exception:
                 logger.exception("the runtime's thread failed")
 
-    def _wait(self, function: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What a coroutine function returns on the loop."""
-        result: T = self._finish(self._start(function))
-        return result
+    def _wait(self, function: Callable[[], Any], *, is_ended: bool = True) -> Any:
+        """What a function returns on the loop, awaited there where it can be.
 
-    def _do(self, function: Callable[[], T]) -> T:
-        """What a function returns that is called on the loop."""
-        result: T = self._finish(self._start(function))
-        return result
+        Args:
+            is_ended: Whether an exception that reaches this thread meanwhile ends the call.
+        """
+        call = self._start(function)
+        return self._finish(call) if is_ended else call.result()
 
     def _start(self, function: Callable[[], Any]) -> _Call:
         """Have a function called on the loop."""
-        self._refuse_own_thread()
+        self._refuse_own_thread("a blocking method")
         call = _Call(function)
         try:
             self._send(call)
@@ -330,7 +371,7 @@ class BlockingRollout:
     def _finish(self, call: _Call) -> Any:
         """Wait for a call's end; an exception that reaches this thread meanwhile cancels it."""
         try:
-            return call.future.result()
+            return call.result()
         except BaseException:
             self._cancel(call)
             raise
@@ -340,7 +381,7 @@ class BlockingRollout:
         call.is_cancelled = True
         if call in self._calls:
             self._post(call.end)
-            call.future.exception()
+            call.exception()
 
     def _send(self, call: _Call) -> None:
         """Have the loop perform a call; where the loop ends first, the call fails.
@@ -352,13 +393,13 @@ class BlockingRollout:
             if not self._is_running:
                 raise RolloutError("the runtime is closed")
             self._calls.add(call)
-        call.future.add_done_callback(lambda _: self._calls.discard(call))
-        self._post(lambda: self._begin(call))
+        call.add_done_callback(lambda _: self._calls.discard(call))
 
-    def _begin(self, call: _Call) -> None:
-        """On the loop, but in no task of it, which alone could start one."""
-        with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):  # the loop ends
-            self._inbox.send_nowait(call)
+        def begin() -> None:  # on the loop, but in no task of it, which alone could start one
+            with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):  # the loop ends
+                self._inbox.send_nowait(call)
+
+        self._post(begin)
 
     def _run(self, backend: str) -> None:
         """The life of the thread."""
@@ -380,7 +421,7 @@ class BlockingRollout:
         async with inbox, calls, open_task_group() as tasks:
             self._started.set_result((loop_poster(), inbox))
             async for call in calls:
-                tasks.start_soon(call.run)
+                tasks.start_soon(call.perform)
 
     def _stop(self) -> None:
         """End the thread."""
@@ -389,7 +430,7 @@ class BlockingRollout:
         self._thread.join()
 
     @contextmanager
-    def _entered(
+    def _hold_open(
         self, manager: Callable[[], AbstractAsyncContextManager[T]]
     ) -> Iterator[tuple[T, Callable[[], None]]]:
         """What an async context manager gives on the loop, and what leaves it; left at the end."""
@@ -406,12 +447,12 @@ class BlockingRollout:
                 opened.set_exception(ended.exception() or RolloutError("the runtime is closed"))
 
         call = self._start(hold_open)
-        call.future.add_done_callback(report)
+        call.add_done_callback(report)
         try:
             value, leaving = opened.result()
 
             def leave() -> None:
-                self._refuse_own_thread()
+                self._refuse_own_thread("a blocking method")
                 self._post(leaving.set)
                 self._finish(call)
 
@@ -421,91 +462,13 @@ class BlockingRollout:
             raise
         leave()
 
-    def _refuse_own_thread(self, what: str = "a blocking method") -> None:
+    def _refuse_own_thread(self, what: str) -> None:
         """There a wait would have no end."""
         if threading.current_thread() is self._thread:
             raise RolloutError(
                 f"{what}: called on the runtime's own thread, on which async functions and accept "
                 "run, and which it would wait for; expected another thread"
             )
-
-
-class BlockingEngines:
-    """The `EnginePool` of a runtime on another thread; its methods may be called from any."""
-
-    def __init__(self, pool: EnginePool, runtime: BlockingRollout) -> None:
-        self._pool, self._runtime = pool, runtime
-
-    @property
-    def info(self) -> EngineInfo:
-        """The facts that all replicas share."""
-        return self._pool.info
-
-    @property
-    def router(self) -> Router:
-        """Decides where requests go; its `statistics` say why."""
-        return self._pool.router
-
-    def statistics(self) -> tuple[ReplicaStatistics, ...]:
-        """`EnginePool.statistics`."""
-        return self._runtime._do(self._pool.statistics)
-
-    def loads(self) -> dict[str, EngineLoad]:
-        """`EnginePool.loads`."""
-        return self._runtime._do(self._pool.loads)
-
-    def drain(self, name: str) -> None:
-        """`EnginePool.drain`."""
-        self._runtime._do(lambda: self._pool.drain(name))
-
-    def resume(self, name: str) -> None:
-        """`EnginePool.resume`."""
-        self._runtime._do(lambda: self._pool.resume(name))
-
-    def add_replica(self, *, load_share: float = 1.0) -> str:
-        """`EnginePool.add_replica`, waited for in this thread."""
-        return self._runtime._wait(lambda: self._pool.add_replica(load_share=load_share))
-
-    def remove_replica(self, name: str, *, drain_s: float | None = None) -> None:
-        """`EnginePool.remove_replica`, waited for in this thread."""
-        self._runtime._wait(lambda: self._pool.remove_replica(name, drain_s=drain_s))
-
-
-class BlockingTrajectories(Iterator[Trajectory]):
-    """Trajectories of `BlockingRollout.stream`, in the order in which they end."""
-
-    def __init__(
-        self, stream: TrajectoryStream, leave: Callable[[], None], runtime: BlockingRollout
-    ) -> None:
-        self._stream, self._leave, self._runtime = stream, leave, runtime
-
-    def __next__(self) -> Trajectory:
-        """The next one, once it has ended; a RolloutError where the stream is over."""
-        try:
-            return self._runtime._wait(self._stream.receive)
-        except anyio.EndOfStream:
-            raise StopIteration from None
-        except (anyio.ClosedResourceError, RolloutError):
-            self._leave()  # the runtime may have been closed, and says so
-            raise RolloutError("the stream has been left") from None
-
-
-class BlockingGroupStream(Iterator[Group]):
-    """Groups of `BlockingRollout.stream_groups`, as they finish."""
-
-    def __init__(self, stream: GroupStream, runtime: BlockingRollout) -> None:
-        self._stream, self._runtime = stream, runtime
-
-    def __next__(self) -> Group:
-        """The next one, once it is accepted."""
-        group = self._runtime._wait(self._stream.receive)
-        if group is None:
-            raise StopIteration
-        return group
-
-    def metrics(self) -> dict[str, float]:
-        """`GroupStream.metrics`."""
-        return self._runtime._do(self._stream.metrics)
 
 
 def open_rollout_blocking(

@@ -5,15 +5,14 @@ from __future__ import annotations
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import anyio
-import anyio.to_thread
 
-from rollout.bridge import has_virtual_clock
+from rollout.worker_threads import run_in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from rollout.batch import RolloutBatch
     from rollout.batch.saved_tokenizer import BatchTokenizer
@@ -24,29 +23,11 @@ if TYPE_CHECKING:
     from rollout.runtime.measuring import BatchWindow
     from rollout.tensor_layout import Layout, Trim
 
-T = TypeVar("T")
-
 #: Pieces of work that are done at once; others wait. They share the machine with the event loop.
 MAX_THREADS = 2
 
 #: Places of tokens that are laid out as fast as a thread is asked to.
 SHORT = 1 << 16
-
-
-class LongWork:
-    """Threads of their own, so that the runtime's work waits for nobody's.
-
-    In virtual time nothing runs in threads: time would run away from them.
-    """
-
-    def __init__(self) -> None:
-        self._limiter = anyio.CapacityLimiter(MAX_THREADS)
-
-    async def run(self, is_long: bool, function: Callable[[], T]) -> T:
-        """``function()``, in a thread where it is long work; cancellation waits for its end."""
-        if not is_long or has_virtual_clock():
-            return function()
-        return await anyio.to_thread.run_sync(function, limiter=self._limiter)
 
 
 class Collation:
@@ -56,7 +37,6 @@ class Collation:
         self,
         lengths: LengthsConfig,
         template: ChatTemplate,
-        long_work: LongWork,
         events_path: str | None,
         position_rows: int = 3,
         *,
@@ -68,7 +48,7 @@ class Collation:
         self._template = template
         self._model = model
         self._tokenizer: BatchTokenizer | None = None
-        self._long_work = long_work
+        self._limiter = anyio.CapacityLimiter(MAX_THREADS)
         self._memory: TensorMemory | None = None
         self._has_packed = False
 
@@ -95,7 +75,7 @@ class Collation:
         is_long |= any(row.media or row.expert_shape is not None for row in transcripts)
         is_packed = layout == "packed"
         is_long |= is_packed and not self._has_packed  # torch imports what nested tensors need
-        batch = await self._long_work.run(is_long, work)
+        batch = await run_in_thread(work, limiter=self._limiter) if is_long else work()
         self._has_packed |= is_packed  # now: what came meanwhile would wait for these imports
         window.found = batch.metrics
         batch.number, batch.events_path = window.batch, self._events_path

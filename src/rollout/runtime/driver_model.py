@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from rollout.bridge import has_virtual_clock
 from rollout.chat import ChatTemplate
 from rollout.config import CustomEngine, SimulatedEngine
 from rollout.config.sections import SIMULATED_MODEL
@@ -19,6 +18,7 @@ from rollout.engine.model_files import resolve_model
 from rollout.engine.model_identity import end_ids, model_fingerprint
 from rollout.engine.wire.protocol import DriverFacts
 from rollout.errors import TemplateError
+from rollout.worker_threads import may_leave_loop
 
 if TYPE_CHECKING:
     from rollout.config import RolloutConfig
@@ -47,8 +47,8 @@ async def load_driver_model(config: RolloutConfig, threads: WorkerThreads) -> Dr
     Raises:
         TemplateError, EngineError: Its tokenizer or chat format cannot be loaded.
     """
-    if config.model.path == SIMULATED_MODEL and has_virtual_clock():
-        return _load(config)  # a thread would let virtual time run away from it
+    if config.model.path == SIMULATED_MODEL and not may_leave_loop():
+        return _load(config)
     return await threads.run("tokenizer", _load, config)
 
 
@@ -87,46 +87,39 @@ def _facts(template: ChatTemplate, config: RolloutConfig) -> DriverFacts:
     themselves, and where they end, is their own affair.
     """
     engine, model = config.engine, config.model
-    ends = set() if template.eos_token_id is None else {template.eos_token_id}
+    path = repr(model.path)
+    ends: set[int] = set()
     fingerprint = ""
-    match engine:
-        case SimulatedEngine():
-            fingerprint = FINGERPRINT
-        case _ if engine.loads_weights:
-            path = resolve_model(model.path, model.revision)
-            ends.update(end_ids(path, model.revision))
-            fingerprint = model_fingerprint(path, model.revision)
-        case _:
-            ends.clear()
+    if engine.loads_weights:
+        directory = resolve_model(model.path, model.revision)
+        ends = set(end_ids(directory, model.revision))
+        fingerprint = model_fingerprint(directory, model.revision)
+        remedy = (
+            f"expected model.path = {path} to hold tokenizer and weights of one model, and "
+            "the same files on the driver's machine and on the engine's"
+        )
+    elif isinstance(engine, SimulatedEngine):
+        fingerprint = FINGERPRINT
+        remedy = (
+            f"model.path = {path} is another model than that of engine.kind = 'simulated'; "
+            f"expected {SIMULATED_MODEL!r}, or leave it out"
+        )
+    else:
+        served = "the servers of engine.urls serve"
+        if isinstance(engine, CustomEngine):
+            served = f"engine.core = {engine.core!r} serves"
+        remedy = (
+            f"model.path = {path} is another model than {served}; set it to the directory or hub "
+            "name of that one"
+        )
+    has_ends = engine.loads_weights or isinstance(engine, SimulatedEngine)
+    if has_ends and template.eos_token_id is not None:
+        ends = {*ends, template.eos_token_id}
     return DriverFacts(
         vocab_size=template.vocab_size,
         eos_ids=tuple(sorted(ends)),
         fingerprint=fingerprint,
-        remedy=_remedy(config),
-    )
-
-
-def _remedy(config: RolloutConfig) -> str:
-    """What to do where the engine's model is another one than the tokenizer's."""
-    path, engine = config.model.path, config.engine
-    match engine:
-        case _ if engine.loads_weights:
-            return (
-                f"expected model.path = {path!r} to hold tokenizer and weights of one model, and "
-                "the same files on the driver's machine and on the engine's"
-            )
-        case SimulatedEngine():
-            return (
-                f"model.path = {path!r} is another model than that of engine.kind = 'simulated'; "
-                f"expected {SIMULATED_MODEL!r}, or leave it out"
-            )
-        case CustomEngine():
-            served = f"engine.core = {engine.core!r} serves"
-        case _:
-            served = "the servers of engine.urls serve"
-    return (
-        f"model.path = {path!r} is another model than {served}; set it to the directory or hub "
-        "name of that one"
+        remedy=remedy,
     )
 
 

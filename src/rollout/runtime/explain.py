@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
+from rollout.agents.interacting import USER
 from rollout.observe.explanation import CallWaits, Explanation, TrajectoryWaits, Wait
-from rollout.scheduling.agent_run import AgentRun
-from rollout.scheduling.batch_run import BatchRun
-from rollout.scheduling.rewarding import RewardWork
-from rollout.scheduling.streamed_run import StreamedRun
+from rollout.scheduling.rewards.score import RewardCall
+from rollout.scheduling.trajectory import AgentRun
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -17,17 +15,14 @@ if TYPE_CHECKING:
     from rollout.engine.driver.pool import EnginePool
     from rollout.engine.driver.replica_statistics import ReplicaStatistics
     from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
-    from rollout.scheduling.group_run import GroupRun
+    from rollout.scheduling.calls import Call
     from rollout.scheduling.prompts import Member
-
-#: How `AgentContext.hear_user` calls what it waits for.
-USER = "respond of the interaction"
 
 
 def explain(
     engines: EnginePool,
     now: float,
-    open_calls: Iterable[tuple[BatchRun | GroupRun, object]],
+    open_calls: Iterable[Call],
     carried: Iterable[Member],
     blocked_s: float,
 ) -> Explanation:
@@ -36,40 +31,28 @@ def explain(
     Args:
         engines: Of the runtime.
         now: The loop's time.
-        open_calls: What runs for each call, and the call itself.
+        open_calls: Those that run.
         carried: Members that no call has.
         blocked_s: How long something has been blocking the loop.
     """
     requests = engines.waits(now)
     calls = [
         CallWaits(
-            name=_call_name(run, call),
-            step=run.step,
-            seconds=now - run.began,
-            groups=_count_groups(run),
+            name=call.name,
+            step=call.step,
+            seconds=now - call.began,
+            groups=call.group_count,
             trajectories=tuple(
-                _member_waits(member, requests, now, run.began, waits_for_group=is_waiting)
-                for member, is_waiting in run.unfinished().items()
+                _member_waits(member, requests, now, call.began, waits_for_group=is_waiting)
+                for member, is_waiting in call.unfinished().items()
             ),
-            waiting="" if isinstance(run, BatchRun) else run.book.waiting,
+            waiting=call.groups.waiting,
         )
-        for run, call in open_calls
+        for call in open_calls
     ]
     held = [_member_waits(member, requests, now, None) for member in carried]
     replicas = tuple(map(_describe_replica, engines.statistics()))
     return Explanation(tuple(calls), tuple(held), replicas, blocked_s)
-
-
-def _call_name(run: BatchRun | GroupRun, call: object) -> str:
-    if isinstance(run, BatchRun):
-        return "stream" if isinstance(call, StreamedRun) else "generate"
-    return "stream_groups" if run.book.wanted.groups is None else "collect"
-
-
-def _count_groups(run: BatchRun | GroupRun) -> int:
-    if isinstance(run, BatchRun):
-        return len({member.identity.group for member in run.members})
-    return run.book.wanted.groups or 0
 
 
 def _member_waits(
@@ -93,7 +76,7 @@ def _member_waits(
         waits = waits or [_own_code_wait(scope, now)]
         if began is not None and all(wait.kind == "held" for wait in waits):
             started, waits = None, [Wait("place", now - began)]  # it continues once it has one
-    elif isinstance(scope, RewardWork):
+    elif isinstance(scope, RewardCall):
         name = " of its group" if scope.is_group else ""
         waits.append(Wait("reward", now - scope.since, name))
     elif waits_for_group and since is not None:
@@ -120,16 +103,16 @@ def _agent_waits(run: AgentRun, now: float) -> Iterator[Wait]:
     calls = run.context.calls_under_way
     for name, since in calls:
         yield Wait("tool", now - since, repr(name))
-    for duty in run.duties:
-        if duty.what == USER:
-            yield Wait("user", now - duty.since)
-        elif duty.at != math.inf and not (calls and duty.what.startswith("tool ")):
-            yield Wait("code", now - duty.since, duty.what)
+    for code in run.code.find_inner():
+        if code.what == USER:
+            yield Wait("user", now - code.since)
+        elif not (calls and code.what.startswith("tool ")):
+            yield Wait("code", now - code.since, code.what)
 
 
 def _own_code_wait(run: AgentRun, now: float) -> Wait:
     since = max(run.started, run.context.idle_since)
-    place = run.place()
+    place = run.code.place()
     return Wait("code", now - since, run.what, note=f"at {place}" if place else "")
 
 

@@ -49,7 +49,7 @@ class GatewayOnDemand:
             yield address
 
     async def start(self) -> None:
-        """The server runs afterwards.
+        """Start the server, or wait until it serves.
 
         Raises:
             ConfigError: It cannot be opened; or whatever else its start raised.
@@ -60,10 +60,7 @@ class GatewayOnDemand:
             raise self._fault
 
     async def serve(self) -> None:
-        """Serve from the first `start` until this is cancelled.
-
-        What keeps the server from starting is raised by each `start`, and ends nothing else.
-        """
+        """Serve from the first `start` until this is cancelled; that raises what stops it."""
         await self._is_wanted.wait()
         services = self._services
         try:

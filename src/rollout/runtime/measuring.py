@@ -17,7 +17,7 @@ from rollout.observe.events import BatchEnded, BatchStarted, RuntimeSampled
 from rollout.observe.loop_lag import LagWindow
 from rollout.sandbox.pool import PoolStatistics
 from rollout.scheduling.journal.open_journal import JournalStatistics
-from rollout.types import said
+from rollout.types import format_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -90,36 +90,26 @@ class BatchWatch:
             call: The method's name.
             step, validate, prompts, trajectories: As in `BatchStarted`.
         """
-        events, batch, error = self._events, next(self._numbers), ""
-        began = events.now()
+        events, batch = self._events, next(self._numbers)
+        began, error = events.now(), ""
         if events.is_on:
+            sizes = {"prompts": prompts, "trajectories": trajectories}
             events.emit(
                 BatchStarted(
-                    at=began,
-                    batch=batch,
-                    call=call,
-                    step=step,
-                    validate=validate,
-                    prompts=prompts,
-                    trajectories=trajectories,
+                    at=began, batch=batch, call=call, step=step, validate=validate, **sizes
                 )
             )
         with self.measured(batch) as window:
             try:
                 yield window
             except BaseException as fault:
-                error = said(fault)
+                error = format_error(fault)
                 raise
             finally:
                 if events.is_on:
+                    now, metrics = events.now(), window.found
                     events.emit(
-                        BatchEnded(
-                            at=events.now(),
-                            batch=batch,
-                            began=began,
-                            error=error,
-                            metrics=window.found,
-                        )
+                        BatchEnded(at=now, batch=batch, began=began, error=error, metrics=metrics)
                     )
 
     @contextmanager
@@ -195,36 +185,3 @@ class RuntimeStatistics:
     loop_starved_s: float
     journal: JournalStatistics | None = None
     sandboxes: PoolStatistics | None = None
-
-
-def take_statistics(
-    tally: Tally,
-    engines: EnginePool,
-    lag: LagWindow,
-    *,
-    abandoned_threads: dict[str, int],
-    max_running: int,
-    journal: JournalStatistics | None = None,
-    sandboxes: PoolStatistics | None = None,
-) -> RuntimeStatistics:
-    """A snapshot of a runtime."""
-    replicas = engines.statistics()
-    return RuntimeStatistics(
-        admitted=tally.admitted,
-        running=tally.running,
-        carried=tally.carried,
-        finished=tally.finished,
-        outcomes={outcome.value: n for outcome, n in tally.outcomes.items() if n},
-        generated_tokens=tally.generated_tokens + engines.tokens_under_way,
-        tool_calls=tally.tool_calls,
-        replicas=replicas,
-        zombies=sum(replica.zombies for replica in replicas),
-        recoveries=attrs.evolve(engines.recoveries),
-        unresponsive=tally.unresponsive,
-        abandoned_threads=abandoned_threads,
-        max_running=max_running,
-        loop_lag_s=lag.blocked_s or 0.0,
-        loop_starved_s=lag.starved_s or 0.0,
-        journal=journal,
-        sandboxes=sandboxes,
-    )

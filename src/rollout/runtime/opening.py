@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import anyio.to_thread
 
@@ -15,14 +15,14 @@ from rollout.agents.long_texts import LongTexts
 from rollout.agents.media_intake import MediaFetcher, MediaIntake
 from rollout.agents.prompt_sampling import top_log_probs_fault
 from rollout.agents.services import Services
-from rollout.bridge import has_virtual_clock
 from rollout.chat import get_tool_parser, tool_parser_names
 from rollout.chat.parsers import stop_token_ids
 from rollout.config import RolloutConfig
+from rollout.containment import open_containment
 from rollout.engine.driver.engine_opening import open_engines
 from rollout.engine.driver.pool import EnginePool
 from rollout.engine.driver.replica_supervisor import FactsGiver
-from rollout.errors import AgentError, ConfigError
+from rollout.errors import AgentError, ConfigError, RolloutError
 from rollout.function_refs import refuse_while_imported
 from rollout.interactions import InteractionRegistry
 from rollout.observe.event_stream import EventStream
@@ -31,21 +31,18 @@ from rollout.observe.tally import Tally
 from rollout.runtime.collector import collecting_seldom
 from rollout.runtime.driver_model import DriverModel, load_driver_model, warn_of_end_token
 from rollout.runtime.gateway_opening import serve_gateway
-from rollout.runtime.observing import observed
-from rollout.runtime.reward_opening import (
-    GivenRewards,
-    checked,
-    make_rewarding,
-    reward_processes,
-)
+from rollout.runtime.observing import open_observers
 from rollout.runtime.runtime import RolloutRuntime
 from rollout.scheduling.journal.journal import open_journal
 from rollout.scheduling.journal.journal_file import journal_file
 from rollout.scheduling.journal.run_identity import seed_of_run
+from rollout.scheduling.rewards.functions import GivenRewards, load_rewards
+from rollout.scheduling.rewards.processes import make_reward_processes
+from rollout.scheduling.rewards.score import make_rewarding
 from rollout.scheduling.selection import acceptance
 from rollout.scheduling.tokenization import TokenizationCheck
-from rollout.scheduling.trajectory_runner import TrajectoryRunner
-from rollout.scopes import OneTask, open_task_group
+from rollout.scheduling.trajectory import TrajectoryRunner
+from rollout.scopes import open_task_group
 from rollout.tools import Tool, ToolExecutor
 from rollout.tools.providers import open_tools
 from rollout.tools.shipped import shipped_tools
@@ -58,7 +55,7 @@ if TYPE_CHECKING:
     from rollout.config import ToolsConfig
     from rollout.engine.core import EngineInfo
     from rollout.engine.wire.protocol import DriverFacts
-    from rollout.scheduling.rewards import GroupRewardFunction, RewardFunction
+    from rollout.scheduling.rewards.signatures import GroupRewardFunction, RewardFunction
 
 
 EngineOpener = Callable[
@@ -106,7 +103,6 @@ def open_rollout(
         SandboxUnavailable: The agent, a tool or the reward needs a sandbox, or `sandbox` names a
             provider or warm ones, and there can be none here.
         EngineError: An engine did not start, or refused to serve with this tokenizer.
-        RolloutError: It is left in another task than it was entered in; nothing has happened then.
     """
     return open_rollout_on(
         open_engines,
@@ -131,8 +127,42 @@ def open_rollout_on(
 ) -> AbstractAsyncContextManager[RolloutRuntime]:
     """`open_rollout` on the engines that `engines` opens."""
     refuse_while_imported("open_rollout")
-    opening = _open(engines, config, tools, rewards, interactions, media_fetcher, resume)
-    return OneTask("open_rollout", opening)
+    return _Opening(_open(engines, config, tools, rewards, interactions, media_fetcher, resume))
+
+
+#: What those read who use a runtime before it is open.
+HOW_TO_OPEN = "write `async with rollout.open_rollout(...) as runtime:`"
+
+
+class NotEnteredError(RolloutError, AttributeError):
+    """A runtime is used otherwise than in the block of a `with` statement."""
+
+
+class _Opening(AbstractAsyncContextManager[RolloutRuntime]):
+    """Opens a runtime for ``async with``; used otherwise, it says how it is entered."""
+
+    def __init__(self, manager: AbstractAsyncContextManager[RolloutRuntime]) -> None:
+        self._manager = manager
+
+    async def __aenter__(self) -> RolloutRuntime:
+        return await self._manager.__aenter__()
+
+    async def __aexit__(self, *error: Any) -> bool | None:
+        return await self._manager.__aexit__(*error)
+
+    def __enter__(self) -> NoReturn:
+        raise NotEnteredError(f"open_rollout is entered by `with`; {HOW_TO_OPEN}")
+
+    def __exit__(self, *_error: object) -> None:
+        pass
+
+    def _refuse_await(self) -> NoReturn:
+        raise NotEnteredError(f"open_rollout is awaited; {HOW_TO_OPEN}")
+
+    __await__ = _refuse_await
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise NotEnteredError(f"open_rollout(...).{name}: it must be entered first; {HOW_TO_OPEN}")
 
 
 @asynccontextmanager
@@ -146,7 +176,7 @@ async def _open(
     resume: bool,
 ) -> AsyncIterator[RolloutRuntime]:
     check_arguments(config, tools, interactions)
-    functions = checked(rewards, config.rewards.processes)
+    functions = load_rewards(rewards, config.rewards.processes)
     acceptance(config.scheduling.groups.accept)
     async with AsyncExitStack() as stack:
         # What can be refused before anything starts.
@@ -164,13 +194,13 @@ async def _open(
         threads = WorkerThreads(
             max_threads=config.tools.max_threads,
             max_abandoned=config.tools.max_abandoned_threads,
-            watch=None if has_virtual_clock() else LoopLag().watch,
+            watch=LoopLag().watch,
         )
         stack.callback(threads.close)
         tally, events = Tally(), EventStream()
         executor = tool_executor(config, opened, threads, tally)
         stack.push_async_callback(executor.close)
-        processes = reward_processes(config, functions, threads)
+        processes = make_reward_processes(config, functions, threads)
         if processes is not None:
             stack.push_async_callback(processes.close)
             await processes.prepare(config.limits.reward_s)
@@ -178,7 +208,7 @@ async def _open(
         await check_agent(config.agent.name)
 
         # The model is loaded while the engines start; they ask for its facts.
-        observers = await stack.enter_async_context(observed(config, events, run_seed))
+        tracer = await stack.enter_async_context(open_observers(config, events, run_seed))
         tasks = await stack.enter_async_context(open_task_group())
         loading = tasks.start_soon(load_driver_model, config, threads)
 
@@ -193,9 +223,11 @@ async def _open(
             return (await model()).facts
 
         engines = await stack.enter_async_context(opener(config, facts, events))
+        containment = await stack.enter_async_context(open_containment(config.limits.cleanup_s))
         loaded = await model()
         template = loaded.template
-        observers.decode_with(template.decode)
+        if tracer is not None:
+            tracer.decode = template.decode
         warn_of_end_token(template, engines.info)
         check_abilities(config, engines.info)
 
@@ -211,6 +243,7 @@ async def _open(
             interactions=registry,
             tally=tally,
             threads=threads,
+            containment=containment,
             events=events,
             texts=stack.enter_context(closing(LongTexts(template.encoder))),
             media=stack.enter_context(

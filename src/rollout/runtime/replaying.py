@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import closing
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import anyio
@@ -20,16 +19,15 @@ from rollout.chat import get_tool_parser
 from rollout.chat.media_records import KnownContents
 from rollout.chat.parsers import stop_token_ids
 from rollout.config import LimitsConfig, RolloutConfig, config_from_dict
+from rollout.containment import Containment, open_containment
 from rollout.engine.core import EngineInfo
 from rollout.engine.driver.model_template import template_of
 from rollout.errors import AgentError, ConfigError, EngineError, ToolError
-from rollout.holds import NEVER
 from rollout.interactions import InteractionRegistry
+from rollout.limits import NEVER
 from rollout.observe.tally import Tally
 from rollout.runtime.gateway_opening import serve_gateway
 from rollout.runtime.opening import tool_executor
-from rollout.runtime.reward_opening import RewardFunctions, make_rewarding
-from rollout.scheduling.finished import unstarted
 from rollout.scheduling.journal.ended_trajectories import ended_trajectories
 from rollout.scheduling.journal.journal_reading import (
     RecordedMedia,
@@ -41,10 +39,10 @@ from rollout.scheduling.journal.packed_prompt import prompt_of
 from rollout.scheduling.journal.replay_log import ReplayLog, ReplayStep, said_calls
 from rollout.scheduling.member_runs import MemberRuns
 from rollout.scheduling.prompts import Member
+from rollout.scheduling.rewards.score import Rewarding
 from rollout.scheduling.tokenization import TokenizationCheck
-from rollout.scheduling.trajectory_runner import TrajectoryRunner
+from rollout.scheduling.trajectory import TrajectoryRunner
 from rollout.tools import Tool, ToolContext, ToolSession
-from rollout.wake_budget import WakeBudget
 from rollout.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
@@ -54,9 +52,9 @@ if TYPE_CHECKING:
 
     from rollout.chat import ChatTemplate
     from rollout.chat.trajectory import Trajectory
-    from rollout.scheduling.agent_run import AgentRun
     from rollout.scheduling.journal.entries import AnswersEntry, Header, Key, PromptEntry, TurnEntry
     from rollout.scheduling.journal.journal_reading import Contents, Recorded
+    from rollout.scheduling.trajectory import AgentRun
     from rollout.types import Prompt, ToolCall
 
 #: Reason of a replayed trajectory that has departed from its record.
@@ -202,10 +200,13 @@ async def replay(
     threads = WorkerThreads(max_threads=config.tools.max_threads, max_abandoned=1)
     template = template_of(config)
     with closing(threads):
-        services = _services(config, record.header, template, threads, interactions)
-        with closing(services.texts), closing(services.media):
-            async with serve_gateway(services):
-                return await _run(record, services, on_step)
+        async with open_containment(config.limits.cleanup_s) as containment:
+            services = _services(
+                config, record.header, template, threads, interactions, containment
+            )
+            with closing(services.texts), closing(services.media):
+                async with serve_gateway(services):
+                    return await _run(record, services, on_step)
 
 
 async def _run(
@@ -238,14 +239,17 @@ async def _run(
     config, tally, threads = services.config, services.tally, services.threads
     runner = TrajectoryRunner(
         services=services,
-        rewarding=make_rewarding(
-            config, RewardFunctions(None, None), None, None, threads, tally, services.events
-        ),
+        rewarding=Rewarding(threads=threads, tally=tally, events=services.events),
         tokens=TokenizationCheck(config.agent.tokenization_check, config.agent.tokenization_ignore),
     )
-    runs = MemberRuns(runner, anyio.CapacityLimiter(1), tally, WakeBudget())
-    alone = _Alone(member, runs)
-    await runs.run(partial(runs.admit, alone))
+    runs = MemberRuns(runner, anyio.CapacityLimiter(1), tally)
+    alone = _Alone()
+
+    async def admit() -> None:
+        if await runs.take_slot(member, NEVER.at):
+            runs.start(member, alone, NEVER, None)
+
+    await runs.run(admit)
     assert alone.trajectory is not None
     log.compare(alone.trajectory)
     return Replayed(record, alone.trajectory, log.steps, log.departure, log.is_beyond)
@@ -271,6 +275,7 @@ def _services(
     template: ChatTemplate,
     threads: WorkerThreads,
     interactions: Sequence[Any],
+    containment: Containment,
 ) -> Services:
     parser = get_tool_parser(config.agent.tool_format)
     executor = tool_executor(config, [_RecordedTool(each) for each in header.schemas], threads)
@@ -287,6 +292,7 @@ def _services(
         interactions=InteractionRegistry(interactions),
         tally=Tally(),
         threads=threads,
+        containment=containment,
         texts=LongTexts(template.encoder),
         media=MediaIntake(config.media, template.processor),
     )
@@ -329,31 +335,12 @@ class _SilentSession(ToolSession):
 
 
 class _Alone:
-    """The source and the home of one member."""
+    """The home of one member."""
 
     has_groups = False
 
-    def __init__(self, member: Member, runs: MemberRuns) -> None:
-        self._member: Member | None = member
-        self._runs = runs
+    def __init__(self) -> None:
         self.trajectory: Trajectory | None = None
-
-    async def next_member(self) -> Member | None:
-        """See `MemberSource`."""
-        member, self._member = self._member, None
-        return member
-
-    def waits_until(self, member: Member) -> float:
-        """See `MemberSource`."""
-        return NEVER.at
-
-    def begin(self, member: Member) -> AgentRun:
-        """See `MemberSource`."""
-        return self._runs.new_run(member, self, NEVER)
-
-    async def end_unstarted(self, member: Member) -> None:
-        """See `MemberSource`."""
-        self.trajectory = unstarted(member, NEVER)
 
     async def end(self, run: AgentRun, trajectory: Trajectory) -> None:
         """See `MemberHome`."""

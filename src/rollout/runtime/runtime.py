@@ -9,40 +9,38 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
+import attrs
 
-from rollout.bridge import has_virtual_clock, loop_clock
+from rollout.bridge import loop_clock
 from rollout.engine.wire.operations import ALL_TAGS
 from rollout.errors import RolloutError, SourceEnded
 from rollout.limits import Deadline
 from rollout.observe.loop_lag import LoopLag
-from rollout.runtime.calls import (
-    GroupCalls,
-    GroupStream,
-    OpenCalls,
-    SleepBetweenBatches,
-    StepCount,
-    number_rows,
-)
-from rollout.runtime.collation import Collation, LongWork, attach
+from rollout.runtime.calls import GroupStream, SleepBetweenBatches, StepCount, number_rows
+from rollout.runtime.collation import Collation, attach
 from rollout.runtime.explain import explain
-from rollout.runtime.measuring import BatchWatch, RuntimeStatistics, take_statistics
+from rollout.runtime.measuring import BatchWatch, RuntimeStatistics
 from rollout.scheduling.admission import Admission
-from rollout.scheduling.batch_run import BatchRun
+from rollout.scheduling.batch_call import (
+    BatchCall,
+    StreamCall,
+    make_groups,
+)
 from rollout.scheduling.call_arguments import check_call, check_groups, check_target
-from rollout.scheduling.group_desk import GroupDesk
-from rollout.scheduling.group_handover import made
+from rollout.scheduling.group_call import get_result, make_group_call
 from rollout.scheduling.journal.group_log import GroupLog
-from rollout.scheduling.member_runs import MemberRuns
 from rollout.scheduling.pressure import Progress
 from rollout.scheduling.prompt_names import check_names
-from rollout.scheduling.prompts import check_prompts, members_of
-from rollout.scheduling.streamed_run import STREAM_DROPPED, StreamedRun, TrajectoryStream
+from rollout.scheduling.prompts import check_prompts
+from rollout.scheduling.scheduler import Scheduler
 from rollout.scopes import open_task_group
+from rollout.worker_threads import may_leave_loop, run_in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 
     from anyio.abc import TaskGroup
+    from anyio.streams.memory import MemoryObjectReceiveStream
 
     from rollout.batch import RolloutBatch
     from rollout.chat import ChatTemplate
@@ -54,13 +52,11 @@ if TYPE_CHECKING:
     from rollout.observe.explanation import Explanation
     from rollout.observe.tally import Tally
     from rollout.runtime.measuring import BatchWindow
-    from rollout.scheduling.group_run import GroupRun
     from rollout.scheduling.journal.entries import PromptEntry
     from rollout.scheduling.journal.journal import Journal
-    from rollout.scheduling.prompt_source import Source
-    from rollout.scheduling.prompts import Member
-    from rollout.scheduling.pulled_group import PulledGroup
-    from rollout.scheduling.trajectory_runner import TrajectoryRunner
+    from rollout.scheduling.member_group import MemberGroup
+    from rollout.scheduling.sources import Source
+    from rollout.scheduling.trajectory import TrajectoryRunner
     from rollout.tensor_layout import Layout, Trim
     from rollout.types import Prompt
     from rollout.worker_threads import WorkerThreads
@@ -81,9 +77,6 @@ class RolloutRuntime:
         config: What it was opened with.
         services: What its trajectories share, for what is built on a runtime.
         admission: `pause` and `resume` keep trajectories that have not started waiting.
-        on_trajectory: Called on the loop with each trajectory of `generate` as it ends, in the
-            order in which they do; None calls nothing. It must return at once; what it raises is
-            logged.
     """
 
     def __init__(
@@ -106,11 +99,9 @@ class RolloutRuntime:
         self._sleep = SleepBetweenBatches(
             services.engines, is_wanted=config.engine.sleep_between_batches
         )
-        self._long_work = LongWork()
         self._collation = Collation(
             config.lengths,
             services.template,
-            self._long_work,
             config.observe.path,
             config.media.position_rows,
             model=config.model,
@@ -119,23 +110,17 @@ class RolloutRuntime:
         self._lag = LoopLag(services.events)
         self._watch = BatchWatch(services.events, services.engines, self._lag, tally)
         self._steps, self._clock = StepCount(), loop_clock()
-        self._calls = OpenCalls()
-        self._desk = GroupDesk(
+        self._scheduler = Scheduler(
             config,
-            services.engines,
-            runner.rewarding,
+            runner,
             threads,
-            tally,
             run_seed,
-            self._new_runs,
+            self.admission.limiter,
             lambda job: self._tasks.start_soon(job),  # noqa: PLW0108  (there is no group yet)
             GroupLog(journal, has_group_reward=runner.rewarding.group is not None),
         )
-        self._groups = GroupCalls(self._desk, config, tally, services.engines)
-        self._misuse: str | None = None
         self._tasks: TaskGroup
         self._is_closing = False
-        self.on_trajectory: Callable[[Trajectory], object] | None = None
 
     @property
     def template(self) -> ChatTemplate:
@@ -178,25 +163,17 @@ class RolloutRuntime:
 
         Errors after the start carry what there was as `partial`.
         """
-        run = await self._new_run(prompts, samples, step, validate, layout, trim)
-        rows: list[Trajectory | None] = [None] * len(run.members)
-
-        def keep(row: int, trajectory: Trajectory) -> None:
-            rows[row] = trajectory
-            try:
-                if self.on_trajectory is not None:
-                    self.on_trajectory(trajectory)
-            except Exception:
-                logger.exception("on_trajectory raised at %s/%s", trajectory.uid, trajectory.member)
-
-        with self._watched("generate", run, validate) as window:
+        groups, step, deadline = await self._new_groups(
+            prompts, samples, step, validate, layout, trim
+        )
+        call = BatchCall(self._scheduler, groups, step=step, deadline=deadline)
+        rows = call.rows
+        with self._watched(call, validate) as window:
             try:
                 async with self._sleep.awake():
-                    with self._calls.running(run, run):
-                        await run.run_keeping(keep)
+                    with self._scheduler.calls.running(call):
+                        await call.run()
             except Exception as error:
-                for row, trajectory in run.unwritten:
-                    rows[row] = trajectory
                 await self._collation.attach(error, rows, window, layout, trim)
                 raise
             try:
@@ -206,7 +183,7 @@ class RolloutRuntime:
                     await self._collation.attach(error, rows, window, "packed")
                 raise
         if self._journal is not None:
-            logs = [member.log for member in run.members if member.log is not None]
+            logs = [member.log for member in call.members if member.log is not None]
             self._journal.delivered([log.key for log in logs if not log.is_taken])
         return batch
 
@@ -218,11 +195,10 @@ class RolloutRuntime:
         samples: int | None = None,
         step: int | None = None,
         validate: bool = False,
-    ) -> AsyncIterator[TrajectoryStream]:
+    ) -> AsyncIterator[MemoryObjectReceiveStream[Trajectory]]:
         """Trajectories as they end, in the order in which they do; leaving cancels the rest.
 
-        A slow consumer slows the admission of further members. Use it with ``async with``: entered
-        by hand and dropped, it ends its trajectories, and leaving `open_rollout` says so.
+        A slow consumer slows the admission of further members.
 
         Raises:
             PromptError: The prompts or another argument are unusable; nothing has been started.
@@ -232,31 +208,22 @@ class RolloutRuntime:
         The `partial` of an error holds the trajectories that had ended, but for those that were
         received and are not referenced any more.
         """
-        run = await self._new_run(prompts, samples, step, validate)
-        with self._watched("stream", run, validate) as window:
+        groups, step, deadline = await self._new_groups(prompts, samples, step, validate)
+        call = StreamCall(self._scheduler, groups, step=step, deadline=deadline)
+        with self._watched(call, validate) as window:
             async with self._sleep.awake():
-                streamed = StreamedRun(run)
-
-                async def produce() -> None:
-                    with self._calls.running(run, streamed):
-                        await streamed.produce()
-
-                self._tasks.start_soon(produce)
+                call.open()
+                self._tasks.start_soon(call.serve)
                 try:
-                    with self._calls.entered(streamed):
-                        yield streamed.received
-                except GeneratorExit:  # it is collected as garbage
-                    logger.error(STREAM_DROPPED)
-                    self._misuse = STREAM_DROPPED
-                    raise
+                    yield call.received
                 except anyio.ClosedResourceError:
-                    if not streamed.is_closed:
+                    if not call.is_closed:
                         raise  # else its receiver was closed with the runtime
                 finally:
-                    await streamed.end()
-            if streamed.failure is not None:
-                await self._collation.attach(streamed.failure, streamed.trajectories(), window)
-                raise streamed.failure
+                    await call.leave()
+            if call.failure is not None:
+                await self._collation.attach(call.failure, call.trajectories(), window)
+                raise call.failure
 
     async def collect(
         self,
@@ -271,15 +238,15 @@ class RolloutRuntime:
         """So many accepted groups, in the order in which their prompts were pulled.
 
         Rows of a group are adjacent, in member order. The source is pulled only as places come
-        free and is left where it was: what was pulled and not used stays with the runtime and
-        comes first in the next call with this source, or in the next one of all where it is over.
+        free and is left where it was, for the next call with it. What was pulled and not used stays
+        with the runtime and comes first in its next call, whatever the source of that is.
         Cancellation leaves it there too, and passes through.
 
         Args:
             source: Any iterable or async iterable of `Prompt`, endless ones too, or what has them
                 by number, as map-style datasets do. It may block: it is asked in a thread, unless
-                it is a sequence. An async one is always asked in the same task; an async generator
-                is closed there, with the runtime at the latest.
+                it is a list or a tuple. An async one is always asked in the same task; an async
+                generator is closed there, with the runtime at the latest.
             groups: How many. With ``on_group_deadline = "drop"`` those left out are missing, and
                 so are others once `cancel` was called for all.
             policy: Stands over ``scheduling.groups`` of the configuration.
@@ -304,24 +271,24 @@ class RolloutRuntime:
         self._refuse_when_closed()
         step, _ = check_call(step, validate=False, samples=None, layout=layout, trim=trim)
         with self._steps.counted(step) as step:
-            run = self._groups.make_run(source, policy, step, groups=groups)
+            call = make_group_call(self._scheduler, source, policy, step, groups=groups)
         with self._watch.window("collect", step, prompts=int(groups)) as window:
-            run.batch = window.batch
-            found: list[PulledGroup] = []
+            call.batch = window.batch
+            found: list[MemberGroup] = []
             try:
-                async with self._sleep.awake(), self._running_groups(run):
-                    found = await run.all_groups()
-                rows, error = number_rows([*map(made, found)]), run.fault(groups, len(found))
-                metrics = run.metrics()
+                async with self._sleep.awake(), call.running():
+                    found = await call.all_groups()
+                rows = number_rows([*map(get_result, found)])
+                error, metrics = call.fault(groups, len(found)), call.metrics()
                 batch = await self._collation.batch(rows, window, layout, trim, extra=metrics)
             except BaseException:  # cancelled, or no room for tensors: nobody has them
-                run.handover.give_back(found)
+                call.take_back(found)
                 raise
             if error is None and len(found) < groups:
-                run.handover.note_missing(groups - len(found))
-            failure = await run.handover.give(found)
+                call.note_missing(groups - len(found))
+            failure = await call.give(found)
             if len(found) < groups:
-                run.handover.tell_end(is_recorded=isinstance(error, SourceEnded))
+                call.tell_end(is_recorded=isinstance(error, SourceEnded))
             error = error or failure
             if error is None:
                 return batch
@@ -359,7 +326,8 @@ class RolloutRuntime:
         self._refuse_when_closed()
         step, _ = check_call(step, validate=False, samples=None)
         with self._steps.counted(step) as step:
-            run = self._groups.make_run(
+            call = make_group_call(
+                self._scheduler,
                 source,
                 policy,
                 step,
@@ -368,10 +336,9 @@ class RolloutRuntime:
                 groups_per_step=groups_per_step,
             )
         with self._watch.window("stream_groups", step) as window:
-            run.batch = window.batch
-            async with self._sleep.awake(), self._running_groups(run):
-                with self._calls.entered(run):
-                    yield GroupStream(run)
+            call.batch = window.batch
+            async with self._sleep.awake(), call.running():
+                yield GroupStream(call)
 
     async def make_batch(
         self, groups: Sequence[Group], *, layout: Layout = "padded", trim: Trim = False
@@ -396,7 +363,7 @@ class RolloutRuntime:
         Their groups are dropped with all that they had. Prompts that were pulled and never
         started stay, and so do trajectories that wait in a call which is open: `cancel` them.
         """
-        return await self._desk.discard_carried()
+        return await self._scheduler.discard_carried()
 
     def cancel(
         self, uid: str | None = None, member: int | None = None, *, reason: str = "cancelled"
@@ -417,8 +384,8 @@ class RolloutRuntime:
             PromptError: An argument is none; nothing has been cancelled.
         """
         check_target(uid, member, reason)
-        running = sum([run.cancel(uid, member, reason) for run in self._calls])
-        return running + self._desk.cancel(uid, member, reason)
+        running: int = sum([call.cancel(uid, member, reason) for call in self._scheduler.calls])
+        return running + self._scheduler.cancel(uid, member, reason)
 
     async def update_weights(
         self, *, version: int, source: WeightSource, mode: UpdateMode = "abort_and_resume"
@@ -436,7 +403,7 @@ class RolloutRuntime:
         """
         self._refuse_when_closed()
         await self.engines.update_weights(version, source, mode)
-        self._desk.tell()  # there is room for groups whose weights must not be old
+        self._scheduler.notify()  # there is room for groups whose weights must not be old
         if self._journal is not None:
             self._journal.note_version(int(version))
 
@@ -464,15 +431,26 @@ class RolloutRuntime:
 
     def statistics(self) -> RuntimeStatistics:
         """A snapshot."""
-        services = self.services
-        return take_statistics(
-            self._tally,
-            services.engines,
-            self._lag.total,
+        services, tally, lag = self.services, self._tally, self._lag.total
+        replicas = self.engines.statistics()
+        return RuntimeStatistics(
+            admitted=tally.admitted,
+            running=tally.running,
+            carried=tally.carried,
+            finished=tally.finished,
+            outcomes={outcome.value: n for outcome, n in tally.outcomes.items() if n},
+            generated_tokens=tally.generated_tokens + self.engines.tokens_under_way,
+            tool_calls=tally.tool_calls,
+            replicas=replicas,
+            zombies=sum(replica.zombies for replica in replicas),
+            recoveries=attrs.evolve(self.engines.recoveries),
+            unresponsive=tally.unresponsive,
             abandoned_threads=self._threads.abandoned
             | services.texts.abandoned
             | services.media.abandoned,
             max_running=self.admission.allowed,
+            loop_lag_s=lag.blocked_s or 0.0,
+            loop_starved_s=lag.starved_s or 0.0,
             journal=None if self._journal is None else self._journal.statistics(),
             sandboxes=services.sandboxes.statistics(),
         )
@@ -483,20 +461,20 @@ class RolloutRuntime:
         Waits for nothing, and may be called from a signal handler of the loop's thread, also while
         something blocks the loop.
         """
-        calls = tuple(self._calls.items())
-        carried, blocked_s = self._groups.carried, self._lag.blocked_now_s
+        calls, carried = tuple(self._scheduler.calls), self._scheduler.carried
+        blocked_s = self._lag.blocked_now_s
         return explain(self.services.engines, self._clock(), calls, carried, blocked_s)
 
     @contextmanager
-    def _watched(self, call: str, run: BatchRun, validate: bool) -> Iterator[BatchWindow]:
-        groups = len({member.identity.group for member in run.members})
+    def _watched(self, call: BatchCall, validate: bool) -> Iterator[BatchWindow]:
+        count, members = call.group_count, len(call.members)
         with self._watch.window(
-            call, run.step, validate=validate, prompts=groups, trajectories=len(run.members)
+            call.name, call.step, validate=validate, prompts=count, trajectories=members
         ) as window:
-            run.batch = window.batch
+            call.batch = window.batch
             yield window
 
-    async def _new_run(
+    async def _new_groups(
         self,
         prompts: Sequence[Prompt],
         samples: int | None,
@@ -504,42 +482,30 @@ class RolloutRuntime:
         validate: bool,
         layout: Layout = "padded",
         trim: Trim = False,
-    ) -> BatchRun:
+    ) -> tuple[list[MemberGroup], int, Deadline]:
+        """The groups of a call whose arguments are good, its step, and its deadline."""
         self._refuse_when_closed()
         if self._journal is not None:
             self._journal.check_announced()
         step, samples = check_call(step, validate, samples, layout, trim)
-        scheduling = self.config.scheduling
         deadline = Deadline.after(self.config.limits.batch_s, "limits.batch_s")
-        samples = samples or scheduling.samples_of(validate=validate)
+        samples = samples or self.config.scheduling.samples_of(validate=validate)
         is_long = isinstance(prompts, Sized) and len(prompts) * samples > MANY_MEMBERS
         with self._steps.counted(step) as step:
-            make = partial(self._members, prompts, samples, step, validate)
-            members, prompt_entries = await self._long_work.run(is_long, make)
+            make = partial(self._make_groups, prompts, samples, step, validate)
+            groups, prompt_entries = await run_in_thread(make) if is_long else make()
         self._refuse_when_closed()
         if self._journal is not None:
             self._journal.put_all(prompt_entries)
-        return BatchRun(
-            members=members,
-            runs=self._new_runs(),
-            rewarding=self._runner.rewarding,
-            deadline=deadline,
-            config=scheduling,
-            tally=self._tally,
-            events=self.services.events,
-            journal=self._journal,
-        )
+        return groups, step, deadline
 
-    def _new_runs(self) -> MemberRuns:
-        return MemberRuns(self._runner, self.admission.limiter, self._tally, self.engines.wakes)
-
-    def _members(
+    def _make_groups(
         self, prompts: Sequence[Prompt], samples: int, step: int, validate: bool
-    ) -> tuple[list[Member], list[PromptEntry]]:
+    ) -> tuple[list[MemberGroup], list[PromptEntry]]:
         """Those of a call, once its prompts are known to be good; and what is written of them."""
         uids, services = check_prompts(prompts), self.services
         check_names(prompts, self.config.agent, services.tools.names, services.interactions)
-        members = members_of(
+        groups = make_groups(
             prompts,
             uids,
             samples=samples,
@@ -547,7 +513,8 @@ class RolloutRuntime:
             run_seed=self._run_seed,
             validate=validate,
         )
-        return members, [] if self._journal is None else self._journal.enrol(members)
+        members = [member for group in groups for member in group.waiting]
+        return groups, [] if self._journal is None else self._journal.enrol(members)
 
     def _refuse_when_closed(self) -> None:
         if self._is_closing:
@@ -555,15 +522,11 @@ class RolloutRuntime:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Watch the loop and the engines' load; at the end no call is left.
-
-        Raises:
-            RolloutError: A stream was entered and not left.
-        """
+        """Watch the loop and the engines' load; at the end no call is left."""
         tally = self._tally
         async with open_task_group() as self._tasks:
             self._tasks.start_soon(self._watch.sample)
-            if not has_virtual_clock():
+            if may_leave_loop():
                 self._tasks.start_soon(self._lag.watch)
             self._tasks.start_soon(
                 self.admission.adapt,
@@ -575,26 +538,6 @@ class RolloutRuntime:
                 yield
             finally:
                 self._is_closing = self._sleep.is_over = True
-                if self._calls.has_stream_of_this_task:
-                    self._misuse = STREAM_DROPPED  # left after the runtime, it can never be left
                 with anyio.CancelScope(shield=True):  # until the calls use the engines no more
-                    await self._calls.close()
-                    await self._desk.close()
-        if self._misuse is not None:
-            raise RolloutError(self._misuse)
-
-    @asynccontextmanager
-    async def _running_groups(self, run: GroupRun) -> AsyncIterator[None]:
-        """It runs in the block; after it, nothing of it does but what is carried."""
-
-        async def serve() -> None:
-            with self._calls.running(run, run):
-                await run.serve()
-
-        await self._desk.open(run, serve)
-        try:
-            yield
-        finally:
-            await run.leave()
-            self._desk.left(run)
-            run.change()  # a task that still waits for a group learns that there is none
+                    await self._scheduler.calls.close()
+                    await self._scheduler.close()

@@ -1,4 +1,4 @@
-"""The places that trajectories run in, and what changes their number."""
+"""The slots that trajectories run in, and what changes their number."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Admission:
     """Bounds the trajectories in flight; may be paused, and yields to pressure.
 
     Attributes:
-        limiter: Members take their place from it; its total is the number allowed now.
+        limiter: Members take their slot from it; its total is the number allowed now.
     """
 
     def __init__(self, most: int, *, is_adaptive: bool) -> None:

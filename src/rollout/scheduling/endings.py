@@ -1,4 +1,4 @@
-"""How the trajectories of a call ended that did not go well: counted, and logged once a cause."""
+"""Failed and rejected trajectories of a call: counted, and logged once for each cause."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rollout.scheduling")
 
+#: Reason of trajectories that were cancelled because the runtime was closed.
+CLOSED = "closed"
 #: Reason of a failure by an agent that returned without one generated token.
 NEVER_GENERATED = "never_generated"
 #: Turns of models that were offered tools and called none, from which on that says something.
@@ -38,7 +40,7 @@ class BadEndings:
         tally: Of the runtime, which knows what was logged before.
 
     Attributes:
-        failures: How many failed, by what was raised, of those that are held against the budget.
+        failures: How many failed, by cause, of those that count for `scheduling.max_failures`.
     """
 
     def __init__(self, tally: Tally) -> None:
@@ -55,8 +57,8 @@ class BadEndings:
         """Count one that has ended, if it failed or was rejected.
 
         Args:
-            is_free: Whether it is logged, and costs no budget: nobody wants it any more, or it is
-                started again.
+            is_free: Whether it is logged but does not count for `scheduling.max_failures`: it is
+                surplus, or restarted.
         """
         outcome = trajectory.outcome
         self._count += 1

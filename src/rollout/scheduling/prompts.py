@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import attrs
 
 from rollout.agents.identity import Identity, named
 from rollout.errors import PromptError
-from rollout.holds import Hold
-from rollout.limits import AGENT_TIMEOUT, AGENT_TIMEOUT_S, Deadline
+from rollout.limits import AGENT_TIMEOUT, AGENT_TIMEOUT_S, Clock, Deadline
 from rollout.scheduling.journal.trajectory_log import TrajectoryLog
 from rollout.types import Prompt
 from rollout.utf8 import is_encodable
 
 if TYPE_CHECKING:
+    from rollout.chat.trajectory import Trajectory
     from rollout.config import LimitsConfig
 
 
@@ -42,12 +42,12 @@ class Member:
     Attributes:
         prompt: As its caller gave it, with or without a uid; see `named_prompt`.
         cancel_reason: Set once it has been cancelled.
-        row: Its place in its call.
+        row: Its index in its call.
         scope: What ends its agent or its reward, while there is one.
-        door: What ends its wait for a place.
-        over: Whose time is over, where that ends it.
-        hold: Where it waits while it is carried; None where it never is.
-        is_held: It runs and has no place: it is carried to the next call.
+        door: What ends its wait for a slot.
+        over: The deadline of its call or group, where that ends it.
+        clock: Its limits, once it has a slot.
+        is_held: It is carried to the next call: its task waits, without a slot.
         is_finished: Whether it has its outcome.
         log: Its journal; None where there is none.
         concluding_since: When its agent ended, or its trajectory began to wait for others of its
@@ -63,7 +63,7 @@ class Member:
     scope: Cancellable | None = None
     door: Cancellable | None = None
     over: Deadline | None = None
-    hold: Hold | None = None
+    clock: Clock | None = None
     is_held: bool = False
     is_finished: bool = False
     log: TrajectoryLog | None = None
@@ -77,6 +77,18 @@ class Member:
         self.prompt = prompt = named(self.prompt, self.identity.uid)
         return prompt
 
+    def pause(self) -> None:
+        """Carry it: it makes no further request, and all of its limits stand still."""
+        assert self.clock is not None
+        self.is_held = True
+        self.clock.carry()
+
+    def resume(self, deadline: Deadline) -> None:
+        """Let a carried one continue, with this deadline."""
+        assert self.clock is not None
+        self.is_held = False
+        self.clock.continue_carried(deadline)
+
     def is_named(self, uid: str | None, member: int | None) -> bool:
         """Whether it is this member of this prompt; None stands for all."""
         return uid in (None, self.identity.uid) and member in (None, self.identity.member)
@@ -87,10 +99,18 @@ class Member:
         return is_open and self.is_named(uid, member)
 
     def give_scope(self, scope: Cancellable) -> None:
-        """This ends it from now on."""
+        """Have this cancelled with the member, from now on; at once where that is cancelled."""
         self.scope = scope
         if self.cancel_reason is not None or self.over is not None:
             scope.cancel()
+
+
+class Ended(NamedTuple):
+    """A member that has ended, its row, and its trajectory."""
+
+    row: int
+    member: Member
+    trajectory: Trajectory
 
 
 #: What those are told who give rows of a data set, or texts.
@@ -223,36 +243,3 @@ def _check_uids(uids: list[str]) -> None:
         first.setdefault(uid, index)
     if faults:
         raise PromptError("\n".join(faults))
-
-
-def members_of(
-    prompts: Sequence[Prompt],
-    uids: Sequence[str],
-    *,
-    samples: int,
-    step: int,
-    run_seed: int,
-    validate: bool,
-) -> list[Member]:
-    """`samples` members of each prompt, in the order of the rows they become.
-
-    Those of a group share their prompt; one that is alone names its own when that is asked for.
-    """
-    if samples > 1:
-        prompts = list(map(named, prompts, uids))
-    return [
-        Member(
-            prompt,
-            Identity(
-                uid=uid,
-                group=group,
-                member=member,
-                step=step,
-                run_seed=run_seed,
-                validate=validate,
-            ),
-            row=group * samples + member if samples > 1 else group,  # not an equal number
-        )
-        for group, (prompt, uid) in enumerate(zip(prompts, uids, strict=True))
-        for member in range(samples)
-    ]

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from rollout.chat.group import Group
 from rollout.config.group_policy import can_judge
 from rollout.errors import ConfigError, PromptError
-from rollout.holds import CARRY_S
-from rollout.scheduling.pulled_group import GROUP_S
-from rollout.scheduling.rewarding import GROUP_REWARD_REASON, REWARD_REASON
+from rollout.limits import CARRY_S
+from rollout.scheduling.member_group import GROUP_S
+from rollout.scheduling.rewards.score import GROUP_REWARD_REASON, REWARD_REASON
 from rollout.types import Outcome
 from rollout.user_files import named_object
 

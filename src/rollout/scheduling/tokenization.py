@@ -7,7 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from rollout.errors import TemplateError
-from rollout.types import Outcome, said
+from rollout.types import Outcome, format_error
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -75,7 +75,7 @@ class TokenizationCheck:
         try:
             drift = await context.check_tokens()
         except Exception as error:  # a template is foreign code
-            why = error if isinstance(error, TemplateError) else said(error)
+            why = error if isinstance(error, TemplateError) else format_error(error)
             return REFUSED, f"the conversation cannot be rendered as a whole: {why}"
         if drift is None:
             return None, ""

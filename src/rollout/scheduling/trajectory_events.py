@@ -15,22 +15,19 @@ if TYPE_CHECKING:
 
     from rollout.chat.trajectory import Trajectory
     from rollout.observe.event_stream import EventStream
-    from rollout.scheduling.agent_run import AgentRun
-    from rollout.scheduling.ended_groups import Ended
-    from rollout.scheduling.prompts import Member
+    from rollout.scheduling.prompts import Ended, Member
 
 #: Reason of those that nobody takes, because the call itself was cancelled.
 LOST = "call"
 
 
-def tell_started(events: EventStream, run: AgentRun) -> None:
-    """An attempt begins; the member has its number from now on."""
-    member = run.member
-    if run.attempt == 1:
+def tell_started(events: EventStream, member: Member, attempt: int, started: float) -> None:
+    """An attempt begins, the first one when `started`; the member has its number from now on."""
+    if attempt == 1:
         _number(events, member)
-        member.began = run.started
+        member.began = started
         events.begin(member.identity.number)
-    events.tell(_started, (member.identity.number, events.now(), member, run.attempt))
+    events.tell(_started, (member.identity.number, events.now(), member, attempt))
 
 
 def _started(_: float, facts: Sequence[Any]) -> tuple[TrajectoryStarted, None]:

@@ -16,41 +16,27 @@ if TYPE_CHECKING:
     from rollout.engine.cores.simulated.tokenizer import simulated_tokenizer
     from rollout.engine.cores.simulated.vocabulary import decode_ids, encode_text, expected_log_prob
     from rollout.testing.clock import hold_clock
-    from rollout.testing.races import Exploration, Race, RacesFoundError, explore, replay
-    from rollout.testing.recorder import Recorder
     from rollout.testing.scenario import Scenario, tool_call
     from rollout.testing.schedule import run_virtual, schedule_seed
-    from rollout.testing.token_accounting import Balance, balance_of
 
 _HOMES = {
     "rollout.config": ("SimulatedEngine",),
     "rollout.testing.clock": ("hold_clock",),
-    "rollout.testing.races": ("Exploration", "Race", "RacesFoundError", "explore", "replay"),
     "rollout.testing.scenario": ("Scenario", "tool_call"),
     "rollout.testing.schedule": ("run_virtual", "schedule_seed"),
     "rollout.engine.cores.simulated.simulated_core": ("SimulatedCore", "SimulatedDeath"),
-    "rollout.testing.token_accounting": ("Balance", "balance_of"),
     "rollout.engine.cores.simulated.tokenizer": ("simulated_tokenizer",),
     "rollout.engine.cores.simulated.vocabulary": ("decode_ids", "encode_text", "expected_log_prob"),
-    "rollout.testing.recorder": ("Recorder",),
 }
 __all__ = [
-    "Balance",
-    "Exploration",
-    "Race",
-    "RacesFoundError",
-    "Recorder",
     "Scenario",
     "SimulatedCore",
     "SimulatedDeath",
     "SimulatedEngine",
-    "balance_of",
     "decode_ids",
     "encode_text",
     "expected_log_prob",
-    "explore",
     "hold_clock",
-    "replay",
     "run_virtual",
     "schedule_seed",
     "simulated_tokenizer",

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import trio.lowlevel
 import trio.testing
 
-from rollout.worker_threads import WorkerThreads
+from rollout.worker_threads import ThreadEntry, enter_threads_by
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-T = TypeVar("T")
+    from collections.abc import Iterator
 
 
 class _Hold:
@@ -59,25 +57,19 @@ def hold_clock(clock: trio.testing.MockClock | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def hold_while_threads_work() -> Iterator[None]:
-    """Within the block, virtual time stands still whenever a sync tool or reward runs."""
-    original = WorkerThreads.run
+def virtual_threads(*, holds: bool = True) -> Iterator[None]:
+    """Within the block, work of the library's own stays on the loop, and virtual time stands still.
 
-    async def run(
-        self: WorkerThreads,
-        name: str,
-        function: Callable[..., T],
-        *args: object,
-        begin: Callable[[], None] | None = None,
-    ) -> T:
-        with hold_clock():
-            return await original(self, name, function, *args, begin=begin)
+    It would run away from threads.
 
-    _replace(WorkerThreads, "run", run)
+    Args:
+        holds: Whether it stands still while a sync tool or reward runs in its thread.
+    """
+    before = enter_threads_by(_VirtualThreads(holds))
     try:
         yield
     finally:
-        _replace(WorkerThreads, "run", original)
+        enter_threads_by(before)
 
 
 class VirtualClock:
@@ -112,5 +104,8 @@ def _running_clock() -> trio.testing.MockClock | None:
     return clock if isinstance(clock, trio.testing.MockClock) else None
 
 
-def _replace(owner: type, name: str, value: object) -> None:
-    setattr(owner, name, value)
+class _VirtualThreads(ThreadEntry):
+    is_open = False
+
+    def __init__(self, holds: bool) -> None:
+        self.waiting = hold_clock if holds else nullcontext  # type: ignore[method-assign]

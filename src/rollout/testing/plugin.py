@@ -19,7 +19,7 @@ import trio.testing
 
 from rollout.engine.cores.simulated.stable import stable_key
 from rollout.testing.ceiling import CEILING_S, run_below_ceiling
-from rollout.testing.clock import VirtualClock, hold_while_threads_work
+from rollout.testing.clock import VirtualClock, virtual_threads
 from rollout.testing.leaks import KINDS, Belongings, leftovers
 from rollout.testing.schedule import reseed, schedule_seed
 
@@ -105,8 +105,7 @@ def anyio_backend(
     settings = _Settings(request.node)
     with ExitStack() as stack:
         stack.enter_context(schedule_seed(settings.schedule_seed))
-        if settings.hold_threads:
-            stack.enter_context(hold_while_threads_work())
+        stack.enter_context(virtual_threads(holds=settings.hold_threads))
         yield "trio", {"clock": rollout_clock.mock}
 
 

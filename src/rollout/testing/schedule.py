@@ -13,6 +13,7 @@ import trio
 import trio.testing
 
 from rollout.testing.ceiling import CEILING_S, run_below_ceiling
+from rollout.testing.clock import virtual_threads
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -62,5 +63,5 @@ def run_virtual(
     async def main() -> T:
         return await run_below_ceiling(lambda: function(*args), ceiling_s)
 
-    with schedule_seed(seed):
+    with schedule_seed(seed), virtual_threads():
         return trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollout.limits import Deadline, fail_at_deadline
 from rollout.types import ToolCall
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    import anyio
-
-    from rollout.errors import LimitExceeded
+    from rollout.limits import Limit
     from rollout.tools.call_events import CallEvents
     from rollout.tools.open_sessions import OpenSessions
     from rollout.tools.results import ToolResult
@@ -27,7 +24,7 @@ class CallTurn:
 
     Args:
         count: Of the calls.
-        deadline: By when all must have been answered.
+        limit: Within which all must have been answered.
         known: Names of the tools that may be called.
         told: Tells of them; None where nobody reads.
 
@@ -35,20 +32,19 @@ class CallTurn:
         sessions: By tool, once all are open: another conversation may have one replaced later.
     """
 
-    __slots__ = ("deadline", "known", "limit", "pending", "results", "sessions", "told")
+    __slots__ = ("known", "limit", "pending", "results", "sessions", "told")
 
     def __init__(
         self,
         count: int,
-        deadline: Deadline,
+        limit: Limit,
         known: Collection[str],
         told: CallEvents | None = None,
     ) -> None:
         self.results: list[ToolResult | None] = [None] * count
         self.pending: list[PlacedCall] = []
         self.sessions: Mapping[str, ToolSession] = {}
-        self.deadline, self.known = deadline, known
-        self.limit: LimitExceeded | None = None
+        self.limit, self.known = limit, known
         self.told = told
 
     def answer(self, position: int, result: ToolResult) -> None:
@@ -68,16 +64,3 @@ class CallTurn:
             serial = self.sessions[call.name].serial
             lanes.setdefault(-1 - position if serial is None else id(serial), []).append(placed)
         return list(lanes.values())
-
-
-async def acquire(lock: anyio.Lock, deadline: Deadline) -> None:
-    """Wait for a lock.
-
-    Raises:
-        LimitExceeded: The deadline fired before.
-    """
-    if not lock.locked():
-        lock.acquire_nowait()
-        return
-    with fail_at_deadline(deadline):
-        await lock.acquire()

@@ -11,15 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import anyio
 import msgspec
 
-from rollout.limits import fail_at_deadline
-from rollout.scopes import give_back
-from rollout.tools.call_turn import acquire
+from rollout.scopes import release_token
 from rollout.tools.policy import speaks_of_call
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
-    from rollout.limits import Deadline
     from rollout.tools.policy import ToolPolicy
     from rollout.tools.results import ToolResult
 
@@ -134,35 +131,22 @@ class ToolGate:
         self._cache: OrderedDict[bytes, ToolResult] = OrderedDict()
 
     @asynccontextmanager
-    async def place(self, deadline: Deadline) -> AsyncIterator[None]:
-        """One of `max_concurrency` places, once the pace allows it; at once without a queue.
-
-        Raises:
-            LimitExceeded: `deadline` passed before.
-        """
+    async def place(self) -> AsyncIterator[None]:
+        """One of `max_concurrency` places, once the pace allows it; at once without a queue."""
         with contextlib.ExitStack() as places:
-            with fail_at_deadline(deadline):
-                if self._places is not None:
-                    borrower = object()
-                    places.callback(give_back, self._places, borrower)
-                    await self._places.acquire_on_behalf_of(borrower)
-                if self._rate_limiter is not None:
-                    await self._rate_limiter.wait()
+            if self._places is not None:
+                borrower = object()
+                places.callback(release_token, self._places, borrower)
+                await self._places.acquire_on_behalf_of(borrower)
+            if self._rate_limiter is not None:
+                await self._rate_limiter.wait()
             yield
 
     @asynccontextmanager
-    async def place_in_line(self, line: anyio.Lock, deadline: Deadline) -> AsyncIterator[None]:
-        """`place`, for calls that must not run at once; they may come from several conversations.
-
-        Raises:
-            LimitExceeded: `deadline` passed before.
-        """
-        await acquire(line, deadline)
-        try:
-            async with self.place(deadline):
-                yield
-        finally:
-            line.release()
+    async def place_in_line(self, line: anyio.Lock) -> AsyncIterator[None]:
+        """`place`, for calls that must not run at once, also of several conversations."""
+        async with line, self.place():
+            yield
 
     def key(self, arguments: Mapping[str, Any], kwargs: Mapping[str, Any]) -> bytes | None:
         """What the result of a call is kept under; None where it is not kept."""

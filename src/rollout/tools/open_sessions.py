@@ -6,9 +6,11 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import anyio
+
 from rollout.errors import LimitExceeded, ToolError
-from rollout.limits import Deadline
-from rollout.tools.attempt import CallError, attempt, attempt_unhurried, run_side_by_side
+from rollout.limits import Clock, Deadline, Limit
+from rollout.tools.attempt import CallError, attempt, run_side_by_side
 from rollout.tools.function import FunctionTool
 from rollout.tools.results import as_reward
 from rollout.tools.tool import Tool, ToolContext, ToolSession
@@ -90,13 +92,13 @@ class OpenSessions:
         return isinstance(self._tools[name], FunctionTool)
 
     async def open(
-        self, name: str, turn_deadline: Deadline, *, is_alone: bool = True, is_first: bool = False
+        self, name: str, turn: Limit, *, is_alone: bool = True, is_first: bool = False
     ) -> None:
         """Open a tool that is not open, or has another state than the one that was recalled.
 
         Args:
             name: Of the tool.
-            turn_deadline: That of the calls that need it.
+            turn: The limit of the calls that need it.
             is_alone: Whether no other calls are under way: a session that is replaced is closed
                 then, else at the end.
             is_first: Before the agent begins: ``limits.tool_s`` does not count.
@@ -105,7 +107,7 @@ class OpenSessions:
             OpenFailure: It raised, took longer than ``limits.tool_s``, or returned no session.
             ToolError: It cannot have the state that it had before the trajectory was resumed, which
                 no other state can stand for.
-            LimitExceeded: `turn_deadline` passed.
+            LimitExceeded: `turn` was over.
         """
         if name in self.opened:
             others = dict(self.opened)
@@ -114,9 +116,7 @@ class OpenSessions:
             if is_alone:
                 await self._close_ending()
         tool, context = self._tools[name], self._contexts[name]
-        deadline = turn_deadline
-        if not is_first:
-            deadline = Deadline.after(self._tool_s, "limits.tool_s", outer=turn_deadline)
+        limit = turn.open(None if is_first else self._tool_s, "limits.tool_s")
         restored: ToolSession | None = None
 
         def failure(why: str) -> Exception:
@@ -143,17 +143,16 @@ class OpenSessions:
             if isinstance(tool, FunctionTool):
                 self.opened[name] = tool.session(context)
             else:
-                await attempt_unhurried(
+                await attempt(
                     keep_session,
-                    deadline,
+                    limit=limit,
                     what=f"open of tool {name!r}",
                     grace_s=self._cleanup_s,
-                    outer=turn_deadline,
                 )
-        except LimitExceeded as limit:
-            if limit.source == turn_deadline.source:
+        except LimitExceeded:
+            if turn.is_over:
                 raise
-            raise failure(timed_out(deadline)) from None
+            raise failure(timed_out(limit.deadline)) from None
         except Exception as error:
             raise failure(str(error)) from error
         finally:
@@ -187,12 +186,10 @@ class OpenSessions:
             if name not in able:
                 lost.append(name)
                 continue
-            deadline = Deadline.after(self._tool_s, "limits.tool_s")
+            limit = Clock(Deadline.after(self._tool_s, "limits.tool_s"))
             what = f"snapshot of tool {name!r}"
             try:
-                held[name] = await attempt(
-                    able[name].snapshot, deadline=deadline, what=what, owns_task=True
-                )
+                held[name] = await attempt(able[name].snapshot, limit=limit, what=what)
             except (CallError, LimitExceeded) as error:
                 logger.warning("tool %r: snapshot failed: %s", name, error)
                 lost.append(name)
@@ -201,9 +198,8 @@ class OpenSessions:
     async def _open_recalled(self) -> None:
         """What was used before has its say about the trajectory too."""
         for name in [name for name in self._recalled or () if name not in self]:
-            never = Deadline.after(None, "limits.turn_s")  # `open` has a limit of its own
             try:
-                await self.open(name, never)
+                await self.open(name, Clock())  # it has a limit of its own
             except (OpenFailure, LimitExceeded) as error:
                 logger.warning("tool %r: has no reward of a resumed trajectory: %s", name, error)
 
@@ -233,13 +229,12 @@ class OpenSessions:
         name: str,
         session: ToolSession,
     ) -> None:
-        deadline = Deadline.after(self._tool_s, "limits.tool_s")
+        limit = Clock(Deadline.after(self._tool_s, "limits.tool_s"))
         try:
             value: Any = await attempt(
                 session.calc_reward,
-                deadline=deadline,
+                limit=limit,
                 what=f"calc_reward of tool {name!r}",
-                owns_task=True,
             )
         except (CallError, LimitExceeded) as error:
             if session.decides_reward:
@@ -282,11 +277,10 @@ class OpenSessions:
         interruption: BaseException | None = None
         while self._ending:
             name, session = self._ending.pop()
-            deadline = Deadline.after(self._cleanup_s, "limits.cleanup_s")
+            limit = Clock(Deadline.after(self._cleanup_s, "limits.cleanup_s"))
             try:
-                await attempt(
-                    session.close, deadline=deadline, what=f"close of tool {name!r}", shield=True
-                )
+                with anyio.CancelScope(shield=True):
+                    await attempt(session.close, limit=limit, what=f"close of tool {name!r}")
             except (CallError, LimitExceeded) as error:
                 logger.warning("tool %r: close failed: %s", name, error)
             except BaseException as error:

@@ -15,7 +15,7 @@ from rollout.bridge import loop_clock, runs_on_trio
 from rollout.errors import LimitExceeded, ToolError
 from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
 from rollout.tools.attempt import CallError, attempt, attempt_at_once, run_side_by_side
-from rollout.tools.call_turn import CallTurn, PlacedCall, acquire
+from rollout.tools.call_turn import CallTurn, PlacedCall
 from rollout.tools.open_sessions import OpenFailure, OpenSessions, timed_out
 from rollout.tools.results import (
     CallSums,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
 
-    from rollout.limits import Deadline
+    from rollout.limits import Limit
     from rollout.tools.call_events import CallEvents
     from rollout.tools.gate import ToolGate
     from rollout.tools.tool import Tool, ToolSession
@@ -161,7 +161,7 @@ class RunningCalls:
         self,
         calls: Sequence[ToolCall | InvalidToolCall],
         *,
-        turn_deadline: Deadline,
+        limit: Limit,
         offered: Collection[str] | None = None,
         told: CallEvents | None = None,
     ) -> list[ToolResult]:
@@ -173,30 +173,27 @@ class RunningCalls:
 
         Args:
             calls: In the order in which the model wrote them.
-            turn_deadline: By when all must have been answered.
+            limit: The turn's, within which all must have been answered.
             offered: Names of the tools that could be called; None: all.
             told: Tells of them; None where nobody reads.
 
         Raises:
-            LimitExceeded: `turn_deadline` passed; every call was cancelled and has ended.
+            LimitExceeded: `limit` was over; every call was cancelled and has ended.
             ToolError: The trajectory's tools are closed.
         """
         if self.is_closed:
             raise ToolError("the tools of this trajectory are closed")
-        turn, sessions = self._turn(calls, turn_deadline, offered, told), self.sessions
+        turn, sessions = self._turn(calls, limit, offered, told), self.sessions
         self._turns_under_way += 1
         try:
-            if turn.unopened(sessions):
-                await self._open_tools(turn)
-            turn.sessions = sessions.opened
-            if len(turn.pending) == 1 and self._is_on_trio:
-                await self._run_call(turn, *turn.pending[0])
-            elif turn.pending:
-                await self._run_lanes(turn)
+            with limit.open(None, ""):  # it may have ended other blocks: one ends one
+                if turn.unopened(sessions):
+                    await self._open_tools(turn)
+                turn.sessions = sessions.opened
+                if turn.pending:
+                    await self._run_lanes(turn)
         finally:
             self._turns_under_way -= 1
-        if turn.limit is not None:
-            raise turn.limit
         within = self.kit.limits.within
         return self._count(calls, [within(result) for result in turn.results if result is not None])
 
@@ -212,14 +209,14 @@ class RunningCalls:
     def _turn(
         self,
         calls: Sequence[ToolCall | InvalidToolCall],
-        deadline: Deadline,
+        limit: Limit,
         offered: Collection[str] | None,
         told: CallEvents | None = None,
     ) -> CallTurn:
         known: Collection[str] = self._tools
         if offered is not None:
             known = [name for name in self._tools if name in offered]
-        turn = CallTurn(len(calls), deadline, known, told)
+        turn = CallTurn(len(calls), limit, known, told)
         for position, call in enumerate(calls):
             self._admit(turn, position, call)
             if turn.results[position] is not None:
@@ -298,11 +295,10 @@ class RunningCalls:
             await self._open_unopened(turn)  # nobody else can come in between
             return
         opening = self._opening = self._opening or anyio.Lock(fast_acquire=True)
-        await acquire(opening, turn.deadline)
         try:
-            await self._open_unopened(turn)  # other conversations may have opened some meanwhile
+            async with opening:
+                await self._open_unopened(turn)  # others may have opened some meanwhile
         finally:
-            opening.release()
             if not opening.locked():  # nobody waits for it
                 self._opening = None
 
@@ -314,7 +310,7 @@ class RunningCalls:
             if failure is None:
                 try:
                     is_alone = self._turns_under_way == 1
-                    await self.sessions.open(name, turn.deadline, is_alone=is_alone)
+                    await self.sessions.open(name, turn.limit, is_alone=is_alone)
                 except OpenFailure as error:
                     failure, raised = str(error), error
                     breaker.fail(failure, error.root, self._breaker_identity(), self._clock())
@@ -334,24 +330,12 @@ class RunningCalls:
         if len(lanes) > 1:
             await run_side_by_side([partial(self._run_lane, turn, lane) for lane in lanes])
         else:
-            await self._run_lane(turn, *lanes, is_in_task=False)
+            await self._run_lane(turn, *lanes)
 
-    async def _run_lane(
-        self, turn: CallTurn, lane: list[PlacedCall], *, is_in_task: bool = True
-    ) -> None:
-        """Run calls that must not run at once, until the turn's deadline passes.
-
-        A task more would cost as much as all the rest, so that on trio they share the caller's. On
-        asyncio each has its own: a cancel scope left open would break the caller's. Trio mends it.
-        """
-        shares_task = self._is_on_trio or (is_in_task and len(lane) == 1)
+    async def _run_lane(self, turn: CallTurn, lane: list[PlacedCall]) -> None:
+        """Run calls that must not run at once."""
         for placed in lane:
-            if turn.limit is not None:
-                return
-            if shares_task:
-                await self._run_call(turn, *placed)
-            else:
-                await run_side_by_side([partial(self._run_call, turn, *placed)])
+            await self._run_call(turn, *placed)
 
     async def _run_call(self, turn: CallTurn, position: int, call: ToolCall) -> None:
         started = self._clock()
@@ -388,10 +372,6 @@ class RunningCalls:
             gate.breaker.fail(str(error), error.root, self._breaker_identity(), self._clock())
             self._note_failure(call, error)
             return error_result(str(error))
-        except LimitExceeded as limit:
-            turn.limit = limit
-            gate.breaker.forget()
-            return error_result(str(limit))
         except BaseException:
             gate.breaker.forget()
             raise
@@ -403,52 +383,37 @@ class RunningCalls:
     async def _attempts(self, turn: CallTurn, call: ToolCall, gate: ToolGate) -> ToolResult:
         """The result of the first attempt that does not fail with a transient error."""
         session, policy = turn.sessions[call.name], gate.policy
-        deadline: Deadline | None = None
+        limit: Limit | None = None
         for tries in itertools.count(1):
             try:
-                async with self._place(session, gate, turn.deadline):
-                    deadline = deadline or self.kit.limits.deadline(
-                        call.name, policy, turn.deadline, self._clock()
-                    )
+                async with self._place(session, gate):
+                    limit = limit or self.kit.limits.limit_call(call.name, policy, turn.limit)
                     if gate.never_waits:
                         return await attempt_at_once(_answer, session, call)
-                    return await self._execute_in_time(session, call, deadline, turn, gate.what)
+                    return await self._execute_in_time(session, call, limit, gate.what)
             except CallError as error:
                 pause_s = policy.backoff_s * 2 ** (tries - 1)
                 is_last = tries > policy.retries or not policy.is_transient(error.root)
-                if is_last or deadline is None or self._clock() + pause_s >= deadline.at:
+                if is_last or limit is None or self._clock() + pause_s >= limit.deadline.at:
                     raise error if tries == 1 else error.after(tries) from error.__cause__
             await anyio.sleep(pause_s)
         raise AssertionError("unreachable")
 
     async def _execute_in_time(
-        self, session: ToolSession, call: ToolCall, deadline: Deadline, turn: CallTurn, what: str
+        self, session: ToolSession, call: ToolCall, limit: Limit, what: str
     ) -> ToolResult:
         try:
-            owns = not self._is_on_trio
-            return await attempt(
-                _answer,
-                session,
-                call,
-                deadline=deadline,
-                what=what,
-                owns_task=owns,
-                outer=turn.deadline,
-            )
-        except LimitExceeded as limit:
-            if limit.source == turn.deadline.source:
-                raise
-            raise CallError(timed_out(deadline)) from None
+            return await attempt(_answer, session, call, limit=limit, what=what)
+        except LimitExceeded:
+            raise CallError(timed_out(limit.deadline)) from None
 
-    def _place(
-        self, session: ToolSession, gate: ToolGate, deadline: Deadline
-    ) -> AbstractAsyncContextManager[object]:
+    def _place(self, session: ToolSession, gate: ToolGate) -> AbstractAsyncContextManager[object]:
         """Where a call may run at last; most have nothing to wait for."""
         if session.serial is None:
-            return gate.place(deadline) if gate.has_queue else _AT_ONCE
+            return gate.place() if gate.has_queue else _AT_ONCE
         self._serial = self._serial or {}
         lock = self._serial.setdefault(id(session.serial), anyio.Lock(fast_acquire=True))
-        return gate.place_in_line(lock, deadline)
+        return gate.place_in_line(lock)
 
     def _breaker_identity(self) -> object:
         """Which trajectory it is, to breakers; they may remember it for longer than it lives."""

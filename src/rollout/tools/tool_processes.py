@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import msgspec
 
-from rollout.child_processes import ChildDiedError, ChildProcesses, DiedIdleError
+from rollout.child_processes import ChildDiedError, ChildProcesses
 from rollout.errors import ToolError
 from rollout.import_watch import opened_watch
 from rollout.tools.policy import TransientError
@@ -46,10 +46,8 @@ class ToolProcesses:
             raise ToolError(f"{name}: its arguments are not plain data: {error}") from error
         async with self._processes.worker() as worker:
             try:
-                try:
-                    reply = await worker.ask(request)
-                except DiedIdleError:
-                    reply = await worker.ask(request)
+                while (reply := await worker.ask(request)) is None:
+                    pass  # it had died idle; this is another one
             except ChildDiedError as error:
                 raise ToolError(f"the process of {name!r} {error}") from None
         return _result(msgspec.msgpack.decode(reply, type=Reply))
@@ -66,6 +64,7 @@ class ToolProcesses:
                 with anyio.fail_after(limit_s):
                     async with self._processes.worker() as worker:
                         body = await worker.ask(load)
+                        assert body is not None  # it is a new one
             except TimeoutError:
                 failure = watch.describe_slow(functions, f"limits.tool_s = {limit_s:g} s")
             except ChildDiedError as error:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollout.limits import Deadline
 from rollout.observe.tally import Tally
 from rollout.tools.argument_checks import ArgumentsError
 from rollout.tools.gate import ToolGate
@@ -17,6 +16,7 @@ from rollout.utf8 import encodable
 from rollout.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
+    from rollout.limits import Limit
     from rollout.tools.policy import ToolPolicy
     from rollout.tools.results import ToolResult
     from rollout.tools.tool import ToolContexts
@@ -35,11 +35,11 @@ class CallLimits(msgspec.Struct, frozen=True, kw_only=True):
     tool_s: float | None
     cleanup_s: float
 
-    def deadline(self, name: str, policy: ToolPolicy, outer: Deadline, now: float) -> Deadline:
-        """By when a call of this tool must have been answered that begins now."""
+    def limit_call(self, name: str, policy: ToolPolicy, turn: Limit) -> Limit:
+        """The limit of a call of this tool that begins now, within its turn's."""
         if policy.timeout_s is not None:
-            return Deadline.after(policy.timeout_s, f"timeout_s of {name!r}", outer, now=now)
-        return Deadline.after(self.tool_s, "limits.tool_s", outer, now=now)
+            return turn.open(policy.timeout_s, f"timeout_s of {name!r}")
+        return turn.open(self.tool_s, "limits.tool_s")
 
     def within(self, result: ToolResult) -> ToolResult:
         """A result whose text is no longer than may be, and can be encoded."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import ToolError
-from rollout.limits import Deadline
+from rollout.limits import Clock
 from rollout.tools.open_sessions import OpenFailure
 from rollout.tools.results import with_error
 from rollout.tools.running_calls import RunningCalls
@@ -65,11 +65,11 @@ class TrajectoryTools(RunningCalls):
         Raises:
             ToolError: One could not be opened.
         """
-        never = Deadline.after(None, "limits.trajectory_s")  # which the agent's supervision keeps
+        agents = Clock()  # which `limits.trajectory_s` bounds
         for name, tool in self._tools.items():
             if tool.opens_first and name not in self.sessions:
                 try:
-                    await self.sessions.open(name, never, is_first=True)
+                    await self.sessions.open(name, agents, is_first=True)
                 except OpenFailure as error:
                     raise ToolError(str(error)) from error.__cause__
         observations = [await each.begin() for each in list(self.sessions.opened.values())]
@@ -79,11 +79,10 @@ class TrajectoryTools(RunningCalls):
         self,
         calls: Sequence[ToolCall | InvalidToolCall],
         answers: Answers,
-        turn_deadline: Deadline,
         offered: Collection[str] | None = None,
     ) -> list[ToolResult]:
         """As `run`, with the answers of before; no tool runs."""
-        turn = self._turn(calls, turn_deadline, offered)
+        turn = self._turn(calls, Clock(), offered)
         self.seconds += answers.seconds
         for position, call in turn.pending:
             turn.results[position] = answers.results[position]

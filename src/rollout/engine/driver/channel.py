@@ -37,7 +37,6 @@ from rollout.engine.wire.protocol import (
     decode_from_server,
 )
 from rollout.errors import ChannelError, EngineError
-from rollout.latches import latch_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,14 +46,11 @@ if TYPE_CHECKING:
     from rollout.engine.wire.operations import Operation
     from rollout.medium import PlacedMedia
     from rollout.token_prefix import TokenPrefix
-    from rollout.wake_budget import WakeBudget
 
 logger = logging.getLogger("rollout.engine")
 
 #: For telling a healthy engine that we leave.
 BYE_S = 0.5
-#: Wakes no task; so many of them take about as long as what one wake-up sets off.
-PARTIAL_ANSWER = 1 / 64
 
 
 class Channel:
@@ -78,14 +74,13 @@ class Channel:
         info: EngineInfo,
         frames: dict[Role, FrameStream],
         tokens: TokenCounts,
-        wakes: WakeBudget,
     ) -> None:
         self.name, self.info, self.load = name, info, EngineLoad()
         self.lost = anyio.Event()
         self.lost_reason, self.is_link_fault, self.is_broken_by_command = "", False, False
         self.on_lost: Callable[[], None] = lambda: None
         self.on_load: Callable[[EngineLoad], None] = lambda _: None
-        self.tokens, self._wakes, self._vocab_size = tokens, wakes, info.vocab_size
+        self.tokens, self._vocab_size = tokens, info.vocab_size
         self._greeter, self._frames = greeter, frames
         self._data, self._control = frames["data"], frames["control"]
         self._pending: dict[str, PendingRequest] = {}
@@ -93,7 +88,7 @@ class Channel:
         self._commands = PendingCommands()
         self._heartbeat = Heartbeat(frames, greeter.terms)
         self._media = MediaSender(self._data, greeter.terms.max_frame_bytes)
-        self._new_latch, self._now = latch_type(), loop_clock()
+        self._now = loop_clock()
 
     @property
     def in_flight(self) -> int:
@@ -150,7 +145,6 @@ class Channel:
         Raises:
             ChannelError: It does not fit into a frame; nothing has been sent.
         """
-        done = self._new_latch()
         request_id = request.request_id
         part = generation.begin(request_id, self.name)
         pending = PendingRequest(
@@ -161,7 +155,7 @@ class Channel:
             generation,
             part,
             on_gone,
-            done,
+            anyio.Event(),
             dispatch,
             media=media,
         )
@@ -297,9 +291,7 @@ class Channel:
             return
         if pending.first_at is None and pending.part.count:
             pending.first_at = self._now()
-        if chunk.finish_reason is None:
-            self._wakes.spend(PARTIAL_ANSWER)
-        else:
+        if chunk.finish_reason is not None:
             del self._pending[chunk.request_id]
             if pending.prefix is not None:  # the next turn builds on what the replica has
                 had = pending.sent_tokens + pending.part.count
@@ -345,7 +337,6 @@ class Channel:
         pending.error = pending.error or error
         pending.on_gone(pending)
         pending.done.set()
-        self._wakes.spend()
 
     def lose(self, reason: str, *, is_link_fault: bool = False) -> None:
         """The channel is of no more use; what is under way ends with `reason`."""
@@ -378,8 +369,7 @@ class Channel:
         async with anyio.create_task_group() as tasks:
             for role in ROLES:
                 parts = (self._frames[role], self._greeter, self._heartbeat, self)
-                wakes = self._wakes if role == "data" else None
-                tasks.start_soon(LastingConnection(self.name, role, *parts, wakes=wakes).keep)
+                tasks.start_soon(LastingConnection(self.name, role, *parts).keep)
             tasks.start_soon(self._beat)
             tasks.start_soon(self._media.run)
             await self.lost.wait()

@@ -13,7 +13,6 @@ from rollout.engine.wire.greeting import Connect, Greeter
 from rollout.engine.wire.handshake import HANDSHAKE_S
 from rollout.engine.wire.protocol import CONNECTION_ERRORS, ROLES, DriverFacts, Role, Terms
 from rollout.errors import ChannelError
-from rollout.wake_budget import WakeBudget
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -30,7 +29,6 @@ async def connect_channel(
     *,
     terms: Terms | None = None,
     facts: DriverFacts | None = None,
-    wakes: WakeBudget | None = None,
 ) -> AsyncIterator[Channel]:
     """Connect and shake hands on a data and a control connection; closes both at the end.
 
@@ -40,8 +38,6 @@ async def connect_channel(
         connect: Opens a byte stream to the server; called again when one breaks.
         terms: What both sides keep to; None takes the defaults.
         facts: What the engine must agree with.
-        wakes: What its answers may wake in a round of the loop, along with other channels; None:
-            a budget of its own.
 
     Raises:
         ChannelError: No connection, or the handshake failed.
@@ -64,7 +60,6 @@ async def connect_channel(
             welcome.info,
             frames,
             tokens=TokenCounts() if tokens is None else tokens,
-            wakes=WakeBudget() if wakes is None else wakes,
         )
         try:
             yield channel

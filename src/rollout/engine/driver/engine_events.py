@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rollout.observe.events import MemoryChanged, RequestEnded, RequestPlaced, WeightsUpdated
-from rollout.types import said
+from rollout.types import format_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -102,7 +102,7 @@ def _telling(events: EventStream, event: Callable[..., Event]) -> Iterator[None]
     try:
         yield
     except BaseException as fault:
-        error = said(fault)
+        error = format_error(fault)
         raise
     finally:
         if events.is_on:

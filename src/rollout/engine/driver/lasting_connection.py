@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from rollout.engine.wire.frames import FrameStream
     from rollout.engine.wire.greeting import Greeter
     from rollout.engine.wire.protocol import Role
-    from rollout.wake_budget import WakeBudget
 
 logger = logging.getLogger("rollout.engine")
 
 #: Between two attempts to replace a broken connection; doubled up to the second.
 RECONNECT_BACKOFF_S = 0.05
 MAX_RECONNECT_BACKOFF_S = 1.0
+#: Frames handed over before other tasks run, and before the loop looks at its timers and sockets.
+FRAMES_A_ROUND = 32
 
 
 class ConnectionUser(Protocol):
@@ -41,9 +42,7 @@ class ConnectionUser(Protocol):
 class LastingConnection:
     """Reads and writes until the connection cannot be replaced, or the channel is lost.
 
-    Args:
-        wakes: What the answers on it may wake in a round; None: all that come. Nothing more is read
-            before what was read is delivered.
+    Nothing more is read before what was read is delivered.
     """
 
     def __init__(
@@ -54,7 +53,6 @@ class LastingConnection:
         greeter: Greeter,
         heartbeat: Heartbeat,
         user: ConnectionUser,
-        wakes: WakeBudget | None = None,
     ) -> None:
         self._name = name
         self._role = role
@@ -62,7 +60,6 @@ class LastingConnection:
         self._greeter = greeter
         self._heartbeat = heartbeat
         self._user = user
-        self._wakes = wakes
         self._arrived: deque[memoryview] = deque()
 
     async def keep(self) -> None:
@@ -103,13 +100,14 @@ class LastingConnection:
         return reasons[0] if reasons else self._user.lost_reason
 
     async def _deliver(self) -> None:
-        """Hand over what has arrived, with pauses where that wakes many."""
-        wakes, user, arrived = self._wakes, self._user, self._arrived
+        """Hand over what has arrived, a few frames in a round of the loop: each may wake a task."""
+        user, arrived, frames = self._user, self._arrived, 0
         while arrived and not user.lost_reason:
-            if wakes is not None and wakes.is_spent:
-                await wakes.renewed()
+            if frames == FRAMES_A_ROUND:
+                await anyio.lowlevel.checkpoint()
                 self._frames.heard_at = anyio.current_time()  # we did not listen meanwhile
-                continue
+                frames = 0
+            frames += 1
             try:
                 user.take(self._role, arrived.popleft())
             except FrameError as error:

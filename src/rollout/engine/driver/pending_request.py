@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import anyio
 import msgspec
 
 from rollout.engine.core import Chunk, FinishReason
@@ -12,7 +13,6 @@ from rollout.engine.driver.generation import ChunkFault, Generation, Part, Token
 from rollout.engine.driver.token_ids import outside
 from rollout.engine.routing import Dispatch
 from rollout.engine.wire.protocol import Submit
-from rollout.latches import Latch
 from rollout.medium import PlacedMedia
 from rollout.token_prefix import TokenPrefix
 
@@ -40,7 +40,6 @@ class PendingRequest(msgspec.Struct, eq=False, gc=False):
         is_lost: The channel was lost under it.
         is_garbled: The engine's answer contradicted itself; what came before stays.
         media: The images and videos of its prompt; sent where the engine asks for them.
-        given_up_at: Of one past its deadline: when its last answer is not waited for any more.
         first_at: When its first tokens came, on the loop's clock; None before, and where none came
             before it was cancelled.
     """
@@ -52,13 +51,12 @@ class PendingRequest(msgspec.Struct, eq=False, gc=False):
     generation: Generation | None
     part: Part
     on_gone: Callable[[PendingRequest], None]
-    done: Latch
+    done: anyio.Event
     dispatch: Dispatch | None = None
     finish_reason: FinishReason | None = None
     error: str = ""
     is_lost: bool = False
     is_garbled: bool = False
-    given_up_at: float | None = None
     media: tuple[PlacedMedia, ...] = ()
     first_at: float | None = None
 
@@ -85,7 +83,7 @@ class PendingRequest(msgspec.Struct, eq=False, gc=False):
         kept = 0 if whole else self.prefix.sent_to(session)
         if kept >= self.sent_tokens:
             kept = 0
-        summed = self.prefix.sum_of(kept) if kept else 0
+        summed = self.prefix.compute_sum(kept) if kept else 0
         return kept, summed, self.prefix.packed(kept, self.sent_tokens)
 
     @property

@@ -31,9 +31,9 @@ from rollout.engine.driver.token_ids import check_ids
 from rollout.engine.driver.wait_queue import Notifier, WaitQueue
 from rollout.engine.driver.weight_updater import WeightUpdater
 from rollout.errors import EngineError
+from rollout.limits import Clock
 from rollout.observe.event_stream import NO_TRAJECTORY, EventStream
 from rollout.scopes import open_task_group
-from rollout.wake_budget import WakeBudget
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -46,8 +46,7 @@ if TYPE_CHECKING:
     from rollout.engine.placement.placement import CoreSpec, Placement
     from rollout.engine.routing import Router
     from rollout.engine.wire.protocol import Terms
-    from rollout.holds import Hold
-    from rollout.limits import PausableDeadline
+    from rollout.limits import Limit
     from rollout.medium import PlacedMedia
     from rollout.observe.explanation import Wait
     from rollout.token_prefix import TokenPrefix
@@ -69,9 +68,8 @@ class EnginePool(PoolMaintenance):
 
     Attributes:
         recoveries: What was done about requests whose replica was lost.
-        wakes: What may be woken in a round of the loop, by answers and by whatever else uses it.
         load_windows: What the engines say that they are doing, for batches.
-        stop: Has the requests of trajectories that are held cut off; see `RequestRunner.stop`.
+        stop: Has the requests of carried trajectories cut off; see `RequestRunner.stop`.
     """
 
     def __init__(
@@ -105,13 +103,11 @@ class EnginePool(PoolMaintenance):
             lambda: router.has_room and not self._requests.is_admission_blocked
         )
         self._changes = Notifier()
-        self.wakes = WakeBudget()
         self._requests = RequestRunner(
             router,
             self._replicas,
             self._wait_queue,
             self._changes,
-            self.wakes,
             last_answer_s,
             self.events,
         )
@@ -153,7 +149,6 @@ class EnginePool(PoolMaintenance):
             bring_up=self._transitions.bring_up,
             classify_loss=self._transitions.classify_loss,
             taken_down=self._transitions.taken_down,
-            wakes=self.wakes,
         )
         self._tasks: TaskGroup | None = None
         self.recoveries = RecoveryCounts()
@@ -299,8 +294,7 @@ class EnginePool(PoolMaintenance):
         priority: int = 0,
         known_experts: int = 0,
         group_id: str = "",
-        deadline: PausableDeadline | None = None,
-        hold: Hold | None = None,
+        limit: Limit | None = None,
         trajectory: int = NO_TRAJECTORY,
         media: Sequence[PlacedMedia] = (),
     ) -> Coroutine[Any, Any, None]:
@@ -318,13 +312,12 @@ class EnginePool(PoolMaintenance):
             priority: Larger is served first, here and in the engine.
             known_experts: Tokens of the prompt whose routed experts the caller has already.
             group_id: Trajectories that begin with the same prompt; "" for one on its own.
-            deadline: When it ends; paused while the runtime lets it wait. None never ends it.
-            hold: Where it waits while its trajectory is carried.
+            limit: The generation's, which engines keep too; the caller awaits it within. It stands
+                still while the runtime lets the request wait.
             trajectory: Its number in the run's events.
             media: Those in the prompt, in order; a replica is sent each once, while it has it.
 
         Raises:
-            LimitExceeded: The deadline passed.
             EngineError: The request is refused for good, the engine failed it, replicas died of
                 it, or no engine is left; `reason` says which.
         """
@@ -350,8 +343,7 @@ class EnginePool(PoolMaintenance):
             priority=priority,
             group_id=group_id,
             known_experts=known_experts,
-            own_deadline=deadline,
-            hold=hold,
+            limit=limit or Clock(),
             trajectory=trajectory,
             media=tuple(media),
         )
@@ -376,7 +368,6 @@ class EnginePool(PoolMaintenance):
                 self._maintenance.open(tasks)
                 try:
                     await self._supervisor.start_all(tasks, self._replicas.values())
-                    tasks.start_soon(self._requests.deadlines.run)
                     yield
                 finally:
                     self._tasks, self._requests.is_open = None, False

@@ -7,8 +7,6 @@ rule.
 
 from __future__ import annotations
 
-import math
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
@@ -19,15 +17,13 @@ from rollout.engine.core import EngineInfo, SamplingParams
 from rollout.engine.driver.generation import Generation
 from rollout.engine.driver.pending_request import PendingRequest
 from rollout.engine.wire.protocol import Submit
-from rollout.errors import EngineError, LimitExceeded
-from rollout.holds import Hold
-from rollout.limits import Deadline, PausableDeadline
+from rollout.errors import EngineError
+from rollout.limits import Clock, Limit
 from rollout.medium import PlacedMedia
 from rollout.token_prefix import TokenPrefix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
-    from contextlib import AbstractContextManager
 
 
 RecoveryPolicy = Literal["resume", "restart", "fail"]
@@ -47,7 +43,6 @@ QUARANTINED, NO_ENGINE = "quarantined", "no_engine"
 #: Fields of the sampling whose state is not in the tokens: a request that resumes elsewhere would
 #: be sampled by other rules than before.
 STATEFUL_SAMPLING = ("presence_penalty", "frequency_penalty")
-_UNLIMITED = nullcontext()
 
 
 @attrs.define
@@ -110,8 +105,7 @@ class Attempt(msgspec.Struct, eq=False, kw_only=True, gc=False):
         seed, stop_token_ids: As in `SamplingParams`.
         rules: What becomes of it where its replica is lost.
         known_experts: Tokens of the prompt whose routed experts are known.
-        own_deadline: What ends it; None where nothing does.
-        hold: Where it waits while its trajectory is carried; None where that never is.
+        limit: The generation's, within which its caller awaits it.
         trajectory: Its number in the run's events.
         media: The images and videos of the prompt; each of its requests names them.
 
@@ -124,8 +118,7 @@ class Attempt(msgspec.Struct, eq=False, kw_only=True, gc=False):
         is_interrupted: Its request is cut off, to resume later from the tokens that it has.
         replica: Where it has a request in flight; empty where it has none.
         pending: That request, while its answer is waited for.
-        queue_scope: Of its wait for a place, where it has a hold.
-        was_paused: The runtime has paused its deadlines: engines may know an earlier deadline.
+        queue_scope: Of its wait for a place.
         waits_since: When the request that is made now began to wait for a place.
         asked_at: When the place was asked for last: of one that runs, when it got that.
     """
@@ -141,15 +134,13 @@ class Attempt(msgspec.Struct, eq=False, kw_only=True, gc=False):
     priority: int = 0
     group_id: str = ""
     known_experts: int = 0
-    own_deadline: PausableDeadline | None = None
-    hold: Hold | None = None
+    limit: Limit
     trajectory: int = 0
     media: tuple[PlacedMedia, ...] = ()
     failures: Failures = _NONE
     is_interrupted: bool = False
     replica: str = ""
     pending: PendingRequest | None = None
-    was_paused: bool = False
     waits_since: float = 0.0
     asked_at: float = 0.0
     queue_scope: anyio.CancelScope | None = None
@@ -158,16 +149,12 @@ class Attempt(msgspec.Struct, eq=False, kw_only=True, gc=False):
     @property
     def deadline(self) -> float:
         """Clock time at which an engine ends it by itself, as things stand."""
-        return math.inf if self.own_deadline is None else self.own_deadline.now.at
+        return self.limit.deadline.at
 
-    def in_time(self) -> AbstractContextManager[object]:
-        """Around a wait: ends it at the deadline, with what `overdue` says."""
-        return self.own_deadline or _UNLIMITED
-
-    def overdue(self) -> LimitExceeded:
-        """What it ends with at its deadline."""
-        assert self.own_deadline is not None
-        return self.own_deadline.now.error()
+    @property
+    def clock(self) -> Clock:
+        """The trajectory's."""
+        return self.limit.clock
 
     @property
     def experts_start(self) -> int:
@@ -241,7 +228,7 @@ class Attempt(msgspec.Struct, eq=False, kw_only=True, gc=False):
     def begin_request(self, replica: str) -> None:
         """A request of it is in flight there from now on, and its time counts."""
         self.replica, self.is_interrupted = replica, False
-        self.resume_deadlines()
+        self.resume()
 
     def submit(self, request_id: str) -> Submit:
         """What the replica is asked; its prompt is left out where it is the trajectory's prefix."""
@@ -258,18 +245,11 @@ class Attempt(msgspec.Struct, eq=False, kw_only=True, gc=False):
     def end_request(self) -> None:
         """It is not any more."""
         self.replica = ""
-        if self.hold is not None:
-            self.hold.note()
 
     def leave_queue(self) -> None:
-        """Let it wait for no place any more, because it is held."""
+        """Let it wait for no place any more, because its trajectory is carried."""
         if self.queue_scope is not None:
             self.queue_scope.cancel()
-
-    def renew_deadline(self, deadline: Deadline, outermost: Deadline, outer: Deadline) -> None:
-        """These hold from now on."""
-        if self.own_deadline is not None:
-            self.own_deadline.renew(deadline, outermost, outer)
 
     def die(self, reason: str, *, is_alone: bool) -> None:
         """The replica died with it in flight; `is_alone`: and with nothing else."""
@@ -312,19 +292,17 @@ class Attempt(msgspec.Struct, eq=False, kw_only=True, gc=False):
             self.rules.counts.resumed += 1
         return True
 
-    def pause_deadlines(self) -> None:
-        """Its time counts for `batch_s` only from now on; harmless when called again."""
+    def pause(self) -> None:
+        """Let its trajectory's time stand still; harmless when called again."""
         if not self._is_paused:
-            self._is_paused = self.was_paused = True
-            if self.own_deadline is not None:
-                self.own_deadline.pause()
+            self._is_paused = True
+            self.clock.pause()
 
-    def resume_deadlines(self) -> None:
-        """End `pause_deadlines`; harmless where there is none."""
+    def resume(self) -> None:
+        """End `pause`; harmless where there is none."""
         if self._is_paused:
             self._is_paused = False
-            if self.own_deadline is not None:
-                self.own_deadline.resume()
+            self.clock.resume()
 
     def resume_interrupted(self) -> bool:
         """Prepare the next request after an interruption; False where its answer is whole."""

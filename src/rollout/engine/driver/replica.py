@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import anyio
-import anyio.to_thread
 import attrs
 
-from rollout.bridge import has_virtual_clock
 from rollout.engine.driver.channel import Channel
 from rollout.engine.driver.generation import TokenCounts
 from rollout.engine.driver.recovery import Attempt
@@ -18,6 +16,7 @@ from rollout.engine.weights import DiskWeights, DistributedWeights
 from rollout.engine.wire.staging import unstage
 from rollout.observe.event_stream import EventStream
 from rollout.observe.events import ReplicaChanged, ReplicaSampled
+from rollout.worker_threads import run_in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -51,11 +50,8 @@ class Weights:
         """They are not needed any more; shielded, and harmless when called again."""
         if not self.is_staged or not isinstance(self.source, DiskWeights):
             return
-        if has_virtual_clock():  # time would run away from a thread
-            unstage(self.source.path)
-            return
         with anyio.CancelScope(shield=True):  # gigabytes take a second, and no more
-            await anyio.to_thread.run_sync(unstage, self.source.path)
+            await run_in_thread(unstage, self.source.path)
 
 
 @attrs.define(eq=False)

@@ -17,8 +17,7 @@ from rollout.engine.placement.placement import Placement
 from rollout.engine.wire.protocol import DriverFacts, Terms
 from rollout.errors import EngineError
 from rollout.limits import cleanup_scope
-from rollout.scopes import leaf_of, open_task_group
-from rollout.wake_budget import WakeBudget
+from rollout.scopes import open_task_group, unwrap_group
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
@@ -59,7 +58,6 @@ class Supervisor:
         bring_up: Makes a connected replica serve.
         classify_loss: A replica was lost: whether it died of itself is known now.
         taken_down: A replica serves no more, and why.
-        wakes: What the answers of all of them may wake in a round of the loop.
     """
 
     placement: Placement
@@ -70,7 +68,6 @@ class Supervisor:
     bring_up: Callable[[Replica, Channel], Awaitable[None]]
     classify_loss: Callable[[Replica, Channel, bool], None]
     taken_down: Callable[[Replica, str], None]
-    wakes: WakeBudget
 
     async def start_all(self, tasks: TaskGroup, replicas: Iterable[Replica]) -> None:
         """Return when all of them serve; `supervise` keeps them so in `tasks`.
@@ -83,7 +80,7 @@ class Supervisor:
                 for replica in replicas:
                     starting.start_soon(tasks.start, self.supervise, replica)
         except BaseExceptionGroup as group:
-            error = leaf_of(group)
+            error = unwrap_group(group)
         else:
             return
         raise error
@@ -138,7 +135,6 @@ class Supervisor:
                 replica.tokens,
                 terms=self.terms,
                 facts=await self.facts(),
-                wakes=self.wakes,
             ) as channel,
         ):
             replica.live_in(handle)

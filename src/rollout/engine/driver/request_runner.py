@@ -9,7 +9,6 @@ import anyio
 
 from rollout.bridge import loop_clock
 from rollout.engine.core import WHOLE_ANSWERS
-from rollout.engine.driver.deadline_watch import DeadlineWatch
 from rollout.engine.driver.engine_events import tell_request_ended, tell_request_placed
 from rollout.engine.driver.recovery import NO_ENGINE, Isolation
 from rollout.engine.driver.replica import last_errors
@@ -25,9 +24,8 @@ if TYPE_CHECKING:
     from rollout.engine.driver.replica import Replica
     from rollout.engine.driver.wait_queue import Notifier, WaitQueue
     from rollout.engine.routing import Dispatch, Router
-    from rollout.holds import Hold
+    from rollout.limits import Clock
     from rollout.observe.event_stream import EventStream
-    from rollout.wake_budget import WakeBudget
 
 #: Seconds before a request that a full engine refused is placed again; doubled up to the second.
 REFUSED_BACKOFF_S = 0.05
@@ -52,7 +50,6 @@ class RequestRunner:
     Args:
         wait_queue: Attempts that wait for a place.
         changes: Notified when a request is known to be gone.
-        wakes: What may be woken in a round of the loop.
         last_answer_s: How long a cancelled request waits for the tokens that it has not got yet.
         events: Takes what happens to requests.
 
@@ -60,7 +57,6 @@ class RequestRunner:
         is_open: Whether there is a pool; requests that wait for a place after that learn so.
         is_admission_blocked: Whether none may be made for now.
         active: Attempts that have not ended, also those that wait for a place.
-        deadlines: Ends them at theirs; runs in a task of its own.
     """
 
     def __init__(
@@ -69,7 +65,6 @@ class RequestRunner:
         replicas: Mapping[str, Replica],
         wait_queue: WaitQueue,
         changes: Notifier,
-        wakes: WakeBudget,
         last_answer_s: float,
         events: EventStream,
     ) -> None:
@@ -85,7 +80,6 @@ class RequestRunner:
         self._wait_queue = wait_queue
         self._changes = changes
         self._last_answer_s = last_answer_s
-        self.deadlines = DeadlineWatch(self.active, replicas, wakes, last_answer_s)
         self._ids = RequestIds()
         self._now = loop_clock()
         self._on_gone = self._released  # one for all requests
@@ -93,53 +87,47 @@ class RequestRunner:
     async def run(self, attempt: Attempt) -> None:
         """Make requests until the attempt has its answer; see `EnginePool.generate`.
 
-        Cancelled, or at the deadline, it has the engine end the request, and waits a moment for the
-        tokens that the last answer brings: they have been sampled already.
+        Cancelled, it has the engine end the request, and waits a moment for the tokens that the
+        last answer brings: they have been sampled already.
         """
         avoid: str | None = None  # every trajectory waits in this frame: its names cost each
         self.active[attempt] = None
-        if attempt.hold is not None:
-            attempt.hold.begin(attempt)
         try:
             while True:
-                if attempt.hold is not None and attempt.hold.is_closed:
-                    await self._wait_held(attempt, attempt.hold)
+                if attempt.clock.carried_since is not None:
+                    await self._wait_carried(attempt)
                 attempt.waits_since = self._now()
                 pending: PendingRequest | None = None
                 dispatch = self._place_at_once(attempt, avoid, attempt.waits_since)
                 if dispatch is None:
                     dispatch = await self._place(attempt, avoid)
                 if dispatch is None:
-                    continue  # it is held
+                    continue  # it is carried
                 channel = self._begin(attempt, dispatch)
                 try:
                     if channel.is_full:
                         await self._wait_for_room(channel, dispatch, attempt)
                     pending = self._submit(channel, dispatch, attempt)
                     try:  # right here: each coroutine around this wait is one for each trajectory
-                        await pending.done
+                        await pending.done.wait()
                     except anyio.get_cancelled_exc_class():
                         channel.abandon_nowait(pending)
                         with cleanup_scope(self._last_answer_s):
-                            await pending.done
+                            await pending.done.wait()
                         raise
                     except BaseException:  # closed by force, which may not be awaited in
                         channel.abandon_nowait(pending)
                         raise
                     finally:
                         pending.generation = attempt.pending = None
-                    if pending.given_up_at is not None:
-                        raise attempt.overdue()
                 finally:
                     self._end(attempt, pending)
                 if pending.finish_reason in WHOLE_ANSWERS or await self._is_over(attempt, pending):
                     return
                 avoid = self._to_avoid(pending)
         finally:
-            attempt.resume_deadlines()
+            attempt.resume()
             del self.active[attempt]
-            if attempt.hold is not None:
-                attempt.hold.end(attempt)
 
     def pause_deadlines(self, *, running: bool) -> None:
         """Time counts for `batch_s` only until `resume_deadlines`, or until an attempt is placed.
@@ -152,7 +140,7 @@ class RequestRunner:
         self._pauses += 1
         for attempt in self.active:
             if running or not attempt.is_running:
-                attempt.pause_deadlines()
+                attempt.pause()
 
     def resume_deadlines(self) -> None:
         """End one `pause_deadlines`."""
@@ -160,8 +148,7 @@ class RequestRunner:
         if not self._pauses:
             self._paused_s += self._now() - self._paused_since
             for attempt in self.active:
-                attempt.resume_deadlines()
-                self.deadlines.look_at(attempt.deadline)
+                attempt.resume()
 
     def paused_s(self) -> float:
         """For how long that has been so, in all."""
@@ -189,26 +176,26 @@ class RequestRunner:
                 await self.finish(replica)
                 is_empty = True
 
-    async def stop(self, holds: Collection[Hold]) -> None:
-        """Have the requests of trajectories that are held cut off, and return when they are."""
-        is_stopped, holds = False, dict.fromkeys(holds)  # in their order
-        while not is_stopped:
-            for attempt in [each for each in self.active if each.hold in holds]:
+    async def stop(self, clocks: Collection[Clock]) -> None:
+        """Have the requests of carried trajectories cut off, and return when they are."""
+        carried = dict.fromkeys(clocks)
+        while attempts := [each for each in self.active if each.clock in carried]:
+            for attempt in attempts:
+                attempt.leave_queue()
                 replica = self._replicas.get(attempt.generation.replica)
                 if attempt.is_running and replica is not None and replica.channel is not None:
                     attempt.is_interrupted = True
                     replica.channel.interrupt_nowait(attempt.generation.request_id)
             with anyio.move_on_after(ABORT_AGAIN_S):
-                for hold in holds:
-                    await hold.stopped()
-                is_stopped = True
+                while any(attempt.is_running for attempt in attempts):
+                    await self._changes.wait()
+                return
 
-    async def _wait_held(self, attempt: Attempt, hold: Hold) -> None:
+    async def _wait_carried(self, attempt: Attempt) -> None:
         """Wait until its trajectory continues; that time is charged to nobody."""
         began = self._now()
         try:
-            with attempt.in_time():
-                await hold.wait()
+            await attempt.clock.wait_carried()
         finally:
             attempt.generation.held_s += self._now() - began
 
@@ -217,16 +204,14 @@ class RequestRunner:
         generation = attempt.generation
         if pending.is_lost or pending.is_garbled:
             if pending.is_lost:
-                with attempt.in_time():
-                    await self._replicas[generation.replica].loss_classified.wait()
+                await self._replicas[generation.replica].loss_classified.wait()
             return not attempt.recover(pending.error, is_garbled=pending.is_garbled)
-        if generation.finish_reason == "abort" and _has_more_to_come(attempt):
+        if generation.finish_reason == "abort" and _has_more_to_come(attempt, pending):
             return not attempt.resume_interrupted()
         if generation.finish_reason == "rejected":
             backoff_s = REFUSED_BACKOFF_S * 2 ** min(attempt.failures.refusals, MOST_DOUBLED)
             attempt.note(refusals=attempt.failures.refusals + 1)
-            with attempt.in_time():
-                await anyio.sleep(min(backoff_s, MAX_REFUSED_BACKOFF_S))
+            await anyio.sleep(min(backoff_s, MAX_REFUSED_BACKOFF_S))
             return False
         if generation.finish_reason == "error":
             raise attempt.failed(pending.error or f"{generation.replica}: the engine failed")
@@ -252,21 +237,17 @@ class RequestRunner:
     async def _place(self, attempt: Attempt, avoid: str | None) -> Dispatch | None:
         """Wait for a place on a replica; waiting requests are served by priority.
 
-        None where its trajectory is held meanwhile.
+        None where its trajectory is carried meanwhile.
         """
         dispatch: Dispatch | None = None
         if self._pauses:
-            attempt.pause_deadlines()
+            attempt.pause()
         while dispatch is None:
             if not self.is_open:
                 raise attempt.failed("the engines are closed", reason=NO_ENGINE)
-            if attempt.hold is None:
-                with attempt.in_time():
-                    has_turn = await self._wait_queue.wait(attempt.priority)
-            elif (turn := await self._wait_or_leave(attempt)) is None:
+            has_turn = await self._wait_or_leave(attempt)
+            if has_turn is None:
                 return None
-            else:
-                has_turn = turn
             if not has_turn:
                 why = last_errors(self._replicas.values())
                 raise attempt.failed(f"no engine is left: {why}", reason=NO_ENGINE)
@@ -275,12 +256,12 @@ class RequestRunner:
         return dispatch
 
     async def _wait_or_leave(self, attempt: Attempt) -> bool | None:
-        """As the queue says; None where it was held, which may be over by now."""
+        """As the queue says; None where it was carried, which may be over by now."""
         has_turn: bool | None = None
-        with attempt.in_time(), anyio.CancelScope() as attempt.queue_scope:
+        with anyio.CancelScope() as attempt.queue_scope:
             has_turn = await self._wait_queue.wait(attempt.priority)
         attempt.queue_scope = None
-        if attempt.hold is not None and attempt.hold.is_closed:
+        if attempt.clock.carried_since is not None:
             if has_turn:
                 self._wait_queue.wake_next()  # another one's turn
             return None
@@ -316,6 +297,7 @@ class RequestRunner:
     def _end(self, attempt: Attempt, pending: PendingRequest | None) -> None:
         """It is not any more; None: nothing was sent."""
         attempt.end_request()
+        self._changes.notify()
         if attempt.failures.isolation is not None:
             attempt.failures.isolation.end()
             attempt.note(isolation=None)
@@ -324,8 +306,7 @@ class RequestRunner:
 
     async def _wait_for_room(self, channel: Channel, dispatch: Dispatch, attempt: Attempt) -> None:
         try:
-            with attempt.in_time():
-                await channel.wait_for_room(attempt.prompt_tokens)
+            await channel.wait_for_room(attempt.prompt_tokens)
         except BaseException:
             self._release(dispatch, generated=None)
             raise
@@ -341,7 +322,6 @@ class RequestRunner:
             media=attempt.media,
             asker=attempt,
         )
-        self.deadlines.look_at(attempt.deadline)
         if self._events.tells_all:
             tell_request_placed(self._events, attempt, pending)
         return pending
@@ -365,7 +345,6 @@ class RequestRunner:
         self._changes.notify()
 
 
-def _has_more_to_come(attempt: Attempt) -> bool:
+def _has_more_to_come(attempt: Attempt, pending: PendingRequest) -> bool:
     """Whether an abort was ours, or by a deadline that has been put off since."""
-    is_early = attempt.was_paused and anyio.current_time() < attempt.deadline
-    return attempt.is_interrupted or is_early
+    return attempt.is_interrupted or anyio.current_time() < attempt.deadline != pending.deadline

@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from rollout.observe.explanation import Wait
-from rollout.session_names import split_session
+from rollout.seeds import split_session
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,6 +33,7 @@ def _wait_of(attempt: Attempt, path: str, now: float) -> Wait:
         note = f"{tokens:,} tokens so far" if attempt.has_answer else NO_TOKEN
         since = now - attempt.asked_at
         return Wait("generation", since, attempt.generation.replica, note=note, path=path)
-    if attempt.hold is not None and attempt.hold.is_closed:
-        return Wait("held", now - attempt.hold.closed_at, path=path)
+    carried_since = attempt.clock.carried_since
+    if carried_since is not None:
+        return Wait("held", now - carried_since, path=path)
     return Wait("queue", now - attempt.waits_since, path=path)

@@ -252,7 +252,7 @@ class WeightUpdater:
             self._errors[replica] = error
             return
         for attempt in self._requests.running_on(replica):  # those that paused in their place
-            attempt.resume_deadlines()
+            attempt.resume()
         if replica.channel is channel and replica.is_serving:
             self._router.set_weights(replica.name, weights.version)
             self._changed()

@@ -37,7 +37,7 @@ from rollout.engine.process.child import ChildReady
 from rollout.engine.wire.tls import encrypted
 from rollout.errors import EngineError
 from rollout.limits import cleanup_scope
-from rollout.scopes import leaf_of, open_task_group
+from rollout.scopes import open_task_group, unwrap_group
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
@@ -216,7 +216,7 @@ class RayActors:
                 for rank in range(len(actors)):
                     tasks.start_soon(start, rank)
         except BaseExceptionGroup as group:
-            raise leaf_of(group) from None
+            raise unwrap_group(group) from None
         return served[0]
 
     async def _start_rank(

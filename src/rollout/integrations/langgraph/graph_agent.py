@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from rollout.agents.agent_loop import AgentLoop
 from rollout.agents.openai_messages import openai_messages
-from rollout.bridge import runs_on_trio
 from rollout.errors import AgentError
 from rollout.gateway.runtime_loop import open_runtime_loop
 from rollout.gateway.sessions import Sessions
 from rollout.gateway.settings import GatewaySettings
-from rollout.supervised import Duty, in_own_task
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -92,24 +89,10 @@ class GraphAgent(AgentLoop):
                     graph = await graph
                 return await graph.ainvoke({"messages": messages}, self._config)
 
-            job = play if runs_on_trio() else _supervised(play)
-            threads = context.services.threads
-            state = await threads.run_asyncio("graph", job, cleanup_s=math.inf)
+            threads, limits = context.services.threads, context.services.config.limits
+            state = await threads.run_asyncio("graph", play, cleanup_s=2 * limits.cleanup_s)
         if self._result is not None:
             result = self._result(state)
             if not isinstance(result, Mapping):
                 raise AgentError(f"GraphAgent: result returned {result!r:.80}; expected a mapping")
             context.extra.update(result)
-
-
-def _supervised(play: Callable[[], Any]) -> Callable[[], Any]:
-    """For a task of its own on the runtime's loop, where it can be given up."""
-
-    async def watched() -> Any:
-        with Duty("the graph", math.inf):
-            return await play()
-
-    async def job() -> Any:
-        return await in_own_task(watched)
-
-    return job

@@ -11,15 +11,15 @@ import math
 from array import array
 from typing import TYPE_CHECKING, Any
 
-from rollout.bridge import AsyncioThread, cancel_scope
+import anyio
+
+from rollout.bridge import AsyncioThread
 from rollout.engine.core import CORE_CLOSE_S, Chunk, EngineInfo, EngineLoad
 from rollout.integrations.row_media import images_of, videos_of
 from rollout.integrations.verl.servers import Placed, placing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
-
-    import anyio
 
     from rollout.engine.core import FinishReason, GenerationRequest, SamplingParams
     from rollout.integrations.verl.sessions import Sessions
@@ -100,7 +100,7 @@ class ClientCore:
 
     async def _answer(self, request: GenerationRequest) -> Chunk:
         placed = Placed()
-        with cancel_scope() as scope:
+        with anyio.CancelScope() as scope:
             self._scopes[request.request_id] = scope, placed
             try:
                 output = await self._threads.run("verl's client", self._ask, request, placed)

@@ -38,7 +38,7 @@ from rollout.integrations.verl.sessions import Sessions
 from rollout.integrations.verl.worker_tools import tools_of
 from rollout.runtime.blocking import BlockingRollout
 from rollout.runtime.opening import open_rollout_on
-from rollout.runtime.reward_opening import GivenRewards
+from rollout.scheduling.rewards.functions import GivenRewards
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

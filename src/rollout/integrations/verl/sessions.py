@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from rollout.session_names import split_session
+from rollout.seeds import split_session
 
 #: Counters of speculative decoding, which verl adds up over the turns of a trajectory.
 COUNTERS = ("spec_num_draft_tokens", "spec_num_accepted_tokens", "spec_num_verify_steps")

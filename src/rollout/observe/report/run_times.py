@@ -42,7 +42,7 @@ from rollout.observe.report.trajectory_times import (
     TrajectoryTimes,
 )
 from rollout.observe.report.under_way import UnderWay
-from rollout.session_names import split_session
+from rollout.seeds import split_session
 from rollout.types import NOT_PARSED, UNKNOWN_TOOL
 
 if TYPE_CHECKING:

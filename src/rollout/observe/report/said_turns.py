@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rollout.chat.trajectory import COMPACTION
-from rollout.session_names import split_session
+from rollout.seeds import split_session
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

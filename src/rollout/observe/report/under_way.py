@@ -20,7 +20,7 @@ from rollout.observe.events import (
     TurnStarted,
 )
 from rollout.observe.report.trajectory_times import DECODE, QUEUE, TOOL, Interval
-from rollout.session_names import split_session
+from rollout.seeds import split_session
 from rollout.types import NOT_PARSED
 
 if TYPE_CHECKING:

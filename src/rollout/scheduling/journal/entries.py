@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from rollout.scheduling.journal.plain_data import restored
+from rollout.chat.plain_data import from_plain
 
 
 class Key(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -258,7 +258,7 @@ def answers_in(entry: TurnEntry | AnswersEntry) -> AnswersEntry | None:
     )
 
 
-_decoder: msgspec.msgpack.Decoder[Entry] = msgspec.msgpack.Decoder(Entry, ext_hook=restored)
+_decoder: msgspec.msgpack.Decoder[Entry] = msgspec.msgpack.Decoder(Entry, ext_hook=from_plain)
 
 
 def decode(payload: bytes | memoryview) -> Entry:

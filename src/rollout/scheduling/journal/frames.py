@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 from xxhash import xxh3_64_intdigest
 
+from rollout.chat.plain_data import encoder
 from rollout.errors import JournalError
-from rollout.scheduling.journal.plain_data import encoder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

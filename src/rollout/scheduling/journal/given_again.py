@@ -11,8 +11,9 @@ from msgspec.structs import astuple
 
 from rollout.agents.turn_log import AskedCalls
 from rollout.chat.media_records import without_content
+from rollout.chat.plain_data import encoder, exact_text
 from rollout.medium import Media
-from rollout.scheduling.journal.plain_data import encoder, exact_text, plain, plain_items
+from rollout.scheduling.journal.plain_data import plain, plain_items
 from rollout.tools import ToolResult
 from rollout.tools.answers import Answers
 
@@ -58,7 +59,7 @@ def answers_of(known: AnswersEntry, whole: Callable[[Media], Media]) -> Answers:
 def place_of_turn(prefix: TokenPrefix, seed: int) -> Place:
     """Where a turn begins that has this seed."""
     length = prefix.length
-    return length, prefix.sum_of(length), seed
+    return length, prefix.compute_sum(length), seed
 
 
 def next_known(known: dict[K, deque[Any]] | None, place: K, segment: str | None = None) -> Any:
@@ -88,7 +89,7 @@ def asked_of(prefix: TokenPrefix, calls: Sequence[ToolCall | InvalidToolCall]) -
 
 def place_of_calls(asked: AskedCalls) -> Place:
     """Where these calls are made."""
-    return asked.length, asked.prefix.sum_of(asked.length), zlib.crc32(asked.calls)
+    return asked.length, asked.prefix.compute_sum(asked.length), zlib.crc32(asked.calls)
 
 
 def plain_states(states: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
     from rollout.scheduling.journal.journal import Journal
     from rollout.scheduling.journal.trajectory_log import TrajectoryLog
-    from rollout.scheduling.prompt_source import PromptSource
+    from rollout.scheduling.member_group import MemberGroup
     from rollout.scheduling.prompts import Member
-    from rollout.scheduling.pulled_group import PulledGroup
+    from rollout.scheduling.sources import PromptSource
     from rollout.types import Prompt
 
     #: The uid with which a prompt was pulled, and the sum of its other fields.
@@ -215,7 +215,7 @@ class GroupLog:
             source.number = self._sources
         return False
 
-    def enrol(self, group: PulledGroup) -> None:
+    def enrol(self, group: MemberGroup) -> None:
         """Give the members of a group, all of which wait, their logs."""
         if self._journal is None:
             return
@@ -230,7 +230,7 @@ class GroupLog:
         assert group.waiting[0].log is not None
         group.key = group.waiting[0].log.key
         if group.before is not None:  # what a caller had, and what is finished, counts first
-            group.waiting = deque(sorted(group.waiting, key=_rank))
+            group.waiting.sort(key=_rank)
 
     def recorded(self, member: Member) -> Trajectory | None:
         """The trajectory, where the journal has it whole."""
@@ -284,7 +284,7 @@ class GroupLog:
         await self._journal.kept(number, deadline)
         return None if self._journal.has_written(number) else self._journal.failure
 
-    def unwanted(self, group: PulledGroup) -> None:
+    def unwanted(self, group: MemberGroup) -> None:
         """Nobody will have it any more."""
         if self._journal is not None and group.key is not None:
             self._journal.delivered([group.key], UNWANTED)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from rollout.bridge import has_virtual_clock
 from rollout.errors import ConfigError, JournalError, PromptError
 from rollout.scheduling.journal.entries import (
     Entry,
@@ -28,6 +27,7 @@ from rollout.scheduling.journal.pulled_before import content_of
 from rollout.scheduling.journal.run_identity import check_same, header_of, say_other_tools
 from rollout.scheduling.journal.trajectory_log import NOTHING, TrajectoryLog
 from rollout.scopes import open_task_group
+from rollout.worker_threads import may_leave_loop
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -317,7 +317,7 @@ async def open_journal(
         return decode(os.pread(descriptor, payload.size, payload.start))
 
     async with open_task_group() as tasks:
-        if not has_virtual_clock():
+        if may_leave_loop():
             tasks.start_soon(writer.watch, CHECK_S)
         try:
             yield Journal(config.journal, contents, writer, read, services)

@@ -7,13 +7,11 @@ import os
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
-import anyio.to_thread
-
-from rollout.bridge import has_virtual_clock
 from rollout.errors import ConfigError, JournalError
 from rollout.scheduling.journal.held_files import hold, let_go, opening_error
 from rollout.scheduling.journal.journal_reading import Contents, read_journal, say_torn
 from rollout.scheduling.journal.run_identity import check_same, header_of
+from rollout.worker_threads import run_in_thread
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -114,9 +112,7 @@ async def journal_file(config: RolloutConfig, *, resume: bool) -> AsyncIterator[
 
 async def _contents(path: Path) -> Contents:
     try:
-        if has_virtual_clock():
-            return read_journal(path)
-        return await anyio.to_thread.run_sync(read_journal, path)
+        return await run_in_thread(read_journal, path)
     except JournalError as error:
         raise ConfigError(f"journal.path = {str(path)!r}: {error}") from error
 

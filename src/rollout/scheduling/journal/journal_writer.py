@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from rollout.bridge import event_type, has_virtual_clock, loop_poster
+from rollout.bridge import loop_poster
 from rollout.clocks import monotonic
 from rollout.disk_room import unwritable
 from rollout.scheduling.journal.foreign_changes import foreign_change
 from rollout.scheduling.journal.frames import MAGIC, FrameBuffer
 from rollout.scheduling.journal.held_files import let_go
 from rollout.scheduling.journal.large_records import single_frames
+from rollout.worker_threads import may_leave_loop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -110,8 +111,7 @@ class JournalWriter:
         #: What is to be written, and what was.
         self._full: deque[FrameBuffer] = deque()
         self._spare: deque[FrameBuffer] = deque(maxlen=_SPARE)
-        self._event_type = event_type()
-        self._changed = self._event_type()
+        self._changed = anyio.Event()
         self.listeners: dict[Callable[[], object], None] = {}
         self._has_waiters = False
         #: Whether the thread will look by itself at what is put; whether it waits until then, and
@@ -126,7 +126,7 @@ class JournalWriter:
         self._closing, self._done = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._post = loop_poster()
-        if not has_virtual_clock():
+        if may_leave_loop():
             self._thread = threading.Thread(target=self._run, name="rollout-journal", daemon=True)
             self._thread.start()
 
@@ -393,7 +393,7 @@ class JournalWriter:
 
     def _tell(self) -> None:
         """Wake those who wait; on the loop."""
-        changed, self._changed = self._changed, self._event_type()
+        changed, self._changed = self._changed, anyio.Event()
         changed.set()
         for tell in tuple(self.listeners):
             tell()

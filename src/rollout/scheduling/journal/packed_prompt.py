@@ -9,16 +9,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import asdict
 
+from rollout.chat.plain_data import encoder, from_plain
 from rollout.errors import JournalError
 from rollout.medium import Media
 from rollout.scheduling.journal.frames import most_bytes
-from rollout.scheduling.journal.plain_data import (
-    Unwritable,
-    encoder,
-    plain,
-    plain_items,
-    restored,
-)
+from rollout.scheduling.journal.plain_data import Unwritable, plain, plain_items
 from rollout.types import Message, Prompt, ToolCall
 
 if TYPE_CHECKING:
@@ -140,7 +135,7 @@ def prompt_of(fields: bytes) -> Prompt:
 def _restored_in_prompt(code: int, data: memoryview) -> Any:
     kind = STRUCTS.get(code)
     if kind is None:
-        return restored(code, data)
+        return from_plain(code, data)
     fields = msgspec.msgpack.decode(data, ext_hook=_restored_in_prompt)
     for name in fields.keys() & _SEQUENCES:
         if isinstance(fields[name], list):

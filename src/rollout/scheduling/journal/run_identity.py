@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from rollout.chat.plain_data import encoder
 from rollout.config import dump_config
 from rollout.errors import ConfigError, JournalError
 from rollout.scheduling.journal.entries import Header
-from rollout.scheduling.journal.plain_data import encoder, plain
+from rollout.scheduling.journal.plain_data import plain
 from rollout.seeds import fresh_seed
-from rollout.types import said
+from rollout.types import format_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -108,7 +109,7 @@ def _check_encodable(path: str, header: Header) -> None:
     try:
         encoder.encode(header)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        faults = list(_unplain(header)) or [said(error)]
+        faults = list(_unplain(header)) or [format_error(error)]
         lines = "".join(f"\n  {fault}" for fault in faults)
         raise ConfigError(
             f"journal.path = {path!r}: cannot hold this run:{lines}", tuple(faults)

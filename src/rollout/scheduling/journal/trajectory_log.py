@@ -40,7 +40,7 @@ from rollout.scheduling.journal.packed_trajectory import packed_trajectory, traj
 from rollout.scheduling.journal.told_rows import ALL, ToldRow
 from rollout.scheduling.journal.unwritten import drop_large, drop_messages, fail_unwritten
 from rollout.tools.results import show_something
-from rollout.types import Outcome, said
+from rollout.types import Outcome, format_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -326,7 +326,7 @@ class TrajectoryLog(msgspec.Struct, eq=False):
                     return packed
                 fault = drop_large(trajectory, len(packed))
         except (JournalError, TypeError, ValueError, OverflowError, RecursionError) as error:
-            fault = error if isinstance(error, JournalError) else JournalError(said(error))
+            fault = error if isinstance(error, JournalError) else JournalError(format_error(error))
             drop_messages(trajectory)
         fail_unwritten(trajectory, fault)
         packed, _ = packed_trajectory(trajectory, schemas, unwritable, {})

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rollout.chat.plain_data import encoder
 from rollout.errors import JournalError
 from rollout.scheduling.journal.frames import most_bytes
-from rollout.scheduling.journal.plain_data import encoder, plain
+from rollout.scheduling.journal.plain_data import plain
 from rollout.types import Cause, Outcome
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import anyio
 import attrs
 
 from rollout.errors import ToolError
-from rollout.scopes import leaf_of
+from rollout.scopes import unwrap_group
 from rollout.tools.mcp.liveness import Liveness
 from rollout.tools.mcp.sdk import HeardStream, OpenStreams, all_tools
 
@@ -140,7 +140,7 @@ class McpLink:
                 with scope:
                     await self._converse(connection, errors, scope, task_status)
             except Exception as error:
-                leaf = leaf_of(error) if isinstance(error, BaseExceptionGroup) else error
+                leaf = unwrap_group(error) if isinstance(error, BaseExceptionGroup) else error
                 fault = f"{type(leaf).__name__}: {leaf}"
             finally:
                 self._lose(connection)

@@ -1,0 +1,242 @@
+"""Values of users as records hold them: exactly, or refused by where they stand.
+
+Journals hold values exactly; what crosses to a child process may be simplified first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import fields, is_dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import msgspec
+import numpy as np
+
+from rollout.utf8 import encodable, is_encodable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+EXPECTED = (
+    "expected plain data: None, bool, int, float, str, bytes, list, tuple, dict, or an "
+    "array of numbers"
+)
+_ARRAY, _SCALAR, _TUPLE = 1, 2, 3
+#: How deep values may be nested: what is written can be read again, however little of the stack is
+#: left then.
+MAX_DEPTH = 100
+TOO_DEEP = f"refers to itself, or is nested more than {MAX_DEPTH} deep"
+#: Where an object lies in memory, as it shows itself.
+_ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")
+#: Kinds of NumPy's types that are numbers.
+_NUMBERS = "biufc"
+_SIMPLE = frozenset((bool, float, bytes))
+_LEAST, _MOST = -(2**63), 2**64 - 1
+
+
+class NotPlainError(Exception):
+    """A value is no plain data; says which it is, and where it stands."""
+
+    def __init__(self, what: str, path: str = "") -> None:
+        super().__init__(what)
+        self.what, self.path = what, path
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.what}"
+
+    def within(self, key: object) -> NotPlainError:
+        """It stands there in what holds it."""
+        self.path = f"[{key!r}]{self.path}"
+        return self
+
+
+def exact_text(value: Any) -> str:
+    """A text of a type of its own, such as `numpy.str_`, as the text that it is; for encoders.
+
+    Raises:
+        TypeError: It is none.
+    """
+    if isinstance(value, str):
+        return str.__str__(value)
+    raise TypeError(f"Encoding objects of type {type(value).__qualname__} is unsupported")
+
+
+#: Of records, and of what is in them.
+encoder = msgspec.msgpack.Encoder(enc_hook=exact_text)
+
+
+def to_plain(value: Any, where: str, simplify: Callable[[Any], Any] | None = None) -> Any:
+    """`value` in terms of which msgpack gives an equal one back; see `from_plain`.
+
+    Args:
+        where: What it is called in errors.
+        simplify: Replaces values that msgpack has no type for, and tuples are lists then; None:
+            all values come back as they were, or are refused.
+
+    Raises:
+        NotPlainError: It holds what is no plain data.
+    """
+    try:
+        return _plain(value, 0, simplify)
+    except NotPlainError as error:
+        error.path = where + error.path
+        raise
+    except RecursionError:
+        raise NotPlainError(f"{TOO_DEEP}; {EXPECTED}", where) from None
+
+
+def to_plain_items(
+    items: Mapping[Any, Any], where: str, simplify: Callable[[Any], Any] | None = None
+) -> dict[Any, Any]:
+    """The same for the items of any mapping, which comes back as a dict.
+
+    Raises:
+        NotPlainError: One holds what is no plain data.
+    """
+    return cast("dict[Any, Any]", to_plain(dict(items), where, simplify))
+
+
+def from_plain(code: int, data: memoryview) -> Any:
+    """The `ext_hook` that undoes `to_plain`."""
+    if code == _TUPLE:
+        return tuple(msgspec.msgpack.decode(data, ext_hook=from_plain))
+    if code not in (_ARRAY, _SCALAR):
+        raise ValueError(f"unknown extension {code}")
+    dtype, shape, content = msgspec.msgpack.decode(data)
+    array = np.frombuffer(bytearray(content), dtype=dtype).reshape(shape)
+    return array if code == _ARRAY else array[()]
+
+
+def simplify(value: Any) -> Any:
+    """A value that msgpack has no type for, as the plain data that says the same; for `to_plain`.
+
+    Arrays, tensors and sets become lists, fields of structs, dataclasses and attrs classes dicts,
+    an `IntEnum` or `StrEnum` its value, halves of characters U+FFFD. Values that would be another
+    value over there, such as a Decimal or a date, are returned as they are, and refused.
+    """
+    if isinstance(value, str):  # an enumeration's too
+        return encodable(str.__str__(value))
+    for kind in (int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    record: Any = type(value)
+    names = [each.name for each in getattr(record, "__attrs_attrs__", ())]
+    names += getattr(record, "__struct_fields__", ())
+    names += [each.name for each in (fields(record) if is_dataclass(record) else ())]
+    if names:
+        return {name: getattr(value, name, None) for name in names}
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, Sequence | Set) else value
+
+
+def show_value(value: Any, kind: Callable[[Any], T] = repr) -> T | str:  # type: ignore[assignment]
+    """A value as one that can be written, or at least what it is: the same in each process."""
+    try:
+        made = kind(value)
+        if not isinstance(made, str):
+            return made
+        is_set = type(value) in (set, frozenset)
+        shown = f"{{{', '.join(sorted(map(repr, value)))}}}" if is_set else made
+        return _ADDRESS.sub("", shown.encode("utf-8", "backslashreplace").decode())
+    except Exception as failure:  # a foreign __repr__
+        what = f"<{type(value).__qualname__} whose {kind.__name__} raises "
+        return f"{what}{type(failure).__qualname__}>"
+
+
+def _plain(value: Any, depth: int, simplify: Callable[[Any], Any] | None) -> Any:
+    kind = type(value)
+    if value is None or kind in _SIMPLE:
+        return value
+    if kind is str:
+        return value if value.isascii() or is_encodable(value) else _replace(value, depth, simplify)
+    if kind is int:
+        if not _LEAST <= value <= _MOST:
+            raise NotPlainError(f"is an int of more than 64 bits; {EXPECTED}")
+        return value
+    if kind is dict:  # one of another type would not come back as such
+        return _plain_dict(value, depth + 1, simplify)
+    if kind is list:
+        return _plain_list(value, depth + 1, simplify)
+    if kind is tuple:
+        items = _plain_list(value, depth + 1, simplify)
+        return items if simplify else msgspec.msgpack.Ext(_TUPLE, encoder.encode(items))
+    is_array = kind is np.ndarray  # a subclass has more than its numbers, such as a mask
+    is_scalar = isinstance(value, np.generic) and kind is value.dtype.type
+    if not simplify and (is_array or is_scalar) and value.dtype.kind in _NUMBERS:
+        array = np.ascontiguousarray(value)
+        content = [array.dtype.str, list(np.shape(value)), array.tobytes()]
+        return msgspec.msgpack.Ext(_ARRAY if is_array else _SCALAR, encoder.encode(content))
+    return _replace(value, depth, simplify)
+
+
+def _plain_dict(
+    value: Mapping[Any, Any], depth: int, simplify: Callable[[Any], Any] | None
+) -> dict[Any, Any]:
+    _check_depth(depth)
+    made = {}
+    for key, each in value.items():
+        if type(key) is type(each) is str and key.isascii() and each.isascii():  # as a rule
+            made[key] = each
+            continue
+        try:
+            made[_plain_key(key, simplify)] = _plain(each, depth, simplify)
+        except NotPlainError as error:
+            raise error.within(key) from None
+    return made
+
+
+def _plain_list(values: Any, depth: int, simplify: Callable[[Any], Any] | None) -> list[Any]:
+    _check_depth(depth)
+    made: list[Any] = []
+    for each in values:
+        try:
+            made.append(_plain(each, depth, simplify))
+        except NotPlainError as error:
+            raise error.within(len(made)) from None
+    return made
+
+
+def _plain_key(key: Any, simplify: Callable[[Any], Any] | None) -> Any:
+    if type(key) in (str, int, bool):
+        return _plain(key, 0, simplify)
+    if simplify is not None:
+        if key is None or type(key) in _SIMPLE:
+            return key
+        if type(key) is tuple:  # msgpack has arrays as keys
+            return tuple(_plain_key(each, simplify) for each in key)
+        if isinstance(key, str | int):
+            return simplify(key)
+    raise NotPlainError(f"has a key that is a {type(key).__qualname__}; expected a str")
+
+
+def _check_depth(depth: int) -> None:
+    """Raise what the interpreter raises a little later: where it stands would fill a page."""
+    if depth > MAX_DEPTH:
+        raise RecursionError
+
+
+def _replace(value: Any, depth: int, simplify: Callable[[Any], Any] | None) -> Any:
+    """What stands for a value that is no plain data."""
+    if simplify is not None:
+        made = simplify(value)
+        if made is not value:
+            _check_depth(depth)
+            return _plain(made, depth + 1, simplify)
+        if isinstance(value, datetime) and value.tzinfo is not None:  # msgpack has those
+            return value
+    if type(value) is str:
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise NotPlainError(f"is a str that UTF-8 cannot hold: {error}") from None
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    raise NotPlainError(f"is a {kind}; {EXPECTED}")

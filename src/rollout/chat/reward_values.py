@@ -1,0 +1,270 @@
+"""What may be given as a reward, by reward functions, agents, tools and users; and its checks."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout.types import Reward
+
+if TYPE_CHECKING:
+    from rollout.chat.group import Group
+    from rollout.chat.trajectory import Trajectory
+    from rollout.chat.transcript import Transcript
+
+#: How messages call the functions.
+REWARD, GROUP_REWARD = "the reward function", "the group reward function"
+NUMBER = "expected a number; what else is to be kept has its place in extra"
+#: Tensors hold rewards as float32.
+MAX_REWARD = float(np.finfo(np.float32).max)
+
+
+class BadRewardError(Exception):
+    """What was returned as a reward is none.
+
+    Attributes:
+        field: Of a `Reward`, which is at fault; "reward" stands for its value.
+    """
+
+    def __init__(self, message: str, field: str = "reward") -> None:
+        super().__init__(message)
+        self.field = field
+
+
+def as_reward(value: Any, who: str) -> Reward:
+    """A number, a `Reward` or a mapping with a ``score`` as a `Reward`, its value checked.
+
+    Args:
+        value: What `who` returned.
+        who: For the message, e.g. "the reward function".
+
+    Raises:
+        BadRewardError: It is none of these, or no finite number.
+    """
+    reward = value
+    if isinstance(value, Mapping):
+        if "score" not in value:
+            raise BadRewardError(
+                f"{who} returned {value!r:.80}; expected a mapping to have a score"
+            )
+        rest = {key: item for key, item in value.items() if key != "score"}
+        reward = Reward(value=value["score"], extra=rest)
+    elif not isinstance(value, Reward):
+        reward = Reward(value=value)
+    for name in ("extra", "segment_values"):
+        given = getattr(reward, name)
+        if not isinstance(given, Mapping):
+            raise BadRewardError(
+                f"{who} returned the {name} {given!r:.80}; expected a mapping", name
+            )
+    for key in reward.extra:
+        if not isinstance(key, str):
+            raise BadRewardError(
+                f"{who} returned the key {key!r:.80} in extra; expected a str", "extra"
+            )
+    return Reward(
+        value=finite_number(reward.value, who, expected="a number or a Reward"),
+        extra=reward.extra,
+        token_values=reward.token_values,
+        turn_values=reward.turn_values,
+        segment_values=reward.segment_values,
+    )
+
+
+def finite_number(
+    value: Any, who: str, *, field: str = "reward", expected: str = "a number"
+) -> float:
+    """A number as a float; a bool is 0 or 1, and NumPy's and torch's scalars are numbers too.
+
+    Args:
+        value: What `who` returned.
+        who: For the message.
+        field: That of the `BadRewardError`.
+        expected: What is taken, for the message on what is no number.
+
+    Raises:
+        BadRewardError: It is no finite number that float32 can hold.
+    """
+    number = value
+    with suppress(AttributeError, TypeError, ValueError, RuntimeError):  # not one number
+        number = value.item()
+    if not isinstance(number, int | float):
+        raise BadRewardError(f"{who} returned {value!r:.80}; expected {expected}", field)
+    try:
+        number = float(number)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise BadRewardError(f"{who} returned {number}; expected a finite number", field)
+    if abs(number) > MAX_REWARD:
+        raise BadRewardError(
+            f"{who} returned {number}; expected a number that float32 can hold", field
+        )
+    return number
+
+
+def check_metrics(metrics: Mapping[Any, Any], who: str) -> None:
+    """Let what somebody made of a trajectory's metrics pass: names with numbers.
+
+    Raises:
+        BadRewardError: An item is something else.
+    """
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise BadRewardError(f"{who} put {name!r:.80} into metrics; expected a str for a name")
+        try:
+            is_number = isinstance(value, Real) and isinstance(float(value), float)
+        except OverflowError:
+            is_number = False
+        if not is_number:
+            raise BadRewardError(f"{who} put {value!r:.80} into metrics[{name!r:.80}]; {NUMBER}")
+
+
+def check_reward_value(value: Any, trajectory: Trajectory, who: str = REWARD) -> Reward:
+    """What `who` returned for a trajectory, its values for tokens and segments checked too.
+
+    The values of turns are among those of tokens then.
+
+    Raises:
+        BadRewardError: It is something else than a finite number, a `Reward` or a mapping with a
+            ``score``, as verl's functions return; or has values of tokens, turns or segments that
+            the trajectory does not have.
+    """
+    reward = as_reward(value, who)
+    of_tokens = _pack_by_segment("token_values", reward.token_values, trajectory, who)
+    of_turns = _pack_by_segment("turn_values", reward.turn_values, trajectory, who)
+    both = of_tokens.keys() & of_turns.keys()
+    if both:
+        raise BadRewardError(
+            f"{who} returned token_values and turn_values of the segment {min(both)}; expected "
+            "either of them",
+            "turn_values",
+        )
+    return Reward(
+        value=reward.value,
+        extra=reward.extra,
+        token_values=of_tokens | of_turns,
+        segment_values={
+            _check_index(at, trajectory, "segment_values", who): finite_number(
+                each, f"{who}, for the segment {at},", field="segment_values"
+            )
+            for at, each in reward.segment_values.items()
+        },
+    )
+
+
+def check_group_values(value: Any, group: Group, who: str = GROUP_REWARD) -> list[Reward | None]:
+    """What `who` returned for a group: one reward for each member, in their order.
+
+    None stands for a member without one; what is returned for members that are not trainable is
+    not looked at.
+
+    Raises:
+        BadRewardError: There are more or fewer, or one is none; see `check_reward_value`.
+    """
+    listed = value.tolist() if hasattr(value, "tolist") else value
+    count = len(group.trajectories)
+    if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):
+        raise BadRewardError(
+            f"{who} returned {value!r:.80}; expected a sequence of {count} rewards, one for each "
+            "member"
+        )
+    if len(listed) != count:
+        raise BadRewardError(
+            f"{who} returned {len(listed)} rewards; expected {count}, one for each member"
+        )
+    return [
+        None
+        if each is None or not trajectory.trainable
+        else check_reward_value(each, trajectory, f"{who}, for member {trajectory.member},")
+        for each, trajectory in zip(listed, group.trajectories, strict=True)
+    ]
+
+
+def apply_reward(trajectory: Trajectory, reward: Reward) -> None:
+    """Give a trajectory the reward that was checked for it."""
+    trajectory.reward = reward.value
+    trajectory.extra.update(reward.extra)
+    for at, value in reward.segment_values.items():
+        trajectory.segments[at].reward = value
+    assert isinstance(reward.token_values, Mapping)
+    for at, values in reward.token_values.items():
+        trajectory.segments[at].token_rewards = array("f", values)
+
+
+def _pack_by_segment(
+    what: str, values: Any, trajectory: Trajectory, who: str
+) -> dict[int, array[float]]:
+    """The rewards of tokens, packed, by segment."""
+    if values is None:
+        return {}
+    by_segment = values if isinstance(values, Mapping) else {trajectory.main_index: values}
+    pack = _pack_turns if what == "turn_values" else _pack_tokens
+    return {
+        _check_index(at, trajectory, what, who): pack(each, trajectory.segments[at].transcript, who)
+        for at, each in by_segment.items()
+    }
+
+
+def _check_index(at: Any, trajectory: Trajectory, what: str, who: str) -> int:
+    count = len(trajectory.segments)
+    if not isinstance(at, int | np.integer) or isinstance(at, bool) or not 0 <= at < count:
+        raise BadRewardError(
+            f"{who} returned {what} of the segment {at!r:.80}; the trajectory has {count}, "
+            "counted from 0",
+            what,
+        )
+    return int(at)
+
+
+def _pack_tokens(values: Any, transcript: Transcript, who: str) -> array[float]:
+    count = transcript.response_length
+    numbers = _check_numbers(
+        values, count, ("token_values", "token", "tokens after the prompt"), who
+    )
+    return array("f", numbers.tobytes())
+
+
+def _pack_turns(values: Any, transcript: Transcript, who: str) -> array[float]:
+    spans = list(transcript.generated_spans())
+    numbers = _check_numbers(values, len(spans), ("turn_values", "turn", "turns"), who)
+    spread = np.zeros(transcript.response_length, dtype=np.float32)
+    for span, number in zip(spans, numbers, strict=True):
+        if len(span):
+            spread[span.stop - 1 - transcript.prompt_length] = number
+    return array("f", spread.tobytes())
+
+
+def _check_numbers(
+    values: Any, count: int, names: tuple[str, str, str], who: str
+) -> npt.NDArray[np.float32]:
+    what, one, all_of_them = names
+    if hasattr(values, "detach"):  # NumPy does not read every tensor
+        values = values.tolist()
+    elif isinstance(values, list | tuple):
+        values = [each.tolist() if hasattr(each, "detach") else each for each in values]
+    try:
+        numbers = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise BadRewardError(f"{who} returned {what} that are no numbers ({error})", what) from None
+    if numbers.shape != (count,):
+        raise BadRewardError(
+            f"{who} returned {what} of shape {numbers.shape}; expected one for each of the "
+            f"{count} {all_of_them}",
+            what,
+        )
+    wrong = np.flatnonzero(~(np.abs(numbers) <= MAX_REWARD))
+    if len(wrong):
+        raise BadRewardError(
+            f"{who} returned {numbers[wrong[0]]} for {one} {wrong[0]}; expected a finite number "
+            "that float32 can hold",
+            what,
+        )
+    return numbers.astype(np.float32)

@@ -1,0 +1,398 @@
+"""Foreign code in tasks of the runtime's, so that nobody waits for code that does not end.
+
+Agents, tools, simulated users and rewards run behind `Contained.run`: each in a task of one group,
+while the task that wants the result waits for a report. Code that is still there `cleanup_s` after
+its cancellation is reported as unresponsive. Such code is closed once something would resume it,
+and its task is parked until the runtime closes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Generator
+from contextlib import asynccontextmanager, suppress
+from contextvars import ContextVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+import anyio
+
+from rollout.bridge import loop_clock
+from rollout.scopes import open_task_group
+from rollout.wait_places import await_frames, describe_place
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+
+    from anyio.abc import TaskGroup, TaskStatus
+
+logger = logging.getLogger("rollout")
+
+T = TypeVar("T")
+
+#: How many waits in the clean-up of stopped code are broken off.
+_MOST_THROWS = 10
+#: The containment of this task, and the contained code that this task runs.
+_containment: ContextVar[Containment | None] = ContextVar("rollout_containment", default=None)
+_around: ContextVar[Contained[Any] | None] = ContextVar("rollout_contained", default=None)
+
+
+class UnresponsiveError(Exception):
+    """Foreign code did not end when it was cancelled."""
+
+
+class _Stopped(BaseException):
+    """Ends code that was stopped, wherever it waits."""
+
+
+class StoppableCoroutine(Generator[Any, Any, Any]):
+    """Awaits a coroutine until that is stopped, and `parked` from then on."""
+
+    def __init__(
+        self, coroutine: Coroutine[Any, Any, Any], parked: Callable[[], Coroutine[Any, Any, Any]]
+    ) -> None:
+        self.coroutine: Any = coroutine
+        self.is_stopped = False
+        self._parked = parked
+        self._step = coroutine.send
+
+    def __await__(self) -> StoppableCoroutine:
+        return self
+
+    def send(self, value: Any) -> Any:
+        """Resume it."""
+        if self.is_stopped and self._parked is not None:
+            return self._park()
+        return self._step(value)
+
+    def throw(self, *error: Any) -> Any:
+        """Resume it with an error."""
+        if self.is_stopped and self._parked is not None:
+            return self._park()
+        return self.coroutine.throw(*error)
+
+    def _park(self) -> Any:
+        stopped, parked = self.coroutine, self._parked()
+        self._parked = None  # type: ignore[assignment]
+        self.coroutine, self._step = parked, parked.send
+        # `close` alone leaves async generators half open whose clean-up waits. What is left then
+        # is freed here, and Python prints a line: at exit it would be closed again, and spin.
+        for end in (*[partial(stopped.throw, _Stopped)] * _MOST_THROWS, stopped.close):
+            if stopped.cr_frame is not None:
+                with suppress(BaseException):  # its clean-up failed, or waits
+                    end()
+        return parked.send(None)
+
+
+class Contained(Generic[T]):
+    """One piece of foreign code, in a task of its own.
+
+    Args:
+        containment: Has its task.
+        what: What the code is, for messages.
+        deadline: When it is cancelled, on the loop's clock.
+        activity: Whose work it is, where the event loop is found blocked.
+
+    Attributes:
+        unresponsive: Why nobody waits for it any more; None where it ended by itself.
+        was_cancelled: Whether `cancel` or the deadline ended it.
+        value, error: What it returned, or raised.
+        stopped_within: The first code that it waited for and that was unresponsive.
+        around, inner: The code that waits for it; and what it waits for.
+        since: When it began, on the loop's clock.
+    """
+
+    def __init__(
+        self,
+        containment: Containment,
+        what: str,
+        deadline: float = math.inf,
+        activity: object = None,
+    ) -> None:
+        self.what, self.since = what, containment.clock()
+        self.unresponsive: UnresponsiveError | None = None
+        self.stopped_within: UnresponsiveError | None = None
+        self.was_cancelled = False
+        self.around = _around.get()
+        self.inner: dict[Contained[Any], None] = {}
+        self._containment, self._activity = containment, activity
+        self._scope = anyio.CancelScope(deadline=deadline)
+        #: When it was cancelled; afresh where code that it waits for was stopped.
+        self._cancelled_at = math.inf
+        self._body: StoppableCoroutine | None = None
+        self._reported = anyio.Event()
+        self.value: T | None = None
+        self.error: BaseException | None = None
+
+    @property
+    def deadline(self) -> float:
+        """When the code is cancelled; may be changed while it runs."""
+        return self._scope.deadline
+
+    @deadline.setter
+    def deadline(self, at: float) -> None:
+        self._scope.deadline = at
+        self._containment.look_at(at)
+
+    def cancel(self) -> None:
+        """Cancel the code."""
+        self._scope.cancel()
+        self._cancelled_at = min(self._cancelled_at, self._containment.clock())
+        self._containment.look_at(self._cancelled_at)
+
+    @property
+    def ends_at(self) -> float:
+        """When the code is, or was, cancelled."""
+        if self._cancelled_at < math.inf:
+            return self._cancelled_at
+        return self._scope.deadline
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether the code was cancelled, by its deadline too."""
+        return self._scope.cancel_called
+
+    def find_inner(self) -> Iterator[Contained[Any]]:
+        """The contained code that it waits for, at whatever depth."""
+        for code in self.inner:
+            yield code
+            yield from code.find_inner()
+
+    def place(self) -> str:
+        """File and line where the code waits; empty once it has ended."""
+        return "" if self._body is None else describe_place(await_frames(self._body.coroutine))
+
+    async def run(self, function: Callable[[], Awaitable[T]], *, grace_s: float = 0.0) -> T | None:
+        """Run `function` to its end: `value` is what it returned, `error` what it raised.
+
+        The value is returned too; neither is there where `cancel` or the deadline ended it.
+
+        Cancellation of the caller passes on to the code, `grace_s` later, and leaves once that has
+        ended or was stopped.
+
+        Raises:
+            UnresponsiveError: It did not end within `cleanup_s` of its cancellation.
+        """
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        self._containment.start(self, function)
+        try:
+            await self._reported.wait()
+        except GeneratorExit:  # of code that was stopped
+            self.cancel()
+            raise
+        except BaseException:
+            if not grace_s:
+                self.cancel()
+            else:
+                self.deadline = min(self.deadline, self._containment.clock() + grace_s)
+            with anyio.CancelScope(shield=True):
+                await self._reported.wait()
+            if self.unresponsive is not None:
+                raise self.unresponsive from None
+            raise
+        if self.unresponsive is not None:
+            raise self.unresponsive
+        return self.value
+
+    async def serve(self, function: Callable[[], Awaitable[T]]) -> None:
+        """The code's task: runs it, reports how it ended, and parks where it was stopped."""
+        activity = self._activity  # noqa: F841  (see `wait_places`)
+        _around.set(self)
+        raised: BaseException | None = None
+
+        async def call() -> T:
+            return await function()
+
+        self._body = StoppableCoroutine(call(), self._park)
+        try:
+            with self._scope:
+                try:
+                    self.value = await self._body
+                except BaseException as error:
+                    raised = error
+                    raise
+        except BaseException as error:
+            is_torn = isinstance(error, RuntimeError) and error is not raised
+            if self.unresponsive is None:
+                self.error = raised if is_torn else error
+                self.was_cancelled = self._scope.cancel_called and is_torn and raised is not None
+                self._report()
+            if is_torn:  # scopes that it left open would end more than its task
+                with suppress(UnresponsiveError):
+                    await self._park()
+        else:
+            self.was_cancelled = self._scope.cancelled_caught
+            self._report()
+
+    def stop(self, now: float) -> None:
+        """Report the code as unresponsive, and never resume it, where its time to end is over."""
+        cleanup_s = self._containment.cleanup_s
+        if self._body is None or self.ends_at + cleanup_s > now:
+            return
+        self.unresponsive = UnresponsiveError(
+            f"{self.what} did not end within limits.cleanup_s = {cleanup_s:g} s of its "
+            f"cancellation and was given up; it waits at {self.place()}"
+        )
+        self._body.is_stopped = True
+        around = self.around
+        while around is not None:
+            around.stopped_within = around.stopped_within or self.unresponsive
+            if around.ends_at < now:
+                around._cancelled_at = now  # it waited for this
+            around = around.around
+        self._report()
+
+    def _report(self) -> None:
+        self._body = None if self.unresponsive is None else self._body
+        self._containment.forget(self)
+        self._reported.set()
+
+    async def _park(self) -> None:
+        with anyio.CancelScope(shield=True):
+            await self._containment.closing.wait()
+        raise UnresponsiveError(f"{self.what} was stopped")
+
+
+class Containment:
+    """Has the tasks of foreign code; made by `open_containment`.
+
+    Attributes:
+        cleanup_s: How long after its cancellation code is reported as unresponsive.
+        clock: The loop's.
+        running: Code that has not ended, in the order in which it began.
+        closing: Set when the runtime closes.
+        is_delayed: Set when closing waits for code that cannot be stopped.
+    """
+
+    def __init__(self, cleanup_s: float) -> None:
+        self.cleanup_s, self.clock = cleanup_s, loop_clock()
+        self.running: dict[Contained[Any], None] = {}
+        self.closing = anyio.Event()
+        self.is_delayed = anyio.Event()
+        self._present: dict[Contained[Any], None] = {}  # with those that were stopped
+        self._left = anyio.Event()
+        self._alarm = anyio.CancelScope()
+        self._tasks: TaskGroup
+
+    def start(self, code: Contained[T], function: Callable[[], Awaitable[T]]) -> None:
+        """Start the task of a piece of code."""
+        self.running[code] = self._present[code] = None
+        if code.around is not None:
+            code.around.inner[code] = None
+        self.look_at(code.ends_at)
+        self._tasks.start_soon(self._serve, code, function, name=code.what)
+
+    def look_at(self, at: float) -> None:
+        """Have the watcher look once `cleanup_s` has passed since that time."""
+        if at + self.cleanup_s < self._alarm.deadline:
+            self._alarm.deadline = at + self.cleanup_s
+
+    def forget(self, code: Contained[Any]) -> None:
+        """The code has ended, or was stopped: nobody waits for it."""
+        self.running.pop(code, None)
+        if code.around is not None:
+            code.around.inner.pop(code, None)
+
+    async def _serve(self, code: Contained[T], function: Callable[[], Awaitable[T]]) -> None:
+        try:
+            await code.serve(function)
+        finally:
+            self._present.pop(code, None)
+            if not self._present:
+                self._left.set()
+                self._left = anyio.Event()
+
+    async def hold(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Own the tasks, until `closing` is set and all of them have ended."""
+        try:
+            with anyio.CancelScope(shield=True):
+                async with anyio.create_task_group() as self._tasks:
+                    task_status.started()
+                    async with open_task_group() as watching:
+                        watching.start_soon(self._watch)
+                        await self.closing.wait()
+                        await self._cancel_all()
+                    self._tasks.cancel_scope.cancel()  # also what code has left running
+                    with anyio.CancelScope(shield=True):
+                        await self._wait_for_rest()
+        except* RuntimeError:
+            pass  # the loop complains about scopes that stopped code has left open
+
+    async def _watch(self) -> None:
+        """Stop code whose time to end is over; what began last first, as others wait for it."""
+        while True:
+            first = min((code.ends_at for code in self.running), default=math.inf)
+            with anyio.CancelScope(deadline=first + self.cleanup_s) as self._alarm:
+                await anyio.sleep_forever()
+            now = self.clock()
+            for code in reversed(tuple(self.running)):
+                code.stop(now)
+
+    async def _cancel_all(self) -> None:
+        for code in tuple(self.running):
+            code.cancel()
+        while self.running:
+            await self._left_or(self.cleanup_s)
+
+    async def _wait_for_rest(self) -> None:
+        """Log each second what cannot be stopped: code that shields itself, or awaits a thread."""
+        while self._present:
+            await self._left_or(1.0)
+            if self._present:
+                self.is_delayed.set()
+                logger.warning("closing waits for %s", self.describe_rest())
+
+    def describe_rest(self) -> str:
+        """The code that has not ended, with the lines at which it waits."""
+        return ", ".join(f"{code.what} at {code.place()}" for code in self._present)
+
+    async def _left_or(self, seconds: float) -> None:
+        with anyio.move_on_after(seconds):
+            await self._left.wait()
+
+
+@asynccontextmanager
+async def open_containment(cleanup_s: float) -> AsyncIterator[Containment]:
+    """Run foreign code in a group of its own; the end cancels what is left, and waits for it."""
+    containment = Containment(cleanup_s)
+    token = _containment.set(containment)
+    async with open_task_group() as tasks:
+        try:
+            with anyio.CancelScope(shield=True):
+                await tasks.start(containment.hold)
+            yield containment
+        finally:
+            _containment.reset(token)
+            containment.closing.set()
+
+
+def enter_containment(containment: Containment) -> None:
+    """Have foreign code that this task runs go to this containment."""
+    _containment.set(containment)
+
+
+@asynccontextmanager
+async def containment_here() -> AsyncIterator[Containment]:
+    """The containment of this task; one for the block where it has none."""
+    found = _containment.get()
+    if found is not None:
+        yield found
+        return
+    async with open_containment(5.0) as containment:
+        yield containment
+
+
+async def contain(what: str, function: Callable[[], Awaitable[T]]) -> T:
+    """Run `function`, foreign code, in a task of its own, and return its value.
+
+    Raises:
+        UnresponsiveError: The caller was cancelled, and the code did not end.
+        BaseException: What it raised.
+    """
+    async with containment_here() as containment:
+        code = Contained[T](containment, what)
+        value = await code.run(function)
+        if code.error is not None:
+            raise code.error
+        return cast("T", value)

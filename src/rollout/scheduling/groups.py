@@ -1,0 +1,424 @@
+"""Which groups a call wants, has, takes, refuses and leaves: decided here, without a task."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter, deque
+from typing import TYPE_CHECKING
+
+import attrs
+
+from rollout.errors import LimitExceeded
+from rollout.scheduling.member_group import GroupMember, MemberGroup
+from rollout.scheduling.rewards.score import REWARD_REASON
+from rollout.types import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rollout.scheduling.prompts import Ended
+
+logger = logging.getLogger("rollout.scheduling")
+
+#: Finished groups that wait for a slow consumer of a stream before no further prompt is pulled.
+GROUP_BUFFER = 2
+#: Each is logged once in a call.
+TOO_OLD = (
+    "stream_groups: groups that were carried from an earlier call have tokens that are older than "
+    "max_staleness allows; their prompts begin again (groups/restarted counts them)"
+)
+IS_LATE = (
+    "stream_groups: a group was taken %d versions after its first tokens, max_staleness = %d: that "
+    "holds where the version rises by one after each %d groups, and not more often"
+)
+WAITS_FOR_VERSION = (
+    "stream_groups waits for update_weights: %d groups were taken, and further ones would be older "
+    "than max_staleness allows. Call update_weights, with a version that is one higher, after each "
+    "groups_per_step groups"
+)
+
+
+@attrs.frozen(kw_only=True)
+class Staleness:
+    """How old the weights of a group's first token may be when its consumer takes it.
+
+    Attributes:
+        most: Versions.
+        per_step: Groups that the consumer takes for each version.
+        start: The version at the beginning.
+    """
+
+    most: int
+    per_step: int
+    start: int
+
+    def room(self, version: int) -> int:
+        """How many groups may have been taken, be ready, or be under way, in all.
+
+        With one more, the last of them would be taken after more than `most` updates.
+        """
+        return self.taken_by(version) + self.most * self.per_step
+
+    def taken_by(self, version: int) -> int:
+        """Groups that the consumer takes until the end of that version."""
+        return (version + 1 - self.start) * self.per_step
+
+
+@attrs.frozen(kw_only=True)
+class Wanted:
+    """What a call wants, taken from its policy.
+
+    Attributes:
+        groups: How many; None: as many as its consumer takes.
+        members: Of each group.
+        oversample, on_group_deadline, surplus, max_refused: See `GroupPolicy`.
+        refills: How often a failed member is restarted.
+        staleness: How old what it takes may be; None: as old as it is.
+    """
+
+    groups: int | None
+    members: int
+    oversample: float = 1.0
+    max_refused: int | None = None
+    surplus: str = "cancel"
+    on_group_deadline: str = "keep"
+    refills: int = 0
+    staleness: Staleness | None = None
+
+    @property
+    def at_once(self) -> float:
+        """How many groups may be under way or finished at once; dropped ones count too."""
+        if self.groups is None:
+            return math.inf
+        return math.floor(round(self.groups * self.oversample, 6))  # 100 × 1.1 is more than 110
+
+
+@attrs.define(eq=False)
+class Leftovers:
+    """What a call leaves.
+
+    Attributes:
+        groups: For the next call, in the order in which they were pulled.
+        surplus: Members that are not wanted any more.
+        carried: Members that are to continue in the next call.
+    """
+
+    groups: list[MemberGroup] = attrs.field(factory=list)
+    surplus: list[GroupMember] = attrs.field(factory=list)
+    carried: list[GroupMember] = attrs.field(factory=list)
+
+
+class Groups:
+    """The groups of one call.
+
+    Each that it adopts is open until it is judged: accepted ones are ready for their consumer,
+    refused and dropped ones are over. What is open or ready at the end is left to the next call.
+
+    Args:
+        wanted: What the call wants.
+        version: The weights' version now.
+
+    Attributes:
+        open: Those that are under way, in the order in which they were adopted.
+        counts: Groups by what became of them.
+        consumed: Groups that the consumer has taken.
+    """
+
+    def __init__(self, wanted: Wanted, version: Callable[[], int] = lambda: 0) -> None:
+        self.wanted, self._version = wanted, version
+        self.open: dict[MemberGroup, None] = {}
+        self.counts: Counter[str] = Counter()
+        self.consumed = 0
+        self._ready: deque[MemberGroup] = deque()
+        self._with_waiting: deque[MemberGroup] = deque()
+        self._refused_in_a_row = 0
+        #: Why the first of those that `max_refused` counts was refused; empty where none was.
+        self._first_refusal = ""
+        self._is_stopped = self._has_all_prompts = self._is_left = self._has_logged_late = False
+
+    # What it wants.
+
+    @property
+    def wants_group(self) -> bool:
+        """Whether one more group is to be adopted."""
+        if self._is_stopped or self._has_all_prompts or self.is_complete:
+            return False
+        under_way = len(self.open) + len(self._ready)
+        if self.wanted.groups is not None:
+            return under_way + self.counts["dropped"] < self.wanted.at_once
+        if self.wanted.staleness is not None:
+            return self.consumed + under_way < self.wanted.staleness.room(self._version())
+        return len(self._ready) < GROUP_BUFFER
+
+    @property
+    def waiting(self) -> str:
+        """A message where nothing may start before the weights are newer; else empty."""
+        is_idle = not (self.open or self._ready or self._is_stopped)
+        if not is_idle or self.wanted.staleness is None or self.wants_group:
+            return ""
+        return WAITS_FOR_VERSION % self.consumed
+
+    @property
+    def has_all(self) -> bool:
+        """Whether it has accepted as many as it wants."""
+        groups = self.wanted.groups
+        return groups is not None and self.counts["accepted"] >= groups
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has as many as it wants, or will never have more."""
+        groups, ready = self.wanted.groups, len(self._ready)
+        if groups is not None and ready >= groups:
+            return True
+        if self._is_stopped or self._has_all_prompts:
+            return not self.open
+        is_full = groups is not None and ready + self.counts["dropped"] >= self.wanted.at_once
+        return is_full and not self.open
+
+    @property
+    def has_refused_too_many(self) -> bool:
+        """Whether `max_refused` is passed."""
+        most = self.wanted.max_refused
+        return most is not None and self._refused > most
+
+    @property
+    def _refused(self) -> int:
+        """How many groups count for `max_refused`."""
+        if self.wanted.groups is None:
+            return self._refused_in_a_row
+        return self.counts["refused"] + self.counts["replaced"]
+
+    def refused_error(self) -> LimitExceeded:
+        """The error of a call that has refused too many groups."""
+        which = "groups" if self.wanted.groups is not None else "groups one after the other"
+        over = " or met group_s" if self.counts["replaced"] + self.counts["dropped"] else ""
+        return LimitExceeded(
+            f"scheduling.groups.max_refused = {self.wanted.max_refused}: {self._refused} {which} "
+            f"were refused{over} and {self.counts['accepted']} accepted; "
+            f"the first: {self._first_refusal}",
+            source="scheduling.groups.max_refused",
+            reason="refused",
+            outcome=Outcome.FAILED,
+        )
+
+    def stop(self) -> None:
+        """Adopt nothing more, and restart nothing; what runs comes to its end."""
+        self._is_stopped = True
+
+    def stop_pulling(self) -> None:
+        """There are no more prompts; what is open comes to its end."""
+        self._has_all_prompts = True
+
+    # Groups and members that it has.
+
+    def refresh(self, group: MemberGroup) -> MemberGroup:
+        """Return the group, for adoption; a restarted one where its tokens are too old to take."""
+        if not group.is_sampled:
+            return group
+        # After a resumption the weights may be older than those that it has tokens of.
+        group.version = min(_get_version(group), self._version())
+        if self.wanted.staleness is None or self._is_takeable(group, self.wanted.staleness):
+            return group
+        self.counts["restarted"] += 1
+        if self.counts["restarted"] == 1:
+            logger.warning(TOO_OLD)
+        return group.restart()
+
+    def adopt(self, group: MemberGroup) -> None:
+        """Take on a group: its members are admitted soon."""
+        if not group.is_sampled:
+            group.version = self._version()
+        self.open[group] = None
+        if group.waiting:
+            self._with_waiting.append(group)
+
+    def next_member(self) -> GroupMember | None:
+        """The member that is to be admitted next; it stays in `waiting` until it begins."""
+        while self._with_waiting:
+            group = self._with_waiting[0]
+            if group.waiting and not group.is_settled:
+                return group.waiting[0]
+            self._with_waiting.popleft()
+        return None
+
+    def begin(self, member: GroupMember) -> None:
+        """Note that a member has a slot."""
+        member.group.waiting.remove(member)
+        member.group.running[member] = None
+
+    def end(self, ended: Ended) -> bool:
+        """Note that a member has ended; False where it is to be restarted, and does not count."""
+        member, trajectory = ended.member, ended.trajectory
+        assert isinstance(member, GroupMember)
+        group, number = member.group, member.identity.member
+        group.forget(member)
+        if group.is_settled:
+            return True
+        # Where only the reward failed the tokens are good, and `rewards.retries` has asked again.
+        failed = trajectory.outcome is Outcome.FAILED and trajectory.reason != REWARD_REASON
+        if failed and not self._is_stopped and group.refills.get(number, 0) < self.wanted.refills:
+            group.refills[number] = group.refills.get(number, 0) + 1
+            return False
+        group.ended.append(ended)
+        return True
+
+    def restart(self, member: GroupMember) -> None:
+        """Have a member admitted next that replaces a failed one."""
+        member.group.waiting.append(member)
+        self._with_waiting.appendleft(member.group)
+
+    def is_whole(self, group: MemberGroup) -> bool:
+        """Whether a group can be judged: its wanted members, or its own time, have ended."""
+        return bool(group.choose(self.wanted.members)) or self.is_to_drop(group)
+
+    def is_to_drop(self, group: MemberGroup) -> bool:
+        """Whether a group is dropped or replaced because it met its own deadline."""
+        return self.wanted.on_group_deadline != "keep" and group.is_overdue
+
+    def settle(self, group: MemberGroup) -> list[GroupMember]:
+        """Note that a group is complete; return its unwanted members, which are to be cancelled."""
+        group.is_settled = True
+        surplus = [*group.running, *group.waiting]
+        group.waiting.clear()
+        return surplus
+
+    def drop(self, group: MemberGroup) -> None:
+        """Drop a group that its own deadline ended."""
+        del self.open[group]
+        self.counts["replaced" if self.wanted.on_group_deadline == "refill" else "dropped"] += 1
+        self._refused_in_a_row += 1
+        self._first_refusal = self._first_refusal or f"{group.uid!r} met group_s"
+
+    def accept(self, group: MemberGroup) -> None:
+        """Make a group ready for the consumer."""
+        del self.open[group]
+        self.counts["accepted"] += 1
+        self._refused_in_a_row = 0
+        if self.wanted.groups is None:  # a stream counts those that come one after the other
+            self._first_refusal = ""
+        self._ready.append(group)
+
+    def release(self, group: MemberGroup) -> None:
+        """Forget a group whose members were delivered one by one."""
+        del self.open[group]
+        group.ended = []  # else members, their groups and trajectories refer to each other
+
+    def refuse(self, group: MemberGroup, why: str = "") -> None:
+        """Refuse a group; `why` is for an error message."""
+        del self.open[group]
+        self.counts["refused"] += 1
+        self._refused_in_a_row += 1
+        self._first_refusal = self._first_refusal or why
+
+    # What its consumer takes.
+
+    def take(self) -> MemberGroup | None:
+        """Take the next group for the consumer; None where it has to wait."""
+        for group in self._ready:
+            if self._may_be_next(group):
+                self._ready.remove(group)
+                self.consumed += 1
+                self._log_lateness(group)
+                return group
+        return None
+
+    def take_all(self) -> list[MemberGroup]:
+        """Take as many groups as are wanted, in the order in which they were pulled."""
+        groups = self.wanted.groups
+        taken = [self._ready.popleft() for _ in range(min(len(self._ready), groups or 0))]
+        self.consumed += len(taken)
+        return sorted(taken, key=lambda group: group.row)
+
+    def take_back(self, groups: Sequence[MemberGroup]) -> bool:
+        """Make groups ready again that the consumer did not get; False where the call was left."""
+        self.consumed -= len(groups)
+        if not self._is_left:
+            self._ready.extendleft(reversed(groups))
+        return not self._is_left
+
+    def leave(self, *, is_over: bool = False) -> Leftovers:
+        """End the call: what it has and did not take is left, as `surplus` says.
+
+        A group that is complete and not judged, because its reward was interrupted, is like one
+        that runs: where it is carried, the next call judges it. One that `accept` raised for is
+        left.
+
+        Args:
+            is_over: Nothing is carried, because the runtime is being closed.
+        """
+        self.stop()
+        self._is_left = True
+        carries = self.wanted.surplus == "carry" and not is_over
+        left = Leftovers([*self._ready])
+        self.counts["carried"] += len(self._ready)
+        for group in self.open:
+            if carries or group.is_unjudged or not group.is_begun:
+                self.counts["carried"] += group.is_begun
+                left.groups.append(group)
+                if not group.is_settled:  # else what runs of it was cancelled
+                    left.carried += group.running
+            else:
+                self.counts["cancelled"] += 1
+                left.groups.append(group.restart())
+                left.surplus += self.settle(group)
+        self.open.clear()
+        self._ready.clear()
+        left.groups.sort(key=lambda group: group.number)
+        return left
+
+    def metrics(self) -> dict[str, float]:
+        """Count groups by what became of them; see `Selection`."""
+        counts = self.counts
+        return {
+            "groups/accepted": float(self.consumed),
+            "groups/refused": float(counts["refused"]),
+            "groups/cancelled": float(counts["cancelled"]),
+            "groups/carried": float(counts["carried"]),
+            "groups/dropped": float(counts["dropped"] + counts["replaced"]),
+            "groups/restarted": float(counts["restarted"]),
+        }
+
+    # Staleness.
+
+    def _is_takeable(self, group: MemberGroup, bound: Staleness) -> bool:
+        """Whether a group, and all that are under way, can be taken before they are too old."""
+        due = _get_version(group) + bound.most
+        if due < self._version():
+            return False
+        dues = [due, *self._due_versions(bound)]
+        left = {each: bound.taken_by(each) - self.consumed for each in dues if each >= due}
+        return all(sum(other <= each for other in dues) <= left[each] for each in left)
+
+    def _may_be_next(self, group: MemberGroup) -> bool:
+        """Whether groups that are due earlier can still be taken in time after this one."""
+        bound = self.wanted.staleness
+        if bound is None:
+            return True
+        due, others = self._due_version(group, bound), self._due_versions(bound)
+        for each in sorted({other for other in others if other < due}):
+            count = sum(other <= each for other in others)
+            if count > bound.taken_by(each) - self.consumed - 1:
+                return False
+        return True
+
+    def _due_versions(self, bound: Staleness) -> list[int]:
+        """The last version to take each group at that is under way or ready."""
+        return [self._due_version(group, bound) for group in (*self.open, *self._ready)]
+
+    def _due_version(self, group: MemberGroup, bound: Staleness) -> int:
+        """The last version to take a group at; now, where an earlier process delivered it."""
+        now = self._version()
+        return now if group.was_given else max(_get_version(group) + bound.most, now)
+
+    def _log_lateness(self, group: MemberGroup) -> None:
+        """Warn where the version has risen faster than the bound assumes."""
+        bound, age = self.wanted.staleness, self._version() - _get_version(group)
+        if bound is not None and age > bound.most and not self._has_logged_late:
+            self._has_logged_late = True
+            logger.warning(IS_LATE, age, bound.most, bound.per_step)
+
+
+def _get_version(group: MemberGroup) -> int:
+    assert group.version is not None  # it was adopted
+    return group.version

@@ -1,0 +1,1 @@
+"""Reward functions: found, checked, called within their limits, in processes where asked for."""

@@ -1,0 +1,468 @@
+"""The life of a trajectory, from its admission to its outcome: see `run_trajectory`."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import anyio
+import attrs
+
+from rollout.agents.agent_loop import AgentLoop, class_of, get_agent, make_agent
+from rollout.agents.context import AgentContext
+from rollout.agents.identity import Ending, RejectedPrompt
+from rollout.agents.kept_messages import KeptMessages
+from rollout.agents.places import segments_of
+from rollout.agents.prompt_sampling import sampling_of, top_log_probs_fault
+from rollout.agents.services import Services
+from rollout.agents.trajectory_state import UNRESPONSIVE
+from rollout.agents.turn_end import natural_ending
+from rollout.chat.reward_values import BadRewardError, apply_reward, check_reward_value
+from rollout.chat.trajectory import Trajectory
+from rollout.containment import Contained, UnresponsiveError
+from rollout.errors import (
+    AgentError,
+    ConfigError,
+    EngineError,
+    LimitExceeded,
+    SandboxLost,
+    TemplateError,
+    ToolError,
+)
+from rollout.limits import Clock
+from rollout.observe.user_spans import enter_trajectory
+from rollout.scheduling.endings import CLOSED, NEVER_GENERATED
+from rollout.scheduling.finished import end_without_reward, exclude, rejected
+from rollout.scheduling.prompts import trajectory_deadline
+from rollout.scheduling.rewards.score import Rewarding
+from rollout.scheduling.tokenization import COMPARED, TokenizationCheck
+from rollout.scheduling.trajectory_events import tell_started
+from rollout.scopes import find_exception, unwrap_group
+from rollout.types import DRIFT, Cause, Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rollout.agents.agent_loop import Registered
+    from rollout.containment import Containment
+    from rollout.limits import Deadline
+    from rollout.scheduling.prompts import Member
+
+logger = logging.getLogger("rollout.scheduling")
+
+#: Reasons of failures of an engine or a sandbox, even where they passed through the agent's code.
+ENGINE, SANDBOX = "engine", "sandbox"
+
+
+class MemberHome(Protocol):
+    """The call, or the scheduler, that gets the trajectory of a member.
+
+    Attributes:
+        has_groups: Whether several members may begin with one prompt.
+    """
+
+    has_groups: bool
+
+    async def end(self, run: AgentRun, trajectory: Trajectory) -> None:
+        """Take the trajectory of a member that has ended; the member has its slot meanwhile."""
+
+
+@attrs.frozen(kw_only=True)
+class TrajectoryRunner:
+    """What all trajectories of a runtime share."""
+
+    services: Services
+    rewarding: Rewarding
+    tokens: TokenizationCheck
+
+
+class AgentRun:
+    """The state of a trajectory while it runs: its present attempt, and sums of those before.
+
+    Attributes:
+        containment: Has the agent's task.
+        member: Whose trajectory it is.
+        home: Gets the trajectory.
+        batch_deadline: That of the call.
+        deadline_left: The trajectory's own; None: as the configuration says, from its start.
+        started: When the first attempt began, on the loop's clock.
+        attempt: The number of the present one, from 1.
+        what: Its agent, for messages.
+        context, code: Its agent's, once that runs.
+        cause: Root cause of its failure.
+        stuck: Clean-up that did not end.
+        discarded_tokens, resumes, restarts, calls: What a trajectory says of them, of the attempts
+            before.
+    """
+
+    def __init__(
+        self, containment: Containment, member: Member, home: MemberHome, batch_deadline: Deadline
+    ) -> None:
+        self.containment = containment
+        self.member, self.home = member, home
+        self.batch_deadline = batch_deadline
+        self.deadline_left: Deadline | None = None
+        self.clock = member.clock = Clock()
+        self.started = containment.clock()
+        self.attempt = 1
+        self.what = "an agent"
+        self.context: AgentContext
+        self.code: Contained[None]
+        self.cause: Cause | None = None
+        self.stuck: tuple[UnresponsiveError, ...] = ()
+        self.discarded_tokens = self.resumes = 0
+        self.restarts: tuple[str, ...] = ()
+        self.calls: Mapping[str, float] = {}
+
+    @property
+    def unresponsive(self) -> UnresponsiveError | None:
+        """Why the agent, what it called, or the close of a tool did not end; None: all did."""
+        first = self.code.stopped_within or self.code.unresponsive
+        has_failed = self.code.error is not None or self.code.was_cancelled
+        if first is None and self.stuck and not has_failed:
+            return self.stuck[0]
+        return first
+
+    @property
+    def tokens(self) -> int:
+        """Tokens sampled in this attempt."""
+        return sum(each.sampled_tokens for each in self.context.main.all())
+
+    def cancel(self) -> None:
+        """Cancel the agent."""
+        self.code.cancel()
+
+    def begin_again(self) -> None:
+        """Begin another attempt, from the start; the tokens of this one are discarded."""
+        context = self.context
+        self.discarded_tokens += context.discarded_tokens + self.tokens
+        self.resumes += context.resumes
+        self.restarts += tuple(context.restarts)
+        self.calls = _count_calls(self)
+        self.attempt += 1
+        self.cause, self.stuck = None, ()
+
+
+async def run_trajectory(runner: TrajectoryRunner, run: AgentRun) -> Trajectory:
+    """Run a member from its admission to its outcome; its trajectory says what happened to it.
+
+    The agent runs in a task of its own, within the trajectory's limits. It runs again, from the
+    start, where its engine failed a request, its sandbox was lost, or one of its tools cannot
+    continue; of a lost replica, whose requests resume elsewhere, it learns nothing. Then how it
+    ended is judged, and the reward is called, while the sandbox is still open.
+
+    Cancellation ends the agent or the reward, bounded, and passes through.
+    """
+    services, member = runner.services, run.member
+    deadline = run.deadline_left or trajectory_deadline(
+        services.config.limits, member.prompt, run.batch_deadline
+    )
+    run.clock.renew(deadline, run.batch_deadline)
+    while True:
+        if services.events.is_on:
+            tell_started(services.events, member, run.attempt, run.started)
+        try:
+            agent, run.context = _open_context(services, run)
+        except RejectedPrompt as error:
+            return rejected(member, error)
+        try:
+            await _run_agent(services, run, agent)
+            ending, cause = _judge(run)
+            if _runs_again(services, run, ending):
+                run.begin_again()
+                continue
+            drift = None
+            if ending.outcome in COMPARED:
+                drift, fault = await runner.tokens.check(run.context)
+                if fault is not None:
+                    ending = Ending(outcome=Outcome.FAILED, reason="tokenization")
+                    cause = Cause(type=TemplateError.__qualname__, message=fault)
+            trajectory = _make_trajectory(run, ending, cause)
+            if drift is not None:
+                trajectory.metrics[f"{DRIFT}{drift}"] = 1
+            trainable = services.config.scheduling.trainable
+            if trajectory.outcome not in trainable or not trajectory.generated_length:
+                exclude(trajectory)
+            if trajectory.trainable:
+                await _reward(runner, run, trajectory)
+            _add_times(run, trajectory)
+            return trajectory
+        finally:
+            run.clock.limit_carry, sandbox = None, run.context.sandbox_asked_for
+            del run.context  # it may be long until somebody takes the trajectory
+            if sandbox is not None and sandbox.was_used:
+                await sandbox.close()
+
+
+def _open_context(services: Services, run: AgentRun) -> tuple[Registered, AgentContext]:
+    """Find the agent, and make its context.
+
+    Raises:
+        RejectedPrompt: The prompt names what does not exist, or overrides wrongly.
+    """
+    member, config = run.member, services.config
+    prompt, identity = member.prompt, member.identity
+    if not prompt.messages:
+        raise RejectedPrompt("empty_prompt", "messages: expected at least one message")
+    try:
+        agent = get_agent(prompt.agent_name or config.agent.name)
+    except AgentError as error:
+        raise RejectedPrompt("unknown_agent", str(error)) from None
+    try:
+        sampling = sampling_of(config, prompt.sampling, validate=identity.validate)
+    except ConfigError as error:
+        raise RejectedPrompt("bad_sampling", str(error)) from None
+    try:
+        services.sandboxes.spec_for(prompt.extra)
+    except ConfigError as error:
+        raise RejectedPrompt("bad_sandbox", f"extra: {error}") from None
+    vocab_size = services.engines.info.vocab_size
+    foreign = [token for token in sampling.stop_token_ids if token >= vocab_size]
+    if foreign and vocab_size:
+        raise RejectedPrompt(
+            "bad_sampling",
+            f"sampling.stop_token_ids: {foreign[0]} is outside the engine's vocabulary of "
+            f"{vocab_size} ids",
+        )
+    fault = top_log_probs_fault(sampling.top_log_probs, services.engines.info)
+    if fault:
+        raise RejectedPrompt("bad_sampling", fault)
+    is_alone = not run.home.has_groups
+    try:
+        context = AgentContext(
+            services, prompt, identity, sampling, run.clock, member.log, is_alone=is_alone
+        )
+    except ToolError as error:
+        raise RejectedPrompt("unknown_tool", str(error)) from None
+    if member.log is not None:
+        member.log.begin()
+    return agent, context
+
+
+async def _run_agent(services: Services, run: AgentRun, agent: Registered) -> None:
+    """Run the agent to its end, and close its tools; cancelling the member ends it."""
+    member, context = run.member, run.context
+    run.what = _agent_name(agent)
+    run.code = Contained[None](run.containment, run.what, activity=context.identity)
+    member.concluding_since = None
+    run.clock.govern(run.code)
+    member.give_scope(run)
+    try:
+        await run.code.run(partial(_agent_task, agent, context))
+    except UnresponsiveError:
+        pass  # `unresponsive` says so
+    finally:
+        run.clock.release()
+        member.scope, member.concluding_since = None, run.containment.clock()
+        if run.code.error is not None:
+            run.cause = _settle_failure(context, run.code.error)
+        await _close(run)
+        unnamed = [each for each in run.stuck if each is not run.unresponsive]
+        services.tally.unresponsive += (run.unresponsive is not None) + len(unnamed)
+        for each in unnamed:  # it is no cause of the trajectory's
+            logger.warning("%s: %s", member.identity.session_id, each)
+    await anyio.lowlevel.checkpoint_if_cancelled()
+
+
+async def _agent_task(agent: Registered, context: AgentContext) -> None:
+    if context.events.is_on:
+        enter_trajectory(context.events, context.identity.number)
+    loop = make_agent(agent)
+    try:
+        if context.services.tools.opens_first:
+            await context.open_first()
+        await loop.run(context)
+    except LimitExceeded as error:
+        context.end(error.outcome, error.reason, limit_source=error.source)
+    await context.score()
+
+
+async def _close(run: AgentRun) -> None:
+    with anyio.CancelScope(shield=True):
+        while True:
+            try:
+                return await run.context.close()
+            except UnresponsiveError as error:  # of one of its tools
+                run.stuck = (*run.stuck, error)
+
+
+def _agent_name(agent: Registered) -> str:
+    kind = class_of(agent)
+    name = getattr(agent, "__name__", "") if kind is AgentLoop else kind.__name__
+    return f"agent {name or type(agent).__name__}"
+
+
+def _settle_failure(context: AgentContext, error: BaseException) -> Cause | None:
+    """Settle the outcome of an agent that raised; return the root cause, unless it is known."""
+    leaf = unwrap_group(error) if isinstance(error, BaseExceptionGroup) else error
+    if isinstance(leaf, LimitExceeded):
+        context.end(leaf.outcome, leaf.reason, limit_source=leaf.source)
+        return None
+    if context.ending is not None or isinstance(leaf, UnresponsiveError):
+        return None  # the agent raised its own error for a limit that fired, or was stopped
+    if isinstance(leaf, RejectedPrompt):
+        context.end(Outcome.REJECTED, leaf.reason)
+    else:
+        context.end(Outcome.FAILED, leaf.reason if isinstance(leaf, EngineError) else "agent")
+    return Cause.of(leaf)
+
+
+def _judge(run: AgentRun) -> tuple[Ending, Cause | None]:
+    """Judge how the attempt ended; the first of these rules that applies decides.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C reached the agent.
+    """
+    context, error = run.context, run.code.error
+    interrupt = None if error is None else find_exception(error, KeyboardInterrupt)
+    if interrupt is not None:
+        raise interrupt
+    if run.unresponsive is not None:
+        return Ending(outcome=Outcome.FAILED, reason=UNRESPONSIVE), Cause.of(run.unresponsive)
+    if run.code.was_cancelled:
+        return _judge_cancelled(run), None
+    sandbox = context.sandbox_asked_for
+    if sandbox is not None and sandbox.failure is not None:
+        kind, message = type(sandbox.failure).__qualname__, str(sandbox.failure)
+        return Ending(outcome=Outcome.FAILED, reason=SANDBOX), Cause(type=kind, message=message)
+    if context.ending is not None:
+        return context.ending, run.cause
+    last = None
+    if context.cut_by is not None:
+        for span in context.transcript.generated_spans():
+            last = span.finish_reason
+    ending = natural_ending(last, context.cut_by)
+    if ending.outcome is not Outcome.COMPLETED or run.tokens or run.member.identity.validate:
+        return ending, run.cause
+    message = f"{run.what} returned, and the model generated no token for it"
+    cause = Cause(type=AgentError.__qualname__, message=message)
+    return Ending(outcome=Outcome.FAILED, reason=NEVER_GENERATED), cause
+
+
+def _judge_cancelled(run: AgentRun) -> Ending:
+    member, clock = run.member, run.clock
+    if member.cancel_reason is not None:
+        return Ending(outcome=Outcome.CANCELLED, reason=member.cancel_reason)
+    if member.over is None and not clock.is_over:  # no limit has ended it
+        return Ending(outcome=Outcome.CANCELLED, reason=CLOSED)
+    error = (member.over or clock.deadline).error()
+    return Ending(outcome=error.outcome, reason=error.reason, limit_source=error.source)
+
+
+def _runs_again(services: Services, run: AgentRun, ending: Ending) -> bool:
+    """Whether the member gets another attempt."""
+    context, log = run.context, run.member.log
+    sandbox = context.sandbox_asked_for
+    has_lost_sandbox = sandbox is not None and isinstance(sandbox.failure, SandboxLost)
+    is_lost = ending.reason == ENGINE or (ending.reason == SANDBOX and has_lost_sandbox)
+    if is_lost and run.attempt <= services.config.scheduling.max_retries:
+        return True
+    if log is not None and context.tools.unrestored and not run.code.was_cancelled:
+        log.lose_state(context.tools.unrestored)
+        return True
+    return False
+
+
+def _make_trajectory(run: AgentRun, ending: Ending, cause: Cause | None) -> Trajectory:
+    """Make the trajectory of a member whose last attempt has ended.
+
+    It fails, and keeps its tokens, where the agent put what is no number into its context's lists.
+    """
+    identity, context = run.member.identity, run.context
+    run.member.prompt = context.prompt  # as the agent saw it
+    restarts = [*run.restarts, *context.restarts]
+    if restarts:
+        context.extra["restarts"] = restarts
+    trajectory = Trajectory(
+        uid=identity.uid,
+        group=identity.group,
+        member=identity.member,
+        transcript=context.transcript,
+        outcome=ending.outcome,
+        reason=ending.reason,
+        limit_source=ending.limit_source,
+        cause=cause,
+        num_turns=context.user_turns + context.assistant_turns + 1,
+        metrics=_metrics(run, len(restarts)),
+        extra=context.extra,
+        prompt=run.member.prompt,
+        messages=context.messages,
+        history=context.main.history,
+        segments=segments_of(context.main.all()),
+    )
+    try:
+        trajectory.turn_scores = _check_numbers("turn_scores", context.turn_scores)
+        trajectory.tool_rewards = _check_numbers("tool_rewards", context.tool_rewards)
+    except AgentError as error:
+        end_without_reward(trajectory, Outcome.FAILED, "agent", None, Cause.of(error))
+    return trajectory
+
+
+def _check_numbers(name: str, values: list[Any]) -> list[float]:
+    for value in values:
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise AgentError(f"context.{name} has {value!r:.80}; expected numbers")
+    return values
+
+
+def _count_calls(run: AgentRun) -> dict[str, float]:
+    """Sum the calls of all attempts so far; of ``tool/TOOL/seconds_max``, take the maximum."""
+    tools = run.context.tools
+    tools.abandon()  # calls of code that was stopped will not end
+    calls = {"tool_calls": tools.calls, "tool_errors": tools.errors, **tools.counts}
+    for name, value in run.calls.items():
+        known = calls.get(name, 0.0)
+        calls[name] = max(known, value) if name.endswith("/seconds_max") else known + value
+    return calls
+
+
+def _metrics(run: AgentRun, restarts: int) -> dict[str, float]:
+    context, tools = run.context, run.context.tools
+    cut, shown = context.cut_prompt_tokens, context.sampled_placeholders
+    truncated = context.truncated_tokens
+    return {
+        "generation_s": context.generation_s,
+        "tool_s": tools.seconds,
+        **_count_calls(run),
+        "cached_tokens": context.cached_tokens,
+        **({"cut_prompt_tokens": cut} if cut else {}),
+        **({"sampled_placeholders": shown} if shown else {}),
+        **({"truncated_tokens": truncated} if truncated else {}),
+        **tools.metrics,
+        "attempts": run.attempt,
+        "discarded_tokens": run.discarded_tokens + context.discarded_tokens,
+        "resumes": run.resumes + context.resumes,
+        "restarts": restarts,
+    }
+
+
+async def _reward(runner: TrajectoryRunner, run: AgentRun, trajectory: Trajectory) -> None:
+    """Ask for the reward of a trajectory, or take the one that its agent gave."""
+    given, events, context = run.context.reward, runner.services.events, run.context
+    if runner.rewarding.single is None:
+        if given is not None:
+            try:
+                apply_reward(trajectory, check_reward_value(given, trajectory, "the agent"))
+            except BadRewardError as error:
+                end_without_reward(trajectory, Outcome.FAILED, "reward", None, Cause.of(error))
+    elif run.containment.clock() < run.batch_deadline.at:
+        if events.is_on:
+            enter_trajectory(events, run.member.identity.number)
+        await runner.rewarding.reward(
+            run.member, trajectory, run.containment, run.batch_deadline, lambda: context.sandbox
+        )
+    else:  # no time is left to learn its reward
+        exclude(trajectory)
+
+
+def _add_times(run: AgentRun, trajectory: Trajectory) -> None:
+    sandbox, ended = run.context.sandbox_asked_for, run.member.concluding_since
+    if sandbox is not None and sandbox.opened:
+        trajectory.metrics["sandboxes"] = sandbox.opened
+        trajectory.metrics["sandbox_wait_s"] = sandbox.wait_s
+    carried_s = 0.0 if ended is None else run.clock.carried_s(ended)
+    trajectory.metrics["total_s"] = run.containment.clock() - run.started - carried_s
+    for segment in trajectory.segments:
+        if isinstance(segment.messages, KeptMessages):
+            segment.messages.settle()

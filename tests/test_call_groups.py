@@ -1,0 +1,186 @@
+"""The groups of a call: whatever happens, no prompt is lost and none is used twice."""
+
+from __future__ import annotations
+
+import random  # noqa: TID251  (what happens)
+from collections import Counter
+
+import attrs
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout import Outcome, Prompt, Trajectory
+from rollout.agents.identity import Identity
+from rollout.scheduling.groups import Groups, Staleness, Wanted
+from rollout.scheduling.member_group import GROUP_S, GroupMember, MemberGroup
+from rollout.scheduling.prompts import Ended
+from rollout.scheduling.selection import mean_length
+
+MEMBERS = 3
+
+
+class World:
+    """A source, what is kept of it, and calls that end at any moment."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice = random.Random(seed)
+        self.pulled = 0
+        self.kept: list[MemberGroup] = []
+        self.ends: Counter[int] = Counter()
+        self.version = 0
+
+    def next_group(self) -> MemberGroup:
+        if self.kept:
+            return self.kept.pop(0)
+        self.pulled += 1
+        return MemberGroup(self.pulled - 1, Prompt(messages=[], uid=f"p{self.pulled - 1}"))
+
+    def prepare(self, group: MemberGroup) -> None:
+        if group.is_begun or group.waiting:
+            return
+        for member in range(MEMBERS):
+            group.waiting.append(member_of(group, member))
+
+    def call(self, wanted: Wanted, moves: int) -> None:
+        groups, bound = Groups(wanted, lambda: self.version), wanted.staleness
+        running: list[GroupMember] = []
+        for _ in range(moves):
+            if groups.is_complete:
+                break
+            if bound is not None:
+                under_way = len(groups.open) + groups.counts["accepted"]
+                assert under_way <= bound.room(self.version)
+            move = self.dice.randrange(5)
+            if move == 0 and groups.wants_group:
+                group = groups.refresh(self.next_group().reopen(wanted.members))
+                self.prepare(group)
+                groups.adopt(group)
+                if groups.is_whole(group):
+                    self.judge(groups, group)
+            elif move in (1, 2) and (member := groups.next_member()) is not None:
+                if self.dice.random() < 0.9:  # else it got no slot
+                    groups.begin(member)
+                    running.append(member)
+            elif move == 3 and running:
+                self.end(groups, running.pop(self.dice.randrange(len(running))))
+            elif move == 4 and wanted.groups is None and (taken := groups.take()) is not None:
+                self.ends[taken.number] += 1
+                if bound is not None and taken.version is not None:
+                    assert self.version - taken.version <= bound.most
+                if bound is not None and groups.consumed % bound.per_step == 0:
+                    self.version += 1
+        if wanted.groups is not None:
+            taken_all = groups.take_all()
+            assert [g.number for g in taken_all] == sorted(g.number for g in taken_all)
+            assert len(taken_all) <= wanted.groups
+            self.ends.update(group.number for group in taken_all)
+        for member in running:
+            if member.group.is_settled:  # it was cancelled, and has ended
+                member.group.forget(member)
+        left = groups.leave()
+        assert {m for m in left.carried if wanted.surplus == "cancel"} == set()
+        for member in left.carried:
+            member.group.running.pop(member)
+            member.group.waiting.insert(0, member)
+        self.kept = sorted([*self.kept, *left.groups], key=lambda group: group.number)
+
+    def end(self, groups: Groups, member: GroupMember) -> None:
+        group = member.group
+        outcome = self.dice.choice([Outcome.COMPLETED] * 4 + [Outcome.FAILED, Outcome.DEADLINE])
+        trajectory = Trajectory(
+            uid=group.uid, group=0, member=member.identity.member, outcome=outcome
+        )
+        if outcome is Outcome.DEADLINE:
+            trajectory.limit_source = GROUP_S
+        if not groups.end(Ended(0, member, trajectory)):
+            groups.restart(member_of(group, member.identity.member))
+        if not group.is_settled and groups.is_whole(group):
+            self.judge(groups, group)
+
+    def judge(self, groups: Groups, group: MemberGroup) -> None:
+        chosen = group.choose(groups.wanted.members)
+        groups.settle(group)
+        if groups.is_to_drop(group):
+            groups.drop(group)
+            self.ends[group.number] += 1
+            return
+        numbers = [each.member.identity.member for each in chosen]
+        assert numbers == sorted(set(numbers))
+        if self.dice.random() < 0.7:
+            groups.accept(group)
+        else:
+            groups.refuse(group)
+            self.ends[group.number] += 1
+
+
+def member_of(group: MemberGroup, member: int) -> GroupMember:
+    identity = Identity(
+        uid=group.uid, group=group.number, member=member, step=0, run_seed=0, validate=False
+    )
+    return GroupMember(group.prompt, identity, group=group)
+
+
+WANTED = st.builds(
+    Wanted,
+    groups=st.none() | st.integers(1, 4),
+    members=st.integers(1, MEMBERS),
+    oversample=st.sampled_from([1.0, 1.5, 3.0]),
+    surplus=st.sampled_from(["cancel", "carry"]),
+    on_group_deadline=st.sampled_from(["keep", "drop", "refill"]),
+    refills=st.integers(0, 2),
+)
+
+#: Of the weights, between two calls.
+UPDATES = st.integers(0, 3)
+
+
+@given(
+    st.integers(0, 2**32),
+    st.lists(st.tuples(WANTED, st.integers(0, 120)), min_size=1, max_size=5),
+)
+def test_groups_random_calls_every_pulled_prompt_has_one_end_or_is_kept(
+    seed: int, calls: list[tuple[Wanted, int]]
+) -> None:
+    world = World(seed)
+    for wanted, moves in calls:
+        world.call(wanted, moves)
+        kept = Counter(group.number for group in world.kept)
+        assert kept + world.ends == Counter(range(world.pulled))
+
+
+@given(st.integers(0, 2**32), st.integers(0, 3), st.integers(1, 4), st.integers(0, 400))
+def test_groups_staleness_of_what_is_taken_is_within_its_bound(
+    seed: int, most: int, per_step: int, moves: int
+) -> None:
+    bound = Staleness(most=most, per_step=per_step, start=0)
+    World(seed).call(Wanted(groups=None, members=MEMBERS, staleness=bound), moves)
+
+
+@given(
+    st.integers(0, 2**32),
+    st.lists(
+        st.tuples(
+            WANTED, st.none() | st.integers(0, 3), st.integers(1, 4), st.integers(0, 120), UPDATES
+        ),
+        max_size=5,
+    ),
+)
+def test_groups_staleness_of_what_earlier_calls_left_is_within_its_bound(
+    seed: int, calls: list[tuple[Wanted, int | None, int, int, int]]
+) -> None:
+    world = World(seed)
+    for policy, most, per_step, moves, updates in calls:
+        wanted = policy
+        if most is not None and wanted.groups is None:
+            bound = Staleness(most=most, per_step=per_step, start=world.version)
+            wanted = attrs.evolve(wanted, staleness=bound)
+        world.call(wanted, moves)
+        world.version += updates
+        kept = Counter(group.number for group in world.kept)
+        assert kept + world.ends == Counter(range(world.pulled))
+
+
+def test_mean_length_counts_those_that_were_cut_as_longer() -> None:
+    assert mean_length([(10, False), (20, False)]) == 15
+    assert mean_length([(10, False), (10, True), (30, False)]) == 10 + 20 * 2 / 3
+    assert mean_length([]) == 0
