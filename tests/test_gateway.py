@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import socket
 import sys
 import threading
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -46,25 +44,6 @@ THOUGHT = Scenario(seed=3).reply("One", "<think>\nHm.\n</think>\n\nFirst.").then
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     """Real sockets, so real time."""
     return str(request.param)
-
-
-@contextmanager
-def collected() -> Iterator[list[Any]]:
-    """What the block leaves in cycles."""
-    found: list[Any] = []
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    gc.set_debug(gc.DEBUG_SAVEALL)
-    try:
-        yield found
-        gc.collect()
-        found.extend(gc.garbage)
-    finally:
-        gc.set_debug(0)
-        gc.garbage.clear()
-        gc.unfreeze()
-        gc.enable()
 
 
 def said(response: httpx.Response) -> dict[str, Any]:
@@ -242,24 +221,6 @@ async def test_model_and_aliases_are_what_clients_may_ask_for() -> None:
 
     trajectory = await tried(open_rollout, names, CHAT, model="policy", model_aliases=("small",))
     assert trajectory.extra["result"] == ("policy", [200, 200, 404])
-
-
-@pytest.mark.parametrize("is_streamed", [False, True])
-async def test_trajectory_leaves_nothing_to_the_garbage_collector(is_streamed: bool) -> None:
-    def twice(client: Client) -> None:
-        first = client.chat(user("One"), stream=is_streamed)
-        turn = {"role": "assistant", "content": "First."}
-        assert first.status_code == client.chat(user("One"), turn, user("More")).status_code == 200
-        client.chat(user("One"))
-
-    async with open_rollout(config_of(CHAT, GatewayConfig())) as runtime:
-        await runtime.generate([prompt_of(twice)])
-        with collected() as garbage:
-            batch = await runtime.generate([prompt_of(twice)] * 4)
-            assert [len(each.segments) for each in batch.trajectories] == [2] * 4
-            del batch
-    kinds = {type(each) for each in garbage}
-    assert [each for each in kinds if each.__module__.startswith("rollout")] == []
 
 
 def nested(levels: int) -> Scenario:
