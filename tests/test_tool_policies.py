@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import anyio
 import pytest
 import trio.testing
 
+import rollout
 from executors import call, executor_of, run
 from rollout.errors import LimitExceeded, ToolError
+from rollout.testing import Scenario, tool_call
 from rollout.tools import (
     Tool,
     ToolContext,
@@ -387,13 +390,45 @@ class SlowSession(ToolSession):
         self.tool.note("close")
 
 
-async def test_session_opens_and_closes_in_the_trajectorys_own_task(executor: Any) -> None:
-    tool = Slow(1)
-    tools = opened(executor(tool))
-    await run(tools, call("slow"), call("slow"))
-    await tools.close()
-    own = anyio.get_current_task().id
-    assert tool.log == [("open", own), ("opened", own), ("close", own)]
+@pytest.mark.parametrize("backend", ["trio", "asyncio"])
+def test_session_with_a_task_group_from_open_to_close_is_opened_and_closed_in_one_task(
+    backend: str,
+) -> None:
+    log: list[str] = []
+
+    class Grouping(Tool):
+        name = "grouping"
+        schema = {  # noqa: RUF012
+            "type": "function",
+            "function": {"name": "grouping", "description": "x", "parameters": {"type": "object"}},
+        }
+
+        async def open(self, context: ToolContext) -> ToolSession:
+            stack = AsyncExitStack()
+            tasks = await stack.enter_async_context(anyio.create_task_group())
+            tasks.start_soon(anyio.sleep_forever)
+            return GroupingSession(stack, tasks)
+
+    class GroupingSession(ToolSession):
+        def __init__(self, stack: AsyncExitStack, tasks: Any) -> None:
+            self._stack, self._tasks = stack, tasks
+
+        async def execute(self, call: Any) -> ToolResult:
+            return ToolResult("fine")
+
+        async def close(self) -> None:
+            self._tasks.cancel_scope.cancel()
+            await self._stack.aclose()
+            log.append("closed")
+
+    async def main() -> rollout.RolloutBatch:
+        scenario = Scenario(seed=1).reply("", tool_call("grouping")).then("Done.")
+        async with rollout.open_rollout(scenario.config(), [Grouping()]) as runtime:
+            return await runtime.generate([rollout.Prompt("go")], samples=3)
+
+    batch = anyio.run(main, backend=backend)
+    assert [each.outcome for each in batch.trajectories] == [rollout.Outcome.COMPLETED] * 3
+    assert log == ["closed"] * 3
 
 
 async def test_session_open_is_finished_and_closed_when_the_trajectory_is_cancelled(

@@ -121,7 +121,7 @@ class Contained(Generic[T]):
         #: When it was cancelled; afresh where code that it waits for was stopped.
         self._cancelled_at = math.inf
         self._body: StoppableCoroutine | None = None
-        self._reported = anyio.Event()
+        self._reported, self._is_called = anyio.Event(), anyio.Event()
         self.value: T | None = None
         self.error: BaseException | None = None
 
@@ -176,8 +176,9 @@ class Contained(Generic[T]):
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
         self._containment.start(self, function)
+        reported = self._reported
         try:
-            await self._reported.wait()
+            await reported.wait()
         except GeneratorExit:  # of code that was stopped
             self.cancel()
             raise
@@ -187,13 +188,44 @@ class Contained(Generic[T]):
             else:
                 self.deadline = min(self.deadline, self._containment.clock() + grace_s)
             with anyio.CancelScope(shield=True):
-                await self._reported.wait()
+                await reported.wait()
             if self.unresponsive is not None:
                 raise self.unresponsive from None
             raise
         if self.unresponsive is not None:
             raise self.unresponsive
         return self.value
+
+    async def wait_for_call(self, close: Callable[[], Awaitable[None]]) -> None:
+        """Within the code: report that it has ended so far, and call `close` once `finish` is.
+
+        Both parts run in one task, to which whatever the first one has open belongs.
+        """
+        self._scope.deadline = math.inf
+        self._containment.forget(self)
+        self._reported.set()
+        self._reported = anyio.Event()
+        with anyio.CancelScope(shield=True):
+            await self._is_called.wait()
+        await close()
+
+    def release(self) -> None:
+        """Have what waits in `wait_for_call` go on."""
+        self._is_called.set()
+
+    async def finish(self) -> None:
+        """Have what waits in `wait_for_call` go on, and wait for its end; shielded.
+
+        Raises:
+            UnresponsiveError: It did not end within `cleanup_s` of its cancellation.
+        """
+        self.around = None
+        self._containment.running[self] = None
+        self.release()
+        with anyio.CancelScope(shield=True):
+            await self._reported.wait()
+        if self.unresponsive is not None:
+            raise self.unresponsive
 
     async def serve(self, function: Callable[[], Awaitable[T]]) -> None:
         """The code's task: runs it, reports how it ended, and parks where it was stopped."""
@@ -330,8 +362,9 @@ class Containment:
                 code.stop(now)
 
     async def _cancel_all(self) -> None:
-        for code in tuple(self.running):
+        for code in tuple(self._present):
             code.cancel()
+            code.release()
         while self.running:
             await self._left_or(self.cleanup_s)
 
@@ -370,6 +403,11 @@ async def open_containment(cleanup_s: float) -> AsyncIterator[Containment]:
 def enter_containment(containment: Containment) -> None:
     """Have foreign code that this task runs go to this containment."""
     _containment.set(containment)
+
+
+def current_containment() -> Containment | None:
+    """The runtime's; None outside of one."""
+    return _containment.get()
 
 
 @asynccontextmanager

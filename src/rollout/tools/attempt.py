@@ -61,24 +61,30 @@ async def attempt(
     """
     async with containment_here() as containment:
         code = Contained[T](containment, what)
-        limit.govern(code)
-        token = call_limit.set(limit)
-        try:
-            value = await code.run(partial(action, *args), grace_s=grace_s)
-        finally:
-            call_limit.reset(token)
-            limit.release()
-        error = code.error
-        if error is None and not code.was_cancelled:
-            return cast("T", value)
-        interrupt = None if error is None else find_exception(error, KeyboardInterrupt)
-        if interrupt is not None:
-            raise interrupt
-        if limit.is_over and (error is None or code.is_cancelled):
-            raise limit.deadline.error()
-        if error is None:
-            raise CallError(f"{what} was cancelled: the runtime is closing")
-        raise CallError(describe(error)) from error
+        running = code.run(partial(action, *args), grace_s=grace_s)
+        return cast("T", await conclude(code, running, limit))
+
+
+async def conclude(code: Contained[T], running: Awaitable[object], limit: Limit) -> T | None:
+    """What contained code returns which `running` waits for; as `attempt`."""
+    limit.govern(code)
+    token = call_limit.set(limit)
+    try:
+        await running
+    finally:
+        call_limit.reset(token)
+        limit.release()
+    error = code.error
+    if error is None and not code.was_cancelled:
+        return code.value
+    interrupt = None if error is None else find_exception(error, KeyboardInterrupt)
+    if interrupt is not None:
+        raise interrupt
+    if limit.is_over and (error is None or code.is_cancelled):
+        raise limit.deadline.error()
+    if error is None:
+        raise CallError(f"{code.what} was cancelled: the runtime is closing")
+    raise CallError(describe(error)) from error
 
 
 async def attempt_at_once(action: Callable[..., Awaitable[T]], *args: object) -> T:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
+from rollout.containment import Contained, current_containment
 from rollout.errors import LimitExceeded, ToolError
 from rollout.limits import Clock, Deadline, Limit
-from rollout.tools.attempt import CallError, attempt, run_side_by_side
+from rollout.tools.attempt import CallError, attempt, conclude, run_side_by_side
 from rollout.tools.function import FunctionTool
 from rollout.tools.results import as_reward
 from rollout.tools.tool import Tool, ToolContext, ToolSession
@@ -29,7 +30,7 @@ class OpenFailure(CallError):
 
 
 class OpenSessions:
-    """Sessions by tool, opened and closed in the trajectory's own task.
+    """Sessions by tool, each opened and closed in one task: it may have a task group open.
 
     Attributes:
         opened: Those that are open, by tool. Calls under way keep what they found here, of which
@@ -45,6 +46,7 @@ class OpenSessions:
         "_contexts",
         "_ending",
         "_recalled",
+        "_tasks",
         "_tool_s",
         "_tools",
         "is_closed",
@@ -69,6 +71,8 @@ class OpenSessions:
         self.reward: float | None = None
         #: Those that are to be closed, the last one first.
         self._ending: list[tuple[str, ToolSession]] = []
+        #: In which those were opened that are closed in the same task, by their `id`.
+        self._tasks: dict[int, Contained[None]] = {}
         self.is_closed, self.unrestored = False, ""
         #: Of tools that were used before a trajectory was resumed: the number of the last answer
         #: that told their state, and that, until they are opened with it.
@@ -138,17 +142,20 @@ class OpenSessions:
                     restored = None
                 self._recalled[name] = number, _NO_STATE
             self.opened[name] = session
+            if task is not None and type(session).close is not ToolSession.close:
+                limit.release()
+                self._tasks[id(session)] = task
+                await task.wait_for_call(session.close)
 
+        what, containment = f"open of tool {name!r}", current_containment()
+        task = None if containment is None else Contained[None](containment, what)
         try:
             if isinstance(tool, FunctionTool):
                 self.opened[name] = tool.session(context)
+            elif task is None:
+                await attempt(keep_session, limit=limit, what=what, grace_s=self._cleanup_s)
             else:
-                await attempt(
-                    keep_session,
-                    limit=limit,
-                    what=f"open of tool {name!r}",
-                    grace_s=self._cleanup_s,
-                )
+                await conclude(task, task.run(keep_session, grace_s=self._cleanup_s), limit)
         except LimitExceeded:
             if turn.is_over:
                 raise
@@ -280,7 +287,12 @@ class OpenSessions:
             limit = Clock(Deadline.after(self._cleanup_s, "limits.cleanup_s"))
             try:
                 with anyio.CancelScope(shield=True):
-                    await attempt(session.close, limit=limit, what=f"close of tool {name!r}")
+                    task, what = self._tasks.pop(id(session), None), f"close of tool {name!r}"
+                    if task is None:
+                        await attempt(session.close, limit=limit, what=what)
+                    else:
+                        task.what = what
+                        await conclude(task, task.finish(), limit)
             except (CallError, LimitExceeded) as error:
                 logger.warning("tool %r: close failed: %s", name, error)
             except BaseException as error:
