@@ -811,3 +811,35 @@ async def test_cancellation_of_a_caller_reaches_agents_one_after_the_other(
             tasks.cancel_scope.cancel()
         found = {kind: number for kind, number in runtime.statistics().outcomes.items() if number}
         assert found == {"cancelled": count}
+
+
+@register_agent("swallows_and_returns")
+class SwallowsAndReturns(AgentLoop):
+    async def run(self, context: AgentContext) -> None:
+        await context.generate()
+        try:
+            await anyio.sleep_forever()
+        except anyio.get_cancelled_exc_class():
+            pass
+
+
+async def test_agent_swallows_its_limit_and_returns_the_limit_is_its_outcome() -> None:
+    batch = await generate([user("x", agent_name="swallows_and_returns")])
+    (trajectory,) = batch.trajectories
+    assert trajectory.outcome is Outcome.DEADLINE
+    assert trajectory.limit_source == "limits.trajectory_s"
+    assert trajectory.generated_length
+
+
+async def test_agent_swallows_a_cancellation_with_a_reason_of_failures_it_ends_once() -> None:
+    async with rollout.open_rollout(OK.config()) as runtime, anyio.create_task_group() as tasks:
+
+        async def cancel() -> None:
+            await anyio.sleep(5)
+            runtime.cancel(reason="engine")
+
+        tasks.start_soon(cancel)
+        batch = await runtime.generate([user("x", agent_name="swallows_and_returns")])
+    (trajectory,) = batch.trajectories
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.CANCELLED, "engine")
+    assert trajectory.generated_length

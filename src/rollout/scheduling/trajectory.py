@@ -320,7 +320,7 @@ def _judge(run: AgentRun) -> tuple[Ending, Cause | None]:
         raise interrupt
     if run.unresponsive is not None:
         return Ending(outcome=Outcome.FAILED, reason=UNRESPONSIVE), Cause.of(run.unresponsive)
-    if run.code.was_cancelled:
+    if run.code.was_cancelled or (run.code.is_cancelled and error is None):  # or swallowed it
         return _judge_cancelled(run), None
     sandbox = context.sandbox_asked_for
     if sandbox is not None and sandbox.failure is not None:
@@ -356,6 +356,7 @@ def _runs_again(services: Services, run: AgentRun, ending: Ending) -> bool:
     sandbox = context.sandbox_asked_for
     has_lost_sandbox = sandbox is not None and isinstance(sandbox.failure, SandboxLost)
     is_lost = ending.reason == ENGINE or (ending.reason == SANDBOX and has_lost_sandbox)
+    is_lost = is_lost and ending.outcome is Outcome.FAILED  # the reason of a cancellation is free
     if is_lost and run.attempt <= services.config.scheduling.max_retries:
         return True
     if log is not None and context.tools.unrestored and not run.code.was_cancelled:
