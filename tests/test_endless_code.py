@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import product
 from typing import TYPE_CHECKING
 
 import pytest
 
 from rollout import Outcome, RolloutBatch
+from slow_cases import slow_but
 
 pytestmark = pytest.mark.process
 
@@ -23,8 +25,14 @@ ENDLESS = {
 }
 
 
-@pytest.mark.parametrize("backend", ["trio", "asyncio"])
-@pytest.mark.parametrize("how", ENDLESS)
+@pytest.mark.parametrize(
+    ("how", "backend"),
+    slow_but(
+        product(ENDLESS, ("trio", "asyncio")),
+        ("shields", "trio"),
+        ("swallows in a child", "asyncio"),
+    ),
+)
 def test_command_line_code_that_cannot_be_stopped_ends_with_the_process(
     how: str, backend: str, tmp_path: Path
 ) -> None:
@@ -81,8 +89,12 @@ SWALLOWS = {
 }
 
 
-@pytest.mark.parametrize("backend", ["trio", "asyncio"])
-@pytest.mark.parametrize("how", SWALLOWS)
+@pytest.mark.parametrize(
+    ("how", "backend"),
+    slow_but(
+        product(SWALLOWS, ("trio", "asyncio")), ("plain", "asyncio"), ("in a task group", "trio")
+    ),
+)
 def test_process_ends_after_code_that_swallows_its_cancellation(how: str, backend: str) -> None:
     program = f"""
 import anyio

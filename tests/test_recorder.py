@@ -139,6 +139,7 @@ async def _example(recorder: Recorder) -> None:
         await runtime.generate([rollout.Prompt(messages=[question])])
 
 
+@pytest.mark.slow
 def test_explore_example_of_the_guide_survives_every_race() -> None:
     done = explore(_example, share=0.1)
     assert min(done.steps.values()) > 100
