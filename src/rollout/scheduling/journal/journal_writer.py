@@ -23,7 +23,7 @@ from rollout.scheduling.journal.large_records import single_frames
 from rollout.worker_threads import may_leave_loop
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from rollout.errors import RolloutError
@@ -77,7 +77,6 @@ class JournalWriter:
         is_closed: Whether nothing more is written.
         sealed: As many records as change no more; others may where `is_amending` is set meanwhile.
         is_amending: Whether one is being changed, on the loop.
-        listeners: Called on the loop when more is written, or cannot be; see `ask`.
     """
 
     def __init__(
@@ -112,7 +111,6 @@ class JournalWriter:
         self._full: deque[FrameBuffer] = deque()
         self._spare: deque[FrameBuffer] = deque(maxlen=_SPARE)
         self._changed = anyio.Event()
-        self.listeners: dict[Callable[[], object], None] = {}
         self._has_waiters = False
         #: Whether the thread will look by itself at what is put; whether it waits until then, and
         #: from when on it may be told to look now.
@@ -219,10 +217,6 @@ class JournalWriter:
                     self._encode(is_whole=True)
         if self._thread is None:
             self._write_all()
-
-    def ask(self) -> None:
-        """Have the listeners called when more is written than is now."""
-        self._has_waiters = True  # the thread looks for it after it has written
 
     def hurry(self, within_s: float = SOON_S) -> None:
         """Gather for no longer than this before what was put is written."""
@@ -395,5 +389,3 @@ class JournalWriter:
         """Wake those who wait; on the loop."""
         changed, self._changed = self._changed, anyio.Event()
         changed.set()
-        for tell in tuple(self.listeners):
-            tell()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import attrs
@@ -18,7 +17,7 @@ from rollout.scheduling.journal.journal_writer import SOON_S
 from rollout.scheduling.journal.plain_data import Unwritable, logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import Any
 
     from rollout.agents.services import Services
@@ -75,8 +74,6 @@ class OpenJournal:
         unwritable: What becomes of values that are no plain data.
         put: Has a record written; gives its number.
         together: What is put in its block is written as a whole, or not at all.
-        hurry: Has what was put written soon.
-        ask: Has what `telling` names called when more is written.
         read: A record of before.
         media: Gives images and videos of before their contents.
     """
@@ -98,8 +95,7 @@ class OpenJournal:
         self._readers: dict[tuple[str, ...] | None, TurnReader] = {}
         self._said = False
         self._clock = loop_clock()
-        self.put, self.ask, self.together = writer.put, writer.ask, writer.together
-        self.hurry = writer.hurry
+        self.put, self.together = writer.put, writer.together
 
     def put_all(self, entries: Iterable[Entry]) -> None:
         """Have these written."""
@@ -119,16 +115,6 @@ class OpenJournal:
         if failure is None and self.writer.is_closed:
             return JournalError("the runtime was closed, and its journal with it")
         return None if failure is None else JournalError(str(failure))
-
-    @contextmanager
-    def telling(self, tell: Callable[[], object]) -> Iterator[None]:
-        """Call this when more is written, or cannot be, after `ask`; in the block."""
-        listeners = self.writer.listeners
-        listeners[tell] = None
-        try:
-            yield
-        finally:
-            del listeners[tell]
 
     def statistics(self) -> JournalStatistics:
         """A snapshot."""

@@ -351,14 +351,6 @@ class TrajectoryLog(msgspec.Struct, eq=False):
         """Why its end cannot be written."""
         return self._journal.failure or JournalError("the journal cannot be written")
 
-    @property
-    def is_written(self) -> bool:
-        """Whether its end is; where it is not, who listens to the journal is called when it may."""
-        if self._writer.written >= self._ticket:
-            return True
-        self._journal.ask()
-        return self._journal.has_written(self._ticket)
-
     async def until_written(self, deadline: float, is_over: Callable[[], bool]) -> bool:
         """Whether its end is written.
 
