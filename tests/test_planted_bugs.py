@@ -176,12 +176,9 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("swallowed cancellation of an agent", "though its last generation was cancelled")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(
-        Contained,
-        "was_cancelled",
-        property(lambda self: False, lambda self, value: None),
-        raising=False,
-    )
+    never = property(lambda self: False, lambda self, value: None)
+    for name in ("was_cancelled", "is_cancelled"):
+        patch.setattr(Contained, name, never, raising=False)
 
 
 @bug("retry of a finished member", "answers of engines are not in its transcript")
