@@ -12,7 +12,7 @@ import pytest
 
 from harness import Recorder, balance_of
 from race_situations import RESEARCH, add, user
-from rollout import AgentError, AgentLoop, LimitExceeded, Outcome, Trajectory, load_trajectories
+from rollout import AgentError, AgentLoop, LimitExceeded, Outcome, Trajectory
 from rollout.agents import register_agent
 from rollout.agents.turn_options import TurnOptions
 from rollout.batch import RolloutBatch
@@ -176,41 +176,6 @@ async def test_tree_of_segments_branches_generate_at_once() -> None:
     assert first.ended is not None
     assert second.ended is not None
     assert max(first.started, second.started) < min(first.ended, second.ended)
-
-
-async def test_records_of_before_there_were_segments_load_as_segments(tmp_path: Path) -> None:
-    old = {
-        "uid": "p", "group": 0, "member": 0, "num_turns": 3, "outcome": "completed", "reason": "",
-        "limit_source": None, "trainable": True, "reward": 1.0, "turn_scores": [],
-        "tool_rewards": [], "metrics": {}, "extra": {}, "cause": None, "prompt": None,
-        "messages": [{"role": "user", "content": "x"}],
-        "spans": [
-            {"kind": "prompt", "ids": [1, 2]},
-            {"kind": "observation", "ids": [7]},
-            {"kind": "generated", "ids": [8], "log_probs": [-1.0], "versions": [[0, 1]],
-             "finish_reason": "stop"},
-        ],
-        "history": "inference_template",
-        "earlier": [[
-            {"kind": "prompt", "ids": [1, 2]},
-            {"kind": "generated", "ids": [5, 6], "log_probs": [-1.0, -2.0], "versions": [[0, 2]],
-             "finish_reason": "stop"},
-        ]],
-    }  # fmt: skip
-    path = tmp_path / "trajectories.jsonl"
-    path.write_text(json.dumps(old) + "\n")
-    (trajectory,) = load_trajectories(path)
-    first, last = trajectory.segments
-    assert (first.purpose, first.parent) == ("main", None)
-    assert (last.purpose, last.parent) == ("compaction", (0, 2))
-    assert first.transcript.ids().tolist() == [1, 2, 5, 6]
-    assert last.transcript.ids().tolist() == [1, 2, 7, 8]
-    assert trajectory.transcript is last.transcript
-    del old["earlier"]
-    path.write_text(json.dumps(old) + "\n")
-    (trajectory,) = load_trajectories(path)
-    assert [each.purpose for each in trajectory.segments] == ["main"]
-    assert trajectory.transcript is trajectory.segments[0].transcript
 
 
 def text(ids: Any) -> str:
@@ -384,25 +349,6 @@ async def test_failure_of_an_engine_runs_the_whole_tree_again() -> None:
     balance = balance_of(watched)
     assert balance.is_even
     assert balance.discarded > 0
-
-
-async def test_batch_of_before_there_were_segments_loads_with_them(tmp_path: Path) -> None:
-    reasoned = f"<think>\nI must.\n</think>\n\n{CALL}"
-    scenario = Scenario(seed=1).reply("question", reasoned).then("Five.")
-    recorder = Recorder()
-    async with recorder.open_rollout(
-        scenario.config(agent=AgentConfig(history="inference_template")), [add]
-    ) as runtime:
-        batch = await runtime.generate([user("question")])
-    batch.save(tmp_path)
-    as_before(tmp_path)
-    loaded = RolloutBatch.load(tmp_path)
-    assert [(s.segment, s.purpose, s.parent) for s in loaded.samples] == [
-        (s.segment, s.purpose, s.parent) for s in batch.samples
-    ]
-    assert [t.ids_bytes() for t in loaded.trajectories[0].transcripts] == [
-        t.ids_bytes() for t in batch.trajectories[0].transcripts
-    ]
 
 
 def as_before(directory: Path) -> None:

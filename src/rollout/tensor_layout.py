@@ -28,7 +28,7 @@ def layout_faults(layout: Any, trim: Any) -> list[str]:
     return faults
 
 
-def trimmed(longest: int, configured: int, trim: Trim) -> int:
+def trim_width(longest: int, configured: int, trim: Trim) -> int:
     """The width of padded tensors whose longest row has `longest` tokens."""
     if trim is False:
         return configured

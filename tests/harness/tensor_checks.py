@@ -9,7 +9,7 @@ import numpy as np
 from harness.transcript_checks import Answers, Row
 from rollout.batch import RolloutBatch, Sample
 from rollout.chat.transcript import NO_EXPERT, NO_VERSION
-from rollout.tensor_layout import trimmed
+from rollout.tensor_layout import trim_width
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -110,8 +110,8 @@ def _widths(
     prompt = max((each.prompt_length for each in transcripts), default=0)
     stops = [each.response_length - each.trailing_observation_length for each in transcripts]
     return (
-        trimmed(prompt, lengths.prompt, call.trim),
-        trimmed(max(stops, default=0), lengths.response, call.trim),
+        trim_width(prompt, lengths.prompt, call.trim),
+        trim_width(max(stops, default=0), lengths.response, call.trim),
     )
 
 

@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import math
-import os
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 
+from rollout.batch.layouts import pack_rows, pad_rows
 from rollout.batch.metrics import batch_metrics
-from rollout.batch.multi_modal import MultiModalInputs, RowPositions, media_of_rows
-from rollout.batch.packed import PackedTensors
-from rollout.batch.padded import PaddedTensors
+from rollout.batch.multi_modal import MultiModalInputs, RowPositions, list_media
 from rollout.batch.rollout_batch import RolloutBatch
-from rollout.batch.rows import Lengths, Place, Rows
+from rollout.batch.rows import Lengths, Row, list_rows, read_arrays
 from rollout.batch.sample import Sample
-from rollout.batch.tensor_memory import TensorMemory
-from rollout.tensor_layout import Layout, Trim, layout_faults, trimmed
+from rollout.tensor_layout import Layout, Trim, layout_faults, trim_width
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from rollout.chat.processors import MediaProcessor
     from rollout.chat.trajectory import Trajectory
-
-#: Threads that fill large tensors, on a machine with twice as many CPUs.
-MAX_THREADS = 4
 
 
 def collate(
@@ -43,7 +34,6 @@ def collate(
     extra_metrics: Mapping[str, float] | None = None,
     processor: MediaProcessor | None = None,
     position_rows: int = 3,
-    memory: TensorMemory | None = None,
 ) -> RolloutBatch:
     """One row of tensors for each segment, in the order given; shapes as in `RolloutBatch`.
 
@@ -51,8 +41,6 @@ def collate(
     padding with attention 0 (packed: of length 0). Tokens observed after the last generated one
     stay in the transcript and are left out of the tensors: a training row never ends on an
     observation.
-
-    In a thread it lets others run: no piece of its work holds Python's interpreter lock for long.
 
     Args:
         trajectories: With B segments.
@@ -67,8 +55,6 @@ def collate(
         processor: The model's, where it reads images or videos: `multi_modal_inputs` and the
             positions of M-RoPE families come from it.
         position_rows: Rows of those positions: 3, or 4 with those of a text-only row before them.
-        memory: Where large tensors lie, in what batches before have left there; None takes it of
-            the system.
 
     Raises:
         ValueError: A prompt or response is longer than `lengths` allow, and its uid is named; or
@@ -79,19 +65,24 @@ def collate(
         faults.append(f"position_rows = {position_rows!r:.80}: expected 3 or 4")
     if faults:
         raise ValueError("\n".join(faults))
-    rows = Rows(trajectories, lengths)
-    media = media_of_rows(trajectories)
+    rows = list_rows(trajectories, lengths)
+    media = list_media(trajectories)
+    positions = None
     if processor is not None and processor.position_rows > 1:
-        rows.positions = RowPositions(processor, media, position_rows)
-    memory = memory or TensorMemory()
+        positions = RowPositions(processor, media, position_rows)
+    arrays = read_arrays(rows, positions)
     if layout == "padded":
-        tensors = _padded(rows, lengths, pad_token_id, trim, memory)
+        widths = (
+            trim_width(max((row.prompt for row in rows), default=0), lengths.prompt, trim),
+            trim_width(max((row.response for row in rows), default=0), lengths.response, trim),
+        )
+        tensors = pad_rows(rows, arrays, widths, pad_token_id)
     else:
-        tensors = _packed(rows, memory)
-    tensors |= _of_rows(rows.places)
+        tensors = pack_rows(rows, arrays)
+    tensors |= _make_row_values(rows)
     return RolloutBatch(
         tensors=TensorDict(tensors, batch_size=[len(rows)]),
-        samples=[_sample(at, place) for at, place in enumerate(rows.places)],
+        samples=[_make_sample(at, row) for at, row in enumerate(rows)],
         metrics=batch_metrics(trajectories, extra_metrics or {}),
         trajectories=list(trajectories),
         decode=decode,
@@ -99,51 +90,12 @@ def collate(
     )
 
 
-def _padded(
-    rows: Rows, lengths: Lengths, pad_token_id: int, trim: Trim, memory: TensorMemory
-) -> dict[str, torch.Tensor]:
-    prompt = trimmed(int(rows.prompts.max(initial=0)), lengths.prompt, trim)
-    response = trimmed(int(rows.responses.max(initial=0)), lengths.response, trim)
-    padded = PaddedTensors(rows, prompt, response, pad_token_id, memory)
-    _fill(padded, rows, np.full(len(rows), padded.width))
-    return {name: torch.from_numpy(array) for name, array in padded.arrays.items()}
-
-
-def _packed(rows: Rows, memory: TensorMemory) -> dict[str, torch.Tensor]:
-    packed = PackedTensors(rows, memory)
-    _fill(packed, rows, rows.prompts + rows.responses)
-    offsets = {id(each): torch.from_numpy(each) for each in packed.offsets.values()}
-    return {
-        name: torch.nested.nested_tensor_from_jagged(
-            torch.from_numpy(array), offsets[id(packed.offsets[name])]
-        )
-        for name, array in packed.arrays.items()
-    }
-
-
-def _fill(tensors: PaddedTensors | PackedTensors, rows: Rows, sizes: npt.NDArray[np.int64]) -> None:
-    """Write all rows, of these sizes in tokens; large ones in threads, since memory is slow."""
-
-    def fill(chunk: slice) -> None:
-        tensors.fill(rows, rows.tokens(chunk))
-
-    chunks = list(rows.chunks(sizes))
-    threads = min(MAX_THREADS, (os.cpu_count() or 1) // 2, len(chunks))
-    if threads > 1:
-        with ThreadPoolExecutor(threads, thread_name_prefix="rollout-collate") as pool:
-            for _ in pool.map(fill, chunks):
-                pass
-    else:
-        for chunk in chunks:
-            fill(chunk)
-
-
-def _of_rows(places: Sequence[Place]) -> dict[str, torch.Tensor]:
+def _make_row_values(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
     """What has one value for each row, (B,); on the CPU, whatever torch's default device is."""
-    known = [place.trajectory.reward_of(place.segment) for place in places]
+    known = [row.trajectory.reward_of(row.segment) for row in rows]
     rewards = [math.nan if reward is None else reward for reward in known]
-    trainable = [place.trajectory.is_trainable(place.segment) for place in places]
-    groups = [place.trajectory.group for place in places]
+    trainable = [row.trajectory.is_trainable(row.segment) for row in rows]
+    groups = [row.trajectory.group for row in rows]
     return {
         "trainable": torch.tensor(trainable, dtype=torch.bool, device="cpu"),
         "rewards": torch.tensor(rewards, dtype=torch.float32, device="cpu"),
@@ -151,13 +103,13 @@ def _of_rows(places: Sequence[Place]) -> dict[str, torch.Tensor]:
     }
 
 
-def _sample(row: int, place: Place) -> Sample:
-    trajectory, segment = place.trajectory, place.segment
+def _make_sample(at: int, row: Row) -> Sample:
+    trajectory, segment = row.trajectory, row.segment
     return Sample(
         uid=trajectory.uid,
         group=trajectory.group,
         member=trajectory.member,
-        row=row,
+        row=at,
         num_turns=trajectory.num_turns,
         outcome=trajectory.outcome,
         reason=trajectory.reason,
@@ -168,7 +120,7 @@ def _sample(row: int, place: Place) -> Sample:
         tool_rewards=trajectory.tool_rewards,
         metrics=trajectory.metrics,
         extra=trajectory.extra,
-        segment=place.at,
+        segment=row.at,
         parent=segment.parent,
         purpose=segment.purpose,
         session_id=segment.session_id,

@@ -60,10 +60,10 @@ class MultiModalInputs(Sequence["dict[str, Tensor]"]):
         key = tuple(medium.digest for medium in media)
         held = self._held.get(key)
         if held is None:
-            held = self._held[key] = RowInputs(self._made(media))
+            held = self._held[key] = RowInputs(self._process(media))
         return held
 
-    def _made(self, media: Sequence[Any]) -> dict[str, Tensor]:
+    def _process(self, media: Sequence[Any]) -> dict[str, Tensor]:
         if self._processor is None:
             raise RolloutError(
                 "multi_modal_inputs: no processor is known; give collate or RolloutBatch.load "
@@ -72,7 +72,7 @@ class MultiModalInputs(Sequence["dict[str, Tensor]"]):
         return self._processor.features(media)
 
 
-def media_of_rows(trajectories: Sequence[Trajectory]) -> list[list[PlacedMedia]]:
+def list_media(trajectories: Sequence[Trajectory]) -> list[list[PlacedMedia]]:
     """The media among the tokens of each row: what nothing was generated after is left out."""
     transcripts = [each for trajectory in trajectories for each in trajectory.transcripts]
     return [
@@ -104,7 +104,7 @@ class RowPositions:
         self._processor = processor
         self._media = media
 
-    def of(self, row: int, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    def read_positions(self, row: int, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
         """(count, T) of one row's ids."""
         own = self._processor.position_ids(ids, self._media[row])
         if self.count == len(own):

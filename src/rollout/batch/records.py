@@ -20,9 +20,8 @@ from rollout.chat.media_records import (
     prompt_messages,
     shows_more_than_text,
 )
-from rollout.chat.row_beginnings import common_length
 from rollout.chat.spans import SpanKind
-from rollout.chat.trajectory import COMPACTION, MAIN, Parent, Segment, Trajectory
+from rollout.chat.trajectory import Parent, Segment, Trajectory
 from rollout.chat.transcript import NO_ID, Transcript
 from rollout.medium import PlacedMedia
 from rollout.types import Cause, Message, Outcome, Prompt
@@ -61,11 +60,11 @@ class _RowRecord(msgspec.Struct, kw_only=True):
 
 class _SampleRecord(_RowRecord, kw_only=True):
     row: int
-    segment: int = 0
-    parent: Parent | None = None
-    purpose: str = MAIN
-    session_id: str = ""
-    seeds: list[int] = []
+    segment: int
+    parent: Parent | None
+    purpose: str
+    session_id: str
+    seeds: list[int]
 
 
 class _ExpertsRecord(msgspec.Struct, kw_only=True):
@@ -107,18 +106,14 @@ class _SegmentRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class _TrajectoryRecord(_RowRecord, kw_only=True):
-    """A trajectory; `spans` are those of its `transcript`.
-
-    `earlier` are, in records of before there were segments, those of rows before it.
-    """
+    """A trajectory; `spans` are those of its `transcript`."""
 
     cause: Cause | None
     prompt: dict[str, Any] | None
     messages: list[Message]
     spans: list[_SpanRecord]
     history: str = "append_only"
-    segments: list[_SegmentRecord] = []
-    earlier: list[list[_SpanRecord]] | msgspec.UnsetType = msgspec.UNSET
+    segments: list[_SegmentRecord]
 
 
 def sample_line(sample: Sample) -> bytes:
@@ -182,10 +177,7 @@ def trajectory_from_line(line: bytes) -> Trajectory:
         prompt=_prompt(record.prompt),  # type: ignore[arg-type]
         messages=record.messages,
         history=record.history,
-        segments=(
-            [_segment(each, record.messages, transcript) for each in record.segments]
-            or _segments_of_rows(record, transcript)
-        ),
+        segments=[_segment(each, record.messages, transcript) for each in record.segments],
         **record.fields(),
     )
 
@@ -203,24 +195,6 @@ def _segment(record: _SegmentRecord, messages: list[Message], transcript: Transc
         seeds=record.seeds,
         messages=messages if record.messages is None else record.messages,
     )
-
-
-def _segments_of_rows(record: _TrajectoryRecord, last: Transcript) -> list[Segment]:
-    """The segments of a record that has rows in their place."""
-    rows = [_transcript(spans) for spans in record.earlier or []]
-    segments = []
-    for at, transcript in enumerate([*rows, last]):
-        before = rows[at - 1].prefix.ids if at else []
-        shared = common_length(transcript.prefix.ids, before)
-        segments.append(
-            Segment(
-                transcript=transcript,
-                parent=Parent(at - 1, shared) if at else None,
-                purpose=COMPACTION if at else MAIN,
-                messages=record.messages,
-            )
-        )
-    return segments
 
 
 def _row_fields(row: Sample | Trajectory) -> dict[str, Any]:

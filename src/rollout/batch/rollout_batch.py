@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from tensordict import TensorDict
 
-from rollout.batch.multi_modal import MultiModalInputs, media_of_rows
+from rollout.batch.multi_modal import MultiModalInputs, list_media
 from rollout.batch.sample import Sample
 from rollout.batch.saved_tokenizer import BatchTokenizer
 from rollout.batch.storage import check_free, read_batch, write_batch
@@ -123,7 +123,7 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
             RolloutError: A file is missing, damaged or not of this batch; names it and says why.
         """
         parts = read_batch(Path(directory), tokenizer)
-        media = media_of_rows(parts["trajectories"])
+        media = list_media(parts["trajectories"])
         batch = cls(**parts, multi_modal_inputs=MultiModalInputs(media, processor))
         if (Path(directory) / EVENTS).exists():
             batch.events_path = Path(directory)

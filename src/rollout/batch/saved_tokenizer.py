@@ -67,7 +67,7 @@ class BatchTokenizer:
         """What `RolloutBatch.save` writes of it."""
         fingerprint, chat_template = self._known
         if self._template is not None:
-            fingerprint = _fingerprint_of(self._template.tokenizer)
+            fingerprint = _digest_vocabulary(self._template.tokenizer)
             chat_template = _digest(self._template.source)
         return TokenizerRecord(
             path=self.path,
@@ -94,7 +94,7 @@ class BatchTokenizer:
                 f"the batch's tokenizer, that of {self.path}{of}, cannot be loaded: {error}; "
                 f"{instead}"
             ) from error
-        expected, found = self._known[0], _fingerprint_of(tokenizer)
+        expected, found = self._known[0], _digest_vocabulary(tokenizer)
         if expected and found != expected:
             raise RolloutError(
                 f"the tokenizer of {self.path}{of} is not the batch's: its vocabulary has the "
@@ -137,7 +137,7 @@ def make_decodable(trajectories: Iterable[Trajectory], tokenizer: BatchTokenizer
                 segment.messages = trajectory.messages
 
 
-def _fingerprint_of(tokenizer: Any) -> str:
+def _digest_vocabulary(tokenizer: Any) -> str:
     return _digest(json.dumps(sorted(tokenizer.get_vocab().items())))
 
 

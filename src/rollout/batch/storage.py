@@ -145,9 +145,8 @@ def read_batch(directory: Path, moved_to: str | None = None) -> dict[str, Any]:
         metrics = _decoded(directory / METRICS, dict[str, Number])
         samples = _read_lines(directory / SAMPLES, sample_from_line)
         trajectories = _read_lines(directory / TRAJECTORIES, trajectory_from_line)
-        _say_segments(samples, trajectories)
         _restore_media(directory / MEDIA, trajectories, is_listed=MEDIA in meta.files)
-        tokenizer = _tokenizer_of(meta.tokenizer, moved_to)
+        tokenizer = _find_tokenizer(meta.tokenizer, moved_to)
         if tokenizer is not None:
             make_decodable(trajectories, tokenizer)
         return {
@@ -160,7 +159,7 @@ def read_batch(directory: Path, moved_to: str | None = None) -> dict[str, Any]:
         }
 
 
-def _tokenizer_of(record: TokenizerRecord | None, moved_to: str | None) -> BatchTokenizer | None:
+def _find_tokenizer(record: TokenizerRecord | None, moved_to: str | None) -> BatchTokenizer | None:
     if moved_to is not None:
         fingerprint = "" if record is None else record.fingerprint
         chat_template = "" if record is None else record.chat_template
@@ -183,15 +182,6 @@ def _restore_media(path: Path, trajectories: Sequence[Trajectory], *, is_listed:
     except SafetensorError as error:
         raise RolloutError(f"{path} cannot be read: {error}") from error
     KnownContents(contents, str(path)).restore(trajectories)
-
-
-def _say_segments(samples: Sequence[Sample], trajectories: Sequence[Trajectory]) -> None:
-    """Samples of before there were segments say now which they are of."""
-    segments = [(at, each) for row in trajectories for at, each in enumerate(row.segments)]
-    if len(samples) != len(segments):
-        return
-    for sample, (at, segment) in zip(samples, segments, strict=True):
-        sample.segment, sample.parent, sample.purpose = at, segment.parent, segment.purpose
 
 
 def _write_files(files: NewFiles, batch: Parts) -> None:
@@ -275,7 +265,7 @@ def read_trajectories(path: Path) -> list[Trajectory]:
     """
     with _reading(path):
         trajectories = _read_lines(path, trajectory_from_line, may_be_cut=True)
-    tokenizer = _tokenizer_of(tokenizer_record(path.parent), None)
+    tokenizer = _find_tokenizer(tokenizer_record(path.parent), None)
     if tokenizer is not None:
         make_decodable(trajectories, tokenizer)
     return trajectories

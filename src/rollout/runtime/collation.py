@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from rollout.batch import RolloutBatch
     from rollout.batch.saved_tokenizer import BatchTokenizer
-    from rollout.batch.tensor_memory import TensorMemory
     from rollout.chat import ChatTemplate
     from rollout.chat.trajectory import Trajectory
     from rollout.config import LengthsConfig, ModelConfig
@@ -49,7 +48,6 @@ class Collation:
         self._model = model
         self._tokenizer: BatchTokenizer | None = None
         self._limiter = anyio.CapacityLimiter(MAX_THREADS)
-        self._memory: TensorMemory | None = None
         self._has_packed = False
 
     async def batch(
@@ -102,9 +100,7 @@ class Collation:
     ) -> RolloutBatch:
         from rollout.batch import collate  # torch, loaded while the runtime opens
         from rollout.batch.saved_tokenizer import BatchTokenizer
-        from rollout.batch.tensor_memory import TensorMemory
 
-        self._memory = self._memory or TensorMemory()
         self._tokenizer = self._tokenizer or BatchTokenizer(
             self._model.path, self._model.revision, template=self._template
         )
@@ -118,7 +114,6 @@ class Collation:
             extra_metrics=metrics,
             processor=self._template.processor,
             position_rows=self._position_rows,
-            memory=self._memory,
         )
 
 

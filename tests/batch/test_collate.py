@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.batch import RolloutBatch, collate
-from rollout.batch.tensor_memory import LARGE, MOST_KEPT, TensorMemory
 from rollout.chat import Transcript
 from rollout.types import Outcome, Trajectory
-from slow_cases import slow_but
 
 pytestmark = pytest.mark.process
 PAD = 99
@@ -184,24 +181,6 @@ def test_collate_trimmed_tensors_are_the_usual_ones_without_what_is_padding_in_a
         assert torch.equal(narrow[key].nan_to_num(), cut.nan_to_num())
 
 
-@given(st.lists(transcripts(), max_size=6), st.integers(1, 60), st.sampled_from([1, 8]), layouts)
-def test_collate_rows_are_the_same_however_many_are_laid_out_at_once(
-    given_transcripts: list[Transcript], chunk: int, cpus: int, layout: Any
-) -> None:
-    expected = collated(given_transcripts, layout, prompt=6, response=16).tensors
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rollout.batch.rows.CHUNK", chunk)
-        patch.setattr("os.cpu_count", lambda: cpus)
-        found = collated(given_transcripts, layout, prompt=6, response=16).tensors
-    for key, value in expected.items():
-        assert torch.equal(_values(value), _values(found[key]))
-
-
-def _values(tensor: torch.Tensor) -> torch.Tensor:
-    values = tensor.values() if tensor.is_nested else tensor
-    return values.nan_to_num()
-
-
 @pytest.mark.parametrize("trim", [0, -1, 1.5, "8", None])
 def test_collate_trim_that_is_none_is_refused(trim: Any) -> None:
     said = r"^trim = .*: expected True, False or an integer from 1 to 16777216$"
@@ -267,58 +246,6 @@ def test_collate_rows_keep_the_order_given_and_describe_themselves() -> None:
     assert repr(batch) == (
         "<RolloutBatch of 2 rows (completed: 1, rejected: 1); prompts (2, 4), responses (2, 6), …>"
     )
-
-
-#: Rows of so many make every padded tensor large.
-MANY, WIDE = 8, Widths(prompt=LARGE // 16, response=LARGE // 16)
-
-
-def large_tensors(batch: RolloutBatch) -> dict[str, torch.Tensor]:
-    tensors = {name: batch.tensors[name] for name in (*WHOLE_KEYS, *RESPONSE_KEYS, "prompts")}
-    return {name: each.values() if each.is_nested else each for name, each in tensors.items()}
-
-
-def places(batch: RolloutBatch) -> dict[str, int]:
-    """Where each large tensor lies."""
-    return {name: each.data_ptr() for name, each in large_tensors(batch).items()}
-
-
-@pytest.mark.parametrize("layout", slow_but(["padded", "packed"], "padded"))
-def test_collate_takes_over_the_memory_of_batches_that_are_gone(layout: Any) -> None:
-    length = LARGE // 16
-    long = spoken(("prompt", [5] * length), ("generated", [7] * length))
-    full = [trajectory(long, at) for at in range(MANY)]
-    other = [trajectory(TURNS), *full[1:]]  # with padding, in place of what there was
-    memory = TensorMemory()
-    first = collate(full, WIDE, PAD, layout, memory=memory)
-    second = collate(full, WIDE, PAD, layout, memory=memory)
-    held, released = set(places(first).values()), set(places(second).values())
-    assert len(held) == len(released) == len(places(first))
-    assert not held & released
-    in_use = places(second)["input_ids"]
-    part = large_tensors(second)["input_ids"][1:].numpy()
-    del second
-    third = collate(other, WIDE, PAD, layout, memory=memory)
-    assert in_use not in places(third).values()
-    assert (part == 7).any()
-    assert set(places(third).values()) & released
-    before = released | set(places(third).values())
-    del part, third
-    fourth = collate(other, WIDE, PAD, layout, memory=memory)
-    assert set(places(fourth).values()) <= before
-    plain = large_tensors(collate(other, WIDE, PAD, layout))
-    assert all(torch.equal(each, plain[name]) for name, each in large_tensors(fourth).items())
-
-
-def test_collate_keeps_no_more_memory_than_that_of_one_batch() -> None:
-    memory = TensorMemory()
-    arrays = [memory.empty((LARGE,), torch.uint8) for _ in range(3 * MOST_KEPT)]
-    small = memory.empty((LARGE - 1,), torch.uint8)
-    blocks = [weakref.ref(array.base) for array in arrays]
-    del arrays, small
-    assert sum(block() is not None for block in blocks) == MOST_KEPT
-    del memory
-    assert not any(block() is not None for block in blocks)
 
 
 def test_collate_nothing_gives_a_batch_without_rows() -> None:
