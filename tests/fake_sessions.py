@@ -14,9 +14,7 @@ from rollout.config import GatewayConfig
 from rollout.gateway.asgi import ExchangeLimits
 from rollout.gateway.calls import (
     Answer,
-    AnswerDraft,
     Completion,
-    Draft,
     GatewayCall,
     GatewayError,
 )
@@ -56,8 +54,7 @@ class FakeSession:
         delivered_ids, left_ids: What the server says became of them.
         hold: Where set, answers wait until it is.
         cancelled: Generations that were cancelled.
-        pieces: How many come of each answer that somebody hears, the last with the answer.
-        pause_s: Between two of them.
+        pause_s: How long an answer takes.
     """
 
     def __init__(self, path: str, key: str) -> None:
@@ -69,7 +66,7 @@ class FakeSession:
         self.left_ids: list[str] = []
         self.hold: anyio.Event | None = None
         self.cancelled = 0
-        self.pieces, self.pause_s = 1, 0.0
+        self.pause_s = 0.0
         self.tokens = 11
         self.activity = "trajectory"
         self.failures: list[Exception] = []
@@ -92,7 +89,7 @@ class FakeSession:
             raise
         completion = self._cut.pop(call.digest, None) or self._sample(call)
         try:
-            await self._say(call, completion)
+            await anyio.sleep(self.pause_s)
         except anyio.get_cancelled_exc_class():
             self.cancelled += 1
             self._cut[call.digest] = completion
@@ -119,20 +116,6 @@ class FakeSession:
             ):
                 await anyio.sleep(0.001)
 
-    async def _say(self, call: GatewayCall, completion: Completion) -> None:
-        """First all that is thought, then all that is said, in equal pieces."""
-        for piece in range(1, self.pieces):
-            drafts = tuple(_draft(each, piece / self.pieces) for each in completion.answers)
-            draft = Draft(
-                id=completion.id,
-                answers=drafts,
-                prompt_tokens=4,
-                prompt_ids=completion.prompt_ids if call.wants_ids else None,
-            )
-            if call.hear is not None:
-                call.hear(draft)
-            await anyio.sleep(self.pause_s)
-
     def _next(self) -> Answer:
         self.sampled += 1
         said = self.script.popleft() if self.script else answer(self.sampled)
@@ -154,13 +137,6 @@ class FakeSession:
         return self.tokens
 
 
-def _draft(said: Answer, share: float) -> AnswerDraft:
-    thought = said.reasoning or ""
-    count = round(share * len(thought + said.text))
-    reasoning = None if said.reasoning is None else thought[:count]
-    return AnswerDraft(said.id, said.text[: max(0, count - len(thought))], reasoning)
-
-
 class FakeSessions:
     """Sessions by their paths."""
 
@@ -177,9 +153,7 @@ class FakeSessions:
 
 
 @asynccontextmanager
-async def served(
-    *sessions: FakeSession, stream_interval_s: float = 0.25, **settings: Any
-) -> AsyncIterator[str]:
+async def served(*sessions: FakeSession, **settings: Any) -> AsyncIterator[str]:
     """The URL of a server with these sessions, as the gateway makes it."""
     config = GatewayConfig(**settings)
     threads = WorkerThreads(max_threads=4, max_abandoned=1)
@@ -196,7 +170,6 @@ async def served(
                 models=(config.model, *config.model_aliases),
                 spell=lambda token_id: b"<%d>" % token_id,
                 keep_alive_s=config.keep_alive_s,
-                stream_interval_s=stream_interval_s,
                 unenforced=config.unenforced,
             )
             async with host.serving(routes(service), not_found(service)):

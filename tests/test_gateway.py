@@ -25,7 +25,7 @@ from rollout import (
     open_gateway,
     open_rollout,
 )
-from rollout.config import AgentConfig, ChannelConfig, config_from_dict, dump_config
+from rollout.config import AgentConfig, config_from_dict, dump_config
 from rollout.testing import Scenario
 from slow_cases import slow_but
 
@@ -80,39 +80,6 @@ async def test_streamed_conversation_is_the_same_row() -> None:
     trajectory = await tried(open_rollout, stream, CHAT)
     assert (trajectory.outcome, len(trajectory.segments)) == (Outcome.COMPLETED, 1)
     assert trajectory.extra["result"] == ["Second."]
-
-
-SLOW = Scenario(seed=3, stream_interval=4).reply(
-    "One",
-    "<think>Hm, so it is.</think>First of all, and " + "then again " * 20 + "we äöü 漢字 end.",
-)
-
-
-async def test_streamed_turn_comes_while_it_is_sampled() -> None:
-    def stream(client: Client) -> Any:
-        body = {"model": client.address.model, "messages": [user("One")], "stream": True}
-        body["return_token_ids"] = True
-        texts, thoughts, prompts = [], [], []
-        with client.http.stream("POST", "/v1/chat/completions", json=body) as reply:
-            for line in reply.iter_lines():
-                if line.startswith("data: {"):
-                    event = json.loads(line[6:])
-                    prompts.append(event.get("prompt_token_ids"))
-                    delta = event["choices"][0]["delta"]
-                    texts.append(delta.get("content") or "")
-                    thoughts.append(delta.get("reasoning_content") or "")
-        told = {"role": "assistant", "content": "".join(texts)}
-        said(client.chat(user("One"), told, user("More")))
-        return [list(filter(None, each)) for each in (texts, thoughts, prompts)]
-
-    channel = ChannelConfig(stream_interval_s=0.02)
-    trajectory = await tried(open_rollout, stream, SLOW, channel=channel)
-    texts, thoughts, prompts = trajectory.extra["result"]
-    whole = "First of all, and " + "then again " * 20 + "we äöü 漢字 end."
-    assert ("".join(texts), "".join(thoughts)) == (whole, "Hm, so it is.")
-    assert len(texts) > 3
-    assert prompts == [trajectory.transcript.span_ids(trajectory.transcript.spans[0]).tolist()]
-    assert len(trajectory.segments) == 1
 
 
 async def test_later_calls_of_a_finished_trajectory_get_a_final_error() -> None:

@@ -12,7 +12,7 @@ import pytest
 from anyio.to_thread import run_sync
 
 from fake_sessions import KEY, PATH, FakeSession, answer, served
-from rollout.gateway.calls import AnswerDraft, Draft, GatewayError
+from rollout.gateway.calls import GatewayError
 from rollout.types import ToolCall
 from slow_cases import slow_but
 
@@ -23,7 +23,7 @@ anthropic = pytest.importorskip("anthropic")
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rollout.gateway.calls import Answer, Completion, GatewayCall
+    from rollout.gateway.calls import Answer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.process]
 
@@ -49,16 +49,16 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def speaking(*script: Answer, pieces: int = 12, pause_s: float = 0.01) -> FakeSession:
+def speaking(*script: Answer, pause_s: float = 0.0) -> FakeSession:
     session = FakeSession(PATH, KEY)
     session.script.extend(script)
-    session.pieces, session.pause_s = pieces, pause_s
+    session.pause_s = pause_s
     return session
 
 
 async def ask(session: FakeSession, body: Callable[..., Any], **settings: Any) -> Any:
     """What `body` returns, given a client of each company; it runs in a thread."""
-    async with served(session, **{"stream_interval_s": 0.001} | settings) as url:
+    async with served(session, **settings) as url:
         root = f"{url}/t/{session.path}"
         return await run_sync(partial(_in_thread, root, body))
 
@@ -131,21 +131,15 @@ READERS = {"chat/completions": chat, "responses": responses, "messages": message
 
 
 @pytest.mark.parametrize("api", APIS)
-async def test_stream_comes_in_pieces_that_make_the_answer(api: str) -> None:
-    told, thought, said, read = await ask(speaking(SAID), READERS[api])
+@pytest.mark.parametrize("keep_alive_s", [15.0, 0.01])
+async def test_stream_is_one_delta_a_part_of_the_turn(api: str, keep_alive_s: float) -> None:
+    session = speaking(SAID, pause_s=0.1)
+    told, thought, said, read = await ask(session, READERS[api], keep_alive_s=keep_alive_s)
     assert told == (SAID.reasoning, SAID.text, ("add", '{"a":1,"b":"ü"}'))
-    assert thought > 1
-    assert said > 1
-    assert read == 4
+    assert (thought, said, read) == (1, 1, 4)
 
 
-@pytest.mark.parametrize("api", APIS)
-async def test_stream_of_one_piece_makes_the_same_answer(api: str) -> None:
-    told, *_ = await ask(speaking(SAID, pieces=1), READERS[api])
-    assert told == (SAID.reasoning, SAID.text, ("add", '{"a":1,"b":"ü"}'))
-
-
-async def test_stream_of_two_samples_comes_in_pieces_of_both() -> None:
+async def test_stream_of_two_samples_has_both() -> None:
     def stream(o: Any, _: Any) -> Any:
         texts: dict[int, list[str]] = {0: [], 1: []}
         for chunk in o.chat.completions.create(model="rollout", messages=ASKED, n=2, stream=True):
@@ -154,102 +148,40 @@ async def test_stream_of_two_samples_comes_in_pieces_of_both() -> None:
         return texts
 
     texts = await ask(speaking(answer(1, "abcdef"), answer(2, "ghijkl")), stream)
-    assert ["".join(each) for each in texts.values()] == ["abcdef", "ghijkl"]
-    assert all(len(each) > 1 for each in texts.values())
+    assert texts == {0: ["abcdef"], 1: ["ghijkl"]}
 
 
-async def test_stream_keeps_the_pace_whatever_the_engine_does() -> None:
-    def stream(o: Any, _: Any) -> int:
-        chunks = o.chat.completions.create(model="rollout", messages=ASKED, stream=True)
-        return sum(bool(each.choices and each.choices[0].delta.content) for each in chunks)
-
-    session = speaking(answer(text="a" * 400), pieces=200, pause_s=0.001)
-    assert await ask(session, stream, stream_interval_s=60.0) == 2
-
-
-class LateThought(FakeSession):
-    """Thinks after it has spoken, which is told with the whole turn."""
-
-    async def complete(self, call: GatewayCall) -> Completion:
-        said = answer(text="One. Two.", reasoning="Hm.\nSo.")
-        self.script.append(said)
-        if call.hear is not None:
-            drafts = (AnswerDraft(said.id, "One.", "Hm."),)
-            call.hear(Draft(id="completion-1", answers=drafts, prompt_tokens=4))
-            await anyio.sleep(0.05)
-        return await super().complete(call)
+@pytest.mark.parametrize("api", APIS)
+async def test_answer_that_is_not_streamed_has_white_space_before_it_while_it_is_made(
+    api: str,
+) -> None:
+    session = speaking(answer(text="Four."), pause_s=0.3)
+    async with served(session, keep_alive_s=0.05) as url:
+        host, port = url.removeprefix("http://").split(":")
+        request = request_of(api, 1, stream=False)
+        reply = await run_sync(cut_reply, (host, int(port)), request, None)
+    head, _, body = reply.partition(b"\r\n\r\n")
+    assert b"200 OK" in head
+    text = b"".join(body.split(b"\r\n")[1::2])
+    assert text.startswith(b"  ")
+    assert "Four." in json.dumps(json.loads(text))
 
 
-@pytest.mark.parametrize("api", ["responses", "messages"])
-async def test_thought_after_text_comes_back_as_that_of_the_turn(api: str) -> None:
-    """Clients that keep what is told in pieces give back all of it as one turn."""
-    session = LateThought(PATH, KEY)
+@pytest.mark.parametrize("api", APIS)
+async def test_error_after_white_space_is_the_body(api: str) -> None:
+    session = speaking(pause_s=0.2)
 
-    def twice(o: Any, a: Any) -> None:
-        if api == "responses":
-            with o.responses.stream(model="rollout", input="hi") as events:
-                items = [e.item for e in events if e.type == "response.output_item.done"]
-            assert [each.type for each in items] == ["reasoning", "message", "reasoning"]
-            back = [{"role": "user", "content": "hi"}]
-            back += [each.model_dump(exclude_none=True, exclude={"status"}) for each in items]
-            o.responses.create(model="rollout", input=back)
-            for each in back[1:]:  # as Codex keeps them
-                del each["id"]
-            o.responses.create(model="rollout", input=back)
-        else:
-            with a.messages.stream(model="rollout", max_tokens=9, messages=ASKED) as events:
-                blocks = events.get_final_message().content
-            assert [each.type for each in blocks] == ["thinking", "text", "thinking"]
-            told = {"role": "assistant", "content": [each.model_dump() for each in blocks]}
-            for each in told["content"]:
-                each.pop("citations", None)
-                each.pop("parsed_output", None)
-            a.messages.create(model="rollout", max_tokens=9, messages=[*ASKED, told])
+    async def fail(call: Any) -> Any:
+        await anyio.sleep(0.2)
+        raise GatewayError(400, "engine", "the engine is gone")
 
-    await ask(session, twice)
-    for call in session.calls[1:]:
-        *_, turn = call.messages
-        assert (turn.role, turn.text, turn.reasoning) == ("assistant", "One. Two.", "Hm.\nSo.")
-
-
-async def test_turn_that_comes_out_otherwise_ends_the_stream_and_is_replayed() -> None:
-    class Restarted(FakeSession):
-        async def complete(self, call: GatewayCall) -> Completion:
-            if call.hear is not None and not self.sampled:
-                drafts = (AnswerDraft("answer-1", "Fi", None),)
-                call.hear(Draft(id="completion-1", answers=drafts, prompt_tokens=4))
-                await anyio.sleep(0.05)
-            return await super().complete(call)
-
-    def twice(o: Any, _: Any) -> str:
-        with pytest.raises(openai.APIError, match="differs from what had been streamed"):
-            list(o.chat.completions.create(model="rollout", messages=ASKED, stream=True))
-        again = o.chat.completions.create(model="rollout", messages=ASKED, stream=True)
-        return "".join(each.choices[0].delta.content or "" for each in again)
-
-    session = Restarted(PATH, KEY)
-    assert await ask(session, twice) == "Four."
-    assert session.left_ids == ["completion-1"]
-
-
-async def test_error_in_the_middle_of_a_stream_ends_it() -> None:
-    class Failing(FakeSession):
-        async def complete(self, call: GatewayCall) -> Completion:
-            if call.hear is not None:
-                drafts = (AnswerDraft("answer-1", "Fo", None),)
-                call.hear(Draft(id="completion-1", answers=drafts, prompt_tokens=4))
-                await anyio.sleep(0.05)
-            raise GatewayError(400, "engine", "the engine is gone")
-
-    def each(o: Any, a: Any) -> None:
-        with pytest.raises(openai.APIError, match="gone"):
-            list(o.chat.completions.create(model="rollout", messages=ASKED, stream=True))
-        with pytest.raises(openai.APIError, match="gone"):
-            list(o.responses.create(model="rollout", input="hi", stream=True))
-        with pytest.raises(anthropic.APIStatusError, match="gone"):
-            list(a.messages.create(model="rollout", max_tokens=9, messages=ASKED, stream=True))
-
-    await ask(Failing(PATH, KEY), each)
+    session.complete = fail  # type: ignore[method-assign]
+    async with served(session, keep_alive_s=0.05) as url:
+        host, port = url.removeprefix("http://").split(":")
+        request = request_of(api, 1, stream=False)
+        reply = await run_sync(cut_reply, (host, int(port)), request, None)
+    text = b"".join(reply.partition(b"\r\n\r\n")[2].split(b"\r\n")[1::2])
+    assert json.loads(text)["error"]["message"] == "the engine is gone"
 
 
 def told_of(api: str, events: bytes) -> str:
@@ -276,9 +208,9 @@ STEPS = [
 
 
 @pytest.mark.parametrize(("api", "step"), STEPS)
-async def test_retry_after_a_cut_within_pieces_samples_nothing(api: str, step: int) -> None:
-    session = speaking(pieces=4, pause_s=0.002)
-    async with served(session, stream_interval_s=0.0001) as url:
+async def test_retry_after_a_cut_within_the_answer_samples_nothing(api: str, step: int) -> None:
+    session = speaking(pause_s=0.002)
+    async with served(session, keep_alive_s=0.0001) as url:
         address = url.removeprefix("http://").split(":")
         cut = partial(cut_reply, (address[0], int(address[1])))
         whole, count = await run_sync(cut, request_of(api, 0), None), 1
@@ -287,10 +219,9 @@ async def test_retry_after_a_cut_within_pieces_samples_nothing(api: str, step: i
             before = session.sampled
             first = await run_sync(cut, request_of(api, count), count)
             again = await run_sync(cut, request_of(api, count), None)
-            if not first.endswith(LAST):  # in fewer pieces it has fewer bytes, and was read whole
+            if not is_whole(first):  # with fewer signs of life it was read whole
                 assert session.sampled == before + 1, count
                 assert told_of(api, again) == "Four, I would say.", count
-                assert told_of(api, again).startswith(told_of(api, first))
             count += step
             session.script.clear()
 
@@ -299,8 +230,13 @@ async def test_retry_after_a_cut_within_pieces_samples_nothing(api: str, step: i
 LAST = b"\r\n0\r\n\r\n"
 
 
-def request_of(api: str, number: int) -> bytes:
-    body = json.dumps(BODIES[api] | {"user": f"{number:05}"})
+def is_whole(reply: bytes) -> bool:
+    """Whether it ends, in pieces or with a length."""
+    return reply.endswith(LAST) or (b"content-length" in reply and reply.endswith(b"\n\n"))
+
+
+def request_of(api: str, number: int, *, stream: bool = True) -> bytes:
+    body = json.dumps(BODIES[api] | {"user": f"{number:05}", "stream": stream})
     head = (
         f"POST /t/{PATH}/v1/{api} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
         f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -313,31 +249,29 @@ def cut_reply(address: tuple[str, int], request: bytes, count: int | None) -> by
     with socket.create_connection(address, timeout=10) as sock:
         sock.sendall(request)
         got = b""
-        while (count is None or len(got) < count) and not got.endswith(LAST):
+        while (count is None or len(got) < count) and not is_whole(got):
             more = sock.recv(4096 if count is None else count - len(got))
             assert more
             got += more
-            if count is None and b"content-length" in got and got.endswith(b"\n\n"):
-                break
         return got
 
 
-async def test_client_that_leaves_within_pieces_cancels_its_generation() -> None:
-    session = speaking(answer(text="a" * 300), pieces=300, pause_s=0.05)
-    async with served(session, stream_interval_s=0.01) as url:
+async def test_client_that_leaves_while_it_waits_cancels_its_generation() -> None:
+    session = speaking(answer(text="a" * 300), pause_s=60.0)
+    async with served(session, keep_alive_s=0.01) as url:
         host, port = url.removeprefix("http://").split(":")
         request = request_of("chat/completions", 1)
-        first = await run_sync(cut_reply, (host, int(port)), request, 1000)
-        assert told_of("chat/completions", first).startswith("a")
+        first = await run_sync(cut_reply, (host, int(port)), request, 400)
+        assert b"keep-alive" in first
         with anyio.fail_after(10):
             while not session.cancelled:
                 await anyio.sleep(0.01)
     assert session.delivered_ids == []
 
 
-async def test_client_that_takes_no_pieces_is_left() -> None:
-    session = speaking(answer(text="a" * 40_000_000), pieces=20, pause_s=0.02)
-    async with served(session, stream_interval_s=0.001, write_s=0.3) as url:
+async def test_client_that_does_not_read_its_answer_is_left() -> None:
+    session = speaking(answer(text="a" * 40_000_000))
+    async with served(session, write_s=0.3) as url:
         host, port = url.removeprefix("http://").split(":")
         async with await anyio.connect_tcp(host, int(port)) as stream:
             await stream.send(request_of("chat/completions", 1))

@@ -138,10 +138,3 @@ def test_gpt_oss_messages_that_openai_renders_are_read_as_openai_reads_them(
     ours = read_by_us(get_tool_parser("gpt_oss").parse(harmony.decode_utf8(ids)))
     assert same(ours, read_by_them(harmony, ids))
     assert ours[2] == [what for kind, what in written if kind == "call"]
-
-
-def test_gpt_oss_differences_are_in_the_documentation() -> None:
-    pages = Path(__file__).parent.parent / "docs" / "parsers.md"
-    rows = pages.read_text(encoding="utf-8")
-    for name, why in DIFFERENCES.items():
-        assert f"| `{name}` | {why} |" in rows

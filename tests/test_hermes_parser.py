@@ -43,14 +43,6 @@ def only_reason(body: str) -> str:
     return call.reason
 
 
-@pytest.mark.parametrize("end", ["\n", " ", "<|im_end|>", "<|im_end|>\n", "</s> <eos>", "<|im_end"])
-def test_hermes_text_before_any_number_of_ends_is_kept(end: str) -> None:
-    for count in range(120):
-        text = "Let me look." + end * count
-        said = text.strip() if end == "<|im_end" else "Let me look."
-        assert parse(text).content == said
-
-
 def test_hermes_call_with_text_around_it_is_read() -> None:
     raw = block('{"name": "search", "arguments": {"query": "Zürich", "k": 3}}')
     turn = parse(f"Let me look.\n{raw}<|im_end|>\n")
@@ -234,11 +226,13 @@ def test_hermes_empty_reasoning_is_told_apart_from_none() -> None:
     assert parse("") == ParsedTurn(content="")
 
 
-@pytest.mark.parametrize(
-    "end", ["<|im_end|>", "<|endoftext|>", "</s>", "<|eot_id|>", "<|im_end|>\n<|endoftext|>"]
-)
-def test_hermes_end_tokens_are_no_content(end: str) -> None:
-    assert parse(f"a </s> b{end}") == ParsedTurn(content="a </s> b")
+@pytest.mark.parametrize("said", ["a </s> b", "<s>old price</s>", "It is <|eot_id|>", "<|im_end|>"])
+@pytest.mark.parametrize("end", ["", "<|im_end|>", "<|im_end|>\n", " <|im_end|>"])
+def test_hermes_the_one_end_token_is_no_content_and_other_spellings_are(
+    said: str, end: str
+) -> None:
+    if end or said != "<|im_end|>":
+        assert parse(f"{said}{end}") == ParsedTurn(content=said)
 
 
 def test_hermes_string_that_is_never_closed_holds_all_that_follows() -> None:

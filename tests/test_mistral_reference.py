@@ -6,7 +6,6 @@ import base64
 import itertools
 import json
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,10 +158,3 @@ def test_mistral_case_is_read_as_mistral_common_reads_it(case: Any) -> None:
     except ValueError:
         is_same = False
     assert is_same == (case.name not in DIFFERENCES)
-
-
-def test_mistral_differences_are_in_the_documentation() -> None:
-    pages = Path(__file__).parent.parent / "docs" / "parsers.md"
-    rows = pages.read_text(encoding="utf-8")
-    for name, why in DIFFERENCES.items():
-        assert f"| `{name}` | {why} |" in rows

@@ -79,7 +79,7 @@ def test_parser_turn_with_too_many_calls_runs_none(name: str) -> None:
     assert {type(call) for call in most} == {ToolCall}
     (refused,) = parser.parse(turn.format(one * (MAX_CALLS + 1))).calls
     assert isinstance(refused, InvalidToolCall)
-    assert refused.reason == "more than 10,000 calls in a turn; none is executed"
+    assert refused.reason == "more than 128 calls in a turn; none is executed"
 
 
 @pytest.mark.parametrize(

@@ -336,6 +336,26 @@ async def test_agent_that_speaks_of_a_tag_ends_after_one_turn(what: str) -> None
     assert trajectory.outcome == Outcome.COMPLETED
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "text", ["Write <s>old price</s>", "The end token of Llama is <|eot_id|>", "It is </s> <eos>"]
+)
+@pytest.mark.parametrize("tool_format", ["hermes", "llama3", "pythonic", "qwen3_coder"])
+async def test_content_keeps_spellings_of_end_tokens(text: str, tool_format: str) -> None:
+    config = (
+        Scenario(seed=3)
+        .reply("", text)
+        .config(
+            engine=SimulatedEngine(),
+            agent=AgentConfig(name="tool_agent", tool_format=tool_format),
+            lengths=LengthsConfig(prompt=900, response=900),
+        )
+    )
+    async with open_rollout(config, tools=[add]) as runtime:
+        batch = await runtime.generate([Prompt(messages=[user("One")])])
+    assert batch.trajectories[0].messages[-1].content == text
+
+
 @function_tool
 def add(a: int, b: int) -> int:
     """Adds.

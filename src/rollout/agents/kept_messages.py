@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 import msgspec
 
 from rollout.agents.turn import AssistantTurn, written_content
+from rollout.chat.parsers.text import END_TOKENS
 from rollout.types import Message, ToolCall
 
 if TYPE_CHECKING:
     from array import array
 
     from rollout.chat import ChatTemplate, ToolParser
-    from rollout.chat.parsers import Listener
     from rollout.token_prefix import TokenPrefix
 
 #: A turn without words.
@@ -43,7 +43,13 @@ class TurnReader(NamedTuple):
 
     def turn(self, ids: array[int], cut_by: str | None, *, in_reasoning: bool) -> AssistantTurn:
         """What the model said; the calls of a turn that was cut are dropped."""
-        return self.read(self.template.decode(ids), cut_by, in_reasoning=in_reasoning)
+        text = self.template.decode(ids)
+        end = self._find_other_end(ids)
+        if not end:
+            return self.read(text, cut_by, in_reasoning=in_reasoning)
+        own = next(iter(getattr(self.parser, "stop_tokens", ())), "")
+        turn = self.read(text.removesuffix(end) + own, cut_by, in_reasoning=in_reasoning)
+        return msgspec.structs.replace(turn, text=text)
 
     def read(self, text: str, cut_by: str | None, *, in_reasoning: bool) -> AssistantTurn:
         """The same of its text."""
@@ -58,10 +64,18 @@ class TurnReader(NamedTuple):
             written=None if is_cut else parsed.written,
         )
 
-    def listen(self, *, in_reasoning: bool) -> Listener | None:
-        """What tells a turn while it is said; None where the parser cannot."""
-        listen = getattr(self.parser, "listen", None)
-        return None if listen is None else listen(in_reasoning=in_reasoning)
+    def _find_other_end(self, ids: array[int]) -> str:
+        """The end token that the last id is, unless it is one of the format's own.
+
+        Parsers leave out one of their own at the end, so that they are given one in its place: only
+        an id ends a turn, and spellings in the text before it are content.
+        """
+        template = self.template
+        ends = (*template.stop_token_ids, *template.token_ids(END_TOKENS))
+        if not len(ids) or ids[-1] not in ends:
+            return ""
+        text = template.decode(ids[-1:])
+        return "" if text in getattr(self.parser, "stop_tokens", ()) else text
 
 
 class _Head(NamedTuple):

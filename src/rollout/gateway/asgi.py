@@ -155,10 +155,6 @@ class Exchange:
             return await function(*args)
         raise ClientLeftError
 
-    def call_later(self, seconds: float, callback: Callable[..., object], *args: object) -> Any:
-        """Call it then; returns what has a `cancel`."""
-        return self._connection.loop.call_later(seconds, callback, *args)
-
     async def begin(self, status: int, headers: Headers) -> None:
         """Send the head of the reply."""
         self.has_begun = True

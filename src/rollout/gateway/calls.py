@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -113,8 +113,6 @@ class GatewayCall(msgspec.Struct, frozen=True, kw_only=True):
         forced_by: Fields of the body that would force what the model says, which no engine does.
         digest: Of the body and the route, the same for the same bytes.
         is_retry: Whether its client says that it has asked so before.
-        hear: Told, on the runtime's loop, what is certain of the answers while they are made; it
-            must return at once.
     """
 
     api: Api
@@ -135,7 +133,6 @@ class GatewayCall(msgspec.Struct, frozen=True, kw_only=True):
     forced_by: tuple[str, ...] = ()
     digest: bytes = b""
     is_retry: bool = False
-    hear: Callable[[Draft], object] | None = None
 
     @property
     def field(self) -> str:
@@ -146,36 +143,6 @@ class GatewayCall(msgspec.Struct, frozen=True, kw_only=True):
     def asker(self) -> Asker:
         """Who asks."""
         return Asker(self.is_side, self.agent_id)
-
-
-class AnswerDraft(msgspec.Struct, frozen=True):
-    """The beginning of an `Answer`.
-
-    Attributes:
-        id: That of the answer.
-        text, reasoning: What those of the answer begin with; reasoning is None while it is not
-            certain that there is any.
-    """
-
-    id: str
-    text: str
-    reasoning: str | None
-
-
-class Draft(msgspec.Struct, frozen=True, kw_only=True):
-    """The beginning of a `Completion`.
-
-    Attributes:
-        id: That of the completion.
-        answers: As many as were asked for; None of those that have not begun.
-        prompt_tokens: What the model read.
-        prompt_ids: These, int32, where they were asked for.
-    """
-
-    id: str
-    answers: tuple[AnswerDraft | None, ...]
-    prompt_tokens: int
-    prompt_ids: array[int] | None = None
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):

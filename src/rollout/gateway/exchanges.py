@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING
 import anyio
 
 from rollout.gateway.answers import minted
-from rollout.gateway.calls import Draft
 
 if TYPE_CHECKING:
-    from array import array
     from collections.abc import Callable, Sequence
 
     from rollout.gateway.calls import Completion
@@ -47,7 +45,6 @@ class Exchange:
         completion: Makes its answer, once it is whole; the conversation is not kept for that.
         completion_id: Names it then.
         changed: Set when its state changes; None while nobody waits for that.
-        hear: As that of the call that it is answered for.
         is_counted: Whether it is one of the trajectory's calls: something of it was generated.
         replays: How often its answer was given again after it had been delivered.
     """
@@ -61,29 +58,9 @@ class Exchange:
         self.state = State.RUNNING
         self.working = anyio.Lock(fast_acquire=True)
         self.changed: anyio.Event | None = None
-        self.hear: Callable[[Draft], object] | None = None
         self.is_counted = False
         self.replays = 0
         self._turns: Sequence[Turn] = ()
-        self._prompt_ids: array[int] | None = None
-
-    def tell(self) -> None:
-        """Let its client hear what is certain of its answers."""
-        if self.hear is None or not self.samples:
-            return
-        first, drafts = self.samples[0], tuple(sample.draft for sample in self.samples)
-        if first.conversation is None or not any(drafts):
-            return
-        if first.request.call.wants_ids and self._prompt_ids is None:
-            self._prompt_ids = first.conversation.transcript.prefix.slice(0, first.start)
-        self.hear(
-            Draft(
-                id=completion_id_of(first.answer_id),
-                answers=drafts,
-                prompt_tokens=first.start,
-                prompt_ids=self._prompt_ids,
-            )
-        )
 
     def finish(
         self, completion_id: str, completion: Callable[[], Completion], turns: Sequence[Turn]
@@ -91,7 +68,6 @@ class Exchange:
         """Its answer, of these turns, is whole: what it was sampled for is not needed any more."""
         self.completion_id, self.completion, self._turns = completion_id, completion, turns
         self.samples = []
-        self.hear = None
 
     @property
     def is_continued(self) -> bool:

@@ -111,7 +111,6 @@ def _service(services: Services, sessions: Sessions, loop: RuntimeLoop) -> Servi
         spell=services.template.growing_text().spelling,
         keep_alive_s=config.keep_alive_s,
         unenforced=config.unenforced,
-        stream_interval_s=services.config.channel.stream_interval_s,
         begin_s=_begin_s(services.config.limits),
     )
 

@@ -7,8 +7,6 @@ import sys
 import threading
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from contextvars import copy_context
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
@@ -83,14 +81,6 @@ class RuntimeLoop:
         except BaseException:
             self._post(visit.cancel)
             raise
-
-    def back(self, function: Callable[..., object]) -> Callable[..., object]:
-        """What the runtime may call, from its loop, to have `function` called soon on this one."""
-        if self._is_here:
-            return function
-        # Run in the caller's context: in that of the runtime's task, anyio would think of trio.
-        post, context = loop_poster(), copy_context()
-        return lambda *args: post(partial(context.run, function, *args))
 
     def post(self, function: Callable[..., object], *args: object) -> None:
         """`function(*args)`, soon."""

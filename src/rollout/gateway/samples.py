@@ -8,12 +8,8 @@ import msgspec
 
 from rollout.agents.turn_options import StopStrings, TurnOptions
 from rollout.gateway.answers import Told, told
-from rollout.gateway.calls import AnswerDraft
-from rollout.gateway.turn_drafts import TurnDraft
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rollout.agents import AssistantTurn, Conversation
     from rollout.engine.core import SamplingParams
     from rollout.engine.driver.generation import Generation
@@ -46,20 +42,11 @@ class Sample:
         self._seed = 0
         self._answer_id = ""
         self._stop: StopStrings | None = None
-        self._draft: TurnDraft | None = None
 
     @property
     def answer_id(self) -> str:
         """Of its answer; "" until it has its place."""
         return self._answer_id
-
-    @property
-    def draft(self) -> AnswerDraft | None:
-        """What may be told of it; None where that is nothing yet."""
-        said = self._draft
-        if said is None or (not said.text and said.reasoning is None):
-            return None
-        return AnswerDraft(self._answer_id, said.text, said.reasoning)
 
     async def take_place(self, places: Places, seeding: Seeding) -> None:
         """Have a place for the turn, and its seed, unless it has them.
@@ -74,16 +61,13 @@ class Sample:
                 self.conversation, self.request.call, self._number
             )
 
-    async def run(self, tell: Callable[[], object] | None = None) -> None:
+    async def run(self) -> None:
         """Generate what is missing of the turn, which has its place.
 
         Cancelled, the tokens stay with the conversation, and the next run continues from them.
-
-        Args:
-            tell: Called when there is more of the draft.
         """
         assert self.conversation is not None
-        turn = self._whole(self.conversation) or await self._generate(self.conversation, tell)
+        turn = self._whole(self.conversation) or await self._generate(self.conversation)
         await self.conversation.until_kept()  # what a program was told is told it again
         self.told = self._tell(turn, self.conversation)
 
@@ -93,9 +77,7 @@ class Sample:
             return None
         return conversation.messages.turn(len(conversation.messages) - 1)
 
-    async def _generate(
-        self, conversation: Conversation, tell: Callable[[], object] | None
-    ) -> AssistantTurn:
+    async def _generate(self, conversation: Conversation) -> AssistantTurn:
         said = conversation.open_turn or ()
         bounds = (self._sampling.max_new_tokens, conversation.wording.turn_room)
         most = min(bound for bound in bounds if bound is not None) - len(said)
@@ -105,17 +87,11 @@ class Sample:
         )
         conversation.sampling = msgspec.structs.replace(self._sampling, max_new_tokens=max(1, most))
         conversation.on_tokens = [self._note]
-        if tell is not None:
-            self._draft = self._draft or TurnDraft(conversation, stops)
-            self._draft.begin(said, tell)
-            conversation.on_tokens.append(self._draft)
         try:
             options = TurnOptions(seed=self._seed, stop=self._stop, stays_open=True)
             return await conversation.generate(options)
         finally:
             conversation.on_tokens = []
-            if self._draft is not None:
-                self._draft.end()
 
     def _note(self, generation: Generation) -> None:
         if not self.generations or self.generations[-1] is not generation:

@@ -7,16 +7,15 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import anyio
 import attrs
-import msgspec
 
 from rollout.clocks import wall
 from rollout.errors import AgentError
 from rollout.gateway.apis import chat, messages, responses
-from rollout.gateway.apis.writing import AnswerStream, ApiRequest, Teller, openai_error
-from rollout.gateway.asgi import EVENTS, Exchange, ExchangeLimits
+from rollout.gateway.apis.writing import ApiRequest, Teller, encode, openai_error
+from rollout.gateway.asgi import EVENTS, JSON, Exchange, ExchangeLimits
 from rollout.gateway.calls import Completion, GatewayCall, GatewayError, check_forced
-from rollout.gateway.live_events import LiveEvents
 from rollout.gateway.runtime_loop import LoopBlockedError, RuntimeLoop
 from rollout.scopes import open_task_group
 
@@ -69,8 +68,7 @@ class Service:
     Attributes:
         models: Names that clients may ask for, that of the model first.
         spell: The bytes of a token.
-        keep_alive_s: Between two signs of life of a stream.
-        stream_interval_s: Least time between two pieces of a streamed answer.
+        keep_alive_s: Between two signs of life of an answer that is not there yet.
         unenforced: What becomes of a request that would force the model.
         begin_s: How long an agent may keep the runtime's loop from its own request.
     """
@@ -81,7 +79,6 @@ class Service:
     models: tuple[str, ...]
     spell: Callable[[int], bytes]
     keep_alive_s: float
-    stream_interval_s: float = 0.25
     unenforced: Literal["accept", "refuse"] = "accept"
     begin_s: float = math.inf
 
@@ -142,7 +139,6 @@ class _Visit:
         self.api = api
         self.exchange = exchange
         self.request: ApiRequest | None = None
-        self._stream: AnswerStream | None = None
 
     def session(self) -> Session:
         """That of the path.
@@ -182,24 +178,17 @@ class _Visit:
         named = self.request.model if self.request is not None else None
         return Teller(named or self.service.models[0], int(wall()), self.service.spell)
 
-    def stream(self, request: ApiRequest) -> AnswerStream:
-        """Tells the answer in events: one for all of the reply."""
-        if self._stream is None:
-            self._stream = request.stream(self.teller())
-        return self._stream
-
     async def refuse(self, error: GatewayError) -> None:
         """Tell an error: as a reply, or where that has begun already, at its end."""
-        request = self.request
-        in_events = request is not None and (
-            self.exchange.has_begun or _is_told_in_events(request, error)
-        )
-        if request is not None and in_events:
-            if not self.exchange.has_begun:
-                await self.exchange.begin(200, EVENTS)
-            await self.exchange.end(self.stream(request).failure(error))
+        request, exchange = self.request, self.exchange
+        if request is not None and request.is_streamed and exchange.has_begun:
+            await exchange.end(b"".join(request.failure_events(error, self.teller())))
+        elif request is not None and _is_told_in_events(request, error):
+            await exchange.reply(b"".join(request.failure_events(error, self.teller())), EVENTS)
+        elif exchange.has_begun:
+            await exchange.end(encode(self.api.error_body(error)))
         else:
-            await self.exchange.reply_json(self.api.error_body(error), error.status)
+            await exchange.reply_json(self.api.error_body(error), error.status)
 
 
 def _is_told_in_events(request: ApiRequest, error: GatewayError) -> bool:
@@ -258,34 +247,34 @@ async def _generate(visit: _Visit) -> None:
 
 async def _completed(visit: _Visit, asked: _Asked, request: ApiRequest) -> Completion:
     """What the session answers; a client that leaves meanwhile cancels it."""
-    service, call = visit.service, request.call
-    if not request.is_streamed:
-        return await visit.exchange.while_there(asked.answer, call)
     async with open_task_group() as tasks:
-        live = LiveEvents(
-            visit.exchange,
-            visit.stream(request),
-            request.keep_alive,
-            keep_alive_s=service.keep_alive_s,
-            pace_s=service.stream_interval_s,
-            tasks=tasks,
-        )
-        call = msgspec.structs.replace(call, hear=service.loop.back(live.take))
-        try:
-            return await visit.exchange.while_there(asked.answer, call)
-        finally:
-            live.end()
+        tasks.start_soon(_keep_alive, visit, request)
+        return await visit.exchange.while_there(asked.answer, request.call)
+
+
+async def _keep_alive(visit: _Visit, request: ApiRequest) -> None:
+    """Signs of life of an answer that is not there yet: white space before the JSON of a body."""
+    exchange = visit.exchange
+    sign, headers = (request.keep_alive, EVENTS) if request.is_streamed else (b" ", JSON)
+    while True:
+        await anyio.sleep(visit.service.keep_alive_s)
+        with anyio.CancelScope(shield=True):  # an event is written whole
+            if not exchange.has_begun:
+                await exchange.begin(200, headers)
+            await exchange.write(sign)
 
 
 async def _deliver(visit: _Visit, request: ApiRequest, completion: Completion) -> None:
     """Send the answer."""
     exchange = visit.exchange
-    if not request.is_streamed:
-        await exchange.reply_json(request.body(completion, visit.teller()))
-    elif exchange.has_begun:
-        await exchange.end(visit.stream(request).end(completion))
+    if request.is_streamed:
+        data = b"".join(request.events(completion, visit.teller()))
     else:
-        await exchange.reply(visit.stream(request).end(completion), EVENTS)
+        data = encode(request.body(completion, visit.teller()))
+    if exchange.has_begun:
+        await exchange.end(data)
+    else:
+        await exchange.reply(data, EVENTS if request.is_streamed else JSON)
 
 
 async def _count(visit: _Visit) -> None:

@@ -7,7 +7,6 @@ from contextvars import copy_context
 from typing import TYPE_CHECKING
 
 import anyio
-import msgspec
 
 from rollout.errors import EngineError, LimitExceeded
 from rollout.gateway.answers import given_back
@@ -56,7 +55,7 @@ class _Work:
 
     def take(self, exchange: Exchange) -> None:
         """The exchange is answered for this call from now on."""
-        self.exchange, exchange.owner, exchange.hear = exchange, self.token, self.call.hear
+        self.exchange, exchange.owner = exchange, self.token
 
 
 class _Trajectory:
@@ -212,7 +211,6 @@ class GatewaySession:
             if exchange is None:
                 exchange = self._new(trajectory, work.call)
                 work.take(exchange)
-            exchange.tell()  # what there is of one that was cut
             async with exchange.working:
                 if exchange.completion is None:
                     with _counted(trajectory, exchange.samples[0].request):
@@ -228,8 +226,6 @@ class GatewaySession:
 
     def _new(self, trajectory: _Trajectory, call: GatewayCall) -> Exchange:
         self._check_limits(trajectory)
-        if call.hear is not None:  # it is the work's; the exchange may be another's later
-            call = msgspec.structs.replace(call, hear=None)
         request = self._matched(trajectory, call)
         sampling = sampling_of_call(trajectory.context, call)
         samples = [Sample(request, number, sampling) for number in range(call.n)]
@@ -264,18 +260,17 @@ class GatewaySession:
     async def _sample(self, trajectory: _Trajectory, work: _Work, exchange: Exchange) -> None:
         """Have every sample generated as far as it is missing."""
         missing = [sample for sample in exchange.samples if sample.told is None]
-        tell = None if exchange.hear is None else exchange.tell
         for sample in missing:  # in order: trio begins tasks in any
             trajectory.context.main.check_turns()  # before a row is opened for it
             await sample.take_place(trajectory.places, trajectory.seeding)
             _count(trajectory, work, exchange)
         try:
             if len(missing) == 1:
-                await missing[0].run(tell)
+                await missing[0].run()
             else:
                 async with anyio.create_task_group() as tasks:
                     for sample in missing:
-                        tasks.start_soon(sample.run, tell)
+                        tasks.start_soon(sample.run)
         except BaseExceptionGroup as group:
             raise unwrap_group(group) from None
 
@@ -336,7 +331,6 @@ def _limit_error(error: LimitExceeded, field: str) -> GatewayError:
 def _leave(trajectory: _Trajectory, work: _Work) -> None:
     """Its client is gone; unless another call has taken its exchange over."""
     if work.exchange is not None and work.exchange.owner is work.token:
-        work.exchange.hear = None
         trajectory.exchanges.left(work.exchange)
 
 

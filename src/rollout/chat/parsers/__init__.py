@@ -5,12 +5,10 @@ from rollout.chat.parsers.gemma import GemmaParser
 from rollout.chat.parsers.glm4 import Glm4Parser
 from rollout.chat.parsers.gpt_oss import GptOssParser
 from rollout.chat.parsers.hermes import HermesParser
-from rollout.chat.parsers.listening import Listener
 from rollout.chat.parsers.llama3 import Llama3Parser
 from rollout.chat.parsers.mistral import MistralParser
 from rollout.chat.parsers.pythonic import PythonicParser
 from rollout.chat.parsers.registry import (
-    ListenedParser,
     ParsedTurn,
     ToolParser,
     get_tool_parser,
@@ -27,8 +25,6 @@ __all__ = [
     "GptOssParser",
     "HermesParser",
     "KimiK2Parser",
-    "ListenedParser",
-    "Listener",
     "Llama3Parser",
     "MiniMaxM2Parser",
     "MistralParser",

@@ -31,7 +31,6 @@ class FunctionTagParser(TaggedParser):
         cls.opening = (
             rf"(?:<{cls.block}>\s*)?<function=(?P<name>[^<>\n]*)>|<{cls.block}>|<function="
         )
-        cls.heads = (f"<{cls.block}>", "<function=")
         cls.markup = CallMarkup(
             call=r"<function=[^<>\n]*>",
             parameter=r"<parameter=([^<>\n]+)>",

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.chat.parsers.json_calls import MAX_DEPTH, finite
 from rollout.chat.parsers.literals import PythonCall, PythonReader, unescape
-from rollout.chat.parsers.llama3 import MAYBE_OBJECT, OBJECT, read_objects
-from rollout.chat.parsers.pythonic import CALL_LIST, CALL_LIST_HEAD, MAYBE_CALL_LIST, read_call_list
+from rollout.chat.parsers.llama3 import OBJECT, read_objects
+from rollout.chat.parsers.pythonic import CALL_LIST, read_call_list
 from rollout.chat.parsers.reader import Reader, SyntaxFault
 from rollout.chat.parsers.registry import register_tool_parser
 from rollout.chat.parsers.scan import TaggedParser
@@ -66,9 +66,6 @@ class GemmaParser(TaggedParser):
         r"<\|tool_call>|<start_function_call>|(?P<fence>```tool_code\b)"
         rf"|(?:\A|(?<=<channel\|>)|(?<=</think>))\s*(?:(?P<json>(?={OBJECT}))|{CALL_LIST})"
     )
-
-    heads = (*_ENDS, "```tool_code")
-    heads_at_start = rf"{MAYBE_OBJECT}|\s*(?:{CALL_LIST_HEAD}|{MAYBE_CALL_LIST})"
 
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
         if opening["name"] is not None:

@@ -35,7 +35,6 @@ class Glm4Parser(TaggedParser):
 
     stop_tokens = ("<|user|>", "<|observation|>", "<|endoftext|>")
     opening = r"<tool_call>(?P<name>[^<]*)"
-    heads = ("<tool_call>",)
 
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
         start, name = opening.start(), opening["name"].strip()

@@ -6,7 +6,6 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollout.chat.parsers.json_calls import arguments_of, is_cut, value_at, whole_value
-from rollout.chat.parsers.listening import Listener, marks_of
 from rollout.chat.parsers.registry import ParsedTurn, register_tool_parser
 from rollout.chat.parsers.scan import TooManyCalls, TurnScan
 
@@ -37,8 +36,6 @@ _REAL = {
     "call": _AFTER_END,
     "return": _AFTER_END,
 }
-_NAMES = ("start", "channel", "constrain", "message", "end", "call", "return")
-_BEGUN = marks_of([f"<|{name}|>" for name in _NAMES]).begun
 #: Tokens that end no message. A header inside analysis that nothing closed is a draft.
 _IN_BODY = ("message", "constrain")
 _IN_ANALYSIS = (*_IN_BODY, "channel")
@@ -85,84 +82,6 @@ class GptOssParser:
         except TooManyCalls as error:
             scan.refuse_calls(error)
         return scan.turn("\n")
-
-    def listen(self, *, in_reasoning: bool) -> Listener:
-        """See `ListenedParser`."""
-        return _HarmonyListener(in_reasoning=in_reasoning)
-
-
-class _HarmonyListener(Listener):
-    """Tells bodies of messages that are no calls; text without a header waits for the end."""
-
-    def __init__(self, *, in_reasoning: bool) -> None:
-        super().__init__()
-        self._text = ""  # from the header that is open, or not told yet
-        self._channel: str | None = None  # of the message whose body has begun
-        self._has_said = self._is_new_piece = False
-        if in_reasoning:
-            self._open("analysis")
-
-    def hear(self, text: str) -> None:
-        """See `Listener.hear`."""
-        self._text += text
-        while not self.is_over and (
-            self._read_header() if self._channel is None else self._read_body(self._channel)
-        ):
-            pass
-        if self.is_over:
-            self._text = ""
-
-    def _read_header(self) -> bool:
-        """Go past the header of a message; whether it is whole."""
-        for token in _TOKEN.finditer(self._text):
-            if token[1] == "message":
-                channel, recipient = _header(self._text[: token.start()])
-                is_plain = _FIRST.match(self._text, 0, token.end()) is None
-                self._text = self._text[token.end() :]
-                if is_plain or recipient not in _PEOPLE:
-                    self.is_over = True
-                else:
-                    self._open(channel)
-                return not self.is_over
-            if token[1] not in ("channel", "constrain") and token.start() > 0:
-                self.is_over = True  # text without a message
-                return False
-            if token[1] in ("end", "call", "return"):
-                self._text = self._text[token.end() :]
-                return True
-        return False
-
-    def _open(self, channel: str) -> None:
-        self._channel = channel
-        if channel == "analysis":
-            self._begin_thought()
-        else:
-            self._is_new_piece = True
-
-    def _read_body(self, channel: str) -> bool:
-        """Tell a body up to its end; whether that has come."""
-        inner = _IN_ANALYSIS if channel == "analysis" else _IN_BODY
-        end = next((t for t in _TOKEN.finditer(self._text) if t[1] not in inner), None)
-        if end is None:
-            begun = _BEGUN.search(self._text)
-            count = len(self._text) if begun is None else begun.start()
-        else:
-            count = end.start()
-        text, self._text = self._text[:count], self._text[count:]
-        if channel == "analysis":
-            self._think(text)
-        elif text:
-            self._say("\n" + text if self._is_new_piece and self._has_said else text)
-            self._is_new_piece, self._has_said = False, True
-        if end is None:
-            return False
-        if channel != "analysis":
-            self.is_over = True  # what follows says whether it is spoken of
-            return False
-        if end[1] not in ("start", "channel"):
-            self._text = self._text[len(end[0]) :]
-        self._channel = None
-        return True
 
 
 def _messages(text: str, in_reasoning: bool) -> Iterator[_Message]:

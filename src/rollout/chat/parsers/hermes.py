@@ -25,7 +25,6 @@ class HermesParser(TaggedParser):
 
     stop_tokens = ("<|im_end|>",)
     opening = CALL
-    heads = (CALL,)
 
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
         start, body = opening.start(), scan.skip_space(opening.end())

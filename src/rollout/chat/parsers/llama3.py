@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 #: How an object in JSON begins.
 OBJECT = r"\{\s*[\"}]"
-#: What may become that, white space before it.
-MAYBE_OBJECT = r"\s*(?:\Z|\{\s*(?:\Z|[\"}]))"
 TAG, END_FUNCTION = "<|python_tag|>", "</function>"
 
 #: Code follows the tag at once.
@@ -47,9 +45,6 @@ class Llama3Parser(TaggedParser):
         r"(?P<tag><\|python_tag\|>)|<function=(?P<function>[^<>\n]*)>"
         rf"|(?:\A|(?<=</think>))\s*(?={OBJECT})"
     )
-
-    heads = (TAG, "<function=")
-    heads_at_start = MAYBE_OBJECT
 
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
         at = scan.skip_space(opening.end())

@@ -29,7 +29,6 @@ class MistralParser(TaggedParser):
     stop_tokens = ("</s>",)
     reasoning_tags = (("[THINK]", "[/THINK]"), ("<think>", "</think>"))
     opening = re.escape(MARK)
-    heads = (MARK,)
 
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
         at = scan.skip_space(opening.end())

@@ -19,9 +19,8 @@ CALL_LIST = (
     r"\[(?=\s*(?P<name>[A-Za-z_][\w.]*)\s*\("
     r"(?P<named>\s*(?:\)\s*[],]|[A-Za-z_]\w*\s*=\s*[\w+.\"'\[({-]))?)"
 )
-#: What every such list begins with, and what a text ends with that may become that.
+#: What every such list begins with.
 CALL_LIST_HEAD = r"\[\s*[A-Za-z_][\w.]*\s*\("
-MAYBE_CALL_LIST = r"\[\s*(?:[A-Za-z_][\w.]*\s*)?\Z"
 _LIST = re.compile(CALL_LIST_HEAD)
 #: Dots stand for arguments where a list is spoken of.
 _DOTS = re.compile(r"\[\s*[\w.]+\(\s*(?:\.\.\.|…)")
@@ -43,8 +42,6 @@ class PythonicParser(TaggedParser):
 
     stop_tokens = ("<|eot|>", "<|eom|>", "<|eot_id|>", "<|eom_id|>")
     opening = rf"<\|python_(?:start|end)\|>|{CALL_LIST}"
-    heads = (_START, _END)
-    more_heads = ((CALL_LIST_HEAD, MAYBE_CALL_LIST),)
 
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
         if opening["name"] is not None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from rollout.errors import ConfigError
 from rollout.types import InvalidToolCall, ToolCall
-
-if TYPE_CHECKING:
-    from rollout.chat.parsers.listening import Listener
 
 
 class ParsedTurn(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,13 +51,6 @@ class ToolParser(Protocol):
             in_reasoning: Whether the prompt ended inside ``<think>``
                 (`ChatTemplate.opens_reasoning`).
         """
-
-
-class ListenedParser(ToolParser, Protocol):
-    """A parser that can tell what is certain of a turn before it is whole; others need not."""
-
-    def listen(self, *, in_reasoning: bool) -> Listener | None:
-        """Tells the beginnings of what `parse` makes of a turn; None where it cannot."""
 
 
 Factory = TypeVar("Factory", bound=Callable[[], ToolParser])

@@ -8,21 +8,19 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 from rollout.chat.parsers.argument_types import ArgumentTypes, function_name
-from rollout.chat.parsers.listening import TaggedListener, marks_of
 from rollout.chat.parsers.nesting import Nesting
 from rollout.chat.parsers.reader import ReadingBudget
 from rollout.chat.parsers.registry import ParsedTurn
-from rollout.chat.parsers.text import without_end
+from rollout.chat.parsers.text import strip_stop
 from rollout.types import InvalidToolCall, ToolCall
 from rollout.utf8 import encodable, is_encodable, unencodable_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rollout.chat.parsers.listening import Listener, Marks
 
 #: Calls of one turn, invalid ones included. A model that writes as many has lost its way.
-MAX_CALLS = 10_000
+MAX_CALLS = 128
 _SPACE = re.compile(r"\s*")
 #: How JSON begins; the dots that stand for some in prose are none.
 _JSON = re.compile(r"[{\[](?!\s*(?:\.\.\.|…))")
@@ -251,22 +249,13 @@ class TaggedParser(ABC):
         stop_tokens: Special tokens that end a turn in this format.
         reasoning_tags: Pairs of what opens and closes reasoning.
         opening: Regular expression of what may open a call.
-        heads: Texts that everything begins with that opens a call, unless the two below say it;
-            a class that sets `opening` and not these is not listened to.
-        more_heads: Regular expressions of what else may open one, each with another of its
-            beginnings, which ends with the text.
-        heads_at_start: Regular expression of what may become a call where content begins.
     """
 
     stop_tokens: ClassVar[tuple[str, ...]] = ()
     reasoning_tags: ClassVar[tuple[tuple[str, str], ...]] = (("<think>", "</think>"),)
     opening: ClassVar[str]
-    heads: ClassVar[tuple[str, ...] | None] = None
-    more_heads: ClassVar[tuple[tuple[str, str], ...]] = ()
-    heads_at_start: ClassVar[str | None] = None
     _of_reasoning: ClassVar[tuple[str, ...]]
     _tag: ClassVar[re.Pattern[str]]
-    _marks: ClassVar[Marks | None] = None
 
     def __init_subclass__(cls) -> None:
         if "opening" in vars(cls):
@@ -275,11 +264,6 @@ class TaggedParser(ABC):
             # searching for the character that all of them begin with.
             reasoning = "|".join(map(re.escape, cls._of_reasoning))
             cls._tag = re.compile(f"{reasoning}|{cls.opening}")
-            heads = vars(cls).get("heads")
-            cls._marks = None
-            if heads is not None:
-                literals = (*cls._of_reasoning, *heads)
-                cls._marks = marks_of(literals, cls.more_heads, cls.heads_at_start)
 
     def parse(
         self,
@@ -289,18 +273,12 @@ class TaggedParser(ABC):
         in_reasoning: bool = False,
     ) -> ParsedTurn:
         """See `ToolParser.parse`."""
-        scan = TurnScan(without_end(text), tools)
+        scan = TurnScan(strip_stop(text, self.stop_tokens), tools)
         try:
             self._read(scan, in_reasoning)
         except TooManyCalls as error:
             scan.refuse_calls(error)
         return scan.turn()
-
-    def listen(self, *, in_reasoning: bool) -> Listener | None:
-        """See `ListenedParser`."""
-        if self._marks is None or type(self).parse is not TaggedParser.parse:
-            return None
-        return TaggedListener(self._marks, self.reasoning_tags, in_reasoning=in_reasoning)
 
     def _read(self, scan: TurnScan, in_reasoning: bool) -> None:
         at = self._read_reasoning(scan, 0, self.reasoning_tags) if in_reasoning else 0

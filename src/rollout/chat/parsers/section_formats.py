@@ -44,10 +44,8 @@ class SectionParser(TaggedParser):
         if "section" in vars(cls):
             begin, end = map(re.escape, cls.section)
             cls.opening = f"{begin}|{end}"
-            cls.heads = cls.section
             if cls.is_call_special:
                 cls.opening += f"|{cls.call}|{re.escape(cls.end_call)}"
-                cls.heads += (cls.call.replace("\\", ""), cls.end_call)
             cls._call = re.compile(cls.call)
             cls._next = re.compile(f"{begin}|{end}|{cls.call}|{re.escape(cls.end_call)}")
         super().__init_subclass__()

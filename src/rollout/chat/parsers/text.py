@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-
-#: Tokens with which models end a turn. They are no content, whatever the tokenizer.
+#: Tokens with which models end a turn.
 END_TOKENS = (
     "<|im_end|>",
     "<|endoftext|>",
@@ -30,21 +28,9 @@ END_TOKENS = (
     "<｜end▁of▁sentence｜>",
 )
 
-_BACKWARDS = "|".join(re.escape(token[::-1]) for token in END_TOKENS)
-_END = re.compile(rf"(?:\s|{_BACKWARDS})*+")
-_LONGEST = max(map(len, END_TOKENS))
-#: Characters that are looked at first: nearly all turns end within.
-_TAIL = 4 * _LONGEST
 
-
-def without_end(text: str) -> str:
-    """`text` without the end tokens and the white space at its end; linear in its length."""
-    length = _length_of_end(text[: -_TAIL - 1 : -1])
-    if length > _TAIL - _LONGEST:  # what comes before may belong to it
-        length = _length_of_end(text[::-1])
-    return text[: len(text) - length]
-
-
-def _length_of_end(backwards: str) -> int:
-    end = _END.match(backwards)
-    return 0 if end is None else end.end()
+def strip_stop(text: str, stop_tokens: tuple[str, ...]) -> str:
+    """`text` without the one token that ended it, and without white space at its end."""
+    text = text.rstrip()
+    stop = next((token for token in stop_tokens if text.endswith(token)), "")
+    return text.removesuffix(stop).rstrip()

@@ -6,20 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.gateway.apis.writing import (
     COMMENT,
-    AnswerStream,
     Teller,
-    Telling,
     arguments_text,
     event,
     openai_error,
     valid_calls,
 )
-from rollout.gateway.calls import Answer, Completion, Draft, GatewayCall, GatewayError, told_text
+from rollout.gateway.calls import Answer, Completion, GatewayCall, GatewayError, told_text
 
 if TYPE_CHECKING:
     from array import array
     from collections.abc import Iterator, Mapping
 
+#: Of a delta that says nothing of these.
+_NONE: dict[str, Any] = {"logprobs": None, "finish_reason": None}
 FINISH = {"stop": "stop", "length": "length", "calls": "tool_calls", "stop_string": "stop"}
 
 
@@ -56,9 +56,35 @@ class ChatRequest:
         more = {"choices": choices, "usage": _usage(completion)}
         return whole | more | self.prompt(completion.prompt_ids)
 
-    def stream(self, teller: Teller) -> AnswerStream:
-        """Of each choice what the whole would say, as differences."""
-        return _ChatStream(self, teller, tells_usage=self._tells_usage)
+    def events(self, completion: Completion, teller: Teller) -> Iterator[bytes]:
+        """Chunks of each choice: its role, thoughts, text, each call, and its end."""
+        head = _head(completion.id, teller, "chat.completion.chunk")
+        rest: dict[str, Any] = {"usage": None} if self._tells_usage else {}
+        prompt = self.prompt(completion.prompt_ids)
+        for index, answer in enumerate(completion.answers):
+            for choice in self._deltas(answer, teller):
+                yield event(head | {"choices": [{"index": index} | choice]} | rest | prompt)
+                prompt = {}
+        if self._tells_usage:
+            yield event(head | {"choices": [], "usage": _usage(completion)})
+        yield b"data: [DONE]\n\n"
+
+    def failure_events(self, error: GatewayError, teller: Teller) -> Iterator[bytes]:
+        yield event(error_body(error))
+
+    def _deltas(self, answer: Answer, teller: Teller) -> Iterator[dict[str, Any]]:
+        """One choice; its log-probs come with its text, or at its end where there is none."""
+        log_probs: dict[str, Any] = {"logprobs": self.log_probs(answer, teller)}
+        yield {"delta": {"role": "assistant", "content": ""}} | _NONE
+        if answer.reasoning is not None:
+            yield {"delta": {"reasoning_content": answer.reasoning}} | _NONE
+        if text := told_text(answer):
+            yield {"delta": {"content": text}} | _NONE | log_probs
+            log_probs = {}
+        for number, call in enumerate(_message(answer).get("tool_calls", ())):
+            yield {"delta": {"tool_calls": [{"index": number} | call]}} | _NONE
+        end: dict[str, Any] = {"delta": {}, "logprobs": None, "finish_reason": _finish(answer)}
+        yield end | log_probs | self.token_ids(answer)
 
     def log_probs(self, answer: Answer, teller: Teller) -> Mapping[str, Any] | None:
         if not self.call.wants_log_probs:
@@ -71,89 +97,6 @@ class ChatRequest:
     def prompt(self, ids: array[int] | None) -> dict[str, Any]:
         """The ids of the prompt, where they are asked for."""
         return {"prompt_token_ids": ids.tolist()} if self.call.wants_ids and ids else {}
-
-
-_NONE: dict[str, Any] = {"logprobs": None, "finish_reason": None}
-
-
-class _ChatStream:
-    """See `AnswerStream`."""
-
-    def __init__(self, request: ChatRequest, teller: Teller, *, tells_usage: bool) -> None:
-        self._request = request
-        self._teller = teller
-        self._tells_usage = tells_usage
-        self._id = ""
-        self._tellings: dict[int, Telling] = {}
-        self._prompt: dict[str, Any] | None = None
-
-    def more(self, draft: Draft) -> bytes:
-        self._begin(draft.id, draft.prompt_ids)
-        return b"".join(
-            self._chunk(index, choice)
-            for index, said in enumerate(draft.answers)
-            if said is not None
-            for choice in self._deltas(index, said.text, said.reasoning)
-        )
-
-    def end(self, completion: Completion) -> bytes:
-        self._begin(completion.id, completion.prompt_ids)
-        events = [
-            self._chunk(index, choice)
-            for index, answer in enumerate(completion.answers)
-            for choice in self._rest(index, answer)
-        ]
-        if self._tells_usage:
-            events.append(event(self._head() | {"choices": [], "usage": _usage(completion)}))
-        return b"".join([*events, b"data: [DONE]\n\n"])
-
-    def failure(self, error: GatewayError) -> bytes:
-        return event(error_body(error))
-
-    def _begin(self, completion_id: str, prompt_ids: array[int] | None) -> None:
-        self._id = completion_id
-        if self._prompt is None:
-            self._prompt = self._request.prompt(prompt_ids)
-
-    def _head(self) -> dict[str, Any]:
-        return _head(self._id, self._teller, "chat.completion.chunk")
-
-    def _chunk(self, index: int, choice: dict[str, Any]) -> bytes:
-        rest = {"usage": None} if self._tells_usage else {}
-        prompt, self._prompt = self._prompt or {}, {}
-        return event(self._head() | {"choices": [{"index": index} | choice]} | rest | prompt)
-
-    def _deltas(
-        self,
-        index: int,
-        text: str,
-        reasoning: str | None,
-        log_probs: dict[str, Any] = _NONE,
-    ) -> Iterator[dict[str, Any]]:
-        """What is new of one choice."""
-        if index not in self._tellings:
-            self._tellings[index] = Telling()
-            yield {"delta": {"role": "assistant", "content": ""}} | _NONE
-        telling = self._tellings[index]
-        is_first = telling.reasoning is None
-        thought = telling.more_reasoning(reasoning)
-        if thought or (thought is not None and is_first):
-            yield {"delta": {"reasoning_content": thought}} | _NONE
-        said = telling.more_text(text)
-        if said:
-            yield {"delta": {"content": said}} | _NONE | log_probs
-
-    def _rest(self, index: int, answer: Answer) -> Iterator[dict[str, Any]]:
-        """What is left of one choice, its log-probs with the last of its text."""
-        log_probs: dict[str, Any] = {"logprobs": self._request.log_probs(answer, self._teller)}
-        for choice in self._deltas(index, told_text(answer), answer.reasoning, log_probs):
-            yield choice
-            if "content" in choice["delta"] and choice["delta"]["content"]:
-                log_probs = {}
-        for number, call in enumerate(_message(answer).get("tool_calls", ())):
-            yield {"delta": {"tool_calls": [{"index": number} | call]}} | _NONE
-        end: dict[str, Any] = {"delta": {}, "logprobs": None, "finish_reason": _finish(answer)}
-        yield end | log_probs | self._request.token_ids(answer)
 
 
 def _head(completion_id: str, teller: Teller, kind: str) -> dict[str, Any]:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rollout.gateway.apis.writing import (
-    AnswerStream,
     Teller,
-    Telling,
-    arguments_text,
+    encode,
     event,
     ids_of,
     valid_calls,
 )
-from rollout.gateway.calls import Answer, Completion, Draft, GatewayCall, GatewayError, told_text
+from rollout.gateway.calls import Answer, Completion, GatewayCall, GatewayError, told_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -64,9 +62,24 @@ class MessagesRequest:
         message |= {"content": list(_blocks(answer))} | _end(answer)
         return message | (ids_of(completion, answer) if self.call.wants_ids else {})
 
-    def stream(self, teller: Teller) -> AnswerStream:
-        """Each block opened, told in differences, and closed."""
-        return _MessagesStream(teller, tells_ids=self.call.wants_ids)
+    def events(self, completion: Completion, teller: Teller) -> Iterator[bytes]:
+        """Each block opened, said in one delta, and closed."""
+        (answer,) = completion.answers
+        usage = _usage(completion)
+        message = _message(completion.id, teller, {**usage, "output_tokens": 0})
+        yield _event("message_start", message=message)
+        for index, block in enumerate(_blocks(answer)):
+            opened, deltas = _open_block(block, answer)
+            yield _event("content_block_start", index=index, content_block=opened)
+            for delta in deltas:
+                yield _event("content_block_delta", index=index, delta=delta)
+            yield _event("content_block_stop", index=index)
+        ids = ids_of(completion, answer) if self.call.wants_ids else {}
+        yield _event("message_delta", delta=_end(answer) | ids, usage=usage)
+        yield _event("message_stop")
+
+    def failure_events(self, error: GatewayError, teller: Teller) -> Iterator[bytes]:
+        yield event(error_body(error), "error")
 
 
 def count_body(tokens: int) -> Mapping[str, Any]:
@@ -108,91 +121,19 @@ def _blocks(answer: Answer) -> Iterator[dict[str, Any]]:
         yield {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments}
 
 
-class _MessagesStream:
-    """See `AnswerStream`."""
-
-    def __init__(self, teller: Teller, *, tells_ids: bool) -> None:
-        self._teller = teller
-        self._tells_ids = tells_ids
-        self._telling = Telling()
-        self._has_begun = False
-        self._count = 0  # blocks that have been opened
-        self._open: str | None = None  # the type of the last one
-        self._answer_id = ""
-
-    def more(self, draft: Draft) -> bytes:
-        (said,) = draft.answers
-        if said is None:
-            return b""
-        usage = _tokens(draft.prompt_tokens, 0, 0)
-        self._answer_id = said.id
-        events = [*self._begin(draft.id, usage), *self._texts(said.text, said.reasoning)]
-        return b"".join(events)
-
-    def end(self, completion: Completion) -> bytes:
-        return b"".join(self._rest(completion))
-
-    def failure(self, error: GatewayError) -> bytes:
-        return event(error_body(error), "error")
-
-    def _begin(self, message_id: str, usage: Mapping[str, Any]) -> Iterator[bytes]:
-        if not self._has_begun:
-            self._has_begun = True
-            message = _message(message_id, self._teller, {**usage, "output_tokens": 0})
-            yield _event("message_start", message=message)
-
-    def _texts(self, text: str, reasoning: str | None) -> Iterator[bytes]:
-        """What is new of thoughts and text, each in its block; thoughts that come late after it."""
-        has_thought = self._telling.reasoning is not None
-        thought = self._telling.more_reasoning(reasoning)
-        is_late = self._open == "text"
-        if thought is not None and not is_late:
-            yield from self._think(thought)
-        said = self._telling.more_text(text)
-        if said:
-            if self._open != "text":
-                yield from self._close()
-                yield self._start("text", text="")
-            yield self._delta("text_delta", text=said)
-        if thought and is_late:
-            yield from self._close()
-            yield from self._think(thought.removeprefix("\n") if has_thought else thought)
-
-    def _think(self, thought: str) -> Iterator[bytes]:
-        if self._open != "thinking":
-            yield self._start("thinking", thinking="", signature="")
-        if thought:
-            yield self._delta("thinking_delta", thinking=thought)
-
-    def _rest(self, completion: Completion) -> Iterator[bytes]:
-        (answer,) = completion.answers
-        usage, self._answer_id = _usage(completion), answer.id
-        yield from self._begin(completion.id, usage)
-        yield from self._texts(told_text(answer), answer.reasoning)
-        yield from self._close()
-        for call in valid_calls(answer):
-            yield self._start("tool_use", id=call.id, name=call.name, input={})
-            yield self._delta("input_json_delta", partial_json=arguments_text(call))
-            yield from self._close()
-        more = ids_of(completion, answer) if self._tells_ids else {}
-        yield _event("message_delta", delta=_end(answer) | more, usage=usage)
-        yield _event("message_stop")
-
-    def _start(self, kind: str, **block: Any) -> bytes:
-        self._open, at = kind, self._count
-        self._count += 1
-        return _event("content_block_start", index=at, content_block={"type": kind} | block)
-
-    def _delta(self, kind: str, **delta: Any) -> bytes:
-        told = {"type": kind} | delta
-        return _event("content_block_delta", index=self._count - 1, delta=told)
-
-    def _close(self) -> Iterator[bytes]:
-        if self._open == "thinking":
-            yield self._delta("signature_delta", signature=self._answer_id)
-        if self._open is not None:
-            yield _event("content_block_stop", index=self._count - 1)
-        self._open = None
+def _open_block(
+    block: dict[str, Any], answer: Answer
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A block as it is opened, and the deltas that fill it."""
+    if block["type"] == "thinking":
+        thought = [{"type": "thinking_delta", "thinking": block["thinking"]}]
+        signature = {"type": "signature_delta", "signature": answer.id}
+        deltas = [*(thought if block["thinking"] else []), signature]
+        return block | {"thinking": "", "signature": ""}, deltas
+    if block["type"] == "text":
+        return block | {"text": ""}, [{"type": "text_delta", "text": block["text"]}]
+    arguments = encode(block["input"]).decode()
+    return block | {"input": {}}, [{"type": "input_json_delta", "partial_json": arguments}]
 
 
 def _usage(completion: Completion) -> dict[str, Any]:

@@ -19,7 +19,6 @@ ROLES = ("system", "developer", "user", "assistant")
 #: Begin the ids of items; an answer's own id follows.
 MESSAGE_ID, REASONING_ID, CALL_ID = "msg_", "rs_", "fc_"
 #: Follows `REASONING_ID` where thoughts are told after the text of their turn.
-LATE_ID = "late_"
 #: Of tools that servers run: what they found is not in the conversation.
 SERVER_ITEMS = ("web_search_call", "file_search_call", "image_generation_call", "tool_search_call")
 
@@ -141,7 +140,7 @@ class _Reader:
 
     def _reasoning(self, item: Item, place: str) -> None:
         answer_id, said = unsealed(item.encrypted_content or "")
-        item_id = (item.id or "").removeprefix(REASONING_ID).removeprefix(LATE_ID)
+        item_id = (item.id or "").removeprefix(REASONING_ID)
         turn = self._turn
         if turn is not None and (turn.text is not None or turn.calls or turn.reasoning is not None):
             is_late = any(each and each in turn.ids for each in (answer_id, item_id))

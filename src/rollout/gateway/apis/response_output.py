@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollout.gateway.apis.response_items import (
     CALL_ID,
-    LATE_ID,
     MESSAGE_ID,
     REASONING_ID,
     sealed,
@@ -75,11 +74,11 @@ class Tools:
         return {"type": "function_call", **item, "arguments": arguments, "status": "completed"}
 
 
-def reasoning_item(answer_id: str, text: str, *, is_late: bool = False) -> dict[str, Any]:
-    """What the model thought; `is_late`: told after its text, beside another such item."""
+def reasoning_item(answer_id: str, text: str) -> dict[str, Any]:
+    """What the model thought."""
     return {
         "type": "reasoning",
-        "id": f"{REASONING_ID}{LATE_ID if is_late else ''}{answer_id}",
+        "id": f"{REASONING_ID}{answer_id}",
         # Some clients show summaries only, others give back nothing but the thought itself.
         "summary": [{"type": "summary_text", "text": text}],
         "content": [{"type": "reasoning_text", "text": text}],

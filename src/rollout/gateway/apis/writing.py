@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from rollout.gateway.calls import GatewayError
 from rollout.types import InvalidToolCall, ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
-    from rollout.gateway.calls import Answer, Completion, Draft, GatewayCall
+    from rollout.gateway.calls import Answer, Completion, GatewayCall, GatewayError
 
 #: Writes JSON; keys stay in their order.
 encode = msgspec.json.Encoder().encode
@@ -56,67 +55,8 @@ class Teller:
         return {"token": text, "logprob": max(log_prob, LEAST_LOG_PROB), "bytes": list(spelling)}
 
 
-class Telling:
-    """How much of an answer a stream has told.
-
-    Attributes:
-        text, reasoning: What; reasoning is None while none of it is.
-    """
-
-    def __init__(self) -> None:
-        self.text = ""
-        self.reasoning: str | None = None
-
-    def more_reasoning(self, reasoning: str | None) -> str | None:
-        """What is to be told of it next; None where there is none.
-
-        Raises:
-            GatewayError: It does not begin with what has been told.
-        """
-        if reasoning is None:
-            return None
-        told, self.reasoning = self.reasoning or "", reasoning
-        return _after(told, reasoning)
-
-    def more_text(self, text: str) -> str:
-        """What is to be told of it next.
-
-        Raises:
-            GatewayError: It does not begin with what has been told.
-        """
-        told, self.text = self.text, text
-        return _after(told, text)
-
-
-def _after(told: str, whole: str) -> str:
-    if not whole.startswith(told):
-        message = "the turn was generated again, and differs from what had been streamed of it"
-        raise GatewayError(400, "engine", message)
-    return whole[len(told) :]
-
-
-class AnswerStream(Protocol):
-    """Tells one completion in server-sent events; what is told once is not told again."""
-
-    def more(self, draft: Draft) -> bytes:
-        """What the draft has more than was told; empty where that is nothing."""
-        ...
-
-    def end(self, completion: Completion) -> bytes:
-        """The rest, the last event included.
-
-        Raises:
-            GatewayError: It does not begin with what has been told.
-        """
-        ...
-
-    def failure(self, error: GatewayError) -> bytes:
-        """The end of a stream that has begun already."""
-        ...
-
-
 class ApiRequest(Protocol):
-    """A body that was read, and how its answer is told.
+    """A body that was read, and how its answer is written.
 
     Attributes:
         call: What it asks for.
@@ -131,11 +71,15 @@ class ApiRequest(Protocol):
     keep_alive: bytes
 
     def body(self, completion: Completion, teller: Teller) -> Mapping[str, Any]:
-        """The whole answer."""
+        """The answer as one body."""
         ...
 
-    def stream(self, teller: Teller) -> AnswerStream:
-        """Tells the answer in events."""
+    def events(self, completion: Completion, teller: Teller) -> Iterator[bytes]:
+        """The answer as events: a text, a thought or a call is one delta."""
+        ...
+
+    def failure_events(self, error: GatewayError, teller: Teller) -> Iterator[bytes]:
+        """The error that ends a stream."""
         ...
 
 
