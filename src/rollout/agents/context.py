@@ -70,6 +70,7 @@ class AgentContext:
         cut_prompt_tokens: Tokens that the prompt has lost, to fit; see `lengths.overlong_prompts`.
         sampled_placeholders: Turns that ended before a placeholder of an image or a video, which
             the model had sampled by itself.
+        pinned_calls: Calls of clients whose sampling `gateway.sampling` "pin" has overridden.
         truncated_tokens: Sampled tokens of training rows that top_k, top_p or min_p were set for.
     """
 
@@ -113,6 +114,7 @@ class AgentContext:
         self._interaction: Interaction | None = None
         self._interaction_name = interaction_name(prompt, self.config)
         self._is_whole = True
+        self.pinned_calls = 0
 
     def beside(self, conversation: Conversation) -> AgentContext:
         """The same trajectory, seen from another of its conversations, in the place of `main`."""

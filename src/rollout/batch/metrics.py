@@ -22,6 +22,7 @@ _SUMMED = {
     "tokens/cut_prompt": "cut_prompt_tokens",
     "tokens/cached": "cached_tokens",
     "media/sampled_placeholders": "sampled_placeholders",
+    "gateway/pinned_calls": "pinned_calls",
     "tool_calls": "tool_calls",
     "tool_errors": "tool_errors",
 }
@@ -46,6 +47,7 @@ def batch_metrics(
       under top_k, top_p or min_p; absent where none were;
     * ``media/sampled_placeholders``: turns that ended before a placeholder of an image or a video
       that the model sampled by itself; what followed is in ``tokens/discarded``;
+    * ``gateway/pinned_calls``: calls of clients whose sampling `gateway.sampling` "pin" overrode;
     * ``tokenization/<kind>``: where `agent.tokenization_check` is on, how many compared so;
     * ``reward/{min,mean,max}``: over known rewards; ``turns/mean``;
     * ``tool/<tool>/{calls,errors,seconds,seconds_max}`` and ``tool_calls``, ``tool_errors``;

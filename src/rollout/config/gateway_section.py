@@ -48,6 +48,10 @@ class GatewayConfig(Section):
     #: Of a `tool_choice` that forces a call, and of a form or schema of the answer, to which no
     #: engine can hold the model: "accept" lets it speak freely, "refuse" refuses the request.
     unenforced: Literal["accept", "refuse"] = "accept"
+    #: Of a client's temperature, top_p, top_k, min_p, penalties and seed: "accept" samples with
+    #: them, "pin" with the prompt's and the configuration's, "refuse" refuses a request where one
+    #: differs from these. Its `max_tokens` and `stop` always count.
+    sampling: Literal["accept", "pin", "refuse"] = "accept"
     #: Whether titles, summaries and the like are trained on.
     train_side_calls: Flag = False
     #: Time for the head of a request, from its first byte or from the connection.
@@ -58,7 +62,7 @@ class GatewayConfig(Section):
     write_s: Positive = 60.0
     #: How long a connection may lie idle between requests.
     idle_s: Positive = 75.0
-    #: Between two signs of life of a streamed answer while the model generates.
+    #: Between two signs of life of an answer while the model generates.
     keep_alive_s: Positive = 10.0
 
     def relation_faults(self, sound: Collection[str]) -> Iterator[Fault]:

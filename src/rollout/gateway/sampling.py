@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -15,18 +15,52 @@ if TYPE_CHECKING:
     from rollout.engine.core import SamplingParams
     from rollout.gateway.calls import GatewayCall
 
+#: What "pin" and "refuse" are about, beside the seed: how tokens are drawn, not how many.
+PINNED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 
-def sampling_of_call(context: AgentContext, call: GatewayCall) -> SamplingParams:
-    """What the call's turns are sampled with, without seed and turn budget.
+
+def sample_call(
+    context: AgentContext, call: GatewayCall, policy: Literal["accept", "pin", "refuse"]
+) -> tuple[GatewayCall, SamplingParams]:
+    """The call as it is served, and what its turns are sampled with, without turn budget.
 
     A client may ask for fewer tokens than the configuration allows, not for more.
 
+    Args:
+        context: Of the trajectory; a call that is overridden counts in its `pinned_calls`.
+        call: What a client asks for.
+        policy: `gateway.sampling`.
+
     Raises:
-        GatewayError: A value is none that the engines have.
+        GatewayError: A value is none that the engines have, or one that "refuse" refuses.
     """
     services, validate = context.services, context.identity.validate
     # Not `context.sampling`: that of the main conversation is what its last call asked for.
     own = sampling_of(services.config, context.prompt.sampling, validate=validate)
+    differing = {
+        name: call.sampling[name]
+        for name in PINNED
+        if name in call.sampling and call.sampling[name] != getattr(own, name)
+    }
+    if call.seed is not None:
+        differing["seed"] = call.seed
+    if differing and policy == "refuse":
+        field, value = next(iter(differing.items()))
+        expected = f"expected {getattr(own, field)}" if field in PINNED else "expected none"
+        message = f'{field} = {value!r}: {expected}, since gateway.sampling is "refuse"'
+        raise GatewayError(400, "invalid_request", message, field)
+    if differing and policy == "pin":
+        context.pinned_calls += 1
+        kept = {name: value for name, value in call.sampling.items() if name not in differing}
+        call = msgspec.structs.replace(call, sampling=kept, seed=None)
     overrides = {**context.prompt.sampling, **call.sampling}
     try:
         asked = sampling_of(services.config, overrides, validate=validate)
@@ -37,4 +71,4 @@ def sampling_of_call(context: AgentContext, call: GatewayCall) -> SamplingParams
     if fault:
         raise GatewayError(400, "invalid_request", fault, "top_logprobs")
     most = min(own.max_new_tokens, asked.max_new_tokens)
-    return msgspec.structs.replace(asked, max_new_tokens=most)
+    return call, msgspec.structs.replace(asked, max_new_tokens=most)

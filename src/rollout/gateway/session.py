@@ -18,7 +18,7 @@ from rollout.gateway.length_errors import LengthRefusals
 from rollout.gateway.placing import Places
 from rollout.gateway.request import Request, matched
 from rollout.gateway.samples import Sample
-from rollout.gateway.sampling import sampling_of_call
+from rollout.gateway.sampling import sample_call
 from rollout.gateway.seeding import Seeding
 from rollout.gateway.tree import Node, Tree
 from rollout.scopes import unwrap_group
@@ -226,8 +226,8 @@ class GatewaySession:
 
     def _new(self, trajectory: _Trajectory, call: GatewayCall) -> Exchange:
         self._check_limits(trajectory)
+        call, sampling = sample_call(trajectory.context, call, self._settings.sampling)
         request = self._matched(trajectory, call)
-        sampling = sampling_of_call(trajectory.context, call)
         samples = [Sample(request, number, sampling) for number in range(call.n)]
         exchange = Exchange(call.digest, samples)
         trajectory.exchanges.add(exchange)

@@ -25,6 +25,8 @@ class GatewaySettings:
     #: Of a turn that comes back without its reasoning: "accept" continues the row that holds it,
     #: "fork" begins another one.
     dropped_reasoning: Literal["accept", "fork"] = "accept"
+    #: Of a client's sampling: see `GatewayConfig.sampling`.
+    sampling: Literal["accept", "pin", "refuse"] = "accept"
     #: Whether side calls are trained on.
     train_side_calls: bool = False
 
@@ -37,5 +39,6 @@ class GatewaySettings:
             max_branches=config.max_branches,
             max_concurrent_calls=config.max_concurrent_calls,
             dropped_reasoning=config.dropped_reasoning,
+            sampling=config.sampling,
             train_side_calls=config.train_side_calls,
         )

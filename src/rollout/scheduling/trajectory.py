@@ -430,6 +430,7 @@ def _metrics(run: AgentRun, restarts: int) -> dict[str, float]:
         **({"cut_prompt_tokens": cut} if cut else {}),
         **({"sampled_placeholders": shown} if shown else {}),
         **({"truncated_tokens": truncated} if truncated else {}),
+        **({"pinned_calls": context.pinned_calls} if context.pinned_calls else {}),
         **tools.metrics,
         "attempts": run.attempt,
         "discarded_tokens": run.discarded_tokens + context.discarded_tokens,

@@ -1,0 +1,112 @@
+"""`gateway.sampling`: whose temperature, seed and the like a client's turns are sampled with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from harness import Recorder
+from http_agents import Client, config_of, prompt_of, user
+from rollout import Prompt
+from rollout.config import GatewayConfig, SamplingConfig
+from rollout.testing import Scenario
+
+pytest.importorskip("httptools")
+
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
+
+ANSWERS = Scenario(seed=3).reply("", "One two three four five six seven.")
+#: What each API lets a client set of how tokens are drawn.
+WISHES: dict[str, dict[str, Any]] = {
+    "chat/completions": {
+        "temperature": 0.1,
+        "top_p": 0.5,
+        "top_k": 3,
+        "min_p": 0.2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+        "repetition_penalty": 1.5,
+        "seed": 7,
+    },
+    "responses": {"temperature": 0.1, "top_p": 0.5},
+    "messages": {"temperature": 0.1, "top_p": 0.5, "top_k": 3},
+}
+CASES = [(api, stream) for api in WISHES for stream in (False, True)]
+#: The configuration's, and a prompt's over it.
+OWN = SamplingConfig(temperature=0.75, top_p=0.875)
+PROMPTS = {"top_k": 40}
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """Real sockets, so real time."""
+    return "trio"
+
+
+def ask(api: str, *, stream: bool, **fields: Any) -> Any:
+    """A program that asks once; it returns the status and the text of the reply."""
+    length = {"chat/completions": "max_completion_tokens", "responses": "max_output_tokens"}
+    messages = {"input": "One"} if api == "responses" else {"messages": [user("One")]}
+
+    def program(client: Client) -> Any:
+        body = {length.get(api, "max_tokens"): 5, "stream": stream, **messages, **fields}
+        got = client.post(f"/v1/{api}", **body)
+        return got.status_code, got.text
+
+    return program
+
+
+async def run(program: Any, policy: str) -> Any:
+    recorder = Recorder()
+    gateway = GatewayConfig(sampling=policy)  # type: ignore[arg-type]
+    config = config_of(ANSWERS, gateway, sampling=OWN)
+    async with recorder.open_rollout(config) as runtime:
+        prompt = prompt_of(program)
+        batch = await runtime.generate(
+            [Prompt(messages=prompt.messages, extra=prompt.extra, sampling=PROMPTS)]
+        )
+    records = recorder.runtimes[0].calls[0].all_generations()
+    return batch, [each.sampling for each in records]
+
+
+@pytest.mark.parametrize(("api", "stream"), CASES)
+async def test_pin_samples_with_the_configuration_whatever_the_client_sends(
+    api: str, stream: bool
+) -> None:
+    batch, (sampled,) = await run(ask(api, stream=stream, **WISHES[api]), "pin")
+    plain, (expected,) = await run(ask(api, stream=stream), "pin")
+    assert batch.trajectories[0].extra["result"][0] == 200
+    assert sampled == expected
+    assert (sampled.temperature, sampled.top_p, sampled.top_k) == (0.75, 0.875, 40)
+    assert sampled.max_new_tokens == 5
+    assert batch.metrics["gateway/pinned_calls"] == 1
+    assert "gateway/pinned_calls" not in plain.metrics
+
+
+@pytest.mark.parametrize(("api", "stream"), CASES)
+async def test_accept_samples_with_what_the_client_sends(api: str, stream: bool) -> None:
+    _, (sampled,) = await run(ask(api, stream=stream, **WISHES[api]), "accept")
+    for name, value in WISHES[api].items():
+        if name != "seed":
+            assert getattr(sampled, name) == value
+
+
+@pytest.mark.parametrize(("api", "stream"), CASES)
+async def test_refuse_refuses_only_what_differs(api: str, stream: bool) -> None:
+    for field, value in WISHES[api].items():
+        batch, sampled = await run(ask(api, stream=stream, **{field: value}), "refuse")
+        status, text = batch.trajectories[0].extra["result"]
+        assert (status, sampled) == (400, []), field
+        assert f"{field} = " in text
+        assert "gateway.sampling" in text
+    same = {"temperature": 0.75, "top_p": 0.875}
+    batch, (sampled,) = await run(ask(api, stream=stream, **same), "refuse")
+    assert batch.trajectories[0].extra["result"][0] == 200
+    assert (sampled.temperature, sampled.max_new_tokens) == (0.75, 5)
+
+
+async def test_pin_leaves_stop_strings_to_the_client() -> None:
+    program = ask("chat/completions", stream=False, stop=["three"], max_completion_tokens=50)
+    batch, _ = await run(program, "pin")
+    assert '"content":"One two"' in batch.trajectories[0].extra["result"][1].replace(' "', '"')
