@@ -53,10 +53,10 @@ def sample_call(
     if call.seed is not None:
         differing["seed"] = call.seed
     if differing and policy == "refuse":
-        field, value = next(iter(differing.items()))
-        expected = f"expected {getattr(own, field)}" if field in PINNED else "expected none"
-        message = f'{field} = {value!r}: {expected}, since gateway.sampling is "refuse"'
-        raise GatewayError(400, "invalid_request", message, field)
+        name, value = next(iter(differing.items()))
+        expected = f"expected {getattr(own, name)}" if name in PINNED else "expected none"
+        message = f'{name} = {value!r}: {expected}, since gateway.sampling is "refuse"'
+        raise GatewayError(400, "invalid_request", message, name)
     if differing and policy == "pin":
         context.pinned_calls += 1
         kept = {name: value for name, value in call.sampling.items() if name not in differing}
