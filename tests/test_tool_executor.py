@@ -300,8 +300,8 @@ async def test_run_exception_of_a_tool_is_an_error_result(
 @pytest.mark.anyio
 @pytest.mark.parametrize(
     "value",
-    [10**5000, object(), ("x", "y"), {"a": object()}],
-    ids=["digits", "object", "reward", "dict"],
+    [10**5000, object(), {"a": object()}],
+    ids=["digits", "object", "dict"],
 )
 async def test_run_unusable_return_value_is_an_error_result(executor: Open, value: Any) -> None:
     tools = opened(executor(Recorder("odd", [], execute=returning(value)), wait))
@@ -377,7 +377,8 @@ async def test_run_result_fields_pass_through(executor: Open) -> None:
 @pytest.mark.anyio
 async def test_run_numbers_that_tools_measure_are_summed(executor: Open) -> None:
     measured = {"hits": 2, "s": 0.5, "is_hit": True, "note": "x", "bad": math.nan, "big": 10**400}
-    results = iter([("a", 1.0, measured), ("b", None, {"hits": 3, 7: 1}), "c"])
+    metrics: Any = [measured, {"hits": 3, 7: 1}, {}]
+    results = iter([ToolResult("a", metrics=each) for each in metrics])
 
     async def answer() -> Any:
         return next(results)
@@ -899,7 +900,7 @@ async def test_run_on_both_backends_answers_alike(executor: Open) -> None:
         failed("timed out after 0.05 s (limits.tool_s)"),
         ToolResult("a done"),
         ToolResult("42"),
-        failed("cannot calculate '6*': expected a number at position 3, found the end"),
+        failed("cannot calculate '6*': invalid syntax"),
     ]
     await tools.close()
     assert log == ["a.open", "a.execute", "a.close"]
@@ -920,7 +921,6 @@ async def divide(a: int, b: int) -> int:
 
 @pytest.mark.anyio
 async def test_run_function_without_await_answers_and_fails_as_others_do(executor: Open) -> None:
-    assert (divide.never_waits, wait.never_waits) == (True, False)
     tools = opened(executor(divide, wait))
     assert await run(tools, call("divide", a=2, b=6)) == [ToolResult("3")]
     fault = "ZeroDivisionError: integer division or modulo by zero"

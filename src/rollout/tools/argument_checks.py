@@ -66,7 +66,7 @@ class SchemaCheck:
 
     def __init__(self, tool: str, parameters: Mapping[str, Any] | None) -> None:
         self._tool = tool
-        self._parameters = {} if parameters is None else dict(parameters)
+        self._parameters: dict[str, Any] = _allow_null(dict(parameters or {}))
         if "properties" in self._parameters and not _OPEN & self._parameters.keys():
             self._parameters["additionalProperties"] = False
         self.names = tuple(self._parameters.get("properties", ()))
@@ -82,51 +82,49 @@ class SchemaCheck:
                 f"a JSON Schema"
             ) from None
 
-    def check(self, arguments: Any) -> None:
-        """Let right arguments pass.
+    def check(self, arguments: Any) -> dict[str, Any]:
+        """Return right arguments as they are.
 
         Raises:
             ArgumentsError: It names each missing, unknown and wrong one, and what was expected.
         """
-        if isinstance(arguments, dict):
-            given = arguments
-        elif isinstance(arguments, Mapping):
-            given = dict(arguments)
-        else:
-            found = f"arguments = {shown(arguments)}: expected an object, got {_kind(arguments)}"
-            raise ArgumentsError(self._tool, [found])
+        if not isinstance(arguments, Mapping):
+            fault = (
+                f"arguments = {show(arguments)}: expected an object, got {_name_kind(arguments)}"
+            )
+            raise ArgumentsError(self._tool, [fault])
+        found = dict(arguments)
         try:
-            if self._validator.is_valid(given):
-                return
-            errors = list(self._validator.iter_errors(given))
+            errors = list(self._validator.iter_errors(found))
         except ValueError:  # tools_kwargs may hold what JSON has no word for
-            given = msgspec.to_builtins(given, enc_hook=lambda value: f"<{type(value).__name__}>")
-            errors = list(self._validator.iter_errors(given))
+            plain = msgspec.to_builtins(found, enc_hook=lambda value: f"<{type(value).__name__}>")
+            errors = list(self._validator.iter_errors(plain))
         if errors:
-            raise ArgumentsError(self._tool, self._faults(errors))
+            raise ArgumentsError(self._tool, self._describe(errors))
+        return found
 
-    def _faults(self, errors: Sequence[Any]) -> list[str]:
-        faults = list(dict.fromkeys(self._each_fault(errors)))
+    def _describe(self, errors: Sequence[Any]) -> list[str]:
+        faults = list(dict.fromkeys(self._describe_each(errors)))
         more = len(faults) - MAX_FAULTS
         return [*faults[:MAX_FAULTS], f"and {more} more"] if more > 0 else faults
 
-    def _each_fault(self, errors: Sequence[Any]) -> Iterator[str]:
+    def _describe_each(self, errors: Sequence[Any]) -> Iterator[str]:
         missing = [e for e in errors if _keyword(e) == "required"]
         unknown = [e for e in errors if _keyword(e) == "additionalProperties"]
         for error in errors:
             if _keyword(error) not in ("required", "additionalProperties"):
-                yield self._wrong(error)
-        for place, names in _by_place(missing, lambda kind: [kind.property]).items():
-            yield f"missing {quoted(names)}{place}"
-        for place, names in _by_place(unknown, lambda kind: kind.unexpected).items():
-            taken = "" if place else f" (it takes {quoted(self.names) or 'none'})"
-            yield f"unknown {quoted(names)}{place}{taken}"
+                yield self._describe_value(error)
+        for place, names in _group_by_place(missing, lambda kind: [kind.property]).items():
+            yield f"missing {quote_all(names)}{place}"
+        for place, names in _group_by_place(unknown, lambda kind: kind.unexpected).items():
+            taken = "" if place else f" (it takes {quote_all(self.names) or 'none'})"
+            yield f"unknown {quote_all(names)}{place}{taken}"
 
-    def _wrong(self, error: Any) -> str:
+    def _describe_value(self, error: Any) -> str:
         place = _path(error.instance_path).removeprefix(".") or "arguments"
-        return f"{place} = {shown(error.instance)}: expected {self._expectation(error)}"
+        return f"{place} = {show(error.instance)}: expected {self._describe_expected(error)}"
 
-    def _expectation(self, error: Any) -> str:
+    def _describe_expected(self, error: Any) -> str:
         keyword = _keyword(error)
         schema: Any = self._parameters
         try:
@@ -137,10 +135,26 @@ class SchemaCheck:
         if keyword == "type":
             types = schema["type"] if isinstance(schema, Mapping) else error.kind.types
             types = [types] if isinstance(types, str) else types
-            return f"{' or '.join(types)}, got {_kind(error.instance)}"
+            return f"{' or '.join(types)}, got {_name_kind(error.instance)}"
         if keyword in _WORDS and isinstance(schema, Mapping) and keyword in schema:
-            return _WORDS[keyword].format(shown(schema[keyword], MAX_EXPECTED))
-        return shown(schema, MAX_EXPECTED)
+            return _WORDS[keyword].format(show(schema[keyword], MAX_EXPECTED))
+        return show(schema, MAX_EXPECTED)
+
+
+def _allow_null(schema: Any) -> Any:
+    """The schema with ``nullable``, which OpenAPI and transformers write, in JSON Schema's way."""
+    if isinstance(schema, list):
+        return [_allow_null(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    schema = {key: _allow_null(each) for key, each in schema.items()}
+    if schema.get("nullable") is not True:
+        return schema
+    if "type" not in schema:
+        return {"anyOf": [schema, {"type": "null"}]}
+    types = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
+    choices = {"enum": [*schema["enum"], None]} if "enum" in schema else {}
+    return {**schema, **choices, "type": [*types, "null"]}
 
 
 def _refuse_remote(uri: str) -> Any:
@@ -151,12 +165,12 @@ def _keyword(error: Any) -> str:
     return str(error.kind.name)
 
 
-def _by_place(errors: Iterable[Any], names_of: Any) -> dict[str, list[str]]:
+def _group_by_place(errors: Iterable[Any], find_names: Any) -> dict[str, list[str]]:
     places: dict[str, list[str]] = {}
     for error in errors:
         path = _path(error.instance_path).removeprefix(".")
         place = f" in {path}" if path else ""
-        places.setdefault(place, []).extend(names_of(error.kind))
+        places.setdefault(place, []).extend(find_names(error.kind))
     return places
 
 
@@ -164,19 +178,19 @@ def _path(steps: Iterable[Any]) -> str:
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
 
 
-def _kind(value: Any) -> str:
+def _name_kind(value: Any) -> str:
     names = {dict: "object", list: "array", tuple: "array", str: "string", bool: "boolean"}
     if value is None:
         return "null"
     return names.get(type(value), "number" if isinstance(value, int | float) else "object")
 
 
-def quoted(names: Iterable[str]) -> str:
+def quote_all(names: Iterable[str]) -> str:
     """The names, quoted, with commas between them."""
     return ", ".join(repr(name) for name in names)
 
 
-def shown(value: Any, limit: int = MAX_SHOWN) -> str:
+def show(value: Any, limit: int = MAX_SHOWN) -> str:
     """`value` as JSON, or the name of its type, cut to `limit` characters."""
     try:
         text = msgspec.json.encode(value).decode()

@@ -4,30 +4,68 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from rollout.errors import ToolError
 from rollout.observe.tally import Tally
 from rollout.tools.argument_checks import SchemaCheck
-from rollout.tools.function import FunctionTool
-from rollout.tools.gate import ToolGate
+from rollout.tools.function_tools import FunctionTool
 from rollout.tools.langchain import LangChainTool, is_langchain_tool
-from rollout.tools.policy import ToolPolicy
+from rollout.tools.policy import ToolGate, ToolPolicy
+from rollout.tools.processes import ToolProcesses
 from rollout.tools.tool import Tool
-from rollout.tools.tool_processes import ToolProcesses
-from rollout.tools.toolkit import ArgumentCheck, CallLimits, Toolkit
 from rollout.tools.trajectory_tools import TrajectoryTools
+from rollout.tools.truncate import TruncateSide, truncate_text
+from rollout.utf8 import encodable
+from rollout.worker_threads import WorkerThreads
+
+if TYPE_CHECKING:
+    from rollout.limits import Limit
+    from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
+    from rollout.tools.results import ToolResult
+    from rollout.types import Prompt
 
 logger = logging.getLogger("rollout.tools")
 
-_NO_KWARGS: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+#: The arguments that a tool gets, of the model's and the prompt's; raises a ToolError.
+Check = Callable[[Any, Mapping[str, Any]], dict[str, Any]]
 
-if TYPE_CHECKING:
-    from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
-    from rollout.tools.truncate import TruncateSide
-    from rollout.types import Prompt
-    from rollout.worker_threads import WorkerThreads
+
+class ToolRuntime(msgspec.Struct, frozen=True, kw_only=True):
+    """What the tools of all trajectories share; the limits are those of `ToolExecutor`.
+
+    Attributes:
+        checks, gates: By tool.
+        threads, processes: Where sync and isolated code runs.
+        tally: Counts the calls.
+    """
+
+    checks: Mapping[str, Check]
+    gates: Mapping[str, ToolGate]
+    threads: WorkerThreads
+    processes: ToolProcesses
+    tally: Tally
+    max_parallel_calls: int
+    max_response_length: int
+    truncate_side: TruncateSide
+    tool_s: float | None
+    cleanup_s: float
+
+    def limit_call(self, gate: ToolGate, turn: Limit) -> Limit:
+        """Open the limit of a call that begins now, within its turn's."""
+        if gate.policy.timeout_s is not None:
+            return turn.open(gate.policy.timeout_s, f"timeout_s of {gate.name!r}")
+        return turn.open(self.tool_s, "limits.tool_s")
+
+    def bound_text(self, result: ToolResult) -> ToolResult:
+        """A result whose text is no longer than may be, and can be encoded."""
+        text = result.text
+        if len(text) > self.max_response_length:
+            text = truncate_text(text, self.max_response_length, self.truncate_side)
+        text = encodable(text)
+        return result if text is result.text else msgspec.structs.replace(result, text=text)
 
 
 class ToolExecutor:
@@ -44,6 +82,9 @@ class ToolExecutor:
         cleanup_s: Seconds for closing one session.
         max_processes: Calls with ``isolation="process"`` that run at once.
         tally: Counts the calls; None where nobody reads that.
+
+    Attributes:
+        opens_first: Whether trajectories open tools before their agent begins.
 
     Raises:
         ToolError: A function cannot be a tool, a schema is none, or names collide (all are named).
@@ -68,32 +109,24 @@ class ToolExecutor:
         )
         self._warned: set[tuple[str, object]] = set()
         self._processes = ToolProcesses(max_processes=max_processes, cleanup_s=cleanup_s)
-        self._kit = Toolkit(
-            checks={name: _check_of(tool) for name, tool in self._tools.items()},
-            gates={name: _gate_of(tool) for name, tool in self._tools.items()},
-            limits=CallLimits(
-                max_parallel_calls=max_parallel_calls,
-                max_response_length=max_response_length,
-                truncate_side=truncate_side,
-                tool_s=tool_s,
-                cleanup_s=cleanup_s,
-            ),
+        self._runtime = ToolRuntime(
+            checks={name: _make_check(tool) for name, tool in self._tools.items()},
+            gates={name: ToolGate(name, tool.policy) for name, tool in self._tools.items()},
             threads=threads,
             processes=self._processes,
-            has_states=any(tool.stateful for tool in self._tools.values()),
             tally=tally or Tally(),
-            opens_first=any(tool.opens_first for tool in self._tools.values()),
+            max_parallel_calls=max_parallel_calls,
+            max_response_length=max_response_length,
+            truncate_side=truncate_side,
+            tool_s=tool_s,
+            cleanup_s=cleanup_s,
         )
+        self.opens_first = any(tool.opens_first for tool in self._tools.values())
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all tools, in the order given."""
         return tuple(self._tools)
-
-    @property
-    def opens_first(self) -> bool:
-        """Whether trajectories open tools before their agent begins."""
-        return self._kit.opens_first
 
     def names_for(self, prompt: Prompt) -> Sequence[str] | None:
         """Names of the tools that a prompt is offered; None: all.
@@ -116,7 +149,7 @@ class ToolExecutor:
         tools = [tool for tool in self._tools.values() if isinstance(tool, FunctionTool)]
         refs = [tool.function_ref for tool in tools if tool.function_ref is not None]
         if refs:
-            await self._processes.prepare(refs, self._kit.limits.tool_s)
+            await self._processes.prepare(refs, self._runtime.tool_s)
 
     def schemas(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """Schemas of the tools offered, in the order of `names`; None takes all.
@@ -145,9 +178,9 @@ class ToolExecutor:
             ToolError: `names` name an unknown tool, or the kwargs of one are no mapping.
         """
         tools = self._offered(names)
-        kwargs = self._useful(tools_kwargs, tools) if tools_kwargs else _NO_KWARGS
+        kwargs = self._choose_kwargs(tools_kwargs, tools) if tools_kwargs else {}
         return TrajectoryTools(
-            self._kit,
+            self._runtime,
             tools,
             uid=uid,
             member=member,
@@ -157,7 +190,7 @@ class ToolExecutor:
             sandbox=sandbox,
         )
 
-    def _useful(
+    def _choose_kwargs(
         self, tools_kwargs: Mapping[str, Mapping[str, Any]], tools: Mapping[str, Tool]
     ) -> dict[str, Mapping[str, Any]]:
         """Those of the kwargs that are for one of `tools`."""
@@ -217,12 +250,7 @@ def _as_tool(tool: Tool | Callable[..., Any]) -> Tool:
     return tool
 
 
-def _gate_of(tool: Tool) -> ToolGate:
-    never_waits = isinstance(tool, FunctionTool) and tool.never_waits
-    return ToolGate(tool.name, tool.policy, never_waits=never_waits)
-
-
-def _check_of(tool: Tool) -> ArgumentCheck:
+def _make_check(tool: Tool) -> Check:
     if isinstance(tool, FunctionTool):
         return tool.check
     check = SchemaCheck(tool.name, tool.schema["function"].get("parameters"))

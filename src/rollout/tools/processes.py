@@ -9,15 +9,43 @@ import msgspec
 
 from rollout.child_processes import ChildDiedError, ChildProcesses
 from rollout.errors import ToolError
+from rollout.function_refs import FunctionRef
 from rollout.import_watch import opened_watch
 from rollout.tools.policy import TransientError
 from rollout.tools.results import ToolResult
-from rollout.tools.tool_process_messages import Load, Reply, Request
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollout.function_refs import FunctionRef
+
+class Request(msgspec.Struct, tag=True):
+    """One call, as it crosses the pipe to the process."""
+
+    function: FunctionRef
+    name: str
+    arguments: dict[str, Any]
+
+
+class Load(msgspec.Struct, tag=True):
+    """Functions to import, before any is called; `file`, `every_s` are those of `ImportWatch`."""
+
+    functions: list[FunctionRef]
+    file: str = ""
+    every_s: float = 0.0
+
+
+class Reply(msgspec.Struct, omit_defaults=True):
+    """What a call gave.
+
+    Attributes:
+        result: The fields of a `ToolResult`; its images and videos are encoded files.
+        failure: What was raised, in words; empty where nothing was.
+        is_transient: Whether the tool's policy calls that transient.
+    """
+
+    result: dict[str, Any] = {}
+    failure: str = ""
+    is_transient: bool = False
 
 
 class ToolProcesses:
@@ -50,7 +78,10 @@ class ToolProcesses:
                     pass  # it had died idle; this is another one
             except ChildDiedError as error:
                 raise ToolError(f"the process of {name!r} {error}") from None
-        return _result(msgspec.msgpack.decode(reply, type=Reply))
+        answer = msgspec.msgpack.decode(reply, type=Reply)
+        if answer.failure:
+            raise (TransientError if answer.is_transient else ToolError)(answer.failure)
+        return ToolResult(**answer.result)
 
     async def prepare(self, functions: Sequence[FunctionRef], limit_s: float | None) -> None:
         """Have a process import the functions, in this time.
@@ -79,19 +110,3 @@ class ToolProcesses:
     async def close(self) -> None:
         """End all processes; those with a call have ended with it."""
         await self._processes.close()
-
-
-def _result(reply: Reply) -> ToolResult:
-    if reply.failure:
-        raise (TransientError if reply.is_transient else ToolError)(reply.failure)
-    return ToolResult(
-        reply.text,
-        data=reply.data,
-        reward=reply.reward,
-        metrics=reply.metrics,
-        is_error=reply.is_error,
-        end_trajectory=reply.end_trajectory,
-        extra=reply.extra,
-        images=tuple(reply.images),
-        videos=tuple(reply.videos),
-    )

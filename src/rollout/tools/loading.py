@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollout.errors import ToolError
-from rollout.tools.providers import ToolProvider
-from rollout.tools.tool import Tool
-from rollout.tools.verl_functions import forget_in_verl, registered_in_verl
+from rollout.lazy import lazy_exports
+from rollout.tools.tool import Tool, ToolProvider
 from rollout.user_files import UserCodeError, run_file
 
 if TYPE_CHECKING:
     from types import ModuleType
+
+_IMPORTS_VERL = re.compile(rb"^\s*(from|import)\s+verl\b", re.MULTILINE)
+#: What reads verl's own registry of functions lives above; it is imported for files that use verl.
+_import_reader = lazy_exports(
+    {"__name__": __name__},
+    {"rollout.integrations.verl.function_tools": ("forget_functions", "find_functions")},
+)
 
 
 def load_tools(path: str | Path) -> list[Tool | ToolProvider]:
@@ -27,22 +34,26 @@ def load_tools(path: str | Path) -> list[Tool | ToolProvider]:
     file = Path(path).resolve()
     if not file.is_file():
         raise ToolError(f"load_tools: {path} is no file")
-    forget_in_verl(file)
+    if _IMPORTS_VERL.search(file.read_bytes()):
+        _import_reader("forget_functions")(file)
     try:
         module = run_file(file)
     except UserCodeError as error:
         raise ToolError(f"load_tools: {path}: {error}") from error
-    found = tools_of(module)
-    if not found:
+    tools = find_tools(module)
+    if not tools:
         raise ToolError(
             f"load_tools: {path}: no tools; expected functions decorated with "
             "@rollout.function_tool, or Tool objects, at the top level of the file"
         )
-    return found
+    return tools
 
 
-def tools_of(module: ModuleType) -> list[Tool | ToolProvider]:
+def find_tools(module: ModuleType) -> list[Tool | ToolProvider]:
     """The tools at the top level of a module."""
     values = vars(module).values()
     ours = {id(value): value for value in values if isinstance(value, Tool | ToolProvider)}
-    return [*ours.values(), *registered_in_verl(module)]
+    homes = [getattr(v, "__module__", None) or getattr(v, "__name__", None) for v in values]
+    if not any(str(home).partition(".")[0] == "verl" for home in homes):
+        return list(ours.values())
+    return [*ours.values(), *_import_reader("find_functions")(module)]
