@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import get_args
 
 import pytest
 
 import rollout
-from rollout.cli.check import config_faults
 from rollout.config.checks import BuiltinTools
 from rollout.errors import ConfigError, ToolError
 from rollout.testing import Scenario, tool_call
@@ -20,11 +18,11 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 def anyio_backend() -> str:
-    """Real time, for the thread that reads the corpus."""
+    """Trio alone will do."""
     return "trio"
 
 
-async def test_builtin_tools_are_offered_beside_those_that_are_given(tmp_path: Path) -> None:
+async def test_builtin_tools_are_offered_beside_those_that_are_given() -> None:
     @rollout.function_tool
     async def shout(text: str) -> str:
         """Say it louder.
@@ -34,27 +32,20 @@ async def test_builtin_tools_are_offered_beside_those_that_are_given(tmp_path: P
         """
         return text.upper()
 
-    (tmp_path / "facts.txt").write_text("Owls hunt at night.\n\nLarks sing at dawn.\n")
     scenario = (
         Scenario(seed=1)
-        .reply("go", tool_call("search", query="owls") + tool_call("shout", text="a"))
+        .reply("go", tool_call("shout", text="a"))
         .then(tool_call("calculator", expression="6 * 7"))
         .then(tool_call("finish", answer="42"))
     )
-    tools = rollout.ToolsConfig(
-        builtin=("calculator", "finish", "search"), search_corpus=(str(tmp_path),)
-    )
+    tools = rollout.ToolsConfig(builtin=("calculator", "finish"))
     config = scenario.config(tools=tools)
     async with rollout.open_rollout(config, tools=[shout]) as runtime:
         batch = await runtime.generate([Prompt(messages=[Message(role="user", content="go")])])
     (trajectory,) = batch.trajectories
     assert trajectory.extra["answer"] == "42"
-    assert trajectory.metrics["tool_calls"] == 4
+    assert trajectory.metrics["tool_calls"] == 3
     assert trajectory.metrics["tool_errors"] == 0
-    assert batch.decode is not None
-    text = batch.decode(list(trajectory.transcript.ids()))
-    assert "Owls hunt at night." in text
-    assert "Larks" not in text
 
 
 async def test_builtin_tool_that_is_given_too_is_refused() -> None:
@@ -67,16 +58,6 @@ async def test_builtin_tool_that_is_given_too_is_refused() -> None:
         "rollout.tools.finish_tool.finish); give all but one of each another name, as in "
         '@function_tool("another_name")'
     )
-
-
-async def test_corpus_that_is_not_there_is_found_by_the_check_and_refused() -> None:
-    tools = rollout.ToolsConfig(builtin=("search",), search_corpus=("nowhere",))
-    config = Scenario().config(tools=tools)
-    fault = "tools.search_corpus = 'nowhere': no such file or directory"
-    assert fault in config_faults(config)
-    with pytest.raises(ToolError, match="nowhere"):
-        async with rollout.open_rollout(config):
-            pytest.fail("the runtime opened")
 
 
 @pytest.mark.parametrize(
@@ -94,11 +75,16 @@ async def test_corpus_that_is_not_there_is_found_by_the_check_and_refused() -> N
         ),
         (
             {"builtin": ["search"]},
-            "tools.search_corpus = []: expected paths, for 'search' in tools.builtin",
+            "tools.search_url = None: expected a URL, for 'search' in tools.builtin",
+        ),
+        (
+            {"search_url": "http://host/"},
+            "tools.search_url = 'http://host/': expected none without 'search' in tools.builtin",
         ),
         (
             {"search_corpus": ["docs"]},
-            "tools.search_corpus = ['docs']: expected none without 'search' in tools.builtin",
+            "tools.search_corpus = ['docs']: unknown key; search_url names a retriever, such "
+            "as the one of examples/local_search",
         ),
         (
             {"builtin": ["finish"], "isolation": "none"},

@@ -56,18 +56,19 @@ def test_calculator_expression_has_its_value(expression: str, text: str) -> None
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
-        ("", "expected a number at position 1, found the end"),
-        ("1 +", "expected a number at position 4, found the end"),
-        ("(1 + 2", "expected ')' at position 7, found the end"),
-        ("1 + 2)", "expected the end at position 6, found ')'"),
-        ("2 3", "expected the end at position 3, found '3'"),
-        ("* 2", "expected a number at position 1, found '*'"),
-        ("2 ^^ 3", "expected a number at position 4, found '**'"),
-        ("2x + 1", "unexpected 'x' at position 2"),
-        ("1,000", "unexpected ',' at position 2"),
-        ("1_000", "unexpected '_' at position 2"),
-        ("__import__('os')", "unexpected '_' at position 1"),
-        ("٣ + 1", "unexpected '٣' at position 1"),
+        ("", "invalid syntax"),
+        ("1 +", "invalid syntax"),
+        ("(1 + 2", "'(' was never closed"),
+        ("1 + 2)", "unmatched ')'"),
+        ("2 3", "invalid syntax"),
+        ("* 2", "invalid syntax"),
+        ("2 ^^ 3", "invalid syntax"),
+        ("2x + 1", "invalid decimal literal"),
+        ("1,000", "write numbers without commas"),
+        ("__import__('os')", "\"__import__('os')\" is no arithmetic"),
+        ("2j", "'2j' is no arithmetic"),
+        ("True + 1", "'True' is no arithmetic"),
+        ("٣ + 1", "invalid character '٣' (U+0663)"),
         ("1 / 0", "division by zero"),
         ("1 // 0", "division by zero"),
         ("1 % 0", "division by zero"),
@@ -79,7 +80,7 @@ def test_calculator_expression_has_its_value(expression: str, text: str) -> None
         ("1e400", "the result is too large"),
         ("1e308 * 10", "the result is too large"),
         (f"{10**400} * 1.5", "the result is too large"),
-        ("(" * 50 + "1" + ")" * 50, "nested deeper than 50 levels"),
+        ("(1 + " * 60 + "1" + ")" * 60, "nested deeper than 50 levels"),
         ("-" * 60 + "1", "nested deeper than 50 levels"),
         ("1" * 1001, "the expression has 1001 characters; at most 1000"),
         ("2 ** 4000 * 2 ** 100", "the result is too large"),
@@ -135,7 +136,7 @@ def test_calculator_any_text_has_a_finite_value_or_a_reason(expression: str) -> 
 async def test_calculator_tool_answers_with_text() -> None:
     assert await calculator(expression="6 * 7") == ToolResult("42")
     assert await calculator(expression="6 *") == ToolResult(
-        "cannot calculate '6 *': expected a number at position 4, found the end", is_error=True
+        "cannot calculate '6 *': invalid syntax", is_error=True
     )
 
 

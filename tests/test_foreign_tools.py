@@ -24,7 +24,7 @@ from rollout.tools import (
     load_tools,
     load_verl_tools,
 )
-from rollout.tools.providers import open_tools
+from rollout.tools.tool import open_tools
 from rollout.types import ToolCall
 from rollout.worker_threads import WorkerThreads
 from slow_cases import slow_after

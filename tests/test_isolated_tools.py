@@ -70,7 +70,7 @@ async def test_isolated_tool_runs_elsewhere_and_its_process_is_used_again(opened
         tools, call("asynchronous"), call("flaky", kind="x"), call("flaky", kind="transient")
     )
     assert results == [
-        ToolResult("async", reward=0.5, metrics={"m": 1}),
+        ToolResult("async", reward=0.5),
         ToolResult("ValueError: no such row", is_error=True),
         ToolResult("try later (after 2 attempts)", is_error=True),
     ]
@@ -102,7 +102,7 @@ async def test_isolated_tool_that_holds_the_interpreter_is_killed_with_its_group
 
 DRIVER = """
 import anyio, isolated_tools
-from rollout.tools.tool_processes import ToolProcesses
+from rollout.tools.processes import ToolProcesses
 
 async def main():
     processes = ToolProcesses(max_processes=1, cleanup_s=5.0)

@@ -204,8 +204,8 @@ class ToolsConfig(Section):
         """Who makes sandboxes, for all that act in them, and what a search looks in."""
         if key == "search_corpus":
             return (
-                "unknown key; search_url names a retriever, and examples/local_search has a tool "
-                "that looks in files"
+                "unknown key; search_url names a retriever, such as the one of "
+                "examples/local_search"
             )
         return "unknown key; sandbox.provider says who isolates" if key == "isolation" else ""
 

@@ -85,6 +85,8 @@ def _evaluate(node: ast.expr, depth: int) -> Number:
             result = _evaluate(left, depth - 1)
             for each, term in zip(reversed(operators), reversed(terms), strict=True):
                 result = _check_size(_OPERATIONS[type(each)](result, term))
+        case ast.Tuple():
+            raise CalculationError("write numbers without commas")
         case _:
             raise CalculationError(f"{ast.unparse(node)!r:.80} is no arithmetic")
     return _check_size(result)

@@ -63,10 +63,12 @@ def _call(request: Request) -> Reply:
         function, parameters, policy = _find_function(request.function, request.name)
         result = normalise_result(outcome_of(function(**parameters.check(request.arguments))))
         fields = {name: getattr(result, name) for name in result.__struct_fields__}
-        media = {kind: list(map(_write_file, fields[kind])) for kind in ("images", "videos")}
+        media = {kind: list(map(_write_file, fields.pop(kind))) for kind in ("images", "videos")}
+        fields |= {kind: files for kind, files in media.items() if files}
     except BaseException as error:
         return Reply(failure=describe(error), is_transient=policy.is_transient(error))
-    return Reply({**fields, **media, "audio": []})
+    del fields["audio"]  # there is none
+    return Reply(fields)
 
 
 def _write_file(medium: Any) -> Any:

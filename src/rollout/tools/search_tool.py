@@ -87,8 +87,9 @@ class SearchTool(Tool):
             with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
                 return list(json.loads(answer.read(MAX_ANSWER))["result"][0])
         except urllib.error.HTTPError as error:
+            error.close()
             kind = TransientError if error.code >= 500 or error.code == 429 else ToolError
-            raise kind(f"the retriever answered HTTP {error.code} {error.reason}") from error
+            raise kind(f"the retriever answered HTTP {error.code} {error.reason}") from None
         except OSError as error:
             raise TransientError(f"the retriever does not answer: {error}") from error
         except (ValueError, LookupError, TypeError) as error:

@@ -282,6 +282,15 @@ class TrajectoryTools:
                         self._note_failure(name, error)
 
     async def _run_call(self, turn: _Turn, at: int) -> None:
+        """Run a call; those of sessions with the same `serial` wait for each other, in order."""
+        serial = self._sessions.opened[turn.pending[at].name].serial
+        if serial is None:
+            await self._time_call(turn, at)
+            return
+        async with self._serial.setdefault(id(serial), anyio.Lock(fast_acquire=True)):
+            await self._time_call(turn, at)
+
+    async def _time_call(self, turn: _Turn, at: int) -> None:
         call, started = turn.pending[at], anyio.current_time()
         self._running[turn, at] = started
         if turn.events is not None:
@@ -321,20 +330,9 @@ class TrajectoryTools:
     async def _execute(self, turn: _Turn, call: ToolCall) -> ToolResult:
         """The result of the first attempt that does not fail with a transient error.
 
-        Calls of sessions with the same `serial` wait for each other, in the order in which they
-        were begun. The limit of a call begins once it waits for nothing of ours any more.
+        The limit of a call begins with its slot, and holds for all attempts.
         """
-        session = self._sessions.opened[call.name]
-        if session.serial is None:
-            return await self._execute_with_retries(turn, call, session)
-        line = self._serial.setdefault(id(session.serial), anyio.Lock(fast_acquire=True))
-        async with line:
-            return await self._execute_with_retries(turn, call, session)
-
-    async def _execute_with_retries(
-        self, turn: _Turn, call: ToolCall, session: ToolSession
-    ) -> ToolResult:
-        gate = self._runtime.gates[call.name]
+        session, gate = self._sessions.opened[call.name], self._runtime.gates[call.name]
         policy, what = gate.policy, f"tool {call.name!r}"
         activity = f"{what} of trajectory {self._context.uid}/{self._context.member}"
         limit: Limit | None = None
