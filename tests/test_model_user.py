@@ -50,6 +50,8 @@ def serving(endpoint: Endpoint) -> Iterator[Endpoint]:
             status, text = endpoint.answer(self.path, body, self.headers["Authorization"])
             self.send_response(status)
             self.send_header("Content-Length", str(len(text)))
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Retry-After-Ms", "1")
             self.end_headers()
             self.wfile.write(text)
 
@@ -122,8 +124,7 @@ async def test_user_is_done_when_its_model_says_so_and_after_its_last_turn() -> 
     assert len(endpoint.asked) == 3
 
 
-async def test_busy_server_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout.interactions.model_user._BACKOFF_S", 0.01)
+async def test_busy_server_is_asked_again() -> None:
     with serving(Endpoint((503, "busy"), (429, "slow down"), "Tea.")) as endpoint:
         speaker = await started(user_of(endpoint))
         assert (await speaker.respond(TALK)).text == "Tea."
@@ -206,12 +207,3 @@ async def test_answer_with_an_image_is_refused() -> None:
         ):
             await speaker.respond(TALK)
         await speaker.finish()
-
-
-async def test_answer_without_bound_is_not_read_to_its_end() -> None:
-    with serving(Endpoint("x" * 5_000_000)) as endpoint:
-        speaker = await started(user_of(endpoint))
-        with pytest.raises(RolloutError) as failure:
-            await speaker.respond(TALK)
-        await speaker.finish()
-    assert str(failure.value) == "interaction 'model_user': an answer of more than 4194304 bytes"

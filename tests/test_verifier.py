@@ -113,3 +113,18 @@ def test_is_same_answer(answer: str, truth: Any, is_same: bool) -> None:
 
 def test_long_answers_cost_no_more_than_their_end() -> None:
     assert final_answer("1" * 1_000_000 + " is 8") == "8"
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "is_same"),
+    [
+        ("between 3-5", "5", True),  # and not -5
+        ("It is -5.", "-5", True),
+        ("9007199254740993", "9007199254740992", False),  # which floats cannot tell apart
+        ("1e3", "1000.0", True),
+    ],
+)
+def test_answers_are_compared_as_the_numbers_that_they_write(
+    answer: str, truth: str, is_same: bool
+) -> None:
+    assert is_same_answer(answer, truth) is is_same

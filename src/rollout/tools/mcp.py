@@ -130,7 +130,7 @@ class McpConnection:
                 await self._serve(link, task_status)
                 if is_first and link.client is None:
                     raise ToolError(f"MCP server {self._label!r}: {self._fault}")
-                is_first = False
+                is_first, task_status = False, anyio.TASK_STATUS_IGNORED
                 if self._leaving.is_set():
                     return
                 backoff_s = BACKOFF_S if link.client else min(2 * backoff_s, MAX_BACKOFF_S)
