@@ -595,7 +595,7 @@ async def test_function_tool_schema_of_its_own_reaches_the_kwargs(threads: Worke
     call = ToolCall(name="search", arguments=search.check(arguments, {"locale": "de"}))
     assert await session.execute(call) == {**arguments, "locale": "de"}
     for wrong, said in (
-        ({"query": "q", "limit": "3"}, 'limit = "3": expected integer, got string'),
+        ({"query": "q", "limit": "3"}, 'limit: "3" is not of type "integer"'),
         ({"query": "q", "lmit": 3}, "unknown 'lmit' (it takes 'query', 'limit', 'site')"),
         ({"limit": 3}, "missing 'query'"),
     ):

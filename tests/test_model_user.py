@@ -15,7 +15,7 @@ from rollout.errors import ConfigError, MediaError, RolloutError
 from rollout.interactions import Interaction, InteractionContext, InteractionTurn, ModelUser
 from rollout.interactions.model_user import DONE
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 
 
 @pytest.fixture(params=["trio", "asyncio"])

@@ -123,7 +123,7 @@ async def test_search_says_what_is_wrong_with_the_retriever(
 async def test_search_arguments_are_checked(retriever: Retriever, threads: WorkerThreads) -> None:
     tool = SearchTool(retriever.url, top_k=1, max_top_k=2)
     assert (await ask(tool, threads, query="q", top_k=3)).text == (
-        "invalid arguments for 'search': top_k = 3: expected a number <= 2"
+        "invalid arguments for 'search': top_k: 3 is greater than the maximum of 2"
     )
     assert retriever.asked == []
 

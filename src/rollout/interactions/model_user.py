@@ -90,7 +90,7 @@ class ModelUser:
         certificates = httpx.create_ssl_context()  # once: it reads all of them
         self._options: dict[str, Any] = {
             "base_url": base_url,
-            "api_key": "" if api_key_variable is None else os.environ.get(api_key_variable, ""),
+            "api_key": os.environ.get(api_key_variable or "", "none"),  # it wants one
             "timeout": timeout_s,
             "max_retries": max_tries - 1,
         }

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import jsonschema_rs
 import msgspec
 
 from rollout.errors import ToolError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-#: Characters of a wrong argument shown to the model.
-MAX_SHOWN = 80
-#: Characters of what it should have been.
-MAX_EXPECTED = 240
+#: Characters of a wrong argument, and of what is said about it, that the model sees.
+MAX_SHOWN, MAX_EXPECTED = 80, 240
 #: Faults of one call that are listed.
 MAX_FAULTS = 8
 
@@ -28,27 +23,15 @@ _OPEN = frozenset(
     }
 )
 
-_WORDS = {
-    "const": "{}",
-    "enum": "one of {}",
-    "exclusiveMaximum": "a number < {}",
-    "exclusiveMinimum": "a number > {}",
-    "maxItems": "at most {} items",
-    "maxLength": "at most {} characters",
-    "maximum": "a number <= {}",
-    "minItems": "at least {} items",
-    "minLength": "at least {} characters",
-    "minimum": "a number >= {}",
-    "multipleOf": "a multiple of {}",
-    "pattern": "text that matches {}",
-}
-
 
 class ArgumentsError(ToolError):
     """A call's arguments are not what the tool takes; the text lists every fault."""
 
     def __init__(self, tool: str, faults: Iterable[str]) -> None:
-        super().__init__(f"invalid arguments for {tool!r}: {'; '.join(faults)}")
+        first, more = list(faults), ""
+        if len(first) > MAX_FAULTS:
+            more = f"; and {len(first) - MAX_FAULTS} more"
+        super().__init__(f"invalid arguments for {tool!r}: {'; '.join(first[:MAX_FAULTS])}{more}")
 
 
 class SchemaCheck:
@@ -75,7 +58,7 @@ class SchemaCheck:
                 self._parameters, retriever=_refuse_remote
             )
         except (jsonschema_rs.ValidationError, jsonschema_rs.ReferencingError, ValueError) as error:
-            place = _path(getattr(error, "instance_path", ()))
+            place = _write_path(getattr(error, "instance_path", ()))
             text = getattr(error, "message", str(error)).partition("\n")[0]
             raise ToolError(
                 f"tool {tool!r}: parameters{place} of its schema: {text:.{MAX_EXPECTED}}; expected "
@@ -86,13 +69,10 @@ class SchemaCheck:
         """Return right arguments as they are.
 
         Raises:
-            ArgumentsError: It names each missing, unknown and wrong one, and what was expected.
+            ArgumentsError: It names each missing, unknown and wrong one.
         """
         if not isinstance(arguments, Mapping):
-            fault = (
-                f"arguments = {show(arguments)}: expected an object, got {_name_kind(arguments)}"
-            )
-            raise ArgumentsError(self._tool, [fault])
+            raise ArgumentsError(self._tool, [f"{show(arguments)} is no object of arguments"])
         found = dict(arguments)
         try:
             errors = list(self._validator.iter_errors(found))
@@ -100,45 +80,24 @@ class SchemaCheck:
             plain = msgspec.to_builtins(found, enc_hook=lambda value: f"<{type(value).__name__}>")
             errors = list(self._validator.iter_errors(plain))
         if errors:
-            raise ArgumentsError(self._tool, self._describe(errors))
+            raise ArgumentsError(self._tool, dict.fromkeys(map(self._describe, errors)))
         return found
 
-    def _describe(self, errors: Sequence[Any]) -> list[str]:
-        faults = list(dict.fromkeys(self._describe_each(errors)))
-        more = len(faults) - MAX_FAULTS
-        return [*faults[:MAX_FAULTS], f"and {more} more"] if more > 0 else faults
-
-    def _describe_each(self, errors: Sequence[Any]) -> Iterator[str]:
-        missing = [e for e in errors if _keyword(e) == "required"]
-        unknown = [e for e in errors if _keyword(e) == "additionalProperties"]
-        for error in errors:
-            if _keyword(error) not in ("required", "additionalProperties"):
-                yield self._describe_value(error)
-        for place, names in _group_by_place(missing, lambda kind: [kind.property]).items():
-            yield f"missing {quote_all(names)}{place}"
-        for place, names in _group_by_place(unknown, lambda kind: kind.unexpected).items():
-            taken = "" if place else f" (it takes {quote_all(self.names) or 'none'})"
-            yield f"unknown {quote_all(names)}{place}{taken}"
-
-    def _describe_value(self, error: Any) -> str:
-        place = _path(error.instance_path).removeprefix(".") or "arguments"
-        return f"{place} = {show(error.instance)}: expected {self._describe_expected(error)}"
-
-    def _describe_expected(self, error: Any) -> str:
-        keyword = _keyword(error)
+    def _describe(self, error: Any) -> str:
+        keyword, path = error.kind.name, _write_path(error.instance_path).removeprefix(".")
+        where = f" in {path}" if path else ""
+        if keyword == "required":
+            return f"missing {error.kind.property!r}{where}"
+        if keyword == "additionalProperties":
+            taken = "" if where else f" (it takes {quote_all(self.names) or 'none'})"
+            return f"unknown {quote_all(error.kind.unexpected)}{where}{taken}"
+        if keyword not in ("anyOf", "oneOf"):
+            return f"{path or 'arguments'}: {error.message:.{MAX_EXPECTED}}"
         schema: Any = self._parameters
-        try:
-            for step in error.schema_path[:-1]:
-                schema = schema[step]
-        except (KeyError, IndexError, TypeError):  # the path leads through a reference
-            schema = error.message
-        if keyword == "type":
-            types = schema["type"] if isinstance(schema, Mapping) else error.kind.types
-            types = [types] if isinstance(types, str) else types
-            return f"{' or '.join(types)}, got {_name_kind(error.instance)}"
-        if keyword in _WORDS and isinstance(schema, Mapping) and keyword in schema:
-            return _WORDS[keyword].format(show(schema[keyword], MAX_EXPECTED))
-        return show(schema, MAX_EXPECTED)
+        for step in error.schema_path:
+            schema = schema[step]
+        found = f"{path or 'arguments'} = {show(error.instance)}"
+        return f"{found}: expected one of {show(schema, MAX_EXPECTED)}"
 
 
 def _allow_null(schema: Any) -> Any:
@@ -148,41 +107,18 @@ def _allow_null(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     schema = {key: _allow_null(each) for key, each in schema.items()}
-    if schema.get("nullable") is not True:
+    if schema.get("nullable") is not True:  # a property may have that name
         return schema
-    if "type" not in schema:
-        return {"anyOf": [schema, {"type": "null"}]}
-    types = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
-    choices = {"enum": [*schema["enum"], None]} if "enum" in schema else {}
-    return {**schema, **choices, "type": [*types, "null"]}
+    del schema["nullable"]
+    return {"anyOf": [schema, {"type": "null"}]}
 
 
 def _refuse_remote(uri: str) -> Any:
     raise ValueError(f"{uri} is not fetched; write the schema out")
 
 
-def _keyword(error: Any) -> str:
-    return str(error.kind.name)
-
-
-def _group_by_place(errors: Iterable[Any], find_names: Any) -> dict[str, list[str]]:
-    places: dict[str, list[str]] = {}
-    for error in errors:
-        path = _path(error.instance_path).removeprefix(".")
-        place = f" in {path}" if path else ""
-        places.setdefault(place, []).extend(find_names(error.kind))
-    return places
-
-
-def _path(steps: Iterable[Any]) -> str:
+def _write_path(steps: Iterable[Any]) -> str:
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
-
-
-def _name_kind(value: Any) -> str:
-    names = {dict: "object", list: "array", tuple: "array", str: "string", bool: "boolean"}
-    if value is None:
-        return "null"
-    return names.get(type(value), "number" if isinstance(value, int | float) else "object")
 
 
 def quote_all(names: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ from rollout.errors import ToolError
 from rollout.scopes import release_token
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import AsyncIterator, Mapping
 
     from rollout.tools.results import ToolResult
 
@@ -60,10 +60,30 @@ class ToolPolicy(msgspec.Struct, frozen=True, kw_only=True):
     breaker_s: float = 30.0
 
     def __post_init__(self) -> None:
+        is_type = [isinstance(k, type) and issubclass(k, Exception) for k in self.transient]
+        rules = [
+            ("timeout_s", "a number > 0 or None", _is_number(self.timeout_s, None)),
+            (
+                "max_concurrency",
+                "an integer ≥ 1 or None",
+                _is_integer(self.max_concurrency, 1, None),
+            ),
+            ("rate_limit_per_s", "a number > 0 or None", _is_number(self.rate_limit_per_s, None)),
+            ("retries", "an integer ≥ 0", _is_integer(self.retries, 0)),
+            ("backoff_s", "a number > 0", _is_number(self.backoff_s)),
+            ("transient", "a tuple of exception types", all(is_type)),
+            ("cache_size", "an integer ≥ 0", _is_integer(self.cache_size, 0)),
+            (
+                "breaker_failures",
+                "an integer ≥ 1 or None",
+                _is_integer(self.breaker_failures, 1, None),
+            ),
+            ("breaker_s", "a number > 0", _is_number(self.breaker_s)),
+        ]
         faults = [
-            f"{name} = {value!r}: expected {expected}"
-            for name, expected, is_right in _RULES
-            if not is_right(value := getattr(self, name))
+            f"{name} = {getattr(self, name)!r}: expected {expected}"
+            for name, expected, is_right in rules
+            if not is_right
         ]
         if faults:
             raise ToolError(f"ToolPolicy: {'; '.join(faults)}")
@@ -73,36 +93,14 @@ class ToolPolicy(msgspec.Struct, frozen=True, kw_only=True):
         return isinstance(error, (TransientError, *self.transient))
 
 
-def _is_positive(value: Any) -> bool:
+def _is_number(value: Any, *others: None) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and 0 < value < math.inf
+    return value in others or (is_number and 0 < value < math.inf)
 
 
-def _is_natural(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_count(value: Any) -> bool:
-    return value is None or (_is_natural(value) and value > 0)
-
-
-def _are_exceptions(value: Any) -> bool:
-    return isinstance(value, tuple) and all(
-        isinstance(kind, type) and issubclass(kind, Exception) for kind in value
-    )
-
-
-_RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
-    ("timeout_s", "a number > 0 or None", lambda v: v is None or _is_positive(v)),
-    ("max_concurrency", "an integer ≥ 1 or None", _is_count),
-    ("rate_limit_per_s", "a number > 0 or None", lambda v: v is None or _is_positive(v)),
-    ("retries", "an integer ≥ 0", _is_natural),
-    ("backoff_s", "a number > 0", _is_positive),
-    ("transient", "a tuple of exception types", _are_exceptions),
-    ("cache_size", "an integer ≥ 0", _is_natural),
-    ("breaker_failures", "an integer ≥ 1 or None", _is_count),
-    ("breaker_s", "a number > 0", _is_positive),
-)
+def _is_integer(value: Any, least: int, *others: None) -> bool:
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    return value in others or (is_integer and value >= least)
 
 
 class ToolGate:
