@@ -96,7 +96,7 @@ class ModelUser:
         }
         self._make_http = partial(openai.DefaultAsyncHttpxClient, verify=certificates)
 
-    def make_client(self) -> openai.AsyncOpenAI:
+    def _make_client(self) -> openai.AsyncOpenAI:
         """A client with connections of its own; close it."""
         import openai
 
@@ -124,7 +124,7 @@ class _PlayedUser(Interaction):
                 f"{', '.join(sorted(kwargs)) or 'nothing'}"
             ) from None
         self._instructions = INSTRUCTIONS.format(persona=persona)
-        self._client = self._model.make_client()
+        self._client = self._model._make_client()
 
     async def respond(self, messages: Sequence[Message | Mapping[str, Any]]) -> InteractionTurn:
         if not self._left:

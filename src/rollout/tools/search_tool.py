@@ -73,7 +73,7 @@ class SearchTool(Tool):
         """See `Tool.open`."""
         return _SearchSession(self, context)
 
-    def search(self, query: str, count: int) -> list[Any]:
+    def _search(self, query: str, count: int) -> list[Any]:
         """What the retriever finds.
 
         Raises:
@@ -102,7 +102,7 @@ class _SearchSession(ToolSession):
 
     async def execute(self, call: ToolCall) -> ToolResult:
         query, count = call.arguments["query"], call.arguments.get("top_k", self._tool.top_k)
-        found = await self._threads.run(self._tool.name, self._tool.search, query, count)
+        found = await self._threads.run(self._tool.name, self._tool._search, query, count)
         if not found:
             return ToolResult("No passage was found.", data=[])
         return ToolResult(
