@@ -938,3 +938,29 @@ async def test_run_function_without_await_lets_ctrl_c_pass(executor: Open) -> No
 
     with pytest.raises(KeyboardInterrupt):
         await run(opened(executor(interrupted)), call("interrupted"))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "anyio_backend",
+    [("trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}), "asyncio"],
+    ids=["virtual", "asyncio"],
+)
+async def test_run_thousand_trajectories_at_once_each_get_their_own_answers(executor: Open) -> None:
+    built = executor(wait, Recorder("note", []), tool_s=60.0)
+    answers: dict[int, list[ToolResult]] = {}
+
+    async def trajectory(number: int) -> None:
+        tools = opened(built)
+        calls = [call("wait", seconds=0.1, text=str(number)), call("note"), call("nothing")]
+        answers[number] = await run(tools, *calls)
+        await tools.close()
+
+    async with anyio.create_task_group() as group:
+        for number in range(1000):
+            group.start_soon(trajectory, number)
+    unknown = failed("unknown tool 'nothing'; known tools: 'wait', 'note'")
+    assert answers == {
+        number: [ToolResult(str(number)), ToolResult("note done"), unknown]
+        for number in range(1000)
+    }

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from rollout.limits import Limit
     from rollout.tools.answers import Answers
     from rollout.tools.call_events import CallEvents
-    from rollout.tools.executor import ToolRuntime
     from rollout.tools.tool import Tool, ToolSession
+    from rollout.tools.tool_runtime import ToolRuntime
     from rollout.types import Prompt
 
 logger = logging.getLogger("rollout")
