@@ -116,7 +116,7 @@ anyio.run(main, backend="trio")
 @pytest.mark.parametrize("anyio_backend", ["trio"])
 async def test_isolated_tool_does_not_outlive_a_driver_that_was_killed(tmp_path: Path) -> None:
     marker = tmp_path / "pids"
-    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
     command = [sys.executable, "-c", DRIVER % str(marker)]
     async with await anyio.open_process(command, env={**os.environ, "PYTHONPATH": paths}) as driver:
         with anyio.fail_after(60):

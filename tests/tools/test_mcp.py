@@ -24,7 +24,7 @@ from rollout.types import Message, Outcome, Prompt, ToolCall
 from slow_cases import slow_after
 
 pytestmark = [pytest.mark.anyio, pytest.mark.process]
-SHOP = [sys.executable, str(Path(__file__).parents[1] / "examples" / "mcp_tools" / "server.py")]
+SHOP = [sys.executable, str(Path(__file__).parents[2] / "examples" / "mcp_tools" / "server.py")]
 EVERYTHING = [
     str(Path(ROOT_DIR) / "bin" / "node"),
     str(

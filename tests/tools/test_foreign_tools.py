@@ -254,7 +254,7 @@ def test_verl_file_that_is_none_is_refused(directory: Path, text: str, message: 
         load_verl_tools(directory / "nowhere.yaml")
 
 
-SHOP = Path(__file__).parents[1] / "examples" / "mcp_tools" / "server.py"
+SHOP = Path(__file__).parents[2] / "examples" / "mcp_tools" / "server.py"
 
 
 @pytest.mark.anyio
