@@ -136,7 +136,7 @@ class _PlayedUser(Interaction):
             return InteractionTurn("", is_done=True)
         return InteractionTurn(text)
 
-    async def _complete(self, messages: list[dict[str, str]]) -> str:
+    async def _complete(self, messages: list[Any]) -> str:
         """The model's next message.
 
         Raises:
@@ -148,7 +148,7 @@ class _PlayedUser(Interaction):
         label, create = f"interaction {self.name!r}", self._client.chat.completions.create
         completion: Any
         try:
-            completion = await create(messages=messages, **self._model.fields)  # type: ignore[call-overload]
+            completion = await create(messages=messages, **self._model.fields)
         except openai.APIStatusError as error:
             text = error.response.text[:_QUOTED]
             raise RolloutError(f"{label}: HTTP {error.status_code}: {text}") from None
