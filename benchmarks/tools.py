@@ -31,6 +31,7 @@ import anyio
 import anyio.lowlevel
 from peer_verl import environment
 
+from rollout.containment import open_containment
 from rollout.limits import Clock, Deadline
 from rollout.tools import ToolExecutor, function_tool
 from rollout.types import ToolCall
@@ -126,20 +127,21 @@ async def measure(rounds: int, share: float) -> dict[str, float]:
     def note(key: str, value: float) -> None:
         figures.setdefault(key, []).append(value)
 
-    for round_ in range(rounds + 1):
-        for name, key, limit in (
-            ("async_noop", "async_us", "await_us"),
-            ("sync_noop", "sync_us", "thread_us"),
-        ):
-            for trajectories, calls, suffix in ((1, single, ""), (TRAJECTORIES, many, "_1000")):
-                bare_us, _ = await benchmark.cost(benchmark.bare, name, trajectories, calls)
-                us, wall_s = await benchmark.cost(benchmark.executed, name, trajectories, calls)
-                if round_ == 0:
-                    continue  # warm-up
-                note(f"{key}{suffix}", us - bare_us)
-                note(f"{limit}{suffix}", bare_us)
-                if key == "async_us" and suffix:
-                    note("calls_per_s_1000", 1 / wall_s)
+    async with open_containment(5.0):  # as a runtime does
+        for round_ in range(rounds + 1):
+            for name, key, limit in (
+                ("async_noop", "async_us", "await_us"),
+                ("sync_noop", "sync_us", "thread_us"),
+            ):
+                for trajectories, calls, suffix in ((1, single, ""), (TRAJECTORIES, many, "_1000")):
+                    bare_us, _ = await benchmark.cost(benchmark.bare, name, trajectories, calls)
+                    us, wall_s = await benchmark.cost(benchmark.executed, name, trajectories, calls)
+                    if round_ == 0:
+                        continue  # warm-up
+                    note(f"{key}{suffix}", us - bare_us)
+                    note(f"{limit}{suffix}", bare_us)
+                    if key == "async_us" and suffix:
+                        note("calls_per_s_1000", 1 / wall_s)
     await benchmark._executor.close()
     threads.close()
     return {key: statistics.median(values) for key, values in figures.items()}
