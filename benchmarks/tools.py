@@ -9,9 +9,11 @@ lets the others continue, as it would while its model speaks.
 
 The last line is the result as JSON: `async_us`, `sync_us`, `async_us_1000`, `sync_us_1000`: added
 CPU microseconds of a call with 1 and 1000 trajectories; `calls_per_s_1000`: async calls in a second
-of wall time; `await_us`, `thread_us`: the limits.
+of wall time; `await_us`, `thread_us`: the limits; where `make bench-verl` has made verl's
+environment, `verl_async_us` and `verl_async_us_1000`: what verl's ToolAgentLoop adds to the same
+call, without a deadline, a check of arguments or a task of its own.
 
-    python benchmarks/tools.py [--backend trio|asyncio] [--rounds 7] [--quick]
+    python benchmarks/tools.py [--backend trio|asyncio] [--rounds 7] [--quick] [--without-verl]
 """
 
 from __future__ import annotations
@@ -20,12 +22,16 @@ import argparse
 import functools
 import json
 import statistics
+import subprocess
 import time  # noqa: TID251  (what is measured here is CPU time)
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.lowlevel
+from peer_verl import environment
 
+from rollout.containment import open_containment
 from rollout.limits import Clock, Deadline
 from rollout.tools import ToolExecutor, function_tool
 from rollout.types import ToolCall
@@ -121,23 +127,36 @@ async def measure(rounds: int, share: float) -> dict[str, float]:
     def note(key: str, value: float) -> None:
         figures.setdefault(key, []).append(value)
 
-    for round_ in range(rounds + 1):
-        for name, key, limit in (
-            ("async_noop", "async_us", "await_us"),
-            ("sync_noop", "sync_us", "thread_us"),
-        ):
-            for trajectories, calls, suffix in ((1, single, ""), (TRAJECTORIES, many, "_1000")):
-                bare_us, _ = await benchmark.cost(benchmark.bare, name, trajectories, calls)
-                us, wall_s = await benchmark.cost(benchmark.executed, name, trajectories, calls)
-                if round_ == 0:
-                    continue  # warm-up
-                note(f"{key}{suffix}", us - bare_us)
-                note(f"{limit}{suffix}", bare_us)
-                if key == "async_us" and suffix:
-                    note("calls_per_s_1000", 1 / wall_s)
+    async with open_containment(5.0):  # as a runtime does
+        for round_ in range(rounds + 1):
+            for name, key, limit in (
+                ("async_noop", "async_us", "await_us"),
+                ("sync_noop", "sync_us", "thread_us"),
+            ):
+                for trajectories, calls, suffix in ((1, single, ""), (TRAJECTORIES, many, "_1000")):
+                    bare_us, _ = await benchmark.cost(benchmark.bare, name, trajectories, calls)
+                    us, wall_s = await benchmark.cost(benchmark.executed, name, trajectories, calls)
+                    if round_ == 0:
+                        continue  # warm-up
+                    note(f"{key}{suffix}", us - bare_us)
+                    note(f"{limit}{suffix}", bare_us)
+                    if key == "async_us" and suffix:
+                        note("calls_per_s_1000", 1 / wall_s)
     await benchmark._executor.close()
     threads.close()
     return {key: statistics.median(values) for key, values in figures.items()}
+
+
+def measure_verl(rounds: int) -> dict[str, float]:
+    """verl's figures; empty where its environment is missing."""
+    if not environment.is_ready():
+        return {}
+    command = [environment.PYTHON, "-m", "peer_verl.tools", str(rounds)]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True, check=True
+    )
+    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return figures
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
@@ -146,9 +165,12 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--backend", choices=("trio", "asyncio"), default="trio")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="a tenth of the calls, 2 rounds")
+    parser.add_argument("--without-verl", action="store_true", help="our side alone")
     options = parser.parse_args(arguments)
     rounds, share = (2, 0.1) if options.quick else (options.rounds, 1.0)
     found = anyio.run(functools.partial(measure, rounds, share), backend=options.backend)
+    if not options.without_verl:
+        found |= measure_verl(rounds)
     for key, value in sorted(found.items()):
         print(f"{key:>18} {value:12,.1f}")
     result = {"backend": options.backend, **{key: round(v, 1) for key, v in found.items()}}

@@ -26,9 +26,9 @@ def whoami(text: str = "me") -> dict[str, Any]:
 
 
 @function_tool(isolation="process")
-async def asynchronous() -> tuple[str, float, dict[str, int]]:
+async def asynchronous() -> tuple[str, float]:
     """Answer from a loop."""
-    return "async", 0.5, {"m": 1}
+    return "async", 0.5
 
 
 @function_tool(isolation="process")

@@ -368,7 +368,7 @@ WRONG: dict[tuple[type, str], tuple[object, ...]] = {
     (AgentConfig, "max_parallel_calls"): (None, 0, *NUMBERS),
     (ToolsConfig, "builtin"): (None, "python", ["pyton"], [1], {"python"}, ["finish", "finish"]),
     (SandboxConfig, "provider"): (None, "dokcer", 1, True, "inspect:"),
-    (ToolsConfig, "search_corpus"): (None, "docs", [1], [""], {"docs"}),
+    (ToolsConfig, "search_url"): ("docs", "", 1, ["http://host"]),
     (ToolsConfig, "truncate_side"): (None, "centre", 1, False),
     (ToolsConfig, "max_response_length"): (None, 0, 1.0, *NUMBERS),
     (SchedulingConfig, "samples_per_prompt"): (None, 0, 1.0, *NUMBERS),

@@ -32,6 +32,7 @@ SAYS = {
     "compaction": "answer: In Aix, in October 1748.",
     "image_tool": "position_ids (4, 3, 3072)",
     "tool_set": "reward 1.0",
+    "local_search": "reward 1.0",
     "hidden_tests": "right completed, reward 1.0",
     "environment": "steps [0.1, 0.0, 0.1, 0.0, 1.0], reward 1.2",
     "program": "rows 1, reward 1",

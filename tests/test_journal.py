@@ -489,14 +489,6 @@ class CounterSession(ToolSession):
         return float(self.total)
 
 
-class HeldSession(CounterSession):
-    async def snapshot(self) -> Any:
-        return {"total": self.total}
-
-    async def restore(self, state: Any) -> None:
-        self.total = state["total"]
-
-
 def cut_before_last_answers(path: Path, before: type) -> Path:
     """A copy that ends before the last record of a kind."""
     entries = entries_of(path)
@@ -515,18 +507,6 @@ def test_resume_of_a_stateful_tool_begins_from_the_start(tmp_path: Path) -> None
     assert content(resumed.trajectories[0]) == content(whole.trajectories[0])
     again = read_journal(half).trajectories.popitem()[1]
     assert again.start == 1
-
-
-@pytest.mark.parametrize("before", [AnswersEntry, EndEntry])
-def test_resume_of_a_tool_with_snapshots_restores_its_state(tmp_path: Path, before: type) -> None:
-    path = tmp_path / "journal"
-    whole = run(config_of(path), prompts("sum"), tools=[Counter(HeldSession)])
-    half = cut_before_last_answers(path, before)
-    resumed = run(config_of(half), prompts("sum"), tools=[Counter(HeldSession)], resume=True)
-    assert ([(2, 2)] if before is AnswersEntry else []) == CALLED
-    assert resumed.statistics.continued == 1
-    assert content(resumed.trajectories[0]) == content(whole.trajectories[0])
-    assert resumed.trajectories[0].tool_rewards == [6.0]
 
 
 def test_resume_with_an_agent_that_asks_otherwise_is_counted_and_continues(

@@ -41,9 +41,9 @@ from rollout.config import (
     SandboxConfig,
     SchedulingConfig,
 )
+from rollout.integrations.verl.function_tools import read_answer
 from rollout.media import Media, decode
 from rollout.tools import PythonTool, ShellTool, ToolResult
-from rollout.tools.verl_functions import verl_result
 from slow_cases import slow_after, slow_but
 
 if TYPE_CHECKING:
@@ -544,13 +544,13 @@ ANSWERS: dict[str, Any] = {
     "video": lambda: ToolResult("see", videos=[frames(4)]),
     "a picture": picture,
     "its bytes": lambda: encoded(picture()),
-    "with a reward": lambda: (picture(), 1.0, {"n": 1}),
+    "with a reward": lambda: (ToolResult(images=[picture()]), 1.0),
     "parts": lambda: [
         {"type": "text", "text": "see"},
         {"type": "image_url", "image_url": {"url": data_url(encoded(picture()))}},
     ],
-    "verl": lambda: verl_result((Response("see", [picture()], [frames(4)]), 0.5, {})),
-    "verl without text": lambda: verl_result(Response(None, [picture()])),
+    "verl": lambda: read_answer((Response("see", [picture()], [frames(4)]), 0.5, {})),
+    "verl without text": lambda: read_answer(Response(None, [picture()])),
 }
 
 

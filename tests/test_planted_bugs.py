@@ -31,7 +31,7 @@ from rollout.scheduling.member_runs import MemberRuns
 from rollout.scheduling.rewards import score as rewarding_module
 from rollout.scheduling.trajectory import AgentRun
 from rollout.seeds import derive_seed
-from rollout.tools.open_sessions import OpenSessions
+from rollout.tools.sessions import OpenSessions
 from rollout.tools.trajectory_tools import TrajectoryTools
 from slow_cases import slow_but
 from trials import findings

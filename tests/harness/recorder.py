@@ -22,7 +22,7 @@ from rollout.runtime.opening import open_rollout_on
 from rollout.scheduling.rewards.functions import GivenRewards
 from rollout.scopes import open_task_group
 from rollout.seeds import fresh_seed
-from rollout.tools.function import FunctionTool
+from rollout.tools.function_tools import FunctionTool
 from rollout.tools.tool import Tool
 
 if TYPE_CHECKING:

@@ -336,6 +336,12 @@ async def test_shell_exit_keeps_what_was_changed_before(provider: str) -> None:
         assert await hands.shell("echo $A $PWD; cat; exit 0") == "1 /\n"
 
 
+async def test_shell_command_with_an_exit_trap_of_its_own_keeps_its_changes(provider: str) -> None:
+    async with holding(provider, ShellTool()) as hands:
+        assert await hands.shell("trap 'echo bye' EXIT; export A=1; cd /; echo hi") == "hi\nbye\n"
+        assert await hands.shell("echo $A $PWD") == "1 /\n"
+
+
 async def test_shell_background_job_lives_on_and_does_not_hold_its_call(provider: str) -> None:
     async with holding(provider, ShellTool()) as hands:
         with anyio.fail_after(30):

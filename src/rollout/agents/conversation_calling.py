@@ -119,17 +119,17 @@ class CallingConversation(ListeningConversation):
             known = await log.recall_answers(asked, self._session_id)
             if known is not None:
                 return state.tools.recall(calls, known, offered)
-        tools, events, told = state.tools, state.services.events, None
+        tools, events, heard = state.tools, state.services.events, None
         before = tools.seconds
         if events.is_on:
             who = self._identity
-            told = CallEvents(events, who.number, self.assistant_turns - 1, who.path)
-        results = await tools.run(calls, limit=self._turn, offered=offered, told=told)
+            heard = CallEvents(events, who.number, self.assistant_turns - 1, who.path)
+        results = await tools.run(calls, limit=self._turn, offered=offered, events=heard)
         if show_something(results):
             results = await self._seen(calls, results)
         if asked is not None and log is not None:
             took_s = tools.seconds - before
-            states = await tools.states_after(calls) if tools.kit.has_states else None
+            states = tools.find_stateful(calls), {}  # nobody restores their states
             session, turns = self._session_id, self.assistant_turns
             if log.note_answers(asked, session, turns, results, took_s, states):
                 await log.room()

@@ -63,7 +63,6 @@ def config_faults(
         *memory_faults(config, asks=asks_for_gpus),
         *_length_faults(config),
         *_name_faults(config, interactions),
-        *_corpus_faults(config),
         *_group_and_journal_faults(config),
     ]
     return list(dict.fromkeys(faults))
@@ -139,12 +138,6 @@ def _length_faults(config: RolloutConfig) -> Iterator[str]:
             f"lengths.prompt = {longest}: expected less than the engine's context of {context} "
             "tokens, which an answer must fit into as well"
         )
-
-
-def _corpus_faults(config: RolloutConfig) -> Iterator[str]:
-    for path in config.tools.search_corpus:
-        if not Path(path).exists():
-            yield f"tools.search_corpus = {path!r}: no such file or directory"
 
 
 def _group_and_journal_faults(config: RolloutConfig) -> Iterator[str]:

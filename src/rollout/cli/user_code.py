@@ -14,9 +14,9 @@ from rollout.agents.agent_loop import registered_agents
 from rollout.errors import ConfigError
 from rollout.interactions import Interaction
 from rollout.scheduling.rewards.signatures import check_group_reward, check_reward
-from rollout.tools.providers import ToolProvider
-from rollout.tools.shipped import is_shipped, shipped_tools
-from rollout.tools.tool_loading import tools_of
+from rollout.tools.loading import find_tools
+from rollout.tools.shipped import is_shipped, make_shipped
+from rollout.tools.tool import ToolProvider
 from rollout.user_files import UserCodeError, import_module, make_importable, run_file
 
 if TYPE_CHECKING:
@@ -109,11 +109,11 @@ class UserCode:
 
     def _tools_of(self, source: str) -> list[Tool | ToolProvider]:
         if is_shipped(source):
-            return list(shipped_tools([source]))
+            return list(make_shipped([source]))
         option = f"--tools {source}"
         module = self._file(source, option)
         self._named.append(module)
-        found = tools_of(module)
+        found = find_tools(module)
         if not found:
             raise ConfigError(
                 f"{option}: no tools; expected functions decorated with "

@@ -23,7 +23,7 @@ from rollout.config.checks import (
     PlainMapping,
     StrategyName,
     Text,
-    Texts,
+    Url,
     Weights,
 )
 from rollout.config.config_faults import Fault
@@ -186,8 +186,8 @@ class ToolsConfig(Section):
     #: Pictures that a call of the built-in python or shell writes to the sandbox's directory, such
     #: as plots, of which the model is shown so many; more than 0 needs a model that reads images.
     max_pictures: Natural = 0
-    #: Files and directories that the built-in search looks in.
-    search_corpus: Texts = ()
+    #: URL of the retriever that the built-in search asks.
+    search_url: Url | None = None
     #: Longest answer of a tool, in characters; longer ones are truncated.
     max_response_length: Count = 4096
     #: "left" keeps the tail, "right" keeps the head, "middle" keeps both ends.
@@ -201,18 +201,23 @@ class ToolsConfig(Section):
 
     @classmethod
     def instead_of(cls, key: str) -> str:
-        """Who makes sandboxes, for all that act in them."""
+        """Who makes sandboxes, for all that act in them, and what a search looks in."""
+        if key == "search_corpus":
+            return (
+                "unknown key; search_url names a retriever, such as the one of "
+                "examples/local_search"
+            )
         return "unknown key; sandbox.provider says who isolates" if key == "isolation" else ""
 
     def relation_faults(self, sound: Collection[str]) -> Iterator[Fault]:
-        """A corpus where there is a search, and no setting of a tool that is not there."""
-        if not {"builtin", "search_corpus"} <= set(sound):
+        """A retriever where there is a search, and no setting of a tool that is not there."""
+        if not {"builtin", "search_url"} <= set(sound):
             return
-        if "search" in self.builtin and not self.search_corpus:
-            yield Fault("search_corpus", "expected paths, for 'search' in tools.builtin", [])
-        if self.search_corpus and "search" not in self.builtin:
+        if "search" in self.builtin and not self.search_url:
+            yield Fault("search_url", "expected a URL, for 'search' in tools.builtin", None)
+        if self.search_url and "search" not in self.builtin:
             problem = "expected none without 'search' in tools.builtin"
-            yield Fault("search_corpus", problem, list(self.search_corpus))
+            yield Fault("search_url", problem, self.search_url)
         if (
             "max_pictures" in sound
             and self.max_pictures

@@ -17,9 +17,8 @@ import msgspec
 from rollout.config.checks import is_http_url
 from rollout.errors import ToolError
 from rollout.seeds import derive_seed
-from rollout.tools.providers import ToolProvider
 from rollout.tools.results import ToolResult
-from rollout.tools.tool import Tool, ToolContext, ToolSession
+from rollout.tools.tool import Tool, ToolContext, ToolProvider, ToolSession
 from rollout.types import read_message
 
 if TYPE_CHECKING:

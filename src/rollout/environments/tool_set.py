@@ -13,10 +13,9 @@ import anyio.to_thread
 from rollout.chat.messages import template_messages
 from rollout.chat.reward_values import BadRewardError, finite_number
 from rollout.errors import TemplateError, ToolError
-from rollout.tools.function import FunctionTool
+from rollout.tools.function_tools import FunctionTool
 from rollout.tools.policy import ToolPolicy
-from rollout.tools.providers import ToolProvider
-from rollout.tools.tool import Tool, ToolContext, ToolSession
+from rollout.tools.tool import Tool, ToolContext, ToolProvider, ToolSession
 from rollout.worker_threads import is_async
 
 if TYPE_CHECKING:

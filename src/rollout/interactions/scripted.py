@@ -40,24 +40,19 @@ class ScriptedUser:
                 f"interaction {name!r}: {len(lines)} lines and {len(scores)} scores; expected as "
                 f"many scores as lines"
             )
-        self._turns = tuple(
+        self.turns = tuple(
             InteractionTurn(line, score=score)
             for line, score in zip(lines, scores or [None] * len(lines), strict=True)
         )
 
     def __call__(self) -> Interaction:
         """A user at the beginning of the script."""
-        return _Reader(self.name, self._turns)
+        return _Reader(self)
 
 
 class _Reader(Interaction):
-    def __init__(self, name: str, turns: Sequence[InteractionTurn]) -> None:
-        self.name = name
-        self._turns = turns
-        self._said = 0
+    def __init__(self, user: ScriptedUser) -> None:
+        self.name, self._turns = user.name, iter(user.turns)
 
     async def respond(self, messages: Sequence[Message | Mapping[str, Any]]) -> InteractionTurn:
-        if self._said == len(self._turns):
-            return InteractionTurn("", is_done=True)
-        self._said += 1
-        return self._turns[self._said - 1]
+        return next(self._turns, InteractionTurn("", is_done=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from rollout.chat.messages import template_messages
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
 
     Check = Callable[[str, InteractionContext], bool | float | Awaitable[bool | float]]
 
-#: A number as people write it: a sign, groups of thousands, decimals, an exponent.
-_NUMBER = re.compile(r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:[eE][-+]?\d+)?")
+#: A number as people write it: a sign, groups of thousands, decimals, an exponent. The second one
+#: of a range such as 3-5 has no sign.
+_NUMBER = re.compile(r"(?:(?<!\d)[-+])?\d+(?:,\d{3})*(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _ANNOUNCED = re.compile(r"\banswer(?:\s+is|\s*:)", re.IGNORECASE)
 #: Longest answer that is looked at, from its end.
 _LOOKED_AT = 10_000
@@ -48,15 +50,15 @@ def final_answer(text: str) -> str:
 def is_same_answer(answer: str, truth: object) -> bool:
     """Whether two answers are equal as numbers, or else as text without case and outer spaces."""
     ours, theirs = final_answer(answer), str(truth).strip()
-    numbers = [_as_number(text) for text in (ours, theirs)]
+    numbers = [_read_number(text) for text in (ours, theirs)]
     if None not in numbers:
         return numbers[0] == numbers[1]
     return ours.rstrip(".").casefold() == theirs.rstrip(".").casefold()
 
 
-def _as_number(text: str) -> float | None:
+def _read_number(text: str) -> Decimal | None:
     match = _NUMBER.fullmatch(text.strip().strip("$%").rstrip("."))
-    return float(match.group().replace(",", "")) if match else None
+    return Decimal(match.group().replace(",", "")) if match else None
 
 
 class Verifier:
@@ -98,15 +100,13 @@ class Verifier:
                 f"interaction {name!r}: wrong = {wrong!r}: expected no other field than {{left}} "
                 f"({type(error).__name__}: {error})"
             ) from None
-        self.name = name
-        self._check: Check = check or _equals_ground_truth
-        self._max_attempts = max_attempts
-        self._wrong = wrong
-        self._right_at = right_at
+        self.name, self.max_attempts = name, max_attempts
+        self.wrong, self.right_at = wrong, right_at
+        self.check: Check = check or _equals_ground_truth
 
     def __call__(self) -> Interaction:
         """A user who has heard nothing yet."""
-        return _Listener(self.name, self._check, self._max_attempts, self._wrong, self._right_at)
+        return _Listener(self)
 
 
 def _equals_ground_truth(answer: str, context: InteractionContext) -> bool:
@@ -114,12 +114,8 @@ def _equals_ground_truth(answer: str, context: InteractionContext) -> bool:
 
 
 class _Listener(Interaction):
-    def __init__(self, name: str, check: Check, attempts: int, wrong: str, right_at: float) -> None:
-        self.name = name
-        self._check = check
-        self._left = attempts
-        self._wrong = wrong
-        self._right_at = right_at
+    def __init__(self, verifier: Verifier) -> None:
+        self.name, self._verifier, self._left = verifier.name, verifier, verifier.max_attempts
         self._context: InteractionContext | None = None
 
     async def start(self, context: InteractionContext) -> None:
@@ -128,9 +124,9 @@ class _Listener(Interaction):
     async def respond(self, messages: Sequence[Message | Mapping[str, Any]]) -> InteractionTurn:
         assert self._context is not None
         answer = template_messages(messages)[-1]["content"]
-        result = self._check(answer, self._context)
+        result = self._verifier.check(answer, self._context)
         score = float(await result if inspect.isawaitable(result) else result)
         self._left -= 1
-        if score >= self._right_at or self._left == 0:
+        if score >= self._verifier.right_at or self._left == 0:
             return InteractionTurn("", is_done=True, score=score)
-        return InteractionTurn(self._wrong.format(left=self._left), score=score)
+        return InteractionTurn(self._verifier.wrong.format(left=self._left), score=score)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import anyio.to_thread
+import anyio
 
 from rollout.agents import AgentLoop, get_agent
 from rollout.agents.agent_loop import class_of
@@ -44,15 +43,14 @@ from rollout.scheduling.tokenization import TokenizationCheck
 from rollout.scheduling.trajectory import TrajectoryRunner
 from rollout.scopes import open_task_group
 from rollout.tools import Tool, ToolExecutor
-from rollout.tools.providers import open_tools
-from rollout.tools.shipped import shipped_tools
+from rollout.tools.shipped import make_shipped
+from rollout.tools.tool import open_tools
 from rollout.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from rollout.chat import ToolParser
-    from rollout.config import ToolsConfig
     from rollout.engine.core import EngineInfo
     from rollout.engine.wire.protocol import DriverFacts
     from rollout.scheduling.rewards.signatures import GroupRewardFunction, RewardFunction
@@ -184,7 +182,11 @@ async def _open(
         run_seed = seed_of_run(config, None if file is None else file.contents)
         registry = InteractionRegistry(interactions)
         parser = tool_parser(config, registry)
-        builtin = await builtin_tools(config.tools)
+        builtin = make_shipped(
+            config.tools.builtin,
+            search_url=config.tools.search_url or "",
+            max_pictures=config.tools.max_pictures,
+        )
         freeze = None
         if config.scheduling.freeze_heap:
             freeze = stack.enter_context(collecting_seldom())
@@ -355,23 +357,6 @@ def tool_executor(
         max_processes=config.tools.max_processes,
         tally=tally,
     )
-
-
-async def builtin_tools(tools: ToolsConfig) -> list[Tool]:
-    """The shipped tools that a configuration names; a corpus is read in a thread.
-
-    Raises:
-        ToolError: It cannot be read.
-    """
-    make = functools.partial(
-        shipped_tools,
-        tools.builtin,
-        corpus=tools.search_corpus,
-        max_pictures=tools.max_pictures,
-    )
-    if not tools.search_corpus:
-        return make()
-    return await anyio.to_thread.run_sync(make, abandon_on_cancel=True)
 
 
 def tool_parser(config: RolloutConfig, registry: InteractionRegistry) -> ToolParser:

@@ -10,15 +10,15 @@ from rollout.lazy import lazy_exports
 from rollout.tools.calculator import calculator
 from rollout.tools.executor import ToolExecutor
 from rollout.tools.finish_tool import finish, submit
-from rollout.tools.function import FunctionTool, function_tool
+from rollout.tools.function_tools import FunctionTool, function_tool
 from rollout.tools.langchain import langchain_tools
+from rollout.tools.loading import load_tools
 from rollout.tools.mcp import connect_mcp
 from rollout.tools.policy import ToolPolicy, TransientError
 from rollout.tools.results import ToolResult, normalise_result
 from rollout.tools.sandbox_tools import EditTool, PythonTool, ShellTool
 from rollout.tools.search_tool import SearchTool
 from rollout.tools.tool import Tool, ToolContext, ToolSession
-from rollout.tools.tool_loading import load_tools
 from rollout.tools.trajectory_tools import TrajectoryTools
 from rollout.tools.truncate import truncate_text
 
@@ -52,7 +52,5 @@ __all__ = [
 ]
 __getattr__ = lazy_exports(
     globals(),
-    {
-        "rollout.integrations.verl": ("VerlMultiTurn", "load_verl_multi_turn", "load_verl_tools"),
-    },
+    {"rollout.integrations.verl": ("VerlMultiTurn", "load_verl_multi_turn", "load_verl_tools")},
 )

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import jsonschema_rs
 import msgspec
 
 from rollout.errors import ToolError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-#: Characters of a wrong argument shown to the model.
-MAX_SHOWN = 80
-#: Characters of what it should have been.
-MAX_EXPECTED = 240
+#: Characters of a wrong argument, and of what is said about it, that the model sees.
+MAX_SHOWN, MAX_EXPECTED = 80, 240
 #: Faults of one call that are listed.
 MAX_FAULTS = 8
 
@@ -28,27 +23,15 @@ _OPEN = frozenset(
     }
 )
 
-_WORDS = {
-    "const": "{}",
-    "enum": "one of {}",
-    "exclusiveMaximum": "a number < {}",
-    "exclusiveMinimum": "a number > {}",
-    "maxItems": "at most {} items",
-    "maxLength": "at most {} characters",
-    "maximum": "a number <= {}",
-    "minItems": "at least {} items",
-    "minLength": "at least {} characters",
-    "minimum": "a number >= {}",
-    "multipleOf": "a multiple of {}",
-    "pattern": "text that matches {}",
-}
-
 
 class ArgumentsError(ToolError):
     """A call's arguments are not what the tool takes; the text lists every fault."""
 
     def __init__(self, tool: str, faults: Iterable[str]) -> None:
-        super().__init__(f"invalid arguments for {tool!r}: {'; '.join(faults)}")
+        first, more = list(faults), ""
+        if len(first) > MAX_FAULTS:
+            more = f"; and {len(first) - MAX_FAULTS} more"
+        super().__init__(f"invalid arguments for {tool!r}: {'; '.join(first[:MAX_FAULTS])}{more}")
 
 
 class SchemaCheck:
@@ -66,7 +49,7 @@ class SchemaCheck:
 
     def __init__(self, tool: str, parameters: Mapping[str, Any] | None) -> None:
         self._tool = tool
-        self._parameters = {} if parameters is None else dict(parameters)
+        self._parameters: dict[str, Any] = _allow_null(dict(parameters or {}))
         if "properties" in self._parameters and not _OPEN & self._parameters.keys():
             self._parameters["additionalProperties"] = False
         self.names = tuple(self._parameters.get("properties", ()))
@@ -75,108 +58,75 @@ class SchemaCheck:
                 self._parameters, retriever=_refuse_remote
             )
         except (jsonschema_rs.ValidationError, jsonschema_rs.ReferencingError, ValueError) as error:
-            place = _path(getattr(error, "instance_path", ()))
+            place = _write_path(getattr(error, "instance_path", ()))
             text = getattr(error, "message", str(error)).partition("\n")[0]
             raise ToolError(
                 f"tool {tool!r}: parameters{place} of its schema: {text:.{MAX_EXPECTED}}; expected "
                 f"a JSON Schema"
             ) from None
 
-    def check(self, arguments: Any) -> None:
-        """Let right arguments pass.
+    def check(self, arguments: Any) -> dict[str, Any]:
+        """Return right arguments as they are.
 
         Raises:
-            ArgumentsError: It names each missing, unknown and wrong one, and what was expected.
+            ArgumentsError: It names each missing, unknown and wrong one.
         """
-        if isinstance(arguments, dict):
-            given = arguments
-        elif isinstance(arguments, Mapping):
-            given = dict(arguments)
-        else:
-            found = f"arguments = {shown(arguments)}: expected an object, got {_kind(arguments)}"
-            raise ArgumentsError(self._tool, [found])
+        if not isinstance(arguments, Mapping):
+            raise ArgumentsError(self._tool, [f"{show(arguments)} is no object of arguments"])
+        found = dict(arguments)
         try:
-            if self._validator.is_valid(given):
-                return
-            errors = list(self._validator.iter_errors(given))
+            errors = list(self._validator.iter_errors(found))
         except ValueError:  # tools_kwargs may hold what JSON has no word for
-            given = msgspec.to_builtins(given, enc_hook=lambda value: f"<{type(value).__name__}>")
-            errors = list(self._validator.iter_errors(given))
+            plain = msgspec.to_builtins(found, enc_hook=lambda value: f"<{type(value).__name__}>")
+            errors = list(self._validator.iter_errors(plain))
         if errors:
-            raise ArgumentsError(self._tool, self._faults(errors))
+            raise ArgumentsError(self._tool, dict.fromkeys(map(self._describe, errors)))
+        return found
 
-    def _faults(self, errors: Sequence[Any]) -> list[str]:
-        faults = list(dict.fromkeys(self._each_fault(errors)))
-        more = len(faults) - MAX_FAULTS
-        return [*faults[:MAX_FAULTS], f"and {more} more"] if more > 0 else faults
-
-    def _each_fault(self, errors: Sequence[Any]) -> Iterator[str]:
-        missing = [e for e in errors if _keyword(e) == "required"]
-        unknown = [e for e in errors if _keyword(e) == "additionalProperties"]
-        for error in errors:
-            if _keyword(error) not in ("required", "additionalProperties"):
-                yield self._wrong(error)
-        for place, names in _by_place(missing, lambda kind: [kind.property]).items():
-            yield f"missing {quoted(names)}{place}"
-        for place, names in _by_place(unknown, lambda kind: kind.unexpected).items():
-            taken = "" if place else f" (it takes {quoted(self.names) or 'none'})"
-            yield f"unknown {quoted(names)}{place}{taken}"
-
-    def _wrong(self, error: Any) -> str:
-        place = _path(error.instance_path).removeprefix(".") or "arguments"
-        return f"{place} = {shown(error.instance)}: expected {self._expectation(error)}"
-
-    def _expectation(self, error: Any) -> str:
-        keyword = _keyword(error)
+    def _describe(self, error: Any) -> str:
+        keyword, path = error.kind.name, _write_path(error.instance_path).removeprefix(".")
+        where = f" in {path}" if path else ""
+        if keyword == "required":
+            return f"missing {error.kind.property!r}{where}"
+        if keyword == "additionalProperties":
+            taken = "" if where else f" (it takes {quote_all(self.names) or 'none'})"
+            return f"unknown {quote_all(error.kind.unexpected)}{where}{taken}"
+        if keyword not in ("anyOf", "oneOf"):
+            return f"{path or 'arguments'}: {error.message:.{MAX_EXPECTED}}"
         schema: Any = self._parameters
-        try:
-            for step in error.schema_path[:-1]:
-                schema = schema[step]
-        except (KeyError, IndexError, TypeError):  # the path leads through a reference
-            schema = error.message
-        if keyword == "type":
-            types = schema["type"] if isinstance(schema, Mapping) else error.kind.types
-            types = [types] if isinstance(types, str) else types
-            return f"{' or '.join(types)}, got {_kind(error.instance)}"
-        if keyword in _WORDS and isinstance(schema, Mapping) and keyword in schema:
-            return _WORDS[keyword].format(shown(schema[keyword], MAX_EXPECTED))
-        return shown(schema, MAX_EXPECTED)
+        for step in error.schema_path:
+            schema = schema[step]
+        found = f"{path or 'arguments'} = {show(error.instance)}"
+        return f"{found}: expected one of {show(schema, MAX_EXPECTED)}"
+
+
+def _allow_null(schema: Any) -> Any:
+    """The schema with ``nullable``, which OpenAPI and transformers write, in JSON Schema's way."""
+    if isinstance(schema, list):
+        return [_allow_null(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    schema = {key: _allow_null(each) for key, each in schema.items()}
+    if schema.get("nullable") is not True:  # a property may have that name
+        return schema
+    del schema["nullable"]
+    return {"anyOf": [schema, {"type": "null"}]}
 
 
 def _refuse_remote(uri: str) -> Any:
     raise ValueError(f"{uri} is not fetched; write the schema out")
 
 
-def _keyword(error: Any) -> str:
-    return str(error.kind.name)
-
-
-def _by_place(errors: Iterable[Any], names_of: Any) -> dict[str, list[str]]:
-    places: dict[str, list[str]] = {}
-    for error in errors:
-        path = _path(error.instance_path).removeprefix(".")
-        place = f" in {path}" if path else ""
-        places.setdefault(place, []).extend(names_of(error.kind))
-    return places
-
-
-def _path(steps: Iterable[Any]) -> str:
+def _write_path(steps: Iterable[Any]) -> str:
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
 
 
-def _kind(value: Any) -> str:
-    names = {dict: "object", list: "array", tuple: "array", str: "string", bool: "boolean"}
-    if value is None:
-        return "null"
-    return names.get(type(value), "number" if isinstance(value, int | float) else "object")
-
-
-def quoted(names: Iterable[str]) -> str:
+def quote_all(names: Iterable[str]) -> str:
     """The names, quoted, with commas between them."""
     return ", ".join(repr(name) for name in names)
 
 
-def shown(value: Any, limit: int = MAX_SHOWN) -> str:
+def show(value: Any, limit: int = MAX_SHOWN) -> str:
     """`value` as JSON, or the name of its type, cut to `limit` characters."""
     try:
         text = msgspec.json.encode(value).decode()

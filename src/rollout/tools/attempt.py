@@ -11,13 +11,13 @@ import anyio.lowlevel
 from rollout.containment import Contained, UnresponsiveError, containment_here
 from rollout.errors import ToolError
 from rollout.limits import call_limit
-from rollout.scopes import find_exception, find_propagating
+from rollout.scopes import find_exception
 from rollout.types import read_message
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterable
 
-    from rollout.limits import Limit
+    from rollout.limits import Deadline, Limit
 
 T = TypeVar("T")
 
@@ -34,25 +34,20 @@ class CallError(Exception):
         cause = self.__cause__ or self
         return find_exception(cause) or cause
 
-    def after(self, tries: int) -> CallError:
-        """The same, said of the last of so many attempts."""
-        return CallError(f"{self} (after {tries} attempts)")
-
 
 async def attempt(
     action: Callable[..., Awaitable[T]],
     *args: object,
     limit: Limit,
     what: str,
-    grace_s: float = 0.0,
+    activity: str | None = None,
 ) -> T:
-    """What ``action(*args)`` returns; it runs in a task of its own.
+    """Return what ``action(*args)`` returns; it runs in a task of its own.
 
     Args:
         action: Runs within `limit`.
         what: What it is, for messages.
-        grace_s: How long it may still take once the caller is cancelled: what it has begun to
-            acquire it can finish acquiring.
+        activity: Whose work it is, where it blocks the event loop.
 
     Raises:
         CallError: It raised anything but KeyboardInterrupt, which is raised as itself.
@@ -60,13 +55,12 @@ async def attempt(
         UnresponsiveError: It was cancelled, and did not end.
     """
     async with containment_here() as containment:
-        code = Contained[T](containment, what)
-        running = code.run(partial(action, *args), grace_s=grace_s)
-        return cast("T", await conclude(code, running, limit))
+        code = Contained[T](containment, what, activity=activity)
+        return cast("T", await conclude(code, code.run(partial(action, *args)), limit))
 
 
 async def conclude(code: Contained[T], running: Awaitable[object], limit: Limit) -> T | None:
-    """What contained code returns which `running` waits for; as `attempt`."""
+    """Return what contained code returns, for whose report `running` waits; as `attempt`."""
     limit.govern(code)
     token = call_limit.set(limit)
     try:
@@ -87,28 +81,6 @@ async def conclude(code: Contained[T], running: Awaitable[object], limit: Limit)
     raise CallError(describe(error)) from error
 
 
-async def attempt_at_once(action: Callable[..., Awaitable[T]], *args: object) -> T:
-    """`attempt` of what ends in the step in which it begins: no deadline could reach it.
-
-    Raises:
-        CallError: As in `attempt`.
-    """
-    try:
-        return await action(*args)
-    except BaseException as error:
-        _let_pass(error)
-        raise CallError(describe(error)) from error
-
-
-def _let_pass(error: BaseException) -> None:
-    """Raise what of an action's error is not its own; see `find_propagating`."""
-    passing = find_propagating(error)
-    if passing is error:
-        raise error
-    if passing is not None:
-        raise passing from None
-
-
 def describe(error: BaseException) -> str:
     """One short text for the model: type and message; a `ToolError` speaks for itself."""
     leaf = find_exception(error) or error
@@ -121,13 +93,17 @@ def describe(error: BaseException) -> str:
     return f"{name}: {message}" if message else name
 
 
+def describe_timeout(deadline: Deadline) -> str:
+    """What a call that met its deadline is answered with."""
+    return f"timed out after {deadline.seconds:g} s ({deadline.source})"
+
+
 async def run_side_by_side(jobs: Iterable[Callable[[], Coroutine[Any, Any, None]]]) -> None:
     """Run the jobs at the same time, each in a task of its own, and wait for all.
 
     Each is begun before the next one: what jobs do before they first wait happens in their order.
-    A KeyboardInterrupt ends the others and is raised here, as itself: raised within a task, it
-    would leave trio as a group and stop an asyncio loop where it stands. So does the
-    `UnresponsiveError` of a job that was given up.
+    A KeyboardInterrupt, or the `UnresponsiveError` of a job that was given up, ends the others and
+    is raised here as itself: raised within a task, it would leave as a group.
     """
     failures: list[BaseException] = []
     async with anyio.create_task_group() as group:

@@ -1,15 +1,14 @@
-"""A calculator that models can call: its own small parser, bounded so that it cannot hang."""
+"""A calculator that models can call, bounded so that it cannot hang."""
 
 from __future__ import annotations
 
+import ast
 import math
 import operator
 import re
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from rollout.tools.function import function_tool
+from rollout.tools.function_tools import function_tool
 from rollout.tools.results import ToolResult, error_result
 
 if TYPE_CHECKING:
@@ -22,16 +21,9 @@ MAX_DEPTH = 50
 #: Bits of an exact integer: some 1200 digits.
 MAX_BITS = 4096
 
-_TOKEN = re.compile(
-    r"\s*(?:(?P<number>(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)"
-    r"|(?P<operator>\*\*|//|[-+*/%()^×·÷−]))"
-)
-_SPELLINGS = {"×": "*", "·": "*", "÷": "/", "−": "-", "^": "**"}
-
-_END = "the end"
-_UNARY_PRECEDENCE = 3
-#: Precedence of the binary operators; a higher one binds tighter, ``**`` from right to left.
-_PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "//": 2, "%": 2, "**": 4}
+_SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "^": "**"})
+#: Python refuses numbers such as 007.
+_LEADING_ZEROS = re.compile(r"(?<![\w.])0+(?=[0-9])")
 
 
 class CalculationError(ValueError):
@@ -39,7 +31,7 @@ class CalculationError(ValueError):
 
 
 def calculate(expression: str) -> Number:
-    """The value of an arithmetic expression, with Python's precedence.
+    """Calculate the value of an arithmetic expression, with Python's precedence.
 
     Operators: ``+ - * / // % **`` and parentheses; ``×``, ``·``, ``÷`` and ``−`` are read as
     ``*``, ``*``, ``/`` and ``-``, and ``^`` as power. Integers stay exact, also through ``/``
@@ -53,10 +45,18 @@ def calculate(expression: str) -> Number:
         raise CalculationError(
             f"the expression has {len(expression)} characters; at most {MAX_EXPRESSION}"
         )
-    parser = _Parser(_tokens(expression))
-    value = parser.expression(0)
-    parser.expect(_END)
-    return value
+    text = _LEADING_ZEROS.sub("", " ".join(expression.translate(_SPELLINGS).split()))
+    try:
+        tree = ast.parse(text, mode="eval")
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        problem = error.msg if isinstance(error, SyntaxError) else "nested too deep"
+        raise CalculationError(problem) from None
+    try:
+        return _evaluate(tree.body, MAX_DEPTH)
+    except ZeroDivisionError:
+        raise CalculationError("division by zero") from None
+    except OverflowError:
+        raise CalculationError("the result is too large") from None
 
 
 def format_number(value: Number) -> str:
@@ -65,100 +65,37 @@ def format_number(value: Number) -> str:
     return str(value) if isinstance(value, int) else format(value + 0.0, ".15g")
 
 
-class _Token(msgspec.Struct, frozen=True):
-    text: str
-    position: int
-    is_number: bool = False
+def _evaluate(node: ast.expr, depth: int) -> Number:
+    if not depth:
+        raise CalculationError(f"nested deeper than {MAX_DEPTH} levels")
+    match node:
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            result: Number = value
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=operand):
+            value = _evaluate(operand, depth - 1)
+            result = -value if isinstance(sign, ast.USub) else value
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
+            # A chain such as 1 + 2 + 3 nests on the left, and is not deep.
+            terms = [_evaluate(right, depth - 1)]
+            operators = [op]
+            while isinstance(left, ast.BinOp) and type(left.op) in _OPERATIONS:
+                terms.append(_evaluate(left.right, depth - 1))
+                operators.append(left.op)
+                left = left.left
+            result = _evaluate(left, depth - 1)
+            for each, term in zip(reversed(operators), reversed(terms), strict=True):
+                result = _check_size(_OPERATIONS[type(each)](result, term))
+        case ast.Tuple():
+            raise CalculationError("write numbers without commas")
+        case _:
+            raise CalculationError(f"{ast.unparse(node)!r:.80} is no arithmetic")
+    return _check_size(result)
 
 
-def _tokens(expression: str) -> list[_Token]:
-    tokens, position = [], 0
-    stop = len(expression.rstrip())
-    while position < stop:
-        match = _TOKEN.match(expression, position)
-        if match is None:
-            rest = expression[position:].lstrip()
-            at = len(expression) - len(rest) + 1
-            raise CalculationError(f"unexpected {rest[0]!r} at position {at}")
-        kind = match.lastgroup or ""
-        text = _SPELLINGS.get(match[kind], match[kind])
-        tokens.append(_Token(text, match.start(kind) + 1, kind == "number"))
-        position = match.end()
-    return [*tokens, _Token(_END, stop + 1)]
-
-
-class _Parser:
-    """Precedence climbing over a list of tokens."""
-
-    def __init__(self, tokens: list[_Token]) -> None:
-        self._tokens = tokens
-        self._next = 0
-        self._depth = 0
-
-    def expression(self, minimum: int) -> Number:
-        """The value of what follows, as far as operators of at least this precedence reach."""
-        self._depth += 1
-        if self._depth > MAX_DEPTH:
-            raise CalculationError(f"nested deeper than {MAX_DEPTH} levels")
-        value = self._operand()
-        while (precedence := _PRECEDENCE.get(self._tokens[self._next].text, 0)) and (
-            precedence >= minimum
-        ):
-            symbol = self._take().text
-            right = self.expression(precedence if symbol == "**" else precedence + 1)
-            value = _apply(symbol, value, right)
-        self._depth -= 1
-        return value
-
-    def expect(self, text: str) -> None:
-        """Take this token, or say what stands in its place."""
-        token = self._take()
-        if token.text != text:
-            raise CalculationError(_unexpected(token, text if text == _END else repr(text)))
-
-    def _take(self) -> _Token:
-        token = self._tokens[self._next]
-        self._next += 1
-        return token
-
-    def _operand(self) -> Number:
-        token = self._take()
-        if token.is_number:
-            return _literal(token.text)
-        if token.text == "(":
-            value = self.expression(0)
-            self.expect(")")
-            return value
-        if token.text in ("-", "+"):
-            value = self.expression(_UNARY_PRECEDENCE)
-            return -value if token.text == "-" else value
-        raise CalculationError(_unexpected(token, "a number"))
-
-
-def _unexpected(token: _Token, expected: str) -> str:
-    found = token.text if token.text == _END else repr(token.text)
-    return f"expected {expected} at position {token.position}, found {found}"
-
-
-def _literal(text: str) -> Number:
-    return _bounded(int(text) if text.isdecimal() else float(text))
-
-
-def _apply(symbol: str, left: Number, right: Number) -> Number:
-    try:
-        return _bounded(_OPERATIONS[symbol](left, right))
-    except ZeroDivisionError:
-        raise CalculationError("division by zero") from None
-    except OverflowError:
-        raise CalculationError("the result is too large") from None
-
-
-def _bounded(value: Number) -> Number:
-    if isinstance(value, int):
-        if value.bit_length() > MAX_BITS:
-            raise CalculationError("the result is too large")
-    elif not math.isfinite(value):
-        raise CalculationError("the result is too large")
+def _check_size(value: Number) -> Number:
+    is_large = value.bit_length() > MAX_BITS if isinstance(value, int) else not math.isfinite(value)
+    if is_large:
+        raise OverflowError
     return value
 
 
@@ -168,24 +105,24 @@ def _divide(left: Number, right: Number) -> Number:
     return left / right
 
 
-def _power(left: Number, right: Number) -> Number:
-    if isinstance(left, int) and isinstance(right, int) and right > 0:
+def _raise_power(left: Number, right: Number) -> Number:
+    if isinstance(left, int) and isinstance(right, int) and right >= 0:
         if abs(left) > 1 and left.bit_length() * right > 2 * MAX_BITS:
             raise OverflowError
         return int(left**right)
     if left < 0 and right != math.floor(right):
         raise CalculationError("a negative number to a fractional power is not real")
-    return 1 if right == 0 and isinstance(left, int) else float(left) ** right
+    return float(left) ** right
 
 
-_OPERATIONS: dict[str, Callable[[Number, Number], Number]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": _divide,
-    "//": operator.floordiv,
-    "%": operator.mod,
-    "**": _power,
+_OPERATIONS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: _divide,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: _raise_power,
 }
 
 

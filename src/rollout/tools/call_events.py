@@ -21,7 +21,12 @@ NO_RESULT = "cancelled"
 
 
 class CallEvents:
-    """Tells of the calls of one turn."""
+    """Tells of the calls of one turn.
+
+    Args:
+        events: Takes the events.
+        trajectory, turn, path: Whose calls they are.
+    """
 
     __slots__ = ("_events", "_path", "_trajectory", "_turn")
 
@@ -31,18 +36,17 @@ class CallEvents:
 
     def started(self, position: int, call: ToolCall, now: float) -> None:
         """A call begins."""
-        if not self._events.tells_all:
-            return
-        self._events.emit(
-            ToolStarted(
-                at=self._events.since_start(now),
-                trajectory=self._trajectory,
-                tool=call.name,
-                turn=self._turn,
-                position=position,
-                path=self._path,
+        if self._events.tells_all:
+            self._events.emit(
+                ToolStarted(
+                    at=self._events.since_start(now),
+                    trajectory=self._trajectory,
+                    tool=call.name,
+                    turn=self._turn,
+                    position=position,
+                    path=self._path,
+                )
             )
-        )
 
     def ended(
         self,
@@ -56,19 +60,9 @@ class CallEvents:
     ) -> None:
         """It has its result; None: it was cancelled."""
         is_error, text = (True, None) if result is None else (result.is_error, result.text)
-        facts = (
-            self._trajectory,
-            self._turn,
-            self._path,
-            position,
-            call,
-            is_error,
-            text,  # and not the result, which may hold anything else
-            began,
-            now,
-            is_refused,
-        )
-        self._events.tell(_tool_ended, facts)
+        who = (self._trajectory, self._turn, self._path, position, call)
+        # The text, and not the result, which may hold anything else.
+        self._events.tell(_tool_ended, (*who, is_error, text, began, now, is_refused))
 
 
 def _tool_ended(

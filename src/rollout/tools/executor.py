@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import ToolError
 from rollout.observe.tally import Tally
 from rollout.tools.argument_checks import SchemaCheck
-from rollout.tools.function import FunctionTool
-from rollout.tools.gate import ToolGate
+from rollout.tools.function_tools import FunctionTool
 from rollout.tools.langchain import LangChainTool, is_langchain_tool
-from rollout.tools.policy import ToolPolicy
+from rollout.tools.policy import ToolGate, ToolPolicy
+from rollout.tools.processes import ToolProcesses
 from rollout.tools.tool import Tool
-from rollout.tools.tool_processes import ToolProcesses
-from rollout.tools.toolkit import ArgumentCheck, CallLimits, Toolkit
+from rollout.tools.tool_runtime import Check, ToolRuntime
 from rollout.tools.trajectory_tools import TrajectoryTools
-
-logger = logging.getLogger("rollout.tools")
-
-_NO_KWARGS: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 
 if TYPE_CHECKING:
     from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
     from rollout.tools.truncate import TruncateSide
     from rollout.types import Prompt
     from rollout.worker_threads import WorkerThreads
+
+logger = logging.getLogger("rollout.tools")
 
 
 class ToolExecutor:
@@ -44,6 +40,9 @@ class ToolExecutor:
         cleanup_s: Seconds for closing one session.
         max_processes: Calls with ``isolation="process"`` that run at once.
         tally: Counts the calls; None where nobody reads that.
+
+    Attributes:
+        opens_first: Whether trajectories open tools before their agent begins.
 
     Raises:
         ToolError: A function cannot be a tool, a schema is none, or names collide (all are named).
@@ -68,32 +67,24 @@ class ToolExecutor:
         )
         self._warned: set[tuple[str, object]] = set()
         self._processes = ToolProcesses(max_processes=max_processes, cleanup_s=cleanup_s)
-        self._kit = Toolkit(
-            checks={name: _check_of(tool) for name, tool in self._tools.items()},
-            gates={name: _gate_of(tool) for name, tool in self._tools.items()},
-            limits=CallLimits(
-                max_parallel_calls=max_parallel_calls,
-                max_response_length=max_response_length,
-                truncate_side=truncate_side,
-                tool_s=tool_s,
-                cleanup_s=cleanup_s,
-            ),
+        self._runtime = ToolRuntime(
+            checks={name: _make_check(tool) for name, tool in self._tools.items()},
+            gates={name: ToolGate(name, tool.policy) for name, tool in self._tools.items()},
             threads=threads,
             processes=self._processes,
-            has_states=any(tool.stateful for tool in self._tools.values()),
             tally=tally or Tally(),
-            opens_first=any(tool.opens_first for tool in self._tools.values()),
+            max_parallel_calls=max_parallel_calls,
+            max_response_length=max_response_length,
+            truncate_side=truncate_side,
+            tool_s=tool_s,
+            cleanup_s=cleanup_s,
         )
+        self.opens_first = any(tool.opens_first for tool in self._tools.values())
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all tools, in the order given."""
         return tuple(self._tools)
-
-    @property
-    def opens_first(self) -> bool:
-        """Whether trajectories open tools before their agent begins."""
-        return self._kit.opens_first
 
     def names_for(self, prompt: Prompt) -> Sequence[str] | None:
         """Names of the tools that a prompt is offered; None: all.
@@ -116,7 +107,7 @@ class ToolExecutor:
         tools = [tool for tool in self._tools.values() if isinstance(tool, FunctionTool)]
         refs = [tool.function_ref for tool in tools if tool.function_ref is not None]
         if refs:
-            await self._processes.prepare(refs, self._kit.limits.tool_s)
+            await self._processes.prepare(refs, self._runtime.tool_s)
 
     def schemas(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """Schemas of the tools offered, in the order of `names`; None takes all.
@@ -145,9 +136,9 @@ class ToolExecutor:
             ToolError: `names` name an unknown tool, or the kwargs of one are no mapping.
         """
         tools = self._offered(names)
-        kwargs = self._useful(tools_kwargs, tools) if tools_kwargs else _NO_KWARGS
+        kwargs = self._choose_kwargs(tools_kwargs, tools) if tools_kwargs else {}
         return TrajectoryTools(
-            self._kit,
+            self._runtime,
             tools,
             uid=uid,
             member=member,
@@ -157,7 +148,7 @@ class ToolExecutor:
             sandbox=sandbox,
         )
 
-    def _useful(
+    def _choose_kwargs(
         self, tools_kwargs: Mapping[str, Mapping[str, Any]], tools: Mapping[str, Tool]
     ) -> dict[str, Mapping[str, Any]]:
         """Those of the kwargs that are for one of `tools`."""
@@ -217,12 +208,7 @@ def _as_tool(tool: Tool | Callable[..., Any]) -> Tool:
     return tool
 
 
-def _gate_of(tool: Tool) -> ToolGate:
-    never_waits = isinstance(tool, FunctionTool) and tool.never_waits
-    return ToolGate(tool.name, tool.policy, never_waits=never_waits)
-
-
-def _check_of(tool: Tool) -> ArgumentCheck:
+def _make_check(tool: Tool) -> Check:
     if isinstance(tool, FunctionTool):
         return tool.check
     check = SchemaCheck(tool.name, tool.schema["function"].get("parameters"))

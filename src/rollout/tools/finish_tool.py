@@ -1,6 +1,6 @@
 """Tools with which a model ends its trajectory and gives its answer."""
 
-from rollout.tools.function import function_tool
+from rollout.tools.function_tools import function_tool
 from rollout.tools.results import ToolResult
 from rollout.tools.tool import ToolContext
 

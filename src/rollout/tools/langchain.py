@@ -8,7 +8,7 @@ from rollout.chat.media_parts import media_part
 from rollout.errors import MediaError, ToolError
 from rollout.lazy import derives_from
 from rollout.tools.results import ToolResult
-from rollout.tools.schema import inline_references
+from rollout.tools.schemas import inline_references
 from rollout.tools.tool import METHOD_KWARGS, Tool, ToolContext, ToolSession
 
 if TYPE_CHECKING:

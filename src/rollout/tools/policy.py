@@ -1,16 +1,25 @@
-"""How the calls of one tool are run: its own time limit, retries, rate, cache and breaker."""
+"""How the calls of one tool are run: time limit, retries, concurrency, rate, cache and breaker."""
 
 from __future__ import annotations
 
+import logging
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from collections import OrderedDict
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
 
+import anyio
 import msgspec
 
 from rollout.errors import ToolError
+from rollout.scopes import release_token
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Mapping
+
+    from rollout.tools.results import ToolResult
+
+logger = logging.getLogger("rollout")
 
 
 class TransientError(ToolError):
@@ -33,9 +42,7 @@ class ToolPolicy(msgspec.Struct, frozen=True, kw_only=True):
         breaker_failures: Calls in a row that raised or timed out, after which calls are answered
             at once with an error, for `breaker_s`; then one is let through to see whether the
             tool is back. None never refuses. Answers with `is_error` and refused arguments are no
-            failures. "auto" waits for 64 failures, from 8 trajectories, and takes exceptions that
-            speak of the call (see `speaks_of_call`) for answers too: a model that only makes bad
-            calls does not take the tool from others.
+            failures.
         breaker_s: See `breaker_failures`.
 
     Raises:
@@ -49,14 +56,34 @@ class ToolPolicy(msgspec.Struct, frozen=True, kw_only=True):
     backoff_s: float = 0.5
     transient: tuple[type[Exception], ...] = ()
     cache_size: int = 0
-    breaker_failures: int | Literal["auto"] | None = "auto"
+    breaker_failures: int | None = None
     breaker_s: float = 30.0
 
     def __post_init__(self) -> None:
+        is_type = [isinstance(k, type) and issubclass(k, Exception) for k in self.transient]
+        rules = [
+            ("timeout_s", "a number > 0 or None", _is_number(self.timeout_s, None)),
+            (
+                "max_concurrency",
+                "an integer ≥ 1 or None",
+                _is_integer(self.max_concurrency, 1, None),
+            ),
+            ("rate_limit_per_s", "a number > 0 or None", _is_number(self.rate_limit_per_s, None)),
+            ("retries", "an integer ≥ 0", _is_integer(self.retries, 0)),
+            ("backoff_s", "a number > 0", _is_number(self.backoff_s)),
+            ("transient", "a tuple of exception types", all(is_type)),
+            ("cache_size", "an integer ≥ 0", _is_integer(self.cache_size, 0)),
+            (
+                "breaker_failures",
+                "an integer ≥ 1 or None",
+                _is_integer(self.breaker_failures, 1, None),
+            ),
+            ("breaker_s", "a number > 0", _is_number(self.breaker_s)),
+        ]
         faults = [
-            f"{name} = {value!r}: expected {wanted}"
-            for name, wanted, is_right in _RULES
-            if not is_right(value := getattr(self, name))
+            f"{name} = {getattr(self, name)!r}: expected {expected}"
+            for name, expected, is_right in rules
+            if not is_right
         ]
         if faults:
             raise ToolError(f"ToolPolicy: {'; '.join(faults)}")
@@ -66,58 +93,102 @@ class ToolPolicy(msgspec.Struct, frozen=True, kw_only=True):
         return isinstance(error, (TransientError, *self.transient))
 
 
-def speaks_of_call(error: BaseException) -> bool:
-    """Whether what a tool raised says that the call was wrong, rather than that the tool is down.
-
-    So do a `ToolError`, which a tool raises to tell the model something, and exceptions about
-    values and about files that there are or are not. A `TransientError` does not.
-    """
-    if isinstance(error, OSError):
-        return isinstance(error, _ABOUT_FILES)
-    return isinstance(error, _ABOUT_VALUES) and not isinstance(error, TransientError)
-
-
-_ABOUT_VALUES = (ToolError, ValueError, TypeError, LookupError, ArithmeticError, SyntaxError)
-_ABOUT_FILES = (
-    FileNotFoundError,
-    FileExistsError,
-    IsADirectoryError,
-    NotADirectoryError,
-    PermissionError,
-)
-
-
-def _is_positive(value: Any) -> bool:
+def _is_number(value: Any, *others: None) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and 0 < value < math.inf
+    return value in others or (is_number and 0 < value < math.inf)
 
 
-def _is_natural(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _is_integer(value: Any, least: int, *others: None) -> bool:
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    return value in others or (is_integer and value >= least)
 
 
-def _is_count(value: Any) -> bool:
-    return _is_natural(value) and value > 0
+class ToolGate:
+    """What all trajectories of a runtime share of one tool: its slots, rate, cache and breaker."""
 
+    def __init__(self, name: str, policy: ToolPolicy) -> None:
+        self.name, self.policy = name, policy
+        slots = policy.max_concurrency
+        self._slots = None if slots is None else anyio.CapacityLimiter(slots)
+        self._starting = anyio.Lock()
+        self._next_start = 0.0
+        self._results: OrderedDict[bytes, ToolResult] = OrderedDict()
+        self._failures, self._last_failure = 0, ""
+        #: Until when calls are refused; None while the breaker is closed.
+        self._open_until: float | None = None
+        self._is_probing = False
 
-def _are_exceptions(value: Any) -> bool:
-    return isinstance(value, tuple) and all(
-        isinstance(kind, type) and issubclass(kind, Exception) for kind in value
-    )
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """One of `max_concurrency` slots, once the rate allows another start."""
+        borrower = object()
+        try:
+            if self._slots is not None:
+                await self._slots.acquire_on_behalf_of(borrower)
+            if self.policy.rate_limit_per_s is not None:
+                async with self._starting:
+                    await anyio.sleep_until(self._next_start)
+                    now = max(self._next_start, anyio.current_time())
+                    self._next_start = now + 1 / self.policy.rate_limit_per_s
+            yield
+        finally:
+            if self._slots is not None:
+                release_token(self._slots, borrower)
 
+    def cache_key(self, arguments: Mapping[str, Any], kwargs: Mapping[str, Any]) -> bytes | None:
+        """What the result of a call is kept under; None where it is not kept."""
+        if not self.policy.cache_size:
+            return None
+        try:
+            return msgspec.json.encode((arguments, kwargs), order="deterministic")
+        except Exception:  # kwargs may hold any object
+            return None
 
-_RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
-    ("timeout_s", "a number > 0 or None", lambda v: v is None or _is_positive(v)),
-    ("max_concurrency", "an integer ≥ 1 or None", lambda v: v is None or _is_count(v)),
-    ("rate_limit_per_s", "a number > 0 or None", lambda v: v is None or _is_positive(v)),
-    ("retries", "an integer ≥ 0", _is_natural),
-    ("backoff_s", "a number > 0", _is_positive),
-    ("transient", "a tuple of exception types", _are_exceptions),
-    ("cache_size", "an integer ≥ 0", _is_natural),
-    (
-        "breaker_failures",
-        'an integer ≥ 1, "auto" or None',
-        lambda v: v is None or v == "auto" or _is_count(v),
-    ),
-    ("breaker_s", "a number > 0", _is_positive),
-)
+    def find_cached(self, key: bytes | None) -> ToolResult | None:
+        """The result of an earlier call like this one."""
+        if key is None or key not in self._results:
+            return None
+        self._results.move_to_end(key)
+        return self._results[key]
+
+    def cache(self, key: bytes | None, result: ToolResult) -> None:
+        """Keep a result for later calls; the one used longest ago makes room."""
+        if key is None or result.is_error:
+            return
+        self._results[key] = result
+        while len(self._results) > self.policy.cache_size:
+            self._results.popitem(last=False)
+
+    def refuse(self, now: float) -> str | None:
+        """Why a call may not run now; None where it may: its end is to be noted then."""
+        if self._open_until is None:
+            return None
+        if now >= self._open_until and not self._is_probing:
+            self._is_probing = True
+            return None
+        return (
+            f"{self.name!r} is not available: its last {self._failures} calls failed (the last "
+            f"one: {self._last_failure}); not called"
+        )
+
+    def note_success(self) -> None:
+        """A call was answered."""
+        self._failures, self._open_until, self._is_probing = 0, None, False
+
+    def note_failure(self, failure: str, now: float) -> None:
+        """A call raised, or timed out."""
+        was_probe, self._is_probing = self._is_probing, False
+        self._failures, self._last_failure = self._failures + 1, failure
+        limit, pause_s = self.policy.breaker_failures, self.policy.breaker_s
+        if limit is None or self._failures < limit:
+            return
+        if self._open_until is None or was_probe:
+            self._open_until = now + pause_s
+            logger.warning(
+                "tool %r: %d calls in a row failed, the last with: %s; calls are refused for %g s",
+                *(self.name, self._failures, failure, pause_s),
+            )
+
+    def note_cancelled(self) -> None:
+        """A call ended without a result: another one may try whether the tool is back."""
+        self._is_probing = False

@@ -17,11 +17,11 @@ from rollout.import_watch import noting_imports
 from rollout.media import Media
 from rollout.medium import FRAMES_MIME
 from rollout.tools.attempt import describe
-from rollout.tools.function import FunctionTool
-from rollout.tools.parameters import Parameters, inspect_parameters
+from rollout.tools.function_tools import FunctionTool
+from rollout.tools.parameters import Parameters
 from rollout.tools.policy import ToolPolicy
+from rollout.tools.processes import Load, Reply, Request
 from rollout.tools.results import normalise_result
-from rollout.tools.tool_process_messages import Load, Reply, Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,25 +29,25 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Answer requests until standard input closes."""
-    serve(lambda body: _encoded(_reply(msgspec.msgpack.decode(body, type=Request | Load))))
+    serve(lambda body: _encode(_answer(msgspec.msgpack.decode(body, type=Request | Load))))
 
 
-def _encoded(reply: Reply) -> bytes:
+def _encode(reply: Reply) -> bytes:
     try:
         encoded = msgspec.msgpack.encode(reply)
     except Exception:  # data that only this process can hold stays here; the text has its words
-        encoded = msgspec.msgpack.encode(msgspec.structs.replace(reply, data=None, metrics={}))
+        encoded = msgspec.msgpack.encode(Reply({**reply.result, "data": None, "metrics": {}}))
     if len(encoded) <= MAX_REPLY:
         return encoded
     failure = f"the tool's answer has {len(encoded)} bytes; at most {MAX_REPLY}"
     return msgspec.msgpack.encode(Reply(failure=failure))
 
 
-def _reply(message: Request | Load) -> Reply:
-    return _loaded(message) if isinstance(message, Load) else _answer(message)
+def _answer(message: Request | Load) -> Reply:
+    return _load(message) if isinstance(message, Load) else _call(message)
 
 
-def _loaded(message: Load) -> Reply:
+def _load(message: Load) -> Reply:
     for function in message.functions:
         try:
             with noting_imports(message.file, message.every_s):
@@ -57,36 +57,27 @@ def _loaded(message: Load) -> Reply:
     return Reply()
 
 
-def _answer(request: Request) -> Reply:
+def _call(request: Request) -> Reply:
     policy = ToolPolicy()
     try:
-        function, parameters, policy = _resolved(request.function, request.name)
-        answer = outcome_of(function(**parameters.check(request.arguments)))
-        result = normalise_result(answer)
-        images, videos = list(map(_file_of, result.images)), list(map(_file_of, result.videos))
+        function, parameters, policy = _find_function(request.function, request.name)
+        result = normalise_result(outcome_of(function(**parameters.check(request.arguments))))
+        fields = {name: getattr(result, name) for name in result.__struct_fields__}
+        media = {kind: list(map(_write_file, fields.pop(kind))) for kind in ("images", "videos")}
+        fields |= {kind: files for kind, files in media.items() if files}
     except BaseException as error:
         return Reply(failure=describe(error), is_transient=policy.is_transient(error))
-    return Reply(
-        text=result.text,
-        data=result.data,
-        reward=result.reward,
-        metrics=dict(result.metrics),
-        is_error=result.is_error,
-        end_trajectory=result.end_trajectory,
-        extra=dict(result.extra),
-        images=images,
-        videos=videos,
-    )
+    del fields["audio"]  # there is none
+    return Reply(fields)
 
 
-def _file_of(given: Any) -> Any:
+def _write_file(medium: Any) -> Any:
     """A picture in pixels, or frames, as the file that the driver reads."""
-    if isinstance(given, bytes | bytearray | str | dict):
-        return given
-    medium = given
-    if not isinstance(given, Media):
-        is_frames = isinstance(given, list | tuple) or getattr(given, "ndim", 0) == 4
-        source = MediaSource("video" if is_frames else "image", given, where="the tool's answer")
+    if isinstance(medium, bytes | bytearray | str | dict):
+        return medium
+    if not isinstance(medium, Media):
+        is_frames = isinstance(medium, list | tuple) or getattr(medium, "ndim", 0) == 4
+        source = MediaSource("video" if is_frames else "image", medium, where="the tool's answer")
         medium = read_media(source, MediaConfig(max_bytes=MAX_REPLY))
     if medium.mime == FRAMES_MIME:
         raise MediaError("frames do not leave the process of an isolated tool: return a video file")
@@ -94,8 +85,10 @@ def _file_of(given: Any) -> Any:
 
 
 @functools.cache
-def _resolved(ref: FunctionRef, name: str) -> tuple[Callable[..., Any], Parameters, ToolPolicy]:
+def _find_function(
+    ref: FunctionRef, name: str
+) -> tuple[Callable[..., Any], Parameters, ToolPolicy]:
     found = function_at(ref)
     if isinstance(found, FunctionTool):
         return found.function, found.parameters, found.policy
-    return found, inspect_parameters(found, name, is_documented=False), ToolPolicy()
+    return found, Parameters(found, name, is_documented=False), ToolPolicy()

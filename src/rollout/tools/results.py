@@ -5,26 +5,19 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence, Sized
-from functools import lru_cache
 from typing import Any
 
 import msgspec
+from pydantic import BaseModel
 
 from rollout.chat.media_parts import NO_AUDIO, media_part
 from rollout.errors import MediaError
 from rollout.media import Media
 from rollout.media.refusals import check_answer, is_media_file, is_media_part, kind_of_media
-from rollout.tools.pydantic_types import plain_data
 
 #: What the model reads where a tool answers None.
 NO_OUTPUT = "(no output)"
 _NO_MEDIA: tuple[Any, ...] = ()
-#: Of each tool that a trajectory has called its name, and then these: how many calls, errors,
-#: seconds altogether and of the longest. One tuple of all costs a fifth of a dict.
-CallSums = tuple[Any, ...]
-_SUMS = ("calls", "errors", "seconds", "seconds_max")
-_NO_CALLS: CallSums = ("", 0, 0, 0.0, 0.0)
-
 _EXPECTED = "return text, a number, a dict or list of JSON values, None or a ToolResult"
 
 
@@ -72,9 +65,9 @@ class ToolResult(_Text, frozen=True, kw_only=True):
         if self.audio is not None and (not isinstance(self.audio, Sized) or len(self.audio)):
             raise MediaError(f"ToolResult.audio: {NO_AUDIO}")
         for kind in ("images", "videos"):
-            given = getattr(self, kind)
-            if not isinstance(given, list | tuple):
-                raise MediaError(f"ToolResult.{kind}: expected a list, got {type(given).__name__}")
+            media = getattr(self, kind)
+            if not isinstance(media, list | tuple):
+                raise MediaError(f"ToolResult.{kind}: expected a list, got {type(media).__name__}")
 
     @property
     def has_media(self) -> bool:
@@ -99,31 +92,38 @@ def normalise_result(value: Any) -> ToolResult:
     """The `ToolResult` that a returned value stands for; an error result where it stands for none.
 
     Text stays, bytes are read as UTF-8, numbers and bools become their `str`, None becomes
-    "(no output)", dicts, lists, arrays and records (dataclasses, attrs, Structs, pydantic models)
-    become JSON and are kept as `data`. A PIL image, `Media` and the bytes of an image's file are
-    what the model sees, and so are those among the parts of a list such as
-    ``[{"type": "text", …}, {"type": "image", …}]``. A tuple is ``(value, reward)`` or ``(value,
-    reward, metrics)``, as in verl; so a tool that means a pair of values returns a list.
+    "(no output)"; dicts, lists, tuples, arrays and records (dataclasses, attrs, Structs, pydantic
+    models) become JSON and are kept as `data`. A PIL image, `Media` and the bytes of an image's
+    file are what the model sees, and so are those among the parts of a list such as
+    ``[{"type": "text", …}, {"type": "image", …}]``. A plain tuple of a `ToolResult` or a text and a
+    float is a result with its reward.
 
     Raises:
         MediaError: It holds an image, a video or audio within other values, or bytes.
     """
-    if isinstance(value, tuple):
-        return _from_tuple(value)
+    if type(value) is tuple and len(value) == 2 and isinstance(value[1], float):
+        result, reward = value
+        if isinstance(result, ToolResult | str):
+            result = normalise_result(result)
+            return check_result(msgspec.structs.replace(result, reward=reward))
     if isinstance(value, ToolResult):
-        return _checked(value)
+        return check_result(value)
     if isinstance(value, str):
         return ToolResult(value)
     if value is None:
         return ToolResult(NO_OUTPUT)
     if isinstance(value, numbers.Number):  # bool and NumPy scalars included
-        return _from_number(value)
+        try:
+            return ToolResult(str(value))
+        except ValueError as error:  # Python refuses to write out thousands of digits
+            text = f"the tool returned a number that cannot be written out: {error}"
+            return error_result(text)
     if isinstance(value, bytes | bytearray) and not is_media_file(value):
         return ToolResult(value.decode(errors="replace"))
-    return _shown(value) or _from_json(value)
+    return _show_media(value) or _write_json(value)
 
 
-def _shown(value: Any) -> ToolResult | None:
+def _show_media(value: Any) -> ToolResult | None:
     """The result in what is a picture, or in parts of which one is; None of anything else."""
     if isinstance(value, Media):
         is_image = value.kind == "image"
@@ -132,13 +132,13 @@ def _shown(value: Any) -> ToolResult | None:
         return ToolResult(images=[value])
     if not isinstance(value, list) or not all(map(_is_part, value)):
         return None
-    held = [media_part(f"part {at} of the tool's answer", part) for at, part in enumerate(value)]
-    images = [each for each in held if each is not None and each.kind == "image"]
-    videos = [each for each in held if each is not None and each.kind == "video"]
+    media = [media_part(f"part {at} of the tool's answer", part) for at, part in enumerate(value)]
+    images = [each for each in media if each is not None and each.kind == "image"]
+    videos = [each for each in media if each is not None and each.kind == "video"]
     if not (images or videos):
         return None
-    said = [part["text"] for part in value if part.get("type") == "text"]
-    return ToolResult("\n".join(said), images=images, videos=videos)
+    texts = [part["text"] for part in value if part.get("type") == "text"]
+    return ToolResult("\n".join(texts), images=images, videos=videos)
 
 
 def _is_part(value: object) -> bool:
@@ -150,17 +150,11 @@ def _is_part(value: object) -> bool:
     return is_media_part(value)
 
 
-def _from_number(value: Any) -> ToolResult:
-    try:
-        return ToolResult(str(value))
-    except ValueError as error:  # Python refuses to write out thousands of digits
-        return error_result(f"the tool returned a number that cannot be written out: {error}")
-
-
-def _from_json(value: Any) -> ToolResult:
+def _write_json(value: Any) -> ToolResult:
     try:
         check_answer("the tool's answer", value)
-        text = msgspec.json.format(msgspec.json.encode(value, enc_hook=_plain), indent=0).decode()
+        encoded = msgspec.json.encode(value, enc_hook=_convert_plain)
+        text = msgspec.json.format(encoded, indent=0).decode()
     except MediaError:
         raise
     except Exception as error:  # an iterator or a property of the value may raise anything
@@ -169,29 +163,21 @@ def _from_json(value: Any) -> ToolResult:
     return ToolResult(text, data=value)
 
 
-def _plain(value: Any) -> Any:
-    """`plain_data` without media in it."""
+def _convert_plain(value: Any) -> Any:
+    """A pydantic model, an array or one of its scalars as plain data, without media in it."""
     check_answer("the tool's answer", value)
-    plain = plain_data(value)
+    if isinstance(value, BaseModel):
+        plain = value.model_dump(mode="json")
+    elif callable(getattr(value, "tolist", None)):
+        plain = value.tolist()
+    else:
+        raise NotImplementedError(f"no JSON for {type(value).__name__}")
     check_answer("the tool's answer", plain)
     return plain
 
 
-def _from_tuple(value: tuple[Any, ...]) -> ToolResult:
-    if len(value) not in (2, 3):
-        return error_result(
-            f"the tool returned a tuple of {len(value)} items; expected (result, reward) or "
-            f"(result, reward, metrics)"
-        )
-    if isinstance(value[0], tuple):
-        return error_result("the tool returned a tuple within a tuple as its result; " + _EXPECTED)
-    result = normalise_result(value[0])
-    reward = result.reward if value[1] is None else value[1]
-    metrics = value[2] if len(value) == 3 and value[2] is not None else result.metrics
-    return _checked(msgspec.structs.replace(result, reward=reward, metrics=metrics))
-
-
-def _checked(result: ToolResult) -> ToolResult:
+def check_result(result: ToolResult) -> ToolResult:
+    """The result with plain dicts and a float reward; an error where a field is none such."""
     if not isinstance(result.text, str):
         check_answer("ToolResult.text", result.text)
         kind = type(result.text).__name__
@@ -204,7 +190,7 @@ def _checked(result: ToolResult) -> ToolResult:
             result = msgspec.structs.replace(result, **{name: dict(value)})
     if result.reward is None or (type(result.reward) is float and math.isfinite(result.reward)):
         return result
-    reward = as_reward(result.reward)
+    reward = read_reward(result.reward)
     if reward is None:
         return error_result(
             f"the tool returned the reward {result.reward!r:.80}; expected a finite number or None"
@@ -212,7 +198,7 @@ def _checked(result: ToolResult) -> ToolResult:
     return msgspec.structs.replace(result, reward=reward)
 
 
-def as_reward(value: Any) -> float | None:
+def read_reward(value: Any) -> float | None:
     """`value` as a finite float; None where it is no such number (a bool is none)."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
@@ -226,39 +212,7 @@ def as_reward(value: Any) -> float | None:
 def add_metrics(sums: dict[str, float], tool: str, metrics: Mapping[str, Any]) -> None:
     """Add what one call measured to a trajectory's sums; what is no finite number stays out."""
     for name, value in metrics.items():
-        number = float(value) if isinstance(value, bool) else as_reward(value)
+        number = float(value) if isinstance(value, bool) else read_reward(value)
         if number is not None:
             key = f"tools/{tool}/{name}"
             sums[key] = sums.get(key, 0.0) + number
-
-
-def with_call(sums: CallSums, tool: str, result: ToolResult | None, seconds: float) -> CallSums:
-    """A trajectory's sums and one more call of a tool; without a result, it was cancelled."""
-    at = sums.index(tool) if tool in sums else len(sums)
-    end = at + 1 + len(_SUMS)
-    _, calls, errors, total, longest = sums[at:end] or _NO_CALLS
-    is_error = result is None or result.is_error
-    counted = (tool, calls + 1, errors + is_error, total + seconds, max(longest, seconds))
-    return (*sums[:at], *counted, *sums[end:])
-
-
-def with_error(sums: CallSums, tool: str) -> CallSums:
-    """The same where a counted call of a tool was an error after all."""
-    at = sums.index(tool) + 1 + _SUMS.index("errors")
-    return (*sums[:at], sums[at] + 1, *sums[at + 1 :])
-
-
-def named_sums(sums: CallSums) -> dict[str, float]:
-    """The sums of each tool as ``tool/TOOL/{calls,errors,seconds,seconds_max}``."""
-    size = 1 + len(_SUMS)
-    return {
-        name: float(number)
-        for at in range(0, len(sums), size)
-        for name, number in zip(_names_of_sums(sums[at]), sums[at + 1 : at + size], strict=True)
-    }
-
-
-@lru_cache(256)
-def _names_of_sums(tool: str) -> tuple[str, ...]:
-    """The same objects for all trajectories."""
-    return tuple(f"tool/{tool}/{name}" for name in _SUMS)

@@ -63,12 +63,19 @@ if [ -f "$__rollout/state" ]; then
   unset $(env | sed -n 's/^\([A-Za-z_][A-Za-z0-9_]*\)=.*/\1/p' | grep -vx ROLLOUT_EXEC) 2>/dev/null
   . "$__rollout/state"
 fi
-trap '{ __rollout_code=$?; set +x; } 2>/dev/null; trap - EXIT; unset ROLLOUT_EXEC
-pwd >"$__rollout/cwd"
-{ export -p; [ -z "${BASH_VERSION-}" ] || declare -f; } >"$__rollout/new" &&
-mv -f "$__rollout/new" "$__rollout/state"
-exit $__rollout_code' EXIT
+__rollout_saved= __rollout_code=
+__rollout_end='{ __rollout_code=${__rollout_code:-$?}; set +x; } 2>/dev/null; unset ROLLOUT_EXEC
+if [ -z "$__rollout_saved" ]; then
+  __rollout_saved=1
+  pwd >"$__rollout/cwd"
+  { export -p; [ -z "${BASH_VERSION-}" ] || declare -f; } >"$__rollout/new" &&
+  mv -f "$__rollout/new" "$__rollout/state"
+fi
+exit $__rollout_code'
+trap "$__rollout_end" EXIT
 eval "$(cat "$__rollout/command")"
+{ __rollout_code=$?; set +x; } 2>/dev/null
+eval "$__rollout_end" # here, where the command has set a trap of its own
 """
 _PICTURES = (
     r"find . -type f \( -name '*.png' -o -name '*.jpg' -o -name '*.jpeg' -o -name '*.webp' \) "

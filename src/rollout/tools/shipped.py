@@ -30,25 +30,19 @@ def is_shipped(names: str) -> bool:
     return all(name in SHIPPED for name in names.split(","))
 
 
-def shipped_tools(
-    names: Sequence[str],
-    *,
-    corpus: Sequence[str] = (),
-    max_pictures: int = 0,
+def make_shipped(
+    names: Sequence[str], *, search_url: str = "", max_pictures: int = 0
 ) -> list[Tool]:
-    """One tool for each name; a search reads its whole corpus first.
+    """One tool for each name.
 
     Args:
         names: Keys of `SHIPPED`, or ``search``.
-        corpus: What the search looks in.
+        search_url: Of the retriever that the search asks.
         max_pictures: Of a program's call, which the model is shown; see `PythonTool`.
-
-    Raises:
-        ToolError: The corpus cannot be read.
     """
     with_settings: dict[str, Callable[[], Tool]] = {
         "python": lambda: PythonTool(max_pictures=max_pictures),
         "shell": lambda: ShellTool(max_pictures=max_pictures),
-        "search": lambda: SearchTool(corpus),
+        "search": lambda: SearchTool(search_url),
     }
     return [{**SHIPPED, **with_settings}[name]() for name in names]

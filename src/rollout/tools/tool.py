@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
 from rollout.tools.policy import ToolPolicy
-from rollout.tools.tool_processes import ToolProcesses
+from rollout.tools.processes import ToolProcesses
 from rollout.types import Prompt
 from rollout.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
-    from rollout.types import ToolCall
+    from collections.abc import AsyncIterator
 
+    from rollout.types import ToolCall
 
 #: Keys of ``tools_kwargs[name]`` that are for tools with verl's protocol: arguments of its methods.
 METHOD_KWARGS = frozenset(
     ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 )
-
-
 _NO_KWARGS: Mapping[str, Any] = {}
 
 
@@ -57,33 +57,8 @@ class ToolContext(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def create_kwargs(self) -> Mapping[str, Any]:
         """``tools_kwargs[name]["create_kwargs"]`` of the prompt; empty where it has none."""
-        given = self.kwargs.get("create_kwargs")
-        return given if isinstance(given, Mapping) else {}
-
-
-class ToolContexts(dict[str, ToolContext]):
-    """The contexts of one trajectory by tool, each made when it is first asked for.
-
-    Tools without kwargs have one in common.
-
-    Args:
-        trajectory: What they have in common.
-        kwargs: The prompt's kwargs by tool.
-    """
-
-    __slots__ = ("_kwargs", "_trajectory")
-
-    def __init__(self, trajectory: ToolContext, kwargs: Mapping[str, Mapping[str, Any]]) -> None:
-        super().__init__()
-        self._trajectory = trajectory
-        self._kwargs = kwargs
-
-    def __missing__(self, name: str) -> ToolContext:
-        kwargs = self._kwargs.get(name)
-        if not kwargs:
-            return self._trajectory
-        context = self[name] = msgspec.structs.replace(self._trajectory, kwargs=dict(kwargs))
-        return context
+        kwargs = self.kwargs.get("create_kwargs")
+        return kwargs if isinstance(kwargs, Mapping) else {}
 
 
 class ToolSession(ABC):
@@ -109,18 +84,6 @@ class ToolSession(ABC):
         for nothing. What it raises fails the trajectory.
         """
         return None
-
-    async def snapshot(self) -> Any:
-        """The state that later calls build on, as plain data; see `Tool.stateful`.
-
-        Asked after each turn that called it, within ``limits.tool_s``. What the tool put into the
-        context's `extra` and `state` belongs to it.
-        """
-        raise NotImplementedError
-
-    async def restore(self, state: Any) -> None:
-        """Have the state of a `snapshot` again; called once, right after the tool was opened."""
-        raise NotImplementedError
 
     @abstractmethod
     async def execute(self, call: ToolCall) -> Any:
@@ -152,8 +115,7 @@ class Tool(ABC):
         policy: How its calls are run; read when a runtime opens.
         stateful: Whether an answer depends on the calls before it in the same trajectory. A
             trajectory that is resumed from a journal gets the answers that it had, and no call runs
-            twice; where a stateful tool was called it begins from its start instead, unless the
-            tool's sessions have `ToolSession.snapshot` and `ToolSession.restore`.
+            twice; where a stateful tool was called it starts again.
         opens_first: Whether each trajectory that is offered it opens it before its agent begins, in
             place of at the first call: it may take as long as the trajectory then, and where it
             raises the trajectory fails.
@@ -196,3 +158,33 @@ class Tool(ABC):
         is then closed. It must not leave a task group or cancel scope open after it, and where it
         raises or is cancelled leaves nothing behind.
         """
+
+
+class ToolProvider(ABC):
+    """Has several tools while it is open; may stand among the tools of `load_tools`."""
+
+    @abstractmethod
+    async def __aenter__(self) -> list[Tool]:
+        """Its tools."""
+
+    async def __aexit__(self, *error: object) -> None:  # noqa: B027  (most hold nothing)
+        """Release what they hold."""
+
+
+@asynccontextmanager
+async def open_tools(tools: Sequence[Any]) -> AsyncIterator[list[Any]]:
+    """The tools, with those in place of each async context manager that it gives when entered.
+
+    Entered in order and left in the reverse one, when the block ends.
+
+    Raises:
+        ToolError: As the context managers do.
+    """
+    async with AsyncExitStack() as stack:
+        opened: list[Any] = []
+        for tool in tools:
+            if hasattr(tool, "__aenter__"):
+                opened += await stack.enter_async_context(tool)
+            else:
+                opened.append(tool)
+        yield opened

@@ -1,9 +1,9 @@
 """Text to values by the JSON schema of a tool: for formats that write arguments without types.
 
 A schema says which types a value may have: ``type`` (one or several), ``enum``, ``const``,
-``anyOf``, ``oneOf``, ``allOf``, ``$ref`` within the schema. The first of null, boolean, integer,
-number, object, array that is allowed and that the text writes is taken; else the text stays the
-string it is, and the check of arguments tells the model where that is wrong.
+``nullable``, ``anyOf``, ``oneOf``, ``allOf``, ``$ref`` within the schema. The first of null,
+boolean, integer, number, object, array that is allowed and that the text writes is taken; else the
+text stays the string it is, and the check of arguments tells the model where that is wrong.
 """
 
 from __future__ import annotations
@@ -136,6 +136,9 @@ def _types(schema: Any, root: Mapping[str, Any], steps: int) -> frozenset[str] |
     schema = _resolved(schema, root)
     if not steps or not schema:
         return None
+    if schema.get("nullable") is True:  # as OpenAPI and transformers write it
+        types = _types({**schema, "nullable": False}, root, steps - 1)
+        return None if types is None else types | {"null"}
     allowed = [_declared(schema)]
     choices = _parts(schema, "enum") or ([schema["const"]] if "const" in schema else [])
     if choices:

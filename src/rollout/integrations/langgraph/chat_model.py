@@ -13,7 +13,7 @@ from rollout.errors import LimitExceeded
 from rollout.gateway.calls import GatewayError, check_forced
 from rollout.integrations.langgraph.arguments import call_of
 from rollout.integrations.langgraph.messages import given_messages, message_of
-from rollout.tools.schema import inline_references
+from rollout.tools.schemas import inline_references
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rollout.errors import ToolError
-from rollout.tools.schema import as_openai_schema
+from rollout.integrations.verl.function_tools import read_answer
+from rollout.tools.schemas import as_openai_schema
 from rollout.tools.tool import Tool, ToolContext, ToolSession
-from rollout.tools.verl_functions import verl_result
 
 if TYPE_CHECKING:
     from rollout.types import ToolCall
@@ -129,7 +129,7 @@ class _VerlSession(ToolSession):
         answer = await self._run(
             "execute", dict(call.arguments), **{"agent_data": self._agent_data, **kwargs}
         )
-        return verl_result(answer)
+        return read_answer(answer)
 
     async def calc_reward(self) -> float | None:
         method = getattr(type(self._tool.tool), "calc_reward", None)

@@ -12,8 +12,8 @@ from anyio import AsyncContextManagerMixin
 from rollout.errors import ToolError
 from rollout.integrations.verl.tools import VerlSchema, VerlTool
 from rollout.integrations.verl.yaml_files import class_of, entries_of, settings_of
-from rollout.tools.mcp.mcp_tools import connect_mcp
-from rollout.tools.schema import as_openai_schema
+from rollout.tools.mcp import connect_mcp
+from rollout.tools.schemas import as_openai_schema
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence

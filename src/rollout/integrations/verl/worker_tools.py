@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from typing import TYPE_CHECKING, Any
 
+from rollout.integrations.verl.function_tools import wrap_function
 from rollout.integrations.verl.tools import VerlTool
-from rollout.tools.function import FunctionTool
-from rollout.tools.verl_functions import verl_result
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,7 +26,8 @@ def tools_of(worker: Any) -> list[Tool]:
     for at, tool in enumerate(worker.tools):
         known = tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True)
         if isinstance(tool, VerlFunction):
-            tools.append(_function(tool, _whole_schema(known, _inferred(tool))))
+            schema = _whole_schema(known, _inferred(tool))
+            tools.append(wrap_function(tool.fn, tool.name, schema))
         else:
             given = written[at] if at < len(written) else None
             tools.append(VerlTool(tool, schema=_whole_schema(known, given or {})))
@@ -79,20 +77,3 @@ def _whole(known: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
         else:
             whole[name] = value
     return {**whole, **{name: value for name, value in said.items() if name not in known}}
-
-
-def _function(tool: Any, schema: dict[str, Any]) -> Tool:
-    function = tool.fn
-    if inspect.iscoroutinefunction(function):
-
-        @functools.wraps(function)
-        async def run_async(*args: Any, **kwargs: Any) -> Any:
-            return verl_result(await function(*args, **kwargs))
-
-        return FunctionTool(run_async, name=tool.name, schema=schema, backend="asyncio")
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return verl_result(function(*args, **kwargs))
-
-    return FunctionTool(run, name=tool.name, schema=schema)

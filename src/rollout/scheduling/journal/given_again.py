@@ -53,7 +53,7 @@ def answers_of(known: AnswersEntry, whole: Callable[[Media], Media]) -> Answers:
         whole: Gives a medium its content.
     """
     results = [_result(each, whole) for each in known.results]
-    return Answers(results, known.seconds, known.stateful, known.snapshots, known.number)
+    return Answers(results, known.seconds)
 
 
 def place_of_turn(prefix: TokenPrefix, seed: int) -> Place:

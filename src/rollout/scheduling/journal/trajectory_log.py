@@ -138,7 +138,7 @@ class TrajectoryLog(msgspec.Struct, eq=False):
         if self._begun or (recorded.stateful and recorded.is_begun):
             if not self._begun:
                 tools = ", ".join(sorted(recorded.stateful))
-                self._say_restart(f"the state of {tools} is lost, which has no snapshot()")
+                self._say_restart(f"the state of {tools} is lost, which nothing restores")
             self._begun, self._turns, self._answers = True, None, None
             self._rows, self._row, self._next_row = {}, None, 0
             self._turn, self.has_answers = None, False
@@ -161,11 +161,6 @@ class TrajectoryLog(msgspec.Struct, eq=False):
             else:
                 answers.setdefault(entry.place, deque()).append(entry)
         self._turns, self._answers, self.has_answers = turns, answers, True
-
-    def lose_state(self, why: str) -> None:
-        """It begins again from its start, since a tool cannot continue."""
-        self._journal.counts.continued -= 1
-        self._say_restart(why)
 
     def _say_restart(self, why: str) -> None:
         self._journal.counts.restarted += 1

@@ -1,0 +1,292 @@
+"""Python functions as tools: ``@function_tool``."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, overload
+
+from rollout.errors import ToolError
+from rollout.function_refs import (
+    FunctionRef,
+    NotImportableError,
+    check_top_level,
+    function_ref,
+)
+from rollout.tools.argument_checks import SchemaCheck
+from rollout.tools.parameters import Parameters
+from rollout.tools.schemas import as_openai_schema
+from rollout.tools.tool import METHOD_KWARGS, Tool, ToolContext, ToolSession
+
+if TYPE_CHECKING:
+    from rollout.tools.policy import ToolPolicy
+    from rollout.types import ToolCall
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+class FunctionTool(Tool, Generic[P, R]):
+    """A function that models can call, and that stays callable from Python.
+
+    Args:
+        function: Sync (runs in a worker thread) or async (runs on the event loop).
+        name: What the model calls it; None takes the schema's name, else the function's.
+        schema: Shown in place of the inferred one; parameters that it leaves out may come from
+            the prompt's ``tools_kwargs``. What it lists beyond the function's parameters reaches
+            its ``**kwargs``.
+        policy: How its calls are run; None takes the defaults.
+        backend: "asyncio" for an async function that needs asyncio: under trio it runs on one
+            asyncio thread of the runtime, and cancellation and deadlines reach it there.
+        isolation: "process" runs each call in a child process, which a deadline or a cancellation
+            kills with its group: for code that holds the interpreter, as only threads of their own
+            interpreter can be stopped. The function must be importable; arguments and results
+            cross as plain data.
+        stateful: See `Tool.stateful`; None: where it takes a `ToolContext`.
+
+    Raises:
+        ToolError: It lists everything that must be written for a model to use the function.
+    """
+
+    __name__: str  # set by update_wrapper, as are __doc__, __module__ and __wrapped__
+
+    def __init__(
+        self,
+        function: Callable[P, R],
+        *,
+        name: str | None = None,
+        schema: dict[str, Any] | None = None,
+        policy: ToolPolicy | None = None,
+        backend: Literal["native", "asyncio"] = "native",
+        isolation: Literal["none", "process"] = "none",
+        stateful: bool | None = None,
+    ) -> None:
+        functools.update_wrapper(self, _check_function(function))
+        if schema is not None:
+            schema = as_openai_schema(schema, f"schema of function tool {function.__name__!r}")
+        self.name = name or (function.__name__ if schema is None else schema["function"]["name"])
+        self.function = function
+        self._is_async = inspect.iscoroutinefunction(function)
+        self._backend = self._check_choice("backend", backend, "native", "asyncio")
+        self.parameters = Parameters(function, self.name, is_documented=schema is None)
+        takes_context = self.parameters.context_name is not None
+        self.stateful = takes_context if stateful is None else bool(stateful)
+        isolated = self._check_choice("isolation", isolation, "none", "process")
+        self._is_isolated = isolated == "process"
+        if self._is_isolated:
+            self._check_importable(check_top_level, function)
+            if takes_context:
+                raise ToolError(
+                    f"function tool {self.name!r}: isolation = 'process' cannot hand over the "
+                    f"ToolContext: remove the parameter {self.parameters.context_name!r}"
+                )
+        self._schema_check: SchemaCheck | None = None
+        if schema is None:
+            description = self.parameters.description
+            inferred = {"name": self.name, "description": description}
+            schema = {
+                "type": "function",
+                "function": {**inferred, "parameters": self.parameters.schema},
+            }
+        else:
+            self._schema_check = self._check_schema(schema)
+        self.schema = schema
+        if policy is not None:
+            self.policy = policy
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the function itself, unchecked."""
+        return self.function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<FunctionTool {self.name}>"
+
+    def unused_kwargs(self, kwargs: Mapping[str, Any]) -> list[str]:
+        """What trainers give tools with verl's protocol, unless the function can look for it."""
+        if self.parameters.context_name is not None:
+            return []
+        return sorted(METHOD_KWARGS.intersection(kwargs) - self.parameters.names)
+
+    async def prepare(self) -> None:
+        """See `Tool.prepare`: when it was decorated, its name led to nothing yet."""
+        _ = self.function_ref
+
+    async def open(self, context: ToolContext) -> ToolSession:
+        """A session that calls the function with arguments that `check` returned."""
+        return self.open_session(context)
+
+    def open_session(self, context: ToolContext) -> ToolSession:
+        """`open`, which has nothing to wait for.
+
+        Raises:
+            ToolError: The prompt's kwargs name no parameter.
+        """
+        known = self.parameters.names
+        unknown = sorted(set(context.kwargs) - known - METHOD_KWARGS)
+        if unknown and not self.parameters.takes_others:
+            raise ToolError(
+                f"tools_kwargs of {self.name!r} name no parameter of it: {', '.join(unknown)}; "
+                f"expected some of: {', '.join(sorted(known)) or 'none'}"
+            )
+        return _FunctionSession(self, context)
+
+    def check(self, arguments: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments that the function gets: the prompt's kwargs override the model's.
+
+        In the types of the function; as they are where it runs in a process, which reads them.
+
+        Raises:
+            ArgumentsError: It names each missing, unknown and wrong one, and what was expected.
+        """
+        if not isinstance(arguments, Mapping):
+            SchemaCheck(self.name, None).check(arguments)
+        known = self.parameters.names
+        fixed = {name: value for name, value in kwargs.items() if name in known}
+        if self.parameters.takes_others:
+            fixed |= {n: v for n, v in kwargs.items() if n not in known | METHOD_KWARGS}
+        if self._schema_check is not None:
+            shown = {name: fixed[name] for name in self._schema_check.names if name in fixed}
+            self._schema_check.check({**arguments, **shown})
+        merged = {**arguments, **fixed}
+        checked = self.parameters.check(merged)
+        return merged if self._is_isolated else checked
+
+    @functools.cached_property
+    def function_ref(self) -> FunctionRef | None:
+        """Where its process finds the function; None: it runs in none.
+
+        Raises:
+            ToolError: The function's name leads to something else.
+        """
+        if not self._is_isolated:
+            return None
+        return self._check_importable(function_ref, self.function, self._is_it)
+
+    def _is_it(self, found: Any) -> bool:
+        return self.function is (found.function if isinstance(found, FunctionTool) else found)
+
+    async def run(self, arguments: Mapping[str, Any], context: ToolContext) -> Any:
+        """Call the function with checked arguments, where it runs; cancellation abandons a thread.
+
+        Raises:
+            ToolError: It runs in a process, and `context` has none.
+        """
+        if self.function_ref is not None:
+            if context.processes is None:
+                raise ToolError(f"{self.name}: this ToolContext has no processes to run in")
+            return await context.processes.run(self.name, self.function_ref, dict(arguments))
+        if self.parameters.context_name is not None:
+            arguments = {**arguments, self.parameters.context_name: context}
+        call: Callable[[], Any] = functools.partial(self.function, **arguments)
+        if self._is_async and self._backend == "asyncio":
+            return await context.threads.run_asyncio(self.name, call)
+        if self._is_async:
+            return await call()
+        result = await context.threads.run(self.name, call)
+        # An async function in a sync wrapper: the wrapper ran in the thread, the rest does not.
+        return await result if inspect.isawaitable(result) else result
+
+    def _check_schema(self, schema: dict[str, Any]) -> SchemaCheck:
+        name, parameters = schema["function"]["name"], schema["function"].get("parameters")
+        if name != self.name:
+            raise ToolError(
+                f"function tool {self.name!r}: its schema is named {name!r}; expected the same name"
+            )
+        known = self.parameters.names
+        unknown = [each for each in (parameters or {}).get("properties", {}) if each not in known]
+        if unknown and not self.parameters.takes_others:
+            raise ToolError(
+                f"function tool {self.name!r}: its schema has properties that are no parameters "
+                f"of the function: {', '.join(unknown)}"
+            )
+        return SchemaCheck(self.name, parameters)
+
+    def _check_choice(self, option: str, value: Any, *choices: str) -> str:
+        if value not in choices:
+            known = " or ".join(map(repr, choices))
+            raise ToolError(f"function tool {self.name!r}: {option} = {value!r}; expected {known}")
+        return str(value)
+
+    def _check_importable(self, look: Callable[..., T], *args: Any) -> T:
+        try:
+            return look(*args)
+        except NotImportableError as error:
+            text = f"function tool {self.name!r}: isolation = 'process' {error}"
+            raise ToolError(text) from None
+
+
+class _FunctionSession(ToolSession):
+    __slots__ = ("_context", "_tool")
+
+    def __init__(self, tool: FunctionTool[Any, Any], context: ToolContext) -> None:
+        self._tool, self._context = tool, context
+
+    async def execute(self, call: ToolCall) -> Any:
+        return await self._tool.run(call.arguments, self._context)
+
+
+def _check_function(function: Any) -> Callable[..., Any]:
+    if not (inspect.isfunction(function) or inspect.ismethod(function)):
+        raise ToolError(
+            f"{function!r:.200} is neither a Tool nor a function: write a function around it, or a "
+            f"subclass of Tool"
+        )
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ToolError(f"function tool {function.__name__!r} yields: return one value instead")
+    return function
+
+
+@overload
+def function_tool(function: Callable[P, R], /) -> FunctionTool[P, R]: ...
+
+
+@overload
+def function_tool(
+    name: str | None = None,
+    /,
+    *,
+    schema: dict[str, Any] | None = None,
+    policy: ToolPolicy | None = None,
+    backend: Literal["native", "asyncio"] = "native",
+    isolation: Literal["none", "process"] = "none",
+    stateful: bool | None = None,
+) -> Callable[[Callable[P, R]], FunctionTool[P, R]]: ...
+
+
+@overload
+def function_tool(
+    *,
+    name: str | None = None,
+    schema: dict[str, Any] | None = None,
+    policy: ToolPolicy | None = None,
+    backend: Literal["native", "asyncio"] = "native",
+    isolation: Literal["none", "process"] = "none",
+    stateful: bool | None = None,
+) -> Callable[[Callable[P, R]], FunctionTool[P, R]]: ...
+
+
+def function_tool(
+    function: Any = None,
+    /,
+    *,
+    name: str | None = None,
+    **options: Any,
+) -> Any:
+    """Make a function a tool: ``@function_tool``, ``@function_tool("name")`` or with keywords.
+
+    The schema is that of `transformers.utils.get_json_schema`, without the result's: types from
+    the annotations, which may also be dataclasses, pydantic models, TypedDicts, attrs classes and
+    Structs, with constraints in `typing.Annotated`; descriptions from the docstring and its
+    ``Args:`` section; defaults from the signature. A parameter annotated `ToolContext` receives
+    the trajectory's context and is hidden from the model. Arguments are checked against the
+    annotations before the function runs. The other options are those of `FunctionTool`.
+
+    Raises:
+        ToolError: It lists everything that must be written for a model to use the function.
+    """
+    if isinstance(function, str):
+        function, name = None, function
+    make: Callable[..., Any] = functools.partial(FunctionTool, name=name, **options)
+    return make if function is None else make(function)

@@ -1,0 +1,259 @@
+"""Transports to MCP servers for the `mcp` SDK, of which no message is read that is too long.
+
+The SDK's own reader of a command's output has no bound, and takes time that grows with the square
+of a line's length.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from contextlib import aclosing, asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from rollout.limits import cleanup_scope
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+
+    from anyio.abc import Process
+    from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+#: From closing a server's standard input to asking it to end, and from there to killing it.
+LEAVE_S, END_S = 2.0, 1.0
+#: Seconds for a connection, and for sending a request, over HTTP.
+CONNECT_S = 30.0
+#: What reading and writing raise once the other side is gone, or ours is closed.
+_GONE = (anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError, OSError)
+#: Bytes of each end of a line that is too long, in one of which its id stands.
+_ENDS = 4096
+#: The id of a message: some servers write it first, others last.
+_ID = re.compile(
+    rb'\A\s*\{\s*(?:"jsonrpc"\s*:\s*"2\.0"\s*,\s*)?"id"\s*:\s*(\d+|"[^"\\]*")\s*,'
+    rb'|"id"\s*:\s*(\d+|"[^"\\]*")\s*(?:,\s*"jsonrpc"\s*:\s*"2\.0"\s*)?\}\s*\Z'
+)
+
+
+def describe_long_answer(max_bytes: int) -> str:
+    """What is said in the place of an answer that was not read."""
+    return (
+        f"the MCP server's answer has more than {max_bytes:,} bytes, and was not read "
+        "(connect_mcp: max_answer_bytes)"
+    )
+
+
+def write_refusal(request_id: Any, text: str) -> bytes:
+    """A message that answers a request with an error."""
+    error = {"code": -32603, "message": text}
+    return json.dumps({"jsonrpc": "2.0", "id": request_id, "error": error}).encode()
+
+
+class LineReader:
+    """Bytes to lines; a refusal takes the place of one that is too long and answers a request."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._line, self._tail, self._size = bytearray(), b"", 0
+
+    def read(self, piece: bytes) -> Iterator[bytes]:
+        """The lines that end in `piece`, which follows those before."""
+        *ended, rest = piece.split(b"\n")
+        for end in ended:
+            self._add(end)
+            line = bytes(self._line)
+            if self._size > self._max_bytes:
+                request_id = _ID.search(line + self._tail)
+                line = b""
+                if request_id is not None:
+                    text = describe_long_answer(self._max_bytes)
+                    line = write_refusal(json.loads(request_id[1] or request_id[2]), text)
+            if line.strip():
+                yield line
+            self._line, self._tail, self._size = bytearray(), b"", 0
+        self._add(rest)
+
+    def _add(self, piece: bytes) -> None:
+        self._size += len(piece)
+        if self._size <= self._max_bytes:
+            self._line += piece
+        else:  # only its ends stay
+            self._line = self._line[:_ENDS] + piece[: max(0, _ENDS - len(self._line))]
+            self._tail = (self._tail + piece)[-_ENDS:]
+
+
+@asynccontextmanager
+async def open_stdio(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str] | None,
+    cwd: str | None,
+    errors: Any,
+    max_bytes: int,
+    is_frozen: Callable[[], bool],
+    on_end: Callable[[], None],
+) -> AsyncIterator[tuple[Any, Any]]:
+    """The streams to and from a server that runs in a process of its own.
+
+    Args:
+        command: With its arguments.
+        env, cwd: See `connect_mcp`.
+        errors: The file for its standard error.
+        max_bytes: Longest message that is read; an error takes the place of a longer answer.
+        is_frozen: Whether the server is to be killed, when the block ends, rather than asked to.
+        on_end: Called once the server's output has ended.
+    """
+    from mcp.client.stdio import get_default_environment
+
+    process = await anyio.open_process(
+        list(command),
+        env={**get_default_environment(), **(env or {})},
+        stderr=errors,
+        cwd=cwd,
+        start_new_session=True,
+    )
+    received, to_client = anyio.create_memory_object_stream[Any](0)
+    from_client, to_send = anyio.create_memory_object_stream[Any](0)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_read, process, received, max_bytes, on_end)
+        tasks.start_soon(_write, process, to_send, received)
+        try:
+            yield to_client, from_client
+        finally:
+            with anyio.CancelScope(shield=True):
+                from_client.close()
+                await _end(process, is_frozen=is_frozen())
+                to_client.close()
+            tasks.cancel_scope.cancel()
+
+
+async def _read(
+    process: Process,
+    received: MemoryObjectSendStream[Any],
+    max_bytes: int,
+    on_end: Callable[[], None],
+) -> None:
+    """Hand the server's messages on; once nobody takes them, drain its output: it may not block."""
+    import mcp_types
+    from mcp.shared.message import SessionMessage
+
+    assert process.stdout is not None
+    lines, is_closed = LineReader(max_bytes), False
+    with received, suppress(*_GONE):
+        while True:
+            for line in lines.read(await process.stdout.receive()):
+                message: Any
+                try:
+                    validate = mcp_types.jsonrpc_message_adapter.validate_json
+                    message = SessionMessage(validate(line, by_name=False))
+                except ValueError as error:
+                    message = error
+                try:
+                    if not is_closed:
+                        await received.send(message)
+                except (anyio.ClosedResourceError, anyio.BrokenResourceError):
+                    is_closed = True
+    on_end()
+
+
+async def _write(
+    process: Process, to_send: MemoryObjectReceiveStream[Any], received: MemoryObjectSendStream[Any]
+) -> None:
+    assert process.stdin is not None
+    try:
+        async with to_send:
+            async for message in to_send:
+                text = message.message.model_dump_json(by_alias=True, exclude_unset=True)
+                await process.stdin.send(text.encode() + b"\n")
+    except _GONE:
+        received.close()  # the client must not wait for answers
+
+
+async def _end(process: Process, *, is_frozen: bool) -> None:
+    """End the server and what it has started; bounded."""
+    assert process.stdin is not None
+    if not is_frozen:
+        with suppress(*_GONE):
+            await process.stdin.aclose()
+        if not await _wait(process, LEAVE_S):
+            _signal(process, signal.SIGTERM)
+            await _wait(process, END_S)
+    _signal(process, signal.SIGKILL)
+    await _wait(process, END_S)
+    with cleanup_scope(END_S):
+        await process.aclose()
+
+
+async def _wait(process: Process, seconds: float) -> bool:
+    """Whether it ends in time."""
+    with anyio.move_on_after(seconds):
+        await process.wait()
+    return process.returncode is not None
+
+
+def _signal(process: Process, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
+
+
+@asynccontextmanager
+async def open_http(
+    url: str, headers: Mapping[str, str] | None, max_bytes: int
+) -> AsyncIterator[tuple[Any, Any]]:
+    """The streams to and from a server over HTTP; a call's own deadline bounds its answer."""
+    import httpx2
+    from mcp.client.streamable_http import streamable_http_client
+
+    async with (
+        httpx2.AsyncClient(
+            headers={"Accept-Encoding": "identity", **(headers or {})},
+            timeout=httpx2.Timeout(CONNECT_S, read=None),
+            event_hooks={"response": [bound_bodies(max_bytes)]},
+        ) as client,
+        streamable_http_client(url, http_client=client, max_sse_event_size=max_bytes) as streams,
+    ):
+        yield streams
+
+
+def bound_bodies(max_bytes: int) -> Callable[[Any], Awaitable[None]]:
+    """A hook for responses: an error takes the place of a body that is too long, or compressed.
+
+    What becomes of a compressed one could not be bounded. Streams of events are the SDK's to bound.
+    """
+    import httpx2
+
+    class BoundedBody(httpx2.AsyncByteStream):
+        def __init__(self, response: Any) -> None:
+            self._stream, self._request = response.stream, response.request
+            self._is_packed = response.headers.pop("content-encoding", "identity") != "identity"
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            body = bytearray()
+            async with aclosing(self._stream.__aiter__()) as stream:
+                async for piece in stream:
+                    body += piece
+                    if len(body) <= max_bytes and not self._is_packed:
+                        continue
+                    text = describe_long_answer(max_bytes)
+                    if self._is_packed:
+                        text = "the MCP server compressed its answer, which it was asked not to do"
+                    request_id = json.loads(self._request.content or b"{}").get("id")
+                    body[:] = write_refusal(request_id, text)
+                    await self.aclose()  # what reads on below ends by that
+                    with suppress(Exception):
+                        await anext(stream)
+                    break
+            yield bytes(body)
+
+        async def aclose(self) -> None:
+            await self._stream.aclose()
+
+    async def bound(response: Any) -> None:
+        is_events = "text/event-stream" in response.headers.get("content-type", "")
+        if not is_events or response.headers.get("content-encoding", "identity") != "identity":
+            response.stream = BoundedBody(response)
+
+    return bound

@@ -1,0 +1,103 @@
+"""``tools.builtin``: shipped tools that a configuration names."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+import rollout
+from rollout.config.checks import BuiltinTools
+from rollout.errors import ConfigError, ToolError
+from rollout.testing import Scenario, tool_call
+from rollout.tools.shipped import SHIPPED
+from rollout.types import Message, Prompt
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """Trio alone will do."""
+    return "trio"
+
+
+async def test_builtin_tools_are_offered_beside_those_that_are_given() -> None:
+    @rollout.function_tool
+    async def shout(text: str) -> str:
+        """Say it louder.
+
+        Args:
+            text: What.
+        """
+        return text.upper()
+
+    scenario = (
+        Scenario(seed=1)
+        .reply("go", tool_call("shout", text="a"))
+        .then(tool_call("calculator", expression="6 * 7"))
+        .then(tool_call("finish", answer="42"))
+    )
+    tools = rollout.ToolsConfig(builtin=("calculator", "finish"))
+    config = scenario.config(tools=tools)
+    async with rollout.open_rollout(config, tools=[shout]) as runtime:
+        batch = await runtime.generate([Prompt(messages=[Message(role="user", content="go")])])
+    (trajectory,) = batch.trajectories
+    assert trajectory.extra["answer"] == "42"
+    assert trajectory.metrics["tool_calls"] == 3
+    assert trajectory.metrics["tool_errors"] == 0
+
+
+async def test_builtin_tool_that_is_given_too_is_refused() -> None:
+    config = Scenario().config(tools=rollout.ToolsConfig(builtin=("finish",)))
+    with pytest.raises(ToolError) as caught:
+        async with rollout.open_rollout(config, tools=[rollout.tools.finish]):
+            pytest.fail("the runtime opened")
+    assert str(caught.value) == (
+        "tools with the same name: 'finish' (rollout.tools.finish_tool.finish, "
+        "rollout.tools.finish_tool.finish); give all but one of each another name, as in "
+        '@function_tool("another_name")'
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        (
+            {"builtin": ["pyton"]},
+            "tools.builtin[0] = 'pyton': expected one of 'calculator', 'edit', 'finish', 'python', "
+            "'search', 'shell', 'submit'",
+        ),
+        (
+            {"builtin": ["finish", "finish"]},
+            "tools.builtin = ['finish', 'finish']: expected a list of shipped tools, each once "
+            "(calculator, edit, finish, python, search, shell, submit)",
+        ),
+        (
+            {"builtin": ["search"]},
+            "tools.search_url = None: expected a URL, for 'search' in tools.builtin",
+        ),
+        (
+            {"search_url": "http://host/"},
+            "tools.search_url = 'http://host/': expected none without 'search' in tools.builtin",
+        ),
+        (
+            {"search_corpus": ["docs"]},
+            "tools.search_corpus = ['docs']: unknown key; search_url names a retriever, such "
+            "as the one of examples/local_search",
+        ),
+        (
+            {"builtin": ["finish"], "isolation": "none"},
+            "tools.isolation = 'none': unknown key; sandbox.provider says who isolates",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings: dict[str, object], fault: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        rollout.config_from_dict({"tools": settings})
+    assert caught.value.faults == (fault,)
+
+
+def test_names_of_the_configuration_are_those_that_are_shipped() -> None:
+    names = get_args(get_args(get_args(BuiltinTools)[0])[0])
+    assert sorted(names) == sorted([*SHIPPED, "search"])

@@ -1,0 +1,200 @@
+"""Arguments against the schema of a tool: each fault is named, with what was expected."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rollout.errors import ToolError
+from rollout.tools import function_tool
+from rollout.tools.argument_checks import ArgumentsError, SchemaCheck
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "pattern": "^[A-Z]", "maxLength": 8},
+        "days": {"type": ["integer", "null"], "minimum": 1, "maximum": 14},
+        "unit": {"enum": ["celsius", "fahrenheit"]},
+        "hours": {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+        "place": {
+            "type": "object",
+            "properties": {"lat": {"type": "number"}},
+            "required": ["lat"],
+            "additionalProperties": False,
+        },
+        "id": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "ref": {"$ref": "#/$defs/point"},
+    },
+    "required": ["city"],
+    "$defs": {"point": {"type": "array", "items": {"type": "number"}}},
+}
+
+
+def fault(arguments: Any, parameters: Any = PARAMETERS) -> str:
+    with pytest.raises(ArgumentsError) as caught:
+        SchemaCheck("weather", parameters).check(arguments)
+    prefix = "invalid arguments for 'weather': "
+    assert str(caught.value).startswith(prefix)
+    return str(caught.value).removeprefix(prefix)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"city": 3}, 'city: 3 is not of type "string"'),
+        ({"city": "oslo"}, 'city: "oslo" does not match "^[A-Z]"'),
+        ({"city": "Reykjavik"}, 'city: "Reykjavik" is longer than 8 characters'),
+        ({"days": "3"}, 'days: "3" is not of types "null", "integer"'),
+        ({"days": True}, 'days: true is not of types "null", "integer"'),
+        ({"days": 0}, "days: 0 is less than the minimum of 1"),
+        ({"days": 15}, "days: 15 is greater than the maximum of 14"),
+        ({"unit": "kelvin"}, 'unit: "kelvin" is not one of "celsius" or "fahrenheit"'),
+        ({"hours": []}, "hours: [] has less than 1 item"),
+        ({"hours": [1, "2"]}, 'hours[1]: "2" is not of type "integer"'),
+        ({"place": {}}, "missing 'lat' in place"),
+        ({"place": {"lat": 1, "lon": 2}}, "unknown 'lon' in place"),
+        ({"id": "x"}, 'id = "x": expected one of [{"type":"integer"},{"type":"null"}]'),
+        ({"ref": [1, None]}, 'ref[1]: null is not of type "number"'),
+        ({"city": "X" * 2000}, f'city: "{"X" * 239}'),
+    ],
+)
+def test_arguments_wrong_value_is_named(arguments: dict[str, Any], text: str) -> None:
+    assert fault({"city": "Oslo", **arguments}) == text
+
+
+def test_arguments_missing_and_unknown_are_listed_with_what_there_is() -> None:
+    assert fault({"days": "3", "town": "Oslo", "x": 1}) == (
+        "days: \"3\" is not of types \"null\", \"integer\"; unknown 'town', 'x' (it takes 'city', "
+        "'days', 'unit', 'hours', 'place', 'id', 'ref'); missing 'city'"
+    )
+    assert fault({"a": 1}, {"type": "object", "properties": {}}) == "unknown 'a' (it takes none)"
+    many = {"type": "object", "properties": {f"a{n}": {"type": "string"} for n in range(20)}}
+    assert fault({f"a{n}": n for n in range(20)}, many).endswith("; and 12 more")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([1, 2], "[1,2] is no object of arguments"),
+        ("city", '"city" is no object of arguments'),
+        (None, "null is no object of arguments"),
+    ],
+)
+def test_arguments_that_are_no_object_are_refused(arguments: Any, text: str) -> None:
+    assert fault(arguments) == text
+
+    @function_tool("weather")
+    def tool(city: str) -> None:
+        """Do it.
+
+        Args:
+            city: City.
+        """
+
+    with pytest.raises(ArgumentsError) as caught:
+        tool.check(arguments, {})
+    assert str(caught.value) == f"invalid arguments for 'weather': {text}"
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        None,
+        {},
+        {"type": "object", "properties": {"a": {}}, "additionalProperties": True},
+        {"type": "object", "properties": {"a": {}}, "additionalProperties": {"type": "integer"}},
+        {"type": "object", "patternProperties": {"^b": {}}, "properties": {"a": {}}},
+    ],
+)
+def test_arguments_further_ones_pass_where_the_schema_leaves_room(parameters: Any) -> None:
+    SchemaCheck("weather", parameters).check({"b": 1})
+
+
+def test_arguments_of_the_prompt_that_are_no_json_are_judged_by_their_type() -> None:
+    assert fault({"city": "Oslo", "days": object()}) == (
+        'days: "<object>" is not of types "null", "integer"'
+    )
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text"),
+    [
+        (
+            {"type": "object", "properties": {"a": {"type": "str"}}},
+            "tool 'weather': parameters.properties.a.type of its schema: \"str\" is not valid "
+            "under any of the schemas listed in the 'anyOf' keyword; expected a JSON Schema",
+        ),
+        (
+            {"$ref": "https://example.com/schema.json"},
+            "tool 'weather': parameters of its schema: Resource 'https://example.com/schema.json' "
+            "is not present in a registry and retrieving it failed: ValueError: "
+            "https://example.com/schema.json is not fetched; write the schema out; expected a JSON "
+            "Schema",
+        ),
+    ],
+)
+def test_schema_that_is_none_is_refused(parameters: Any, text: str) -> None:
+    with pytest.raises(ToolError) as caught:
+        SchemaCheck("weather", parameters)
+    assert str(caught.value) == text
+
+
+def test_function_with_a_given_schema_is_checked_against_it() -> None:
+    def look_up(key, depth=1, token=""):  # type: ignore[no-untyped-def]
+        return key
+
+    schema = {
+        "name": "look_up",
+        "parameters": {
+            "type": "object",
+            "properties": {"key": {"type": "string"}, "depth": {"type": "integer"}},
+            "required": ["key"],
+        },
+    }
+    tool = function_tool(schema=schema)(look_up)
+    assert tool.schema == {"type": "function", "function": schema}  # given without its envelope
+    tool.check({"key": "a"}, {"token": "secret"})
+    tool.check({}, {"key": "fixed"})
+    for arguments, text in (
+        ({"key": 1}, 'key: 1 is not of type "string"'),
+        ({"key": "a", "token": "b"}, "unknown 'token' (it takes 'key', 'depth')"),
+        ({}, "missing 'key'"),
+    ):
+        with pytest.raises(ArgumentsError) as caught:
+            tool.check(arguments, {})
+        assert str(caught.value) == f"invalid arguments for 'look_up': {text}"
+
+
+def test_schema_without_a_name_is_refused() -> None:
+    with pytest.raises(ToolError) as caught:
+        function_tool(schema={"parameters": {}})(lambda: None)
+    assert str(caught.value) == (
+        "schema of function tool '<lambda>' = {'parameters': {}}: expected {'type': 'function', "
+        "'function': {'name': ..., 'parameters': {...}}}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "is_right"),
+    [
+        ({"type": "integer", "nullable": True}, None, True),
+        ({"type": "string", "enum": ["a"], "nullable": True}, None, True),
+        ({"type": "array", "items": {"type": "string", "nullable": True}}, ["a", None], True),
+        ({"type": "integer", "nullable": True}, "x", False),
+        (
+            {"type": "object", "properties": {"nullable": {"type": "integer"}}},
+            {"nullable": 1},
+            True,
+        ),
+    ],
+)
+def test_arguments_may_be_null_where_the_schema_is_nullable(
+    schema: Any, value: Any, is_right: bool
+) -> None:
+    check = SchemaCheck("weather", {"type": "object", "properties": {"x": schema}})
+    if is_right:
+        assert check.check({"x": value}) == {"x": value}
+        return
+    with pytest.raises(ArgumentsError):
+        check.check({"x": value})
