@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from rollout.chat.trajectory import Trajectory
     from rollout.observe.event_stream import EventStream
-    from rollout.scheduling.prompts import Ended, Member
+    from rollout.scheduling.member_group import Ended, Member
 
 #: Reason of those that nobody takes, because the call itself was cancelled.
 LOST = "call"
@@ -82,7 +82,7 @@ def tell_ended(events: EventStream, member: Member, trajectory: Trajectory) -> N
     )
 
 
-def tell_lost(events: EventStream, members: Iterable[Member], reason: str) -> None:
+def tell_lost(events: EventStream, members: Iterable[Member]) -> None:
     """Members of a call whose caller was cancelled: nobody takes their trajectories."""
     for member in members:
         if not _is_wanted(events, member, Outcome.CANCELLED):
@@ -96,7 +96,7 @@ def tell_lost(events: EventStream, members: Iterable[Member], reason: str) -> No
                 **_named(member),
                 began=_began(events, member, now),
                 outcome=Outcome.CANCELLED.value,
-                reason=reason,
+                reason=LOST,
             )
         )
 
