@@ -20,7 +20,7 @@ from rollout.runtime.calls import GroupStream, SleepBetweenBatches, StepCount, n
 from rollout.runtime.collation import Collation, attach
 from rollout.runtime.explain import explain
 from rollout.runtime.measuring import BatchWatch, RuntimeStatistics
-from rollout.scheduling.admission import Admission
+from rollout.scheduling.admission import Admission, Progress
 from rollout.scheduling.batch_call import (
     BatchCall,
     StreamCall,
@@ -29,7 +29,6 @@ from rollout.scheduling.batch_call import (
 from rollout.scheduling.call_arguments import check_call, check_groups, check_target
 from rollout.scheduling.group_call import get_result, make_group_call
 from rollout.scheduling.journal.group_log import GroupLog
-from rollout.scheduling.pressure import Progress
 from rollout.scheduling.prompts import check_names, check_prompts
 from rollout.scheduling.scheduler import Scheduler
 from rollout.scopes import open_task_group

@@ -193,7 +193,7 @@ class Rewarding:
         assert function is not None
         what = f"reward of trajectory {trajectory.uid}/{trajectory.member}"
         call = RewardCall(self.containment, [member], what, is_group=False)
-        sandbox = get_sandbox() if function.takes_sandbox else None
+        sandbox = get_sandbox() if function.form.takes_sandbox else None
         measured = dict(trajectory.metrics)
         reward = await self._score(call, function, partial(_copy, trajectory), sandbox)
         reward = _restore_metrics(trajectory, measured, reward, call)
