@@ -14,7 +14,7 @@ from rollout.scheduling.calls import Call
 from rollout.scheduling.endings import CLOSED
 from rollout.scheduling.groups import Groups, Wanted
 from rollout.scheduling.member_group import Ended, MemberGroup, cancel_members
-from rollout.scheduling.trajectory_events import LOST
+from rollout.scheduling.member_runs import LOST
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class BatchCall(Call):
             for ended in wanted:
                 self._count(ended)
         if self._events.tells_all:
-            self._tell_group(wanted)
+            self._emit_group_ended(wanted)
         self.groups.release(group)
         if self.waits_for_groups:
             for ended in wanted:
@@ -213,9 +213,11 @@ class StreamCall(BatchCall):
     async def run(self) -> None:
         """See `Call.run`."""
         async with self._send:
-            await super().run()
-            if self.is_closed or not self._is_leaving:
-                self.error = self._find_error()
+            try:
+                await super().run()
+            finally:
+                if self.is_closed or not self._is_leaving:
+                    self.error = self._find_error()
 
     def close(self) -> None:
         """Cancel every member because the runtime closes; deliver no more trajectories."""

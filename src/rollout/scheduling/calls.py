@@ -18,7 +18,7 @@ from rollout.scheduling.endings import CLOSED, BadEndings
 from rollout.scheduling.finished import explain_cut, make_unstarted
 from rollout.scheduling.member_group import Ended, cancel_members
 from rollout.scheduling.trajectory import limit_trajectory
-from rollout.scheduling.trajectory_events import tell_ended, tell_group_ended
+from rollout.scheduling.trajectory_events import emit_ended, emit_group_ended
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -110,6 +110,7 @@ class Call:
                     tasks.cancel_scope.cancel()
             except anyio.get_cancelled_exc_class():  # with the runtime's tasks
                 self.is_closed = True
+                self.end_with(RolloutError(CLOSED_MEANWHILE))
                 raise
             finally:
                 with anyio.CancelScope(shield=True):
@@ -351,7 +352,7 @@ class Call:
         self._tally.outcomes[trajectory.outcome] += 1
         self._bad.add(trajectory, is_free=not is_counted)
         if self._events.is_on:
-            tell_ended(self._events, member, trajectory)
+            emit_ended(self._events, member, trajectory)
         if is_counted:
             self._check_failures(trajectory)
 
@@ -378,7 +379,7 @@ class Call:
             if self.groups.is_to_drop(group):
                 self._log.unwanted(group)
                 self.groups.drop(group)
-                self._tell_group(wanted, "dropped")
+                self._emit_group_ended(wanted, "dropped")
             elif await self._reward(group, wanted):
                 await self._hand_over(group, wanted)
             if self.groups.has_refused_too_many and not self.groups.has_all:
@@ -407,6 +408,6 @@ class Call:
         """Deliver a group that has its rewards, or refuse it."""
         raise NotImplementedError
 
-    def _tell_group(self, wanted: Sequence[Ended], verdict: str = "") -> None:
+    def _emit_group_ended(self, wanted: Sequence[Ended], verdict: str = "") -> None:
         if self._events.is_on:
-            tell_group_ended(self._events, wanted, verdict)
+            emit_group_ended(self._events, wanted, verdict)

@@ -64,7 +64,7 @@ class GroupCall(Call):
         self.selection = Selection(by_group=scheduler.rewards_groups)
         self._count_of_ended = 0
         self._pull_wait = anyio.CancelScope()
-        self._has_told_end = False
+        self._has_noted_end = False
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -100,7 +100,7 @@ class GroupCall(Call):
             if self.failure is not None:
                 raise self.failure
             if self.groups.is_complete:
-                if not self._is_leaving:  # else its caller has left, and is told nothing
+                if not self._is_leaving:  # else its caller has left, and learns nothing
                     self.note_source_end(is_recorded=not self._is_cancelled)
                 return None
             with anyio.move_on_after(HINT_S) as scope:
@@ -166,8 +166,8 @@ class GroupCall(Call):
             is_recorded: Whether a resumed run is to end the call at this point as well.
         """
         source = self.source
-        if source.is_over and not self._has_told_end:
-            self._has_told_end = True
+        if source.is_over and not self._has_noted_end:
+            self._has_noted_end = True
             self._queue.forget(source)
             if is_recorded and not source.is_replayed:
                 self._log.source_ended(source, self.step)
@@ -224,7 +224,7 @@ class GroupCall(Call):
                 continue
             self._check_source()
             with anyio.CancelScope() as self._pull_wait:
-                if self.groups.wants_group and self.source.can_be_asked:
+                if self.groups.wants_group and self.source.can_pull:
                     await self._runs.wait_for_slot()
                     if not self._pull_wait.cancel_called:  # else nothing may be as it was
                         self._queue.ask(self.source)
@@ -261,10 +261,10 @@ class GroupCall(Call):
     def _check_source(self) -> None:
         """Fail with what the source raised, or stop pulling where it is over."""
         source = self.source
-        if source.failure is not None and not self.groups.has_all:  # else the next call is told
+        if source.failure is not None and not self.groups.has_all:  # else the next call fails
             error, source.failure = source.failure, None
             self._fail(error)
-        elif source.is_over and self.groups.wants_group and not source.is_asked:
+        elif source.is_over and self.groups.wants_group and not source.is_pulling:
             self.groups.stop_pulling()
             self.change()
 
@@ -313,12 +313,12 @@ class GroupCall(Call):
         if failure is not None:
             self._fail(failure)
         result = Group.of(group.uid, group.prompt, [each.trajectory for each in wanted])
-        is_accepted = True if _was_given(wanted) else self._call_accept(result)
+        is_accepted = True if _were_delivered(wanted) else self._call_accept(result)
         if is_accepted is None:
             group.stage = Stage.UNJUDGED
             return
         group.result = result
-        self._tell_group(wanted, "accepted" if is_accepted else "refused")
+        self._emit_group_ended(wanted, "accepted" if is_accepted else "refused")
         if is_accepted:
             self.groups.accept(group)
         else:
@@ -358,7 +358,7 @@ def get_result(group: MemberGroup) -> Group:
     return group.result
 
 
-def _was_given(wanted: Sequence[Ended]) -> bool:
+def _were_delivered(wanted: Sequence[Ended]) -> bool:
     """Whether an earlier process delivered these, so that they are accepted unasked."""
     logs = [each.member.log for each in wanted]
     return bool(logs) and all(log is not None and log.is_taken for log in logs)
@@ -375,7 +375,7 @@ def make_group_call(
     max_staleness: Any = None,
     groups_per_step: Any = None,
 ) -> GroupCall:
-    """Make a call of `collect`, or of `stream_groups`, which has as many groups as it is asked for.
+    """Make a call of `collect`, or of `stream_groups`, which has as many groups as it takes.
 
     Raises:
         PromptError: An argument is wrong; nothing has been started.

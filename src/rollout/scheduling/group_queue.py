@@ -76,7 +76,7 @@ class GroupQueue:
         self._pulled = log.pulled
         self._sources: dict[int, PromptSource] = {}
         #: What the journal says that the calls which run had before; they take it first of all.
-        self._given_before: list[MemberGroup] = []
+        self._delivered_before: list[MemberGroup] = []
 
     # Calls.
 
@@ -85,9 +85,9 @@ class GroupQueue:
         if not self.calls:  # else those may have groups that are not queued here
             left = {group.source.number for group in self.leftovers}
             self._log.expect_no_lists_before(call.step, left)
-        self._given_before += map(self._restore, self._log.given_in(call.step))
+        self._delivered_before += map(self._restore, self._log.given_in(call.step))
         if not call.source.is_replayed:
-            names = {group.uid for group in (*self._given_before, *self.leftovers)}
+            names = {group.uid for group in (*self._delivered_before, *self.leftovers)}
             self.keep([*map(self._restore, self._log.given_in_none(names))])
         self.calls[call] = call.source.users[call] = None
 
@@ -102,9 +102,9 @@ class GroupQueue:
 
         One with a uid of its own that the call has already is left for a later call.
         """
-        for group in self._given_before:
+        for group in self._delivered_before:
             if group.before is not None and group.before.step == call.step:
-                self._given_before.remove(group)
+                self._delivered_before.remove(group)
                 return group
         source = call.source
         if source.is_replayed:
@@ -150,7 +150,7 @@ class GroupQueue:
         """Return a caller's source where it was left; one that is over begins again."""
         source = self._sources.pop(id(given), None) or self._make_source(given)
         self._sources[id(given)] = source  # the last of them
-        idle = [each for each in self._sources.values() if not (each.users or each.is_asked)]
+        idle = [each for each in self._sources.values() if not (each.users or each.is_pulling)]
         for each in idle[: max(0, len(self._sources) - MAX_SOURCES)]:
             if each is not source:
                 self.forget(each)
@@ -168,7 +168,7 @@ class GroupQueue:
 
     def ask(self, source: PromptSource) -> None:
         """Ask a source for one prompt, if it is not being asked."""
-        if not source.is_asked:
+        if not source.is_pulling:
             source.ask(self._start, self._containment, self._tally)
 
     def _make_source(self, given: Any) -> PromptSource:

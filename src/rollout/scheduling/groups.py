@@ -408,7 +408,7 @@ class Groups:
     def _find_due_version(self, group: MemberGroup, bound: Staleness) -> int:
         """The last version to take a group at; now, where an earlier process delivered it."""
         now = self._version()
-        return now if group.was_given else max(_get_version(group) + bound.most, now)
+        return now if group.was_delivered else max(_get_version(group) + bound.most, now)
 
     def _log_lateness(self, group: MemberGroup) -> None:
         """Warn where the version has risen faster than the bound assumes."""

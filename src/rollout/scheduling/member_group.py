@@ -236,7 +236,7 @@ class MemberGroup:
         return self.is_begun or (self.before is not None and self.before.version is not None)
 
     @property
-    def was_given(self) -> bool:
+    def was_delivered(self) -> bool:
         """Whether an earlier process gave it to its caller."""
         return self.before is not None and self.before.step is not None
 
@@ -324,7 +324,7 @@ class MemberGroup:
 
         One that its caller had is what that took, whatever ended its members then.
         """
-        if self.was_given:
+        if self.was_delivered:
             return False
         ended = self.ended[self.known :]
         return any(each.trajectory.limit_source == GROUP_S for each in ended)

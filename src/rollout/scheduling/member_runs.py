@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from rollout.agents.identity import Ending
 from rollout.containment import enter_containment
+from rollout.scheduling.finished import make_unstarted
 from rollout.scheduling.member_group import Ended
 from rollout.scheduling.trajectory import TrajectoryRun, run_trajectory
-from rollout.scheduling.trajectory_events import tell_ended, tell_lost
+from rollout.scheduling.trajectory_events import emit_ended
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
     from rollout.scheduling.journal.group_log import GroupLog
     from rollout.scheduling.member_group import Member
     from rollout.scheduling.trajectory import TrajectoryRunner
+
+#: Reason of those that nobody takes, because the call itself was cancelled.
+LOST = "call"
+LOST_ENDING = Ending(outcome=Outcome.CANCELLED, reason=LOST)
 
 
 class MemberRuns:
@@ -129,7 +135,7 @@ class MemberRuns:
         self._log.ended(member, trajectory)
         self._tally.outcomes[trajectory.outcome] += 1
         if self._events.is_on:
-            tell_ended(self._events, member, trajectory)
+            emit_ended(self._events, member, trajectory)
 
     def _lose(self, member: Member, error: BaseException | None) -> None:
         self.count_lost([] if member.is_finished else [member])
@@ -144,8 +150,8 @@ class MemberRuns:
         self._tally.outcomes[Outcome.CANCELLED] += len(members)
         for member in members:
             member.is_finished = True
-        if self._events.is_on:
-            tell_lost(self._events, members)
+            if self._events.is_on:
+                emit_ended(self._events, member, make_unstarted(member, LOST_ENDING))
 
     async def wait_until_finished(self, members: Sequence[Member]) -> None:
         """Wait until these members have their outcomes."""

@@ -167,25 +167,25 @@ def read_row(row: Mapping[str, Any]) -> tuple[Prompt | None, list[Fault]]:
     A column that is None is absent. Columns without a meaning here go to `extra`, beside what
     `extra_info` holds.
     """
-    given = {name: value for name, value in row.items() if value is not None}
-    faults = [*_check_messages(given), *_check_types("", given)]
-    nested = given.get(NESTED, {})
+    columns = {name: value for name, value in row.items() if value is not None}
+    faults = [*_check_messages(columns), *_check_types("", columns)]
+    nested = columns.get(NESTED, {})
     if isinstance(nested, Mapping):
         nested = {name: value for name, value in nested.items() if value is not None}
         lifted = {name: nested[name] for name in LIFTED if name in nested}
         faults += _check_types(f"{NESTED}.", lifted)
-    faults = faults or [*_check_contradictions(given, nested)]
-    return (None, faults) if faults else (_make_prompt(given, nested), [])
+    faults = faults or [*_check_contradictions(columns, nested)]
+    return (None, faults) if faults else (_make_prompt(columns, nested), [])
 
 
-def _check_messages(given: Mapping[str, Any]) -> Iterator[Fault]:
-    names = [name for name in ("prompt", "messages") if name in given]
+def _check_messages(columns: Mapping[str, Any]) -> Iterator[Fault]:
+    names = [name for name in ("prompt", "messages") if name in columns]
     if len(names) != 1:
         problem = "expected one of them" + (", got both" if names else "; the row has neither")
         yield Fault("prompt, messages", problem)
         return
     (name,) = names
-    value = given[name]
+    value = columns[name]
     if isinstance(value, str) and name == "prompt":
         return
     if not isinstance(value, list):
@@ -204,45 +204,45 @@ def _check_messages(given: Mapping[str, Any]) -> Iterator[Fault]:
             yield Fault(f"{path}.content", f"expected a string{got(content)}", content)
 
 
-def _check_types(prefix: str, given: Mapping[str, Any]) -> Iterator[Fault]:
+def _check_types(prefix: str, columns: Mapping[str, Any]) -> Iterator[Fault]:
     for name, (expected, accepts) in _COLUMNS.items():
-        if name in given and not accepts(given[name]):
-            value = given[name]
+        if name in columns and not accepts(columns[name]):
+            value = columns[name]
             # Of a list or an object, what is wrong may be inside.
             kind = "" if isinstance(value, list | Mapping) else got(value)
             yield Fault(f"{prefix}{name}", f"expected {expected}{kind}", value)
 
 
-def _check_contradictions(given: Mapping[str, Any], nested: Mapping[str, Any]) -> Iterator[Fault]:
+def _check_contradictions(columns: Mapping[str, Any], nested: Mapping[str, Any]) -> Iterator[Fault]:
     """Find columns that say different things under one name: nothing may be lost silently."""
     for name, value in nested.items():
-        beside = given.get(name, value) if name not in _OWN or name in LIFTED else value
+        beside = columns.get(name, value) if name not in _OWN or name in LIFTED else value
         if beside != value:
             yield Fault(name, f"{NESTED}.{name} says otherwise; expected one of them", beside)
-    scored = given.get("reward_model", {}).get("ground_truth")
-    beside = given.get("ground_truth", scored)
+    scored = columns.get("reward_model", {}).get("ground_truth")
+    beside = columns.get("ground_truth", scored)
     if scored is not None and beside != scored:
         problem = "reward_model.ground_truth says otherwise; expected one of them"
         yield Fault("ground_truth", problem, beside)
 
 
-def _make_prompt(given: Mapping[str, Any], nested: Mapping[str, Any]) -> Prompt:
-    messages = given.get("prompt", given.get("messages"))
+def _make_prompt(columns: Mapping[str, Any], nested: Mapping[str, Any]) -> Prompt:
+    messages = columns.get("prompt", columns.get("messages"))
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
-    scorer = dict(given.get("reward_model", {}))
+    scorer = dict(columns.get("reward_model", {}))
     truth = scorer.pop("ground_truth", None)
-    extra = {name: value for name, value in given.items() if name not in _OWN} | nested
+    extra = {name: value for name, value in columns.items() if name not in _OWN} | nested
     lifted = extra.pop("tools_kwargs", {})
     if scorer:
         extra["reward_model"] = scorer
-    if "interaction_kwargs" in given:
-        extra["interaction_kwargs"] = given["interaction_kwargs"]
+    if "interaction_kwargs" in columns:
+        extra["interaction_kwargs"] = columns["interaction_kwargs"]
     named = ("uid", "agent_name", "sampling", "tools", "data_source", "priority")
     return Prompt(
         messages=messages,
-        tools_kwargs=given.get("tools_kwargs", lifted),
-        ground_truth=given.get("ground_truth", truth),
+        tools_kwargs=columns.get("tools_kwargs", lifted),
+        ground_truth=columns.get("ground_truth", truth),
         extra=extra,
-        **{name: given[name] for name in named if name in given},
+        **{name: columns[name] for name in named if name in columns},
     )

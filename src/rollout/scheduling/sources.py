@@ -80,7 +80,7 @@ class PromptSource:
         users: Open calls that have it.
         is_over: Whether it has given all that it has.
         failure: What it raised, until a call ends with that.
-        is_asked: Whether a pull is under way.
+        is_pulling: Whether a pull is under way.
         number: Its own in a journal; None where it has none.
         is_replayed: It stands for one whose end an earlier process told the caller: what that had
             is all that there is.
@@ -99,7 +99,7 @@ class PromptSource:
         self.count = 0
         self.pulled: deque[MemberGroup] = deque()
         self.users: dict[Any, None] = {}
-        self.is_over = self.is_asked = False
+        self.is_over = self.is_pulling = False
         self.failure: BaseException | None = None
         self.number: int | None = None
         self.is_replayed = self.is_beyond = self.is_used_up = False
@@ -110,9 +110,9 @@ class PromptSource:
         self._asked = anyio.Event()
 
     @property
-    def can_be_asked(self) -> bool:
+    def can_pull(self) -> bool:
         """Whether it may have more, and no pull is under way."""
-        return not (self.is_over or self.is_asked)
+        return not (self.is_over or self.is_pulling)
 
     def ask(self, start: Callable[..., object], containment: Containment, tally: Tally) -> None:
         """Start a pull of one prompt: of an async source, in the task that did so before.
@@ -122,7 +122,7 @@ class PromptSource:
             containment: Has the task of an async source.
             tally: Counts those that do not end.
         """
-        self.is_asked = True
+        self.is_pulling = True
         if self._task is not None:
             self._asked.set()
         elif isinstance(self.given, AsyncIterable):
@@ -156,7 +156,7 @@ class PromptSource:
                 raise
             self.failure = _explain_cancellation(error)
         finally:
-            self.is_asked = False
+            self.is_pulling = False
             self._changed(self)
 
     async def _next(self) -> tuple[Any, bool]:

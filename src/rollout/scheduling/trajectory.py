@@ -41,7 +41,7 @@ from rollout.scheduling.finished import (
 )
 from rollout.scheduling.rewards.score import Rewarding
 from rollout.scheduling.tokenization import COMPARED, TokenizationCheck
-from rollout.scheduling.trajectory_events import tell_started
+from rollout.scheduling.trajectory_events import emit_started
 from rollout.scopes import find_exception, unwrap_group
 from rollout.types import DRIFT, Cause, Outcome
 
@@ -151,7 +151,7 @@ async def run_trajectory(runner: TrajectoryRunner, run: TrajectoryRun) -> Trajec
     services, member = runner.services, run.member
     while True:
         if services.events.is_on:
-            tell_started(services.events, member, run.attempt, run.started)
+            emit_started(services.events, member, run.attempt, run.started)
         try:
             agent, run.context = _open_context(services, run)
         except RejectedPrompt as error:

@@ -28,7 +28,7 @@ from rollout.observe.tally import Tally
 from rollout.scheduling.finished import end_without_reward, exclude
 from rollout.scheduling.rewards.functions import LoadedReward, RewardFunctions
 from rollout.scheduling.rewards.processes import RewardProcesses, RewardRaisedError
-from rollout.scheduling.trajectory_events import tell_rewarded
+from rollout.scheduling.trajectory_events import emit_rewarded
 from rollout.scopes import find_exception
 from rollout.types import Cause, Outcome, Reward
 from rollout.worker_threads import WorkerThreads
@@ -201,7 +201,7 @@ class Rewarding:
         trajectory.metrics["reward_s"] = anyio.current_time() - call.since
         if self.events.is_on:
             error = str(reward) if isinstance(reward, RewardFailure) else ""
-            tell_rewarded(self.events, member, call.since, trajectory.reward, error)
+            emit_rewarded(self.events, member, call.since, trajectory.reward, error)
 
     async def reward_group(self, ended: Sequence[Ended]) -> None:
         """Ask for the rewards of members, which are the wanted ones of their group.
@@ -225,7 +225,7 @@ class Rewarding:
         rewards = await self._score(call, self.functions.group, partial(_copy_group, ended), None)
         if self.events.is_on:
             error = str(rewards) if isinstance(rewards, RewardFailure) else ""
-            tell_rewarded(self.events, members[0], call.since, None, error, is_group=True)
+            emit_rewarded(self.events, members[0], call.since, None, error, is_group=True)
         _end_cancelled(ended)
         for at, (_, _, trajectory) in enumerate(ended):
             reward = rewards if isinstance(rewards, RewardFailure) else rewards[at]
