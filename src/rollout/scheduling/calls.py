@@ -297,7 +297,7 @@ class Call:
             first = min((own.at for _, own in due if own.at > now), default=math.inf)
             until = min(self.deadline.at, max(first, now + pause_s))
             with anyio.CancelScope(deadline=until) as scope:
-                await self._changed.wait()
+                await (anyio.sleep_forever() if self._group_s is None else self._changed.wait())
             pause_s = LEAST_WAIT_S if scope.cancelled_caught else 0.0
         self._met_deadline = True
         self.groups.stop()
@@ -324,7 +324,6 @@ class Call:
         if not group.is_complete and self.groups.can_judge(group):
             await self._complete(group, may_wait=may_wait)
         await self._deliver_alone(ended)
-        self.change()
 
     async def _deliver_alone(self, ended: Ended) -> None:
         """Deliver a trajectory that does not wait for its group."""

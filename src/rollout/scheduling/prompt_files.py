@@ -232,7 +232,8 @@ def _make_prompt(columns: Mapping[str, Any], nested: Mapping[str, Any]) -> Promp
         messages = [{"role": "user", "content": messages}]
     scorer = dict(columns.get("reward_model", {}))
     truth = scorer.pop("ground_truth", None)
-    extra = {name: value for name, value in columns.items() if name not in _OWN} | nested
+    extra = {name: value for name, value in columns.items() if name not in _OWN}
+    extra |= nested
     lifted = extra.pop("tools_kwargs", {})
     if scorer:
         extra["reward_model"] = scorer
