@@ -195,8 +195,12 @@ class PromptSource:
         if self._task is None:
             self._iterator = None
         else:  # the task closes it
-            self._asked.set()
             self._task.cancel()
+
+    def stop_pulling(self) -> None:
+        """Have the task of an async source pull no more, and close the source."""
+        self.is_over = True
+        self._asked.set()
 
     # The task of an async source. It pulls whenever that is wanted, and closes the source: what an
     # async generator has open where it yields, such as a task group that prefetches, belongs to the
@@ -204,7 +208,7 @@ class PromptSource:
 
     async def _run_task(self, containment: Containment, tally: Tally) -> None:
         """Run the task, a contained one, as the source is foreign code."""
-        task = self._task = Contained(containment, THREAD_NAME)
+        task = self._task = _SourceTask(containment, self)
         try:
             await task.run(self._pull_until_over)
         except UnresponsiveError as error:
@@ -243,6 +247,19 @@ class PromptSource:
             if isinstance(error, BaseExceptionGroup) and error.split(GeneratorExit)[1] is None:
                 return
             logger.warning("%s could not be closed", THREAD_NAME, exc_info=error)
+
+
+class _SourceTask(Contained[None]):
+    """The task of an async source, which waits shielded: its cancellation wakes it."""
+
+    def __init__(self, containment: Containment, source: PromptSource) -> None:
+        super().__init__(containment, THREAD_NAME)
+        self._source = source
+
+    def cancel(self) -> None:
+        """Have the task close the source, and end."""
+        self._source.stop_pulling()
+        super().cancel()
 
 
 def _explain_cancellation(error: BaseException) -> BaseException:
