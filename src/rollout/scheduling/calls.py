@@ -167,7 +167,8 @@ class Call:
         found = dict.fromkeys(self._list_members(), False)
         if self.waits_for_groups:
             found |= {each.member: True for group in self.groups.open for each in group.ended}
-        return found
+        members = sorted(found, key=lambda each: (each.identity.group, each.identity.member))
+        return {member: found[member] for member in members}
 
     def cancel(self, uid: str | None, member: int | None, reason: str) -> int:
         """Cancel the members that match; all of them: nothing further starts either."""
