@@ -10,14 +10,14 @@ import anyio.lowlevel
 import attrs
 import pytest
 import trio
+from test_group_choices import config, source, uids
+from test_groups import Counted, user
 from trio.testing import MockClock
 
 import rollout
 from rollout import Group, GroupPolicy, Outcome
 from rollout.agents import AgentContext, AgentLoop
 from rollout.errors import LimitExceeded, RolloutError, SourceEnded
-from test_group_choices import config, source, uids
-from test_groups import Counted, user
 
 pytestmark = pytest.mark.anyio
 

@@ -7,6 +7,7 @@ import tracemalloc
 from typing import Any
 
 import pytest
+from test_groups import config, prompts
 
 import rollout
 from rollout import Group, GroupPolicy, Outcome, Trajectory
@@ -14,7 +15,6 @@ from rollout.config import LimitsConfig
 from rollout.scheduling.selection import Selection, mean_length
 from rollout.testing import Scenario
 from slow_cases import slow_but
-from test_groups import config, prompts
 
 pytestmark = pytest.mark.anyio
 
