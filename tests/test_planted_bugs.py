@@ -29,7 +29,7 @@ from rollout.scheduling.batch_call import StreamCall
 from rollout.scheduling.calls import Call
 from rollout.scheduling.member_runs import MemberRuns
 from rollout.scheduling.rewards import score as rewarding_module
-from rollout.scheduling.trajectory import AgentRun
+from rollout.scheduling.trajectory import TrajectoryRun
 from rollout.seeds import derive_seed
 from rollout.tools.sessions import OpenSessions
 from rollout.tools.trajectory_tools import TrajectoryTools
@@ -186,14 +186,14 @@ def _(patch: pytest.MonkeyPatch) -> None:
     real = trajectory_module._runs_again
     retried: set[int] = set()
 
-    def runs_again(services: Any, run: AgentRun, ending: Any) -> bool:
+    def runs_again(services: Any, run: TrajectoryRun, ending: Any) -> bool:
         if real(services, run, ending) or id(run.member) not in retried:
             retried.add(id(run.member))
             return True
         return False
 
     patch.setattr(trajectory_module, "_runs_again", runs_again)
-    patch.setattr(AgentRun, "begin_again", lambda run: None)
+    patch.setattr(TrajectoryRun, "begin_again", lambda run: None)
 
 
 @bug("deadline not clipped", r"limits\.\w+ = ")

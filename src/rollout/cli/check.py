@@ -29,7 +29,7 @@ from rollout.interactions import InteractionRegistry
 from rollout.runtime.opening import needs_sandbox
 from rollout.sandbox.providers import open_provider
 from rollout.scheduling.journal.journal_file import path_fault
-from rollout.scheduling.selection import acceptance
+from rollout.scheduling.selection import find_accept
 from rollout.tools.shipped import SHIPPED
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def _length_faults(config: RolloutConfig) -> Iterator[str]:
 
 def _group_and_journal_faults(config: RolloutConfig) -> Iterator[str]:
     try:
-        acceptance(config.scheduling.groups.accept)
+        find_accept(config.scheduling.groups.accept)
     except ConfigError as error:
         yield str(error)
     if config.journal.file is not None and (fault := path_fault(config.journal.file)):

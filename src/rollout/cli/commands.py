@@ -33,7 +33,7 @@ from rollout.errors import (
 from rollout.interactions import InteractionRegistry
 from rollout.plurals import count
 from rollout.scheduling.prompt_files import read_prompts
-from rollout.scheduling.prompt_names import check_names
+from rollout.scheduling.prompts import check_names
 from rollout.scheduling.rewards.functions import GivenRewards, load_rewards
 from rollout.types import Outcome
 

@@ -10,7 +10,7 @@ import msgspec
 
 from rollout.batch.metrics import batch_metrics
 from rollout.errors import ConfigError, PromptError
-from rollout.scheduling.prompt_columns import prompt_of_row
+from rollout.scheduling.prompt_files import read_row
 from rollout.scopes import open_task_group
 from rollout.types import Prompt
 
@@ -145,7 +145,7 @@ def prompt_of_columns(
     if prompt_of is not None:
         prompt = prompt_of(columns)
     else:
-        read, faults = prompt_of_row(columns)
+        read, faults = read_row(columns)
         if read is None:
             raise PromptError("a row of the trainer's data: " + "; ".join(map(str, faults)))
         prompt = read

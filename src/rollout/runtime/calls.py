@@ -12,7 +12,7 @@ import anyio
 
 from rollout.chat.group import Group
 from rollout.errors import EngineError, RolloutError
-from rollout.scheduling.member_runs import CLOSED_MEANWHILE
+from rollout.scheduling.calls import CLOSED_MEANWHILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -37,7 +37,7 @@ class GroupStream(AsyncIterator[Group]):
         Raises:
             PromptError, LimitExceeded, RolloutError: As `RolloutRuntime.collect`.
         """
-        return await self._call.next_group()
+        return await self._call.receive_group()
 
     async def __anext__(self) -> Group:
         try:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rollout.agents.interacting import USER
 from rollout.observe.explanation import CallWaits, Explanation, TrajectoryWaits, Wait
 from rollout.scheduling.rewards.score import RewardCall
-from rollout.scheduling.trajectory import AgentRun
+from rollout.scheduling.trajectory import TrajectoryRun
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rollout.engine.driver.replica_statistics import ReplicaStatistics
     from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
     from rollout.scheduling.calls import Call
-    from rollout.scheduling.prompts import Member
+    from rollout.scheduling.member_group import Member
 
 
 def explain(
@@ -44,9 +44,9 @@ def explain(
             groups=call.group_count,
             trajectories=tuple(
                 _member_waits(member, requests, now, call.began, waits_for_group=is_waiting)
-                for member, is_waiting in call.unfinished().items()
+                for member, is_waiting in call.list_unfinished().items()
             ),
-            waiting=call.groups.waiting,
+            waiting=call.groups.waits_for,
         )
         for call in open_calls
     ]
@@ -64,11 +64,11 @@ def _member_waits(
     waits_for_group: bool = False,
 ) -> TrajectoryWaits:
     """Of a member; `began`: of the call that has it, None where none does."""
-    identity, scope, since = member.identity, member.scope, member.concluding_since
+    identity, scope, since = member.identity, member.running, member.concluding_since
     started: float | None = None
     waits: list[Wait] = []
     sandbox: TrajectorySandbox | None = None
-    if isinstance(scope, AgentRun):
+    if isinstance(scope, TrajectoryRun):
         started = scope.started
         asked = sorted(requests.get(identity.session_id, ()), key=lambda wait: wait.path)
         waits += [*asked, *_agent_waits(scope, now)]
@@ -95,7 +95,7 @@ def _member_waits(
     )
 
 
-def _agent_waits(run: AgentRun, now: float) -> Iterator[Wait]:
+def _agent_waits(run: TrajectoryRun, now: float) -> Iterator[Wait]:
     """What it waits for beside engines."""
     sandbox = run.context.sandbox_asked_for
     if sandbox is not None and sandbox.opens_since is not None:
@@ -110,7 +110,7 @@ def _agent_waits(run: AgentRun, now: float) -> Iterator[Wait]:
             yield Wait("code", now - code.since, code.what)
 
 
-def _own_code_wait(run: AgentRun, now: float) -> Wait:
+def _own_code_wait(run: TrajectoryRun, now: float) -> Wait:
     since = max(run.started, run.context.idle_since)
     place = run.code.place()
     return Wait("code", now - since, run.what, note=f"at {place}" if place else "")

@@ -37,8 +37,8 @@ from rollout.scheduling.journal.journal_file import journal_file
 from rollout.scheduling.journal.run_identity import seed_of_run
 from rollout.scheduling.rewards.functions import GivenRewards, load_rewards
 from rollout.scheduling.rewards.processes import make_reward_processes
-from rollout.scheduling.rewards.score import make_rewarding
-from rollout.scheduling.selection import acceptance
+from rollout.scheduling.rewards.score import Rewarding
+from rollout.scheduling.selection import find_accept
 from rollout.scheduling.tokenization import TokenizationCheck
 from rollout.scheduling.trajectory import TrajectoryRunner
 from rollout.scopes import open_task_group
@@ -175,7 +175,7 @@ async def _open(
 ) -> AsyncIterator[RolloutRuntime]:
     check_arguments(config, tools, interactions)
     functions = load_rewards(rewards, config.rewards.processes)
-    acceptance(config.scheduling.groups.accept)
+    find_accept(config.scheduling.groups.accept)
     async with AsyncExitStack() as stack:
         # What can be refused before anything starts.
         file = await stack.enter_async_context(journal_file(config, resume=resume))
@@ -256,8 +256,17 @@ async def _open(
                 )
             ),
         )
-        rewarding = make_rewarding(
-            config, functions, processes, template.tokenizer, threads, tally, events
+        rewarding = Rewarding(
+            containment=containment,
+            functions=functions,
+            threads=threads,
+            processes=processes,
+            tokenizer=template.tokenizer,
+            limit_s=config.limits.reward_s,
+            retries=config.rewards.retries,
+            backoff_s=config.rewards.backoff_s,
+            tally=tally,
+            events=events,
         )
         tokens = TokenizationCheck(
             config.agent.tokenization_check, config.agent.tokenization_ignore

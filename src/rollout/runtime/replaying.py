@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-import anyio
 import attrs
 import msgspec
 
@@ -24,7 +23,6 @@ from rollout.engine.core import EngineInfo
 from rollout.engine.driver.model_template import template_of
 from rollout.errors import AgentError, ConfigError, EngineError, ToolError
 from rollout.interactions import InteractionRegistry
-from rollout.limits import NEVER
 from rollout.observe.tally import Tally
 from rollout.runtime.gateway_opening import serve_gateway
 from rollout.runtime.opening import tool_executor
@@ -37,11 +35,15 @@ from rollout.scheduling.journal.journal_reading import (
 )
 from rollout.scheduling.journal.packed_prompt import prompt_of
 from rollout.scheduling.journal.replay_log import ReplayLog, ReplayStep, said_calls
-from rollout.scheduling.member_runs import MemberRuns
-from rollout.scheduling.prompts import Member
+from rollout.scheduling.member_group import Member, MemberGroup
 from rollout.scheduling.rewards.score import Rewarding
 from rollout.scheduling.tokenization import TokenizationCheck
-from rollout.scheduling.trajectory import TrajectoryRunner
+from rollout.scheduling.trajectory import (
+    TrajectoryRun,
+    TrajectoryRunner,
+    limit_trajectory,
+    run_trajectory,
+)
 from rollout.tools import Tool, ToolContext, ToolSession
 from rollout.worker_threads import WorkerThreads
 
@@ -54,7 +56,6 @@ if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
     from rollout.scheduling.journal.entries import AnswersEntry, Header, Key, PromptEntry, TurnEntry
     from rollout.scheduling.journal.journal_reading import Contents, Recorded
-    from rollout.scheduling.trajectory import AgentRun
     from rollout.types import Prompt, ToolCall
 
 #: Reason of a replayed trajectory that has departed from its record.
@@ -225,7 +226,7 @@ async def _run(
         decode=template.decode,
         calls_in=calls_in,
         on_step=on_step,
-        on_departure=lambda: runs.cancel([member], DEPARTED),
+        on_departure=lambda: member.cancel(DEPARTED),
     )
     identity = Identity(
         uid=key.uid,
@@ -235,24 +236,20 @@ async def _run(
         run_seed=record.header.run_seed,
         validate=key.validate,
     )
-    member = Member(record.prompt, identity, log=cast("Any", log))
+    group = MemberGroup(0, record.prompt)
+    member = Member(record.prompt, identity, group, log=cast("Any", log))
     config, tally, threads = services.config, services.tally, services.threads
     runner = TrajectoryRunner(
         services=services,
-        rewarding=Rewarding(threads=threads, tally=tally, events=services.events),
+        rewarding=Rewarding(
+            containment=services.containment, threads=threads, tally=tally, events=services.events
+        ),
         tokens=TokenizationCheck(config.agent.tokenization_check, config.agent.tokenization_ignore),
     )
-    runs = MemberRuns(runner, anyio.CapacityLimiter(1), tally)
-    alone = _Alone()
-
-    async def admit() -> None:
-        if await runs.take_slot(member, NEVER.at):
-            runs.start(member, alone, NEVER, None)
-
-    await runs.run(admit)
-    assert alone.trajectory is not None
-    log.compare(alone.trajectory)
-    return Replayed(record, alone.trajectory, log.steps, log.departure, log.is_beyond)
+    deadline = limit_trajectory(config.limits, record.prompt)
+    trajectory = await run_trajectory(runner, TrajectoryRun(services.containment, member, deadline))
+    log.compare(trajectory)
+    return Replayed(record, trajectory, log.steps, log.departure, log.is_beyond)
 
 
 def _make_config(header: Header) -> RolloutConfig:
@@ -332,16 +329,3 @@ class _SilentSession(ToolSession):
 
     async def execute(self, call: ToolCall) -> str:
         raise ToolError(f"{call.name}: no tool runs in a replay")
-
-
-class _Alone:
-    """The home of one member."""
-
-    has_groups = False
-
-    def __init__(self) -> None:
-        self.trajectory: Trajectory | None = None
-
-    async def end(self, run: AgentRun, trajectory: Trajectory) -> None:
-        """See `MemberHome`."""
-        self.trajectory = trajectory

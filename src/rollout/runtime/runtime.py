@@ -20,7 +20,7 @@ from rollout.runtime.calls import GroupStream, SleepBetweenBatches, StepCount, n
 from rollout.runtime.collation import Collation, attach
 from rollout.runtime.explain import explain
 from rollout.runtime.measuring import BatchWatch, RuntimeStatistics
-from rollout.scheduling.admission import Admission
+from rollout.scheduling.admission import Admission, Progress
 from rollout.scheduling.batch_call import (
     BatchCall,
     StreamCall,
@@ -29,9 +29,7 @@ from rollout.scheduling.batch_call import (
 from rollout.scheduling.call_arguments import check_call, check_groups, check_target
 from rollout.scheduling.group_call import get_result, make_group_call
 from rollout.scheduling.journal.group_log import GroupLog
-from rollout.scheduling.pressure import Progress
-from rollout.scheduling.prompt_names import check_names
-from rollout.scheduling.prompts import check_prompts
+from rollout.scheduling.prompts import check_names, check_prompts
 from rollout.scheduling.scheduler import Scheduler
 from rollout.scopes import open_task_group
 from rollout.worker_threads import may_leave_loop, run_in_thread
@@ -117,7 +115,7 @@ class RolloutRuntime:
             run_seed,
             self.admission.limiter,
             lambda job: self._tasks.start_soon(job),  # noqa: PLW0108  (there is no group yet)
-            GroupLog(journal, has_group_reward=runner.rewarding.group is not None),
+            GroupLog(journal, has_group_reward=runner.rewarding.functions.group is not None),
         )
         self._tasks: TaskGroup
         self._is_closing = False
@@ -170,9 +168,8 @@ class RolloutRuntime:
         rows = call.rows
         with self._watched(call, validate) as window:
             try:
-                async with self._sleep.awake():
-                    with self._scheduler.calls.running(call):
-                        await call.run()
+                async with self._sleep.awake(), call.running():
+                    await call.wait()
             except Exception as error:
                 await self._collation.attach(error, rows, window, layout, trim)
                 raise
@@ -212,18 +209,15 @@ class RolloutRuntime:
         call = StreamCall(self._scheduler, groups, step=step, deadline=deadline)
         with self._watched(call, validate) as window:
             async with self._sleep.awake():
-                call.open()
-                self._tasks.start_soon(call.serve)
                 try:
-                    yield call.received
+                    async with call.running():
+                        yield call.received
                 except anyio.ClosedResourceError:
                     if not call.is_closed:
                         raise  # else its receiver was closed with the runtime
-                finally:
-                    await call.leave()
-            if call.failure is not None:
-                await self._collation.attach(call.failure, call.trajectories(), window)
-                raise call.failure
+            if call.error is not None:
+                await self._collation.attach(call.error, call.list_trajectories(), window)
+                raise call.error
 
     async def collect(
         self,
@@ -277,18 +271,18 @@ class RolloutRuntime:
             found: list[MemberGroup] = []
             try:
                 async with self._sleep.awake(), call.running():
-                    found = await call.all_groups()
+                    found = await call.receive_all()
                 rows = number_rows([*map(get_result, found)])
-                error, metrics = call.fault(groups, len(found)), call.metrics()
+                error, metrics = call.find_error(groups, len(found)), call.metrics()
                 batch = await self._collation.batch(rows, window, layout, trim, extra=metrics)
             except BaseException:  # cancelled, or no room for tensors: nobody has them
                 call.take_back(found)
                 raise
             if error is None and len(found) < groups:
                 call.note_missing(groups - len(found))
-            failure = await call.give(found)
+            failure = await call.record_delivery(found)
             if len(found) < groups:
-                call.tell_end(is_recorded=isinstance(error, SourceEnded))
+                call.note_source_end(is_recorded=isinstance(error, SourceEnded))
             error = error or failure
             if error is None:
                 return batch
@@ -461,7 +455,7 @@ class RolloutRuntime:
         Waits for nothing, and may be called from a signal handler of the loop's thread, also while
         something blocks the loop.
         """
-        calls, carried = tuple(self._scheduler.calls), self._scheduler.carried
+        calls, carried = tuple(self._scheduler.calls), self._scheduler.runs.carried
         blocked_s = self._lag.blocked_now_s
         return explain(self.services.engines, self._clock(), calls, carried, blocked_s)
 

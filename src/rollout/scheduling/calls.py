@@ -6,39 +6,35 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
 
 from rollout.errors import RolloutError
-from rollout.scheduling.endings import CLOSED, BadEndings, describe_ending
-from rollout.scheduling.finished import unstarted
-from rollout.scheduling.member_group import GroupMember
-from rollout.scheduling.member_runs import CLOSED_MEANWHILE
-from rollout.scheduling.prompts import Ended
-from rollout.scheduling.selection import judge
-from rollout.scheduling.trajectory_events import tell_ended, tell_group_ended
-from rollout.scopes import find_propagating
+from rollout.scheduling.endings import CLOSED, BadEndings
+from rollout.scheduling.finished import explain_cut, make_unstarted
+from rollout.scheduling.member_group import Ended, cancel_members
+from rollout.scheduling.trajectory import limit_trajectory
+from rollout.scheduling.trajectory_events import emit_ended, emit_group_ended
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-    from rollout.chat.group import Group
     from rollout.chat.trajectory import Trajectory
     from rollout.limits import Deadline
-    from rollout.scheduling.groups import Groups
-    from rollout.scheduling.member_group import MemberGroup
-    from rollout.scheduling.member_runs import MemberRuns
-    from rollout.scheduling.prompts import Member
+    from rollout.scheduling.groups import Groups, Leftovers
+    from rollout.scheduling.member_group import Member, MemberGroup
     from rollout.scheduling.scheduler import Scheduler
-    from rollout.scheduling.selection import Accept
-    from rollout.scheduling.trajectory import AgentRun, MemberHome
 
+#: The error of calls that were running when the runtime was closed.
+CLOSED_MEANWHILE = "the runtime was closed while this call was running"
 #: Reason of members that nobody wants any more.
 SURPLUS = "surplus"
-#: Different rewards of a refused group that an error lists.
-LISTED = 8
+#: While engines pause, a group's deadline moves: it is looked at as often at most.
+LEAST_WAIT_S = 0.01
 
 
 class Call:
@@ -46,22 +42,22 @@ class Call:
 
     Args:
         groups: What the call wants, and has.
-        deadline: Its own; no reward is waited for past it.
-        accept: Which groups are taken; None: all.
+        deadline: Its own.
         group_s: How long each group may take.
 
     Attributes:
         name: The method's.
-        runs: The tasks of its members.
         batch: Number of the call, for events.
         began: When it was made, on the loop's clock.
         failure: What it ends with; None while all is well.
         is_closed: Whether it was ended because the runtime is being closed.
         waits_for_groups: Whether a member that has ended waits for its group.
+        surplus_reason: Of members that still run when the call ends.
     """
 
     name = ""
     waits_for_groups = True
+    surplus_reason = SURPLUS
 
     def __init__(
         self,
@@ -70,23 +66,94 @@ class Call:
         *,
         step: int,
         deadline: Deadline,
-        accept: Accept | None = None,
         group_s: float | None = None,
     ) -> None:
         self.step, self.batch = step, 0
         self.began = anyio.current_time()
         self.groups, self.scheduler, self.deadline = groups, scheduler, deadline
         self.failure: BaseException | None = None
-        self.runs: MemberRuns
+        self.is_closed = False
+        self._group_s, self._runs, self._log = group_s, scheduler.runs, scheduler.log
         self._config, self._tally = scheduler.config.scheduling, scheduler.tally
-        self._events, self._log = scheduler.events, scheduler.log
-        self._accept, self._group_s = accept, group_s
-        self._bad = BadEndings(scheduler.tally)
-        self._running: dict[GroupMember, None] = {}
-        self.is_closed = self._met_deadline = self._is_cancelled = False
+        self._events, self._bad = scheduler.events, BadEndings(scheduler.tally)
+        #: Members that were admitted, until their trajectories are there.
+        self._running: dict[Member, None] = {}
+        self._met_deadline = self._is_cancelled = self._is_leaving = False
         self._judging = 0
         self._rewards: dict[MemberGroup, anyio.CancelScope] = {}
         self._ends_rewards = False
+        self._changed, self._has_ended = anyio.Event(), anyio.Event()
+
+    # Its life.
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Run the call during the block; after it only carried members are left of it."""
+        self.scheduler.start(self.run)
+        try:
+            yield
+        finally:
+            self._is_leaving = True
+            self.change()
+            with anyio.CancelScope(shield=True):
+                await self._has_ended.wait()
+
+    async def run(self) -> None:
+        """Admit members until the call is left or done; then end what is not carried."""
+        with self.scheduler.calls.running(self):
+            try:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._guard, self._watch_deadlines)
+                    tasks.start_soon(self._guard, self.admit)
+                    while not self._is_done:
+                        await self._changed.wait()
+                    tasks.cancel_scope.cancel()
+            except anyio.get_cancelled_exc_class():  # with the runtime's tasks
+                self.is_closed = True
+                self.end_with(RolloutError(CLOSED_MEANWHILE))
+                raise
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await self._wind_up()
+                self._has_ended.set()
+                self.change()
+
+    @property
+    def _is_done(self) -> bool:
+        """Whether it admits nothing more, and ends."""
+        return self._is_leaving
+
+    async def _guard(self, work: Callable[[], Awaitable[object]]) -> None:
+        """Run a task of the call; what it raises is what the call ends with."""
+        try:
+            await work()
+        except (Exception, KeyboardInterrupt) as error:
+            self.end_with(error)
+
+    async def _wind_up(self) -> None:
+        """Interrupt rewards of groups, end members that are not carried, and wait for them."""
+        self._ends_rewards = True
+        for scope in self._rewards.values():
+            scope.cancel()
+        while self._judging:
+            await self._changed.wait()
+        left = self.groups.take_leftovers(is_over=self.is_closed)
+        surplus = [member for member in left.surplus if not member.is_finished]
+        cancel_members(surplus, self.surplus_reason)
+        await self._return_groups(left)
+        self._bad.log()
+
+    async def _return_groups(self, left: Leftovers) -> None:
+        """Wait for members that end, and leave the rest to the next call."""
+        await self._wait_for_members()
+
+    async def _wait_for_members(self) -> None:
+        while self._has_tasks:
+            await self._changed.wait()
+
+    @property
+    def _has_tasks(self) -> bool:
+        return any(member.group.call is self for member in self._runs.live)
 
     # What others see and do.
 
@@ -95,20 +162,23 @@ class Call:
         """How many groups it wants; 0: as many as its consumer takes."""
         return self.groups.wanted.groups or 0
 
-    def unfinished(self) -> dict[Member, bool]:
+    def list_unfinished(self) -> dict[Member, bool]:
         """Members without an outcome, and True for those that wait for others of their group."""
-        ended = {e.member: True for group in self.groups.open for e in group.ended}
-        return {**dict.fromkeys(self._members(), False), **ended}
+        found = dict.fromkeys(self._list_members(), False)
+        if self.waits_for_groups:
+            found |= {each.member: True for group in self.groups.open for each in group.ended}
+        members = sorted(found, key=lambda each: (each.identity.group, each.identity.member))
+        return {member: found[member] for member in members}
 
     def cancel(self, uid: str | None, member: int | None, reason: str) -> int:
         """Cancel the members that match; all of them: nothing further starts either."""
         if uid is None and member is None:
             self._is_cancelled = True
             self.groups.stop()
-        chosen: list[Member] = [m for m in self._members() if m.is_meant(uid, member)]
-        unrewarded = [m for m in self._unrewarded() if m.cancel_reason is None]
-        chosen += [m for m in unrewarded if m.is_named(uid, member)]
-        self.runs.cancel(chosen, reason)
+        chosen = [m for m in self._list_members() if m.can_cancel(uid, member)]
+        unrewarded = [m for m in self._list_unrewarded() if m.cancel_reason is None]
+        chosen += [m for m in unrewarded if m.matches(uid, member)]
+        cancel_members(chosen, reason)
         self.change()
         return len(chosen)
 
@@ -116,10 +186,12 @@ class Call:
         """End it because the runtime is being closed."""
         self.is_closed = True
         self.end_with(RolloutError(CLOSED_MEANWHILE))
-        self.runs.cancel([m for m in self._members() if m.cancel_reason is None], CLOSED)
+        cancel_members(self._list_members(), CLOSED)
 
     def change(self) -> None:
-        """Have the tasks that wait for a change of this call look again."""
+        """Wake the tasks that wait for a change of this call."""
+        self._changed.set()
+        self._changed = anyio.Event()
 
     def end_with(self, error: BaseException) -> None:
         """End the call with this error, whatever it has."""
@@ -127,16 +199,18 @@ class Call:
         self.groups.stop()
         self.change()
 
-    def _fail(self, error: BaseException) -> None:
-        """End the call with this error, unless it has all it wants: what else runs is surplus."""
-        if not self.groups.has_all:
+    def lose_member(self, member: Member, error: BaseException | None) -> None:
+        """Note that a member's task was cancelled, or raised, so that it has no trajectory."""
+        self._running.pop(member, None)
+        member.group.forget(member)
+        if error is not None:
             self.end_with(error)
 
-    def _members(self) -> list[GroupMember]:
+    def _list_members(self) -> list[Member]:
         waiting = (m for group in self.groups.open for m in group.waiting)
         return [*self._running, *waiting]
 
-    def _unrewarded(self) -> list[Member]:
+    def _list_unrewarded(self) -> list[Member]:
         """Members that have ended, and whose group has no reward yet."""
         if not self.scheduler.rewards_groups:
             return []
@@ -152,116 +226,105 @@ class Call:
 
     async def admit(self) -> None:
         """Give slots to members, one after the other, and run them, until no more will come."""
-        while (member := await self._next_member()) is not None:
+        while (member := await self._find_next_member()) is not None:
             recorded = self._find_recorded(member)
             if recorded is not None:
-                await self._end_recorded(member, recorded)
-            elif await self.runs.take_slot(member, self._waits_until(member)):
+                await self._finish_recorded(member, recorded)
+            elif await self._runs.take_slot(member):
                 self._begin(member)
             else:
                 await anyio.lowlevel.checkpoint()
-                await self._end_unstarted(member)
+                await self._finish_unstarted(member)
 
-    async def _next_member(self) -> GroupMember | None:
+    async def _find_next_member(self) -> Member | None:
         return self.groups.next_member()
 
-    def _waits_until(self, member: GroupMember) -> float:
-        own = member.group.deadline
-        return self.deadline.at if own is None else min(own.at, self.deadline.at)
-
-    def _begin(self, member: GroupMember) -> None:
+    def _begin(self, member: Member) -> None:
         """Start a member that has a slot, or let a carried one continue."""
         group = member.group
-        group.limit(self._group_s, self.scheduler.engines.paused_s)
+        if group.limit(self._group_s, self.scheduler.engines.paused_s):
+            self.change()  # for `_watch_deadlines`
         if member.is_finished:  # it was carried, and ended while it waited here
-            self.runs.release_slot(member)
+            self._runs.release_slot(member)
             return
         self._running[member] = None
         member.batch = self.batch
         self.groups.begin(member)
-        home, outermost = self._home
-        outer = group.deadline or (self.deadline if outermost is self.deadline else None)
-        deadline = self.scheduler.trajectory_deadline(group, outer)
-        if member.is_held:
-            self.runs.resume(member, deadline)
+        deadline = limit_trajectory(self.scheduler.config.limits, group.prompt)
+        if member.is_carried:
+            self._runs.continue_carried(member, deadline)
         else:
             self._note_admitted(member)
-            self.runs.start(member, home, outermost, deadline)
+            self._runs.start(member, deadline)
 
-    @property
-    def _home(self) -> tuple[MemberHome, Deadline]:
-        """Who gets the trajectories, and the deadline that bounds them even while paused."""
-        raise NotImplementedError
-
-    def _note_admitted(self, member: GroupMember) -> None:
+    def _note_admitted(self, member: Member) -> None:
         """Count a member as admitted, where that was not done for the whole call."""
 
-    def _find_recorded(self, member: GroupMember) -> Trajectory | None:
+    def _find_recorded(self, member: Member) -> Trajectory | None:
         """Return a member's trajectory, where the journal has it."""
         return self._log.recorded(member)
 
-    async def _end_recorded(self, member: GroupMember, trajectory: Trajectory) -> None:
+    async def _finish_recorded(self, member: Member, trajectory: Trajectory) -> None:
         """End a member with its trajectory from the journal; its agent is not run."""
         await anyio.lowlevel.checkpoint()
         member.group.refills[member.identity.member] = self.groups.wanted.refills
         self._note_admitted(member)
         self._tally.add_calls(trajectory.metrics)
-        await self._end(Ended(member.row, member, trajectory), may_wait=False)
+        await self.finish_member(member, trajectory, may_wait=False)
 
-    async def _end_unstarted(self, member: GroupMember) -> None:
-        """End a member that got no slot in time, or was cancelled before."""
-        group, own = member.group, member.group.deadline
-        if group.is_settled or member.is_finished:
+    async def _finish_unstarted(self, member: Member) -> None:
+        """End a member that was cancelled, or whose time was over, before it got a slot."""
+        if member.group.is_complete or member.is_finished:
             return
-        over = self.deadline if own is None or self.deadline.at <= own.at else own
-        if member.cancel_reason is None and member.over is None and anyio.current_time() < over.at:
-            return  # a pause has moved its group's deadline meanwhile
-        if member.is_held:  # its agent runs: it is cancelled, and ends as others do
+        if member.is_carried:  # its agent runs: it was cancelled, and ends as others do
             self.groups.begin(member)
             self._running[member] = None
-            if member.cancel_reason is None:
-                member.over = over
-            self.runs.end([member])
             return
         self._note_admitted(member)
-        await self._end(Ended(member.row, member, unstarted(member, over)), may_wait=False)
+        ending = explain_cut(member, member.deadline_met or self.deadline)
+        await self.finish_member(member, make_unstarted(member, ending), may_wait=False)
 
-    async def _watch_deadline(self) -> None:
-        """End what runs when the call's time is over."""
-        await anyio.sleep_until(self.deadline.at)
+    async def _watch_deadlines(self) -> None:
+        """End what runs when the call's time is over, and the agents of a group at its own."""
+        pause_s = 0.0
+        while (now := anyio.current_time()) < self.deadline.at:
+            limited = self.groups.open if self._group_s is not None else ()
+            due = [(group, own) for group in limited if (own := group.deadline) is not None]
+            over = [(group, own) for group, own in due if own.at <= now]
+            for group, own in over:
+                waiting = [m for m in (*group.running, *group.waiting) if m.deadline_met is None]
+                agents = [member for member in waiting if member.concluding_since is None]
+                cancel_members(agents, deadline=own)
+            first = min((own.at for _, own in due if own.at > now), default=math.inf)
+            until = min(self.deadline.at, max(first, now + pause_s))
+            with anyio.CancelScope(deadline=until) as scope:
+                await (anyio.sleep_forever() if self._group_s is None else self._changed.wait())
+            pause_s = LEAST_WAIT_S if scope.cancelled_caught else 0.0
         self._met_deadline = True
         self.groups.stop()
-        running = [m for m in self._members() if m.cancel_reason is None]
-        for member in running:
-            member.over = self.deadline
-        self.runs.end(running)
+        left = [*self._list_members(), *self._list_unrewarded()]
+        cancel_members([m for m in left if m.cancel_reason is None], deadline=self.deadline)
         self.change()
 
     # Ends of members.
 
-    async def end(self, run: AgentRun, trajectory: Trajectory) -> None:
-        """See `MemberHome`."""
-        await self._end(Ended(run.member.row, run.member, trajectory))
-
-    async def _end(self, ended: Ended, *, may_wait: bool = True) -> None:
+    async def finish_member(
+        self, member: Member, trajectory: Trajectory, *, may_wait: bool = True
+    ) -> None:
         """Note the end of a member, and complete its group where that was the last one wanted.
 
         Args:
             may_wait: Whether the reward of its group is awaited here; else in a task of its own,
                 as the loop that admits members must not wait for it.
         """
-        member = ended.member
-        assert isinstance(member, GroupMember)
-        group = member.group
+        group, ended = member.group, Ended(member.row, member, trajectory)
         member.concluding_since = anyio.current_time()
         self._running.pop(member, None)
-        self.scheduler.live.pop(member, None)
-        is_surplus, is_again = group.is_settled, not self.groups.end(ended)
+        is_surplus, is_again = group.is_complete, not self.groups.record_end(ended)
         self._note_end(ended, is_surplus=is_surplus, is_again=is_again)
-        if not group.is_settled and self.groups.is_whole(group):
+        if not group.is_complete and self.groups.can_judge(group):
             await self._complete(group, may_wait=may_wait)
         await self._deliver_alone(ended)
-        self.change()
 
     async def _deliver_alone(self, ended: Ended) -> None:
         """Deliver a trajectory that does not wait for its group."""
@@ -289,7 +352,7 @@ class Call:
         self._tally.outcomes[trajectory.outcome] += 1
         self._bad.add(trajectory, is_free=not is_counted)
         if self._events.is_on:
-            tell_ended(self._events, member, trajectory)
+            emit_ended(self._events, member, trajectory)
         if is_counted:
             self._check_failures(trajectory)
 
@@ -302,24 +365,25 @@ class Call:
     async def _complete(self, group: MemberGroup, *, may_wait: bool = True) -> None:
         """Cancel the members of a complete group that are not wanted, reward it, and judge it."""
         wanted = group.choose(self.groups.wanted.members)
-        surplus = self.groups.settle(group)
-        self.runs.cancel([m for m in surplus if m.cancel_reason is None], SURPLUS)
+        cancel_members(self.groups.complete(group), SURPLUS)
         self._judging += 1
         if may_wait or not self.scheduler.wants_reward(group, wanted):
-            await self._judge(group, wanted)
-        elif not self.runs.start_soon(lambda: self._judge(group, wanted)):
-            self._judging -= 1
+            await self._conclude_group(group, wanted)
+        else:
+            conclude = partial(self._conclude_group, group, wanted)
+            self.scheduler.start(partial(self._guard, conclude))
 
-    async def _judge(self, group: MemberGroup, wanted: Sequence[Ended]) -> None:
+    async def _conclude_group(self, group: MemberGroup, wanted: Sequence[Ended]) -> None:
+        """Drop a complete group, or have it rewarded and handed over."""
         try:
             if self.groups.is_to_drop(group):
                 self._log.unwanted(group)
                 self.groups.drop(group)
-                self._tell_group(wanted, "dropped")
+                self._emit_group_ended(wanted, "dropped")
             elif await self._reward(group, wanted):
                 await self._hand_over(group, wanted)
-            if self.groups.has_refused_too_many:
-                self._fail(self.groups.refused_error())
+            if self.groups.has_refused_too_many and not self.groups.has_all:
+                self.end_with(self.groups.make_refused_error())
         finally:
             self._judging -= 1
             self.change()
@@ -332,7 +396,7 @@ class Call:
             with anyio.CancelScope() as scope:
                 self._rewards[group] = scope
                 try:
-                    await self.scheduler.reward(group, wanted, self.deadline)
+                    await self.scheduler.reward(group, wanted)
                 finally:
                     del self._rewards[group]
             if scope.cancelled_caught:
@@ -340,41 +404,10 @@ class Call:
         self._log.rewarded(group.ended)  # it fails those that it cannot write
         return True
 
-    def _end_rewards(self) -> None:
-        """Cancel the rewards of groups: the call ends."""
-        self._ends_rewards = True
-        for scope in self._rewards.values():
-            scope.cancel()
-
     async def _hand_over(self, group: MemberGroup, wanted: Sequence[Ended]) -> None:
         """Deliver a group that has its rewards, or refuse it."""
         raise NotImplementedError
 
-    def _accepts(self, group: Group) -> bool | None:
-        """What `accept` returns; None where it raises, which ends the call, or is not called."""
-        if self.groups.has_refused_too_many:  # by groups that ended in the same moment
-            return None
-        try:
-            return judge(self._accept, group)
-        except BaseException as error:  # as of an agent: it is its call's alone
-            is_own = isinstance(error, GeneratorExit)  # no coroutine is closed in a plain call
-            if not is_own and find_propagating(error) is not None:
-                raise
-            self._fail(error)
-            return None
-
-    def _describe_refusal(self, group: Group) -> str:
-        """Say which function refused a group, its rewards, and which member failed first."""
-        name = getattr(self._accept, "__name__", type(self._accept).__name__)
-        rewards = Counter(
-            "unknown" if each.reward is None else f"{each.reward:g}" for each in group.trajectories
-        )
-        listed = ", ".join(f"{times} × {reward}" for reward, times in rewards.most_common(LISTED))
-        what = f"{group.uid!r}, by {name} with the rewards {listed}"
-        lost = [each for each in group.trajectories if not each.trainable]
-        failed = [each for each in lost if each.cause is not None] or lost
-        return f"{what}; {describe_ending(failed[0])}" if failed else what
-
-    def _tell_group(self, wanted: Sequence[Ended], verdict: str = "") -> None:
+    def _emit_group_ended(self, wanted: Sequence[Ended], verdict: str = "") -> None:
         if self._events.is_on:
-            tell_group_ended(self._events, wanted, verdict)
+            emit_group_ended(self._events, wanted, verdict)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollout.agents.identity import Ending, RejectedPrompt
+from rollout.agents.identity import Ending
 from rollout.chat.trajectory import Trajectory
 from rollout.chat.transcript import Transcript
 from rollout.types import Cause, Outcome
 
 if TYPE_CHECKING:
     from rollout.limits import Deadline
-    from rollout.scheduling.prompts import Member
+    from rollout.scheduling.member_group import Member
 
 
 def exclude(trajectory: Trajectory) -> None:
@@ -30,14 +30,15 @@ def end_without_reward(
     exclude(trajectory)
 
 
-def rejected(member: Member, error: RejectedPrompt) -> Trajectory:
-    """Make the trajectory of a member whose prompt cannot be run."""
-    return ended_before_start(
-        member, Ending(outcome=Outcome.REJECTED, reason=error.reason), Cause.of(error)
-    )
+def explain_cut(member: Member, deadline: Deadline) -> Ending:
+    """Say how a member was ended from outside: it was cancelled, or else met this deadline."""
+    if member.cancel_reason is not None:
+        return Ending(outcome=Outcome.CANCELLED, reason=member.cancel_reason)
+    error = deadline.error()
+    return Ending(outcome=error.outcome, reason=error.reason, limit_source=error.source)
 
 
-def ended_before_start(member: Member, ending: Ending, cause: Cause | None = None) -> Trajectory:
+def make_unstarted(member: Member, ending: Ending, cause: Cause | None = None) -> Trajectory:
     """Make the trajectory of a member whose agent never ran: an outcome and no tokens."""
     return Trajectory(
         uid=member.identity.uid,
@@ -51,16 +52,4 @@ def ended_before_start(member: Member, ending: Ending, cause: Cause | None = Non
         trainable=False,
         extra=dict(member.prompt.extra),
         prompt=member.named_prompt,
-    )
-
-
-def unstarted(member: Member, deadline: Deadline) -> Trajectory:
-    """Make the trajectory of a member that got no slot: it was cancelled, or out of time."""
-    if member.cancel_reason is not None:
-        return ended_before_start(
-            member, Ending(outcome=Outcome.CANCELLED, reason=member.cancel_reason)
-        )
-    over = deadline.error()
-    return ended_before_start(
-        member, Ending(outcome=over.outcome, reason=over.reason, limit_source=over.source)
     )

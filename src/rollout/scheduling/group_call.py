@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +12,13 @@ from rollout.chat.group import Group
 from rollout.errors import PromptError, SourceEnded
 from rollout.limits import NEVER, Deadline
 from rollout.scheduling.call_arguments import check_group_call
-from rollout.scheduling.calls import SURPLUS, Call
+from rollout.scheduling.calls import Call
+from rollout.scheduling.endings import describe_ending
 from rollout.scheduling.groups import Groups, Staleness, Wanted
-from rollout.scheduling.member_group import GroupMember, MemberGroup
-from rollout.scheduling.selection import Selection, acceptance
+from rollout.scheduling.member_group import Stage
+from rollout.scheduling.selection import Selection, call_accept, find_accept
 from rollout.scheduling.sources import check_source
+from rollout.scopes import find_propagating
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
@@ -23,17 +26,23 @@ if TYPE_CHECKING:
 
     from rollout.chat.trajectory import Trajectory
     from rollout.errors import JournalError
-    from rollout.scheduling.prompts import Ended, Member
+    from rollout.scheduling.groups import Leftovers
+    from rollout.scheduling.member_group import Ended, Member, MemberGroup
     from rollout.scheduling.scheduler import Scheduler
+    from rollout.scheduling.selection import Accept
     from rollout.scheduling.sources import PromptSource
-    from rollout.scheduling.trajectory import MemberHome
 
 #: A consumer that waits for so long, and for itself, is told why.
 HINT_S = 5.0
+#: Different rewards of a refused group that an error lists.
+LISTED = 8
 
 
 class GroupCall(Call):
-    """A call of `collect` or `stream_groups`; its members may outlive it, in the scheduler's tasks.
+    """A call of `collect` or `stream_groups`; its members may outlive it.
+
+    Args:
+        accept: Which groups are taken; None: all.
 
     Attributes:
         source: Where its prompts come from.
@@ -42,16 +51,20 @@ class GroupCall(Call):
     """
 
     def __init__(
-        self, scheduler: Scheduler, groups: Groups, source: PromptSource, **options: Any
+        self,
+        scheduler: Scheduler,
+        groups: Groups,
+        source: PromptSource,
+        accept: Accept | None,
+        **options: Any,
     ) -> None:
         super().__init__(scheduler, groups, **options)
-        self.source = source
+        self.source, self._queue, self._accept = source, scheduler.queue, accept
         self.taken_names: set[str] = set()
         self.selection = Selection(by_group=scheduler.rewards_groups)
         self._count_of_ended = 0
-        self._changed, self._wait = anyio.Event(), anyio.CancelScope()
-        self._is_leaving, self._has_left = anyio.Event(), anyio.Event()
-        self._has_told_end = False
+        self._pull_wait = anyio.CancelScope()
+        self._has_noted_end = False
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -60,20 +73,17 @@ class GroupCall(Call):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the call during the block; after it only carried members are left of it."""
-        await self.scheduler.open(self)
+        """See `Call.running`."""
+        self._queue.add_call(self)
         try:
-            yield
+            async with super().running():
+                yield
         finally:
-            self._is_leaving.set()
-            with anyio.CancelScope(shield=True):
-                await self._has_left.wait()
-            self.scheduler.leave(self)
-            self.change()  # a task that still waits for a group learns that there is none
+            self._queue.remove_call(self)
 
     # What its consumer gets.
 
-    async def next_group(self) -> Group | None:
+    async def receive_group(self) -> Group | None:
         """Return the next accepted group; None where there will be none.
 
         Raises:
@@ -83,36 +93,36 @@ class GroupCall(Call):
             group = self.groups.take()
             if group is not None:
                 self.change()
-                await self.give([group])
+                await self.record_delivery([group])
                 result = get_result(group)
-                self.selection.accepted(result.trajectories)
+                self.selection.note_accepted(result.trajectories)
                 return result
             if self.failure is not None:
                 raise self.failure
             if self.groups.is_complete:
-                if not self._is_leaving.is_set():  # else its caller has left, and is told nothing
-                    self.tell_end(is_recorded=not self._is_cancelled)
+                if not self._is_leaving:  # else its caller has left, and learns nothing
+                    self.note_source_end(is_recorded=not self._is_cancelled)
                 return None
             with anyio.move_on_after(HINT_S) as scope:
                 await self._changed.wait()
-            if scope.cancelled_caught and self.groups.waiting:
-                self._tally.hint("update_weights", self.groups.waiting)
+            if scope.cancelled_caught and self.groups.waits_for:
+                self._tally.hint("update_weights", self.groups.waits_for)
 
-    async def all_groups(self) -> list[MemberGroup]:
-        """Return as many accepted groups as are wanted, or what there is; `fault` says why.
+    async def receive_all(self) -> list[MemberGroup]:
+        """Return as many accepted groups as are wanted, or what there is; `find_error` says why.
 
-        `give` must follow, or `take_back`.
+        `record_delivery` must follow, or `take_back`.
         """
         while not (self.groups.is_complete or self.failure is not None):
             await self._changed.wait()
         self.groups.stop()
         taken = self.groups.take_all()
         for group in taken:
-            self.selection.accepted(get_result(group).trajectories)
+            self.selection.note_accepted(get_result(group).trajectories)
         return taken
 
-    def fault(self, groups: int, found: int) -> BaseException | None:
-        """The error that a call ends with which found so many groups; None: no error."""
+    def find_error(self, groups: int, found: int) -> BaseException | None:
+        """Find the error that a call ends with which found so many groups; None: no error."""
         if self.failure is not None:
             return self.failure
         is_short = found < groups - self.groups.counts["dropped"]
@@ -122,7 +132,7 @@ class GroupCall(Call):
             return SourceEnded(f"the source ended: {found} of {groups} groups")
         return None
 
-    async def give(self, groups: Sequence[MemberGroup]) -> JournalError | None:
+    async def record_delivery(self, groups: Sequence[MemberGroup]) -> JournalError | None:
         """Record that the caller gets these groups; return why the journal could not, if so.
 
         The caller gets them all the same. Cancelled meanwhile, it has them taken back.
@@ -142,108 +152,86 @@ class GroupCall(Call):
     def take_back(self, groups: Sequence[MemberGroup]) -> None:
         """Return groups that the caller did not get to this call, or to the next one."""
         if not self.groups.take_back(groups):
-            for group in groups:
-                group.call = None
-            self.scheduler.keep(groups)
+            self._leave_to_next_call(groups)
         self.change()
 
     def note_missing(self, missing: int) -> None:
         """Record that the caller gets so many groups fewer than it wanted, and no error."""
         self._log.returns_short(self.step, missing)
 
-    def tell_end(self, *, is_recorded: bool) -> None:
+    def note_source_end(self, *, is_recorded: bool) -> None:
         """Forget a source that is over, as the caller learns now: given again, it begins again.
 
         Args:
             is_recorded: Whether a resumed run is to end the call at this point as well.
         """
         source = self.source
-        if source.is_over and not self._has_told_end:
-            self._has_told_end = True
-            self.scheduler.forget(source)
+        if source.is_over and not self._has_noted_end:
+            self._has_noted_end = True
+            self._queue.forget(source)
             if is_recorded and not source.is_replayed:
                 self._log.source_ended(source, self.step)
 
     def metrics(self) -> dict[str, float]:
         """See `Selection`."""
         running = [member.tokens for member in self._running]
-        return {**self.groups.metrics(), **self.selection.metrics(running)}
+        return {**self.groups.count(), **self.selection.metrics(running)}
 
-    # Its life, in a task of the runtime's.
+    # Its end.
 
-    async def serve(self) -> None:
-        """Admit members until the call is left; then end what is not carried."""
-        with self.scheduler.calls.running(self):
-            try:
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(self._watch_deadline)
-                    tasks.start_soon(self._admit)
-                    await self._is_leaving.wait()
-                    tasks.cancel_scope.cancel()
-            finally:
-                with anyio.CancelScope(shield=True):
-                    await self._leave()
-                self._has_left.set()
-
-    async def _admit(self) -> None:
-        try:
-            await self.admit()
-        except Exception as error:  # a bug of ours, or what a source raised
-            self.end_with(error)
-
-    async def _leave(self) -> None:
-        self._end_rewards()
-        while self._judging:
-            await self._changed.wait()
-        left = self.groups.leave(is_over=self.is_closed or not self.scheduler.is_running)
-        self.runs.cancel([m for m in left.surplus if not m.is_finished], SURPLUS)
+    async def _return_groups(self, left: Leftovers) -> None:
         for group in left.groups:
-            if not group.is_settled:  # else its members end in this call, which waits
+            if not group.is_complete:  # else its members end in this call, which waits
                 group.call = None
-        await self.scheduler.suspend(left.carried)
+        await self._runs.carry(left.carried)
         for member in left.carried:
             self._running.pop(member, None)
-            self.selection.cut_off(member.tokens)
-        carried = {group: None for group in left.groups if group.is_carried}
-        self.scheduler.keep(carried)  # at once: `cancel` finds them while others clean up
-        while any(member.group.call is self for member in self.scheduler.live):
-            await self._changed.wait()
-        rest = [group for group in left.groups if group not in carried]
-        for group in rest:
+            self.selection.note_cut_off(member.tokens)
+        carried = [group for group in left.groups if group.is_carried]
+        others = [group for group in left.groups if not group.is_carried]
+        self._leave_to_next_call(carried)  # at once: `cancel` finds them while others clean up
+        await self._wait_for_members()
+        self._leave_to_next_call(others)
+
+    def _leave_to_next_call(self, groups: Sequence[MemberGroup]) -> None:
+        for group in groups:
             group.call = None
-        self.scheduler.keep(rest)
-        self._bad.log()
+        self._queue.keep(groups)
 
     def close(self) -> None:
         """End it because the runtime is being closed."""
         super().close()
-        self._is_leaving.set()
+        self._is_leaving = True
 
     def change(self) -> None:
-        """Something is not as it was: have everybody look again."""
-        self._changed.set()
-        self._changed = anyio.Event()
-        self._wait.cancel()
+        """Wake the tasks that wait for a change of this call."""
+        super().change()
+        self._pull_wait.cancel()
+
+    def _fail(self, error: BaseException) -> None:
+        """End the call with this error, unless it has all it wants: what else runs is surplus."""
+        if not self.groups.has_all:
+            self.end_with(error)
 
     # Where members come from.
 
-    async def _next_member(self) -> GroupMember | None:
+    async def _find_next_member(self) -> Member | None:
         while True:
             member = self.groups.next_member()
             if member is not None:
                 return member
             if self.groups.wants_group and self._adopt_one():
                 continue
-            self._look_at_source()
-            with anyio.CancelScope() as self._wait:
-                if self.groups.wants_group and self.source.can_be_asked:
-                    await self.scheduler.wait_for_slot()
-                    if not self._wait.cancel_called:  # else nothing may be as it was
-                        self.scheduler.ask(self.source)
+            self._check_source()
+            with anyio.CancelScope() as self._pull_wait:
+                if self.groups.wants_group and self.source.can_pull:
+                    await self._runs.wait_for_slot()
+                    if not self._pull_wait.cancel_called:  # else nothing may be as it was
+                        self._queue.ask(self.source)
                 await anyio.sleep_forever()
 
     def _adopt_one(self) -> bool:
-        found = self.scheduler.next_group(self)
+        found = self._queue.pop_group(self)
         if found is None:
             return False
         found = found.reopen(self.groups.wanted.members)
@@ -251,17 +239,17 @@ class GroupCall(Call):
         if group is not found:
             self.scheduler.drop_carried(found)
         for ended in group.join(self):
-            self._end_alone(group, ended)
-        self.scheduler.name_members(group, self)
+            self._note_end_between_calls(group, ended)
+        self._queue.name_members(group, self)
         self.groups.adopt(group)
-        if self.groups.is_whole(group):
-            self.runs.start_soon(lambda: self._complete(group))
+        if self.groups.can_judge(group):
+            self.scheduler.start(lambda: self._guard(lambda: self._complete(group)))
         return True
 
-    def _end_alone(self, group: MemberGroup, ended: Ended) -> None:
+    def _note_end_between_calls(self, group: MemberGroup, ended: Ended) -> None:
         """Note a member that ended while no call had its group; its outcome was counted then."""
-        trajectory, is_counted = ended.trajectory, self.groups.end(ended)
-        self.selection.ended(trajectory)
+        trajectory, is_counted = ended.trajectory, self.groups.record_end(ended)
+        self.selection.note_end(trajectory)
         group.known += is_counted
         if not is_counted:
             self._restart(ended.member)
@@ -270,35 +258,29 @@ class GroupCall(Call):
         if is_counted:
             self._check_failures(trajectory)
 
-    def _look_at_source(self) -> None:
+    def _check_source(self) -> None:
         """Fail with what the source raised, or stop pulling where it is over."""
         source = self.source
-        if source.failure is not None and not self.groups.has_all:  # else the next call is told
+        if source.failure is not None and not self.groups.has_all:  # else the next call fails
             error, source.failure = source.failure, None
             self._fail(error)
-        elif source.is_over and self.groups.wants_group and not source.is_asked:
+        elif source.is_over and self.groups.wants_group and not source.is_pulling:
             self.groups.stop_pulling()
             self.change()
 
-    @property
-    def _home(self) -> tuple[MemberHome, Deadline]:
-        return self.scheduler, NEVER  # it may be carried into another call
-
-    def _note_admitted(self, member: GroupMember) -> None:
+    def _note_admitted(self, member: Member) -> None:
         self._tally.admitted += 1
-        self.scheduler.live[member] = None
 
     def _restart(self, member: Member) -> None:
-        assert isinstance(member, GroupMember)
         self.selection.refilled += 1
-        self.groups.restart(self.scheduler.replace_member(member))
+        self.groups.restart(member.replace())
 
     # What becomes of members and groups.
 
     def _note_end(self, ended: Ended, *, is_surplus: bool, is_again: bool) -> None:
         self._count_of_ended += not is_again
         self._count(ended, is_surplus=is_surplus, is_again=is_again)
-        self.selection.ended(ended.trajectory)
+        self.selection.note_end(ended.trajectory)
         if is_again:
             self._restart(ended.member)
 
@@ -320,7 +302,7 @@ class GroupCall(Call):
                 self._tally.outcomes[trajectory.outcome] += 1
                 self._bad.add(trajectory)
                 self._check_failures(trajectory)
-        self.selection.rewarded(each.trajectory for each in new)
+        self.selection.note_rewards(each.trajectory for each in new)
         return True
 
     async def _hand_over(self, group: MemberGroup, wanted: Sequence[Ended]) -> None:
@@ -331,17 +313,43 @@ class GroupCall(Call):
         if failure is not None:
             self._fail(failure)
         result = Group.of(group.uid, group.prompt, [each.trajectory for each in wanted])
-        is_accepted = True if _was_given(wanted) else self._accepts(result)
+        is_accepted = True if _were_delivered(wanted) else self._call_accept(result)
         if is_accepted is None:
-            group.is_unjudged = True
+            group.stage = Stage.UNJUDGED
             return
         group.result = result
-        self._tell_group(wanted, "accepted" if is_accepted else "refused")
+        self._emit_group_ended(wanted, "accepted" if is_accepted else "refused")
         if is_accepted:
             self.groups.accept(group)
         else:
             self._log.unwanted(group)
-            self.groups.refuse(group, self._describe_refusal(result))
+            self.groups.refuse(group, _describe_refusal(result, self._accept))
+
+    def _call_accept(self, group: Group) -> bool | None:
+        """What `accept` returns; None where it raises, which ends the call, or is not called."""
+        if self.groups.has_refused_too_many:  # by groups that ended in the same moment
+            return None
+        try:
+            return call_accept(self._accept, group)
+        except BaseException as error:  # as of an agent: it is its call's alone
+            is_own = isinstance(error, GeneratorExit)  # no coroutine is closed in a plain call
+            if not is_own and find_propagating(error) is not None:
+                raise
+            self._fail(error)
+            return None
+
+
+def _describe_refusal(group: Group, accept: object) -> str:
+    """Say which function refused a group, its rewards, and which member failed first."""
+    name = getattr(accept, "__name__", type(accept).__name__)
+    rewards = Counter(
+        "unknown" if each.reward is None else f"{each.reward:g}" for each in group.trajectories
+    )
+    listed = ", ".join(f"{times} × {reward}" for reward, times in rewards.most_common(LISTED))
+    what = f"{group.uid!r}, by {name} with the rewards {listed}"
+    lost = [each for each in group.trajectories if not each.trainable]
+    failed = [each for each in lost if each.cause is not None] or lost
+    return f"{what}; {describe_ending(failed[0])}" if failed else what
 
 
 def get_result(group: MemberGroup) -> Group:
@@ -350,7 +358,7 @@ def get_result(group: MemberGroup) -> Group:
     return group.result
 
 
-def _was_given(wanted: Sequence[Ended]) -> bool:
+def _were_delivered(wanted: Sequence[Ended]) -> bool:
     """Whether an earlier process delivered these, so that they are accepted unasked."""
     logs = [each.member.log for each in wanted]
     return bool(logs) and all(log is not None and log.is_taken for log in logs)
@@ -367,7 +375,7 @@ def make_group_call(
     max_staleness: Any = None,
     groups_per_step: Any = None,
 ) -> GroupCall:
-    """A call of `collect`, or of `stream_groups`, which has as many groups as its consumer takes.
+    """Make a call of `collect`, or of `stream_groups`, which has as many groups as it takes.
 
     Raises:
         PromptError: An argument is wrong; nothing has been started.
@@ -385,7 +393,7 @@ def make_group_call(
             f"policy.members = {policy.members}: expected at most "
             f"scheduling.samples_per_prompt = {samples}"
         )
-    accept, staleness, deadline = acceptance(policy.accept), None, NEVER
+    accept, staleness, deadline = find_accept(policy.accept), None, NEVER
     if max_staleness is not None and groups_per_step is not None:
         most, per_step = int(max_staleness), int(groups_per_step)  # NumPy's could overflow
         staleness = Staleness(most=most, per_step=per_step, start=engines.weight_version)
@@ -402,17 +410,11 @@ def make_group_call(
         staleness=staleness,
     )
     # The call of this step was told before that it had ended, or returned without some groups.
-    missing, prompts = scheduler.log.missing_in(step), scheduler.find_source(source)
+    missing, prompts = scheduler.log.missing_in(step), scheduler.queue.find_source(source)
     if scheduler.log.has_ended(step) or missing is not None:
-        prompts = scheduler.end_source(prompts)
+        prompts = scheduler.queue.end_source(prompts)
     found = Groups(wanted, lambda: engines.weight_version)
     found.counts["dropped"] = missing or 0
     return GroupCall(
-        scheduler,
-        found,
-        prompts,
-        step=step,
-        deadline=deadline,
-        accept=accept,
-        group_s=policy.group_s,
+        scheduler, found, prompts, accept, step=step, deadline=deadline, group_s=policy.group_s
     )

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import attrs
 
 from rollout.errors import LimitExceeded
-from rollout.scheduling.member_group import GroupMember, MemberGroup
+from rollout.scheduling.member_group import Member, MemberGroup, Stage
 from rollout.scheduling.rewards.score import REWARD_REASON
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rollout.scheduling.prompts import Ended
+    from rollout.scheduling.member_group import Ended
 
 logger = logging.getLogger("rollout.scheduling")
 
@@ -53,14 +53,14 @@ class Staleness:
     per_step: int
     start: int
 
-    def room(self, version: int) -> int:
+    def count_allowed(self, version: int) -> int:
         """How many groups may have been taken, be ready, or be under way, in all.
 
         With one more, the last of them would be taken after more than `most` updates.
         """
-        return self.taken_by(version) + self.most * self.per_step
+        return self.count_taken_by(version) + self.most * self.per_step
 
-    def taken_by(self, version: int) -> int:
+    def count_taken_by(self, version: int) -> int:
         """Groups that the consumer takes until the end of that version."""
         return (version + 1 - self.start) * self.per_step
 
@@ -105,8 +105,8 @@ class Leftovers:
     """
 
     groups: list[MemberGroup] = attrs.field(factory=list)
-    surplus: list[GroupMember] = attrs.field(factory=list)
-    carried: list[GroupMember] = attrs.field(factory=list)
+    surplus: list[Member] = attrs.field(factory=list)
+    carried: list[Member] = attrs.field(factory=list)
 
 
 class Groups:
@@ -135,7 +135,7 @@ class Groups:
         self._refused_in_a_row = 0
         #: Why the first of those that `max_refused` counts was refused; empty where none was.
         self._first_refusal = ""
-        self._is_stopped = self._has_all_prompts = self._is_left = self._has_logged_late = False
+        self._is_stopped = self._has_all_prompts = self._is_over = self._has_logged_late = False
 
     # What it wants.
 
@@ -148,11 +148,11 @@ class Groups:
         if self.wanted.groups is not None:
             return under_way + self.counts["dropped"] < self.wanted.at_once
         if self.wanted.staleness is not None:
-            return self.consumed + under_way < self.wanted.staleness.room(self._version())
+            return self.consumed + under_way < self.wanted.staleness.count_allowed(self._version())
         return len(self._ready) < GROUP_BUFFER
 
     @property
-    def waiting(self) -> str:
+    def waits_for(self) -> str:
         """A message where nothing may start before the weights are newer; else empty."""
         is_idle = not (self.open or self._ready or self._is_stopped)
         if not is_idle or self.wanted.staleness is None or self.wants_group:
@@ -189,7 +189,7 @@ class Groups:
             return self._refused_in_a_row
         return self.counts["refused"] + self.counts["replaced"]
 
-    def refused_error(self) -> LimitExceeded:
+    def make_refused_error(self) -> LimitExceeded:
         """The error of a call that has refused too many groups."""
         which = "groups" if self.wanted.groups is not None else "groups one after the other"
         over = " or met group_s" if self.counts["replaced"] + self.counts["dropped"] else ""
@@ -233,27 +233,26 @@ class Groups:
         if group.waiting:
             self._with_waiting.append(group)
 
-    def next_member(self) -> GroupMember | None:
+    def next_member(self) -> Member | None:
         """The member that is to be admitted next; it stays in `waiting` until it begins."""
         while self._with_waiting:
             group = self._with_waiting[0]
-            if group.waiting and not group.is_settled:
+            if group.waiting and not group.is_complete:
                 return group.waiting[0]
             self._with_waiting.popleft()
         return None
 
-    def begin(self, member: GroupMember) -> None:
+    def begin(self, member: Member) -> None:
         """Note that a member has a slot."""
         member.group.waiting.remove(member)
         member.group.running[member] = None
 
-    def end(self, ended: Ended) -> bool:
+    def record_end(self, ended: Ended) -> bool:
         """Note that a member has ended; False where it is to be restarted, and does not count."""
         member, trajectory = ended.member, ended.trajectory
-        assert isinstance(member, GroupMember)
         group, number = member.group, member.identity.member
         group.forget(member)
-        if group.is_settled:
+        if group.is_complete:
             return True
         # Where only the reward failed the tokens are good, and `rewards.retries` has asked again.
         failed = trajectory.outcome is Outcome.FAILED and trajectory.reason != REWARD_REASON
@@ -263,12 +262,12 @@ class Groups:
         group.ended.append(ended)
         return True
 
-    def restart(self, member: GroupMember) -> None:
+    def restart(self, member: Member) -> None:
         """Have a member admitted next that replaces a failed one."""
         member.group.waiting.append(member)
         self._with_waiting.appendleft(member.group)
 
-    def is_whole(self, group: MemberGroup) -> bool:
+    def can_judge(self, group: MemberGroup) -> bool:
         """Whether a group can be judged: its wanted members, or its own time, have ended."""
         return bool(group.choose(self.wanted.members)) or self.is_to_drop(group)
 
@@ -276,9 +275,9 @@ class Groups:
         """Whether a group is dropped or replaced because it met its own deadline."""
         return self.wanted.on_group_deadline != "keep" and group.is_overdue
 
-    def settle(self, group: MemberGroup) -> list[GroupMember]:
+    def complete(self, group: MemberGroup) -> list[Member]:
         """Note that a group is complete; return its unwanted members, which are to be cancelled."""
-        group.is_settled = True
+        group.stage = max(group.stage, Stage.COMPLETE)
         surplus = [*group.running, *group.waiting]
         group.waiting.clear()
         return surplus
@@ -333,11 +332,11 @@ class Groups:
     def take_back(self, groups: Sequence[MemberGroup]) -> bool:
         """Make groups ready again that the consumer did not get; False where the call was left."""
         self.consumed -= len(groups)
-        if not self._is_left:
+        if not self._is_over:
             self._ready.extendleft(reversed(groups))
-        return not self._is_left
+        return not self._is_over
 
-    def leave(self, *, is_over: bool = False) -> Leftovers:
+    def take_leftovers(self, *, is_over: bool = False) -> Leftovers:
         """End the call: what it has and did not take is left, as `surplus` says.
 
         A group that is complete and not judged, because its reward was interrupted, is like one
@@ -348,26 +347,26 @@ class Groups:
             is_over: Nothing is carried, because the runtime is being closed.
         """
         self.stop()
-        self._is_left = True
+        self._is_over = True
         carries = self.wanted.surplus == "carry" and not is_over
         left = Leftovers([*self._ready])
         self.counts["carried"] += len(self._ready)
         for group in self.open:
-            if carries or group.is_unjudged or not group.is_begun:
+            if carries or group.stage is Stage.UNJUDGED or not group.is_begun:
                 self.counts["carried"] += group.is_begun
                 left.groups.append(group)
-                if not group.is_settled:  # else what runs of it was cancelled
+                if not group.is_complete:  # else what runs of it was cancelled
                     left.carried += group.running
             else:
                 self.counts["cancelled"] += 1
                 left.groups.append(group.restart())
-                left.surplus += self.settle(group)
+                left.surplus += self.complete(group)
         self.open.clear()
         self._ready.clear()
         left.groups.sort(key=lambda group: group.number)
         return left
 
-    def metrics(self) -> dict[str, float]:
+    def count(self) -> dict[str, float]:
         """Count groups by what became of them; see `Selection`."""
         counts = self.counts
         return {
@@ -386,8 +385,8 @@ class Groups:
         due = _get_version(group) + bound.most
         if due < self._version():
             return False
-        dues = [due, *self._due_versions(bound)]
-        left = {each: bound.taken_by(each) - self.consumed for each in dues if each >= due}
+        dues = [due, *self._find_due_versions(bound)]
+        left = {each: bound.count_taken_by(each) - self.consumed for each in dues if each >= due}
         return all(sum(other <= each for other in dues) <= left[each] for each in left)
 
     def _may_be_next(self, group: MemberGroup) -> bool:
@@ -395,21 +394,21 @@ class Groups:
         bound = self.wanted.staleness
         if bound is None:
             return True
-        due, others = self._due_version(group, bound), self._due_versions(bound)
+        due, others = self._find_due_version(group, bound), self._find_due_versions(bound)
         for each in sorted({other for other in others if other < due}):
             count = sum(other <= each for other in others)
-            if count > bound.taken_by(each) - self.consumed - 1:
+            if count > bound.count_taken_by(each) - self.consumed - 1:
                 return False
         return True
 
-    def _due_versions(self, bound: Staleness) -> list[int]:
+    def _find_due_versions(self, bound: Staleness) -> list[int]:
         """The last version to take each group at that is under way or ready."""
-        return [self._due_version(group, bound) for group in (*self.open, *self._ready)]
+        return [self._find_due_version(group, bound) for group in (*self.open, *self._ready)]
 
-    def _due_version(self, group: MemberGroup, bound: Staleness) -> int:
+    def _find_due_version(self, group: MemberGroup, bound: Staleness) -> int:
         """The last version to take a group at; now, where an earlier process delivered it."""
         now = self._version()
-        return now if group.was_given else max(_get_version(group) + bound.most, now)
+        return now if group.was_delivered else max(_get_version(group) + bound.most, now)
 
     def _log_lateness(self, group: MemberGroup) -> None:
         """Warn where the version has risen faster than the bound assumes."""

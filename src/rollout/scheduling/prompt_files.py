@@ -1,20 +1,20 @@
-"""Prompts from files: one JSON object a line, or parquet."""
+"""Prompts from files, one JSON object a line or parquet, with the columns that verl's data has."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout.config.config_faults import Fault, got, show
 from rollout.errors import PromptError
-from rollout.scheduling.prompt_columns import prompt_of_row
+from rollout.scheduling.prompts import PRIORITY, is_priority
+from rollout.types import Prompt
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from rollout.types import Prompt
+    from collections.abc import Iterator
 
 #: What parquet files begin with.
 PARQUET_MAGIC = b"PAR1"
@@ -24,9 +24,47 @@ MAX_LISTED = 20
 #: Where a row stands ("line 3"), and the row, or why it is none.
 Row = tuple[str, dict[str, Any] | Fault]
 
+NESTED = "extra_info"
+#: Keys of `extra_info` that verl means for tools and users; they may stand beside it as well.
+LIFTED = ("tools_kwargs", "interaction_kwargs")
+
+
+def _is_string(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _is_list_of_strings(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_string, value))
+
+
+def _is_object_of_objects(value: Any) -> bool:
+    """Whether it is one; of a tool that has nothing, Arrow says None."""
+    return _is_object(value) and all(isinstance(each, Mapping | None) for each in value.values())
+
+
+#: What a column must hold where it holds anything: in words, and as a predicate.
+_COLUMNS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "uid": ("a string", _is_string),
+    "agent_name": ("a string", _is_string),
+    "data_source": ("a string", _is_string),
+    "reward_model": ("an object", _is_object),
+    NESTED: ("an object", _is_object),
+    "priority": (PRIORITY, is_priority),
+    "sampling": ("an object", _is_object),
+    "tools": ("a list of names of tools", _is_list_of_strings),
+    "tools_kwargs": ("an object with one object for each tool", _is_object_of_objects),
+    "interaction_kwargs": ("an object", _is_object),
+}
+#: Columns that become fields of a prompt; every other one travels in its `extra`.
+_OWN = ("prompt", "messages", "ground_truth", *_COLUMNS)
+
 
 def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
-    """The prompts of a file, in its order.
+    """Read the prompts of a file, in its order.
 
     A file that ends in ``.parquet`` or begins like one is parquet (it needs the package pyarrow);
     any other holds one JSON object a line, and its blank lines are skipped. The columns are those
@@ -41,63 +79,44 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
             of which is named by its line (in parquet its row), with field, value and expectation.
     """
     source = Path(path)
-    content = _content(source)
-    is_parquet = source.suffix == ".parquet" or content.startswith(PARQUET_MAGIC)
-    rows = _parquet_rows(source, content) if is_parquet else _json_rows(content)
-    return _prompts(source, rows)
-
-
-def _content(source: Path) -> bytes:
     try:
-        return source.read_bytes()
+        content = source.read_bytes()
     except FileNotFoundError:
         raise PromptError(f"prompts file {source}: no such file") from None
     except OSError as error:
         raise PromptError(f"prompts file {source} cannot be read: {error.strerror}") from error
-
-
-def _prompts(source: Path, rows: Iterable[Row]) -> list[Prompt]:
+    is_parquet = source.suffix == ".parquet" or content.startswith(PARQUET_MAGIC)
+    rows = _read_parquet(source, content) if is_parquet else _read_json(content)
     prompts: list[Prompt] = []
     faults: list[str] = []
-    places: dict[str, str] = {}
+    first: dict[str, str] = {}
     for place, row in rows:
-        prompt, found = (None, [row]) if isinstance(row, Fault) else prompt_of_row(row)
+        prompt, found = (None, [row]) if isinstance(row, Fault) else read_row(row)
         if prompt is not None:
-            found = _uid_faults(prompt.uid, place, places)
             prompts.append(prompt)
-        faults += [f"{place}: {_line_of(fault)}" for fault in found]
+            uid = prompt.uid
+            if uid is not None and first.setdefault(uid, place) != place:
+                found = [Fault("uid", f"{first[uid]} has it too; uids must be unique", uid)]
+        faults += [f"{place}: {fault if fault.path else fault.problem}" for fault in found]
     if faults:
-        raise PromptError(_listed(source, faults))
+        count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+        more = len(faults) - MAX_LISTED
+        rest = [f"… and {more} more"] if more > 0 else []
+        lines = [f"{count} in prompts file {source}:", *faults[:MAX_LISTED], *rest]
+        raise PromptError("\n  ".join(lines))
     if not prompts:
         raise PromptError(f"prompts file {source} holds no prompts")
     return prompts
 
 
-def _line_of(fault: Fault) -> str:
-    return str(fault) if fault.path else fault.problem
-
-
-def _uid_faults(uid: str | None, place: str, places: dict[str, str]) -> list[Fault]:
-    if uid is None or places.setdefault(uid, place) == place:
-        return []
-    return [Fault("uid", f"{places[uid]} has it too; uids must be unique", uid)]
-
-
-def _listed(source: Path, faults: Sequence[str]) -> str:
-    count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
-    more = len(faults) - MAX_LISTED
-    rest = [f"… and {more} more"] if more > 0 else []
-    return "\n  ".join([f"{count} in prompts file {source}:", *faults[:MAX_LISTED], *rest])
-
-
-def _json_rows(content: bytes) -> Iterator[Row]:
+def _read_json(content: bytes) -> Iterator[Row]:
     # Split at line feeds only: str.splitlines would also split at separators inside strings.
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if line.strip():
-            yield f"line {number}", _json_row(line)
+            yield f"line {number}", _parse_line(line)
 
 
-def _json_row(line: bytes) -> dict[str, Any] | Fault:
+def _parse_line(line: bytes) -> dict[str, Any] | Fault:
     try:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -124,7 +143,7 @@ def _is_text(row: dict[str, Any]) -> bool:
     return True
 
 
-def _parquet_rows(source: Path, content: bytes) -> Iterator[Row]:
+def _read_parquet(source: Path, content: bytes) -> Iterator[Row]:
     try:
         import pyarrow  # type: ignore[import-untyped]
         import pyarrow.parquet  # type: ignore[import-untyped]
@@ -140,3 +159,91 @@ def _parquet_rows(source: Path, content: bytes) -> Iterator[Row]:
                 yield f"row {number}", row
     except (pyarrow.ArrowException, OSError) as error:
         raise PromptError(f"prompts file {source} cannot be read as parquet: {error}") from error
+
+
+def read_row(row: Mapping[str, Any]) -> tuple[Prompt | None, list[Fault]]:
+    """Return the prompt that a row describes, or None and everything that is wrong with the row.
+
+    A column that is None is absent. Columns without a meaning here go to `extra`, beside what
+    `extra_info` holds.
+    """
+    columns = {name: value for name, value in row.items() if value is not None}
+    faults = [*_check_messages(columns), *_check_types("", columns)]
+    nested = columns.get(NESTED, {})
+    if isinstance(nested, Mapping):
+        nested = {name: value for name, value in nested.items() if value is not None}
+        lifted = {name: nested[name] for name in LIFTED if name in nested}
+        faults += _check_types(f"{NESTED}.", lifted)
+    faults = faults or [*_check_contradictions(columns, nested)]
+    return (None, faults) if faults else (_make_prompt(columns, nested), [])
+
+
+def _check_messages(columns: Mapping[str, Any]) -> Iterator[Fault]:
+    names = [name for name in ("prompt", "messages") if name in columns]
+    if len(names) != 1:
+        problem = "expected one of them" + (", got both" if names else "; the row has neither")
+        yield Fault("prompt, messages", problem)
+        return
+    (name,) = names
+    value = columns[name]
+    if isinstance(value, str) and name == "prompt":
+        return
+    if not isinstance(value, list):
+        wanted = "a string or a list of messages" if name == "prompt" else "a list of messages"
+        yield Fault(name, f"expected {wanted}{got(value)}", value)
+        return
+    for index, message in enumerate(value):
+        path = f"{name}[{index}]"
+        if not isinstance(message, Mapping):
+            yield Fault(path, f"expected an object with role and content{got(message)}", message)
+            continue
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str):
+            yield Fault(f"{path}.role", f"expected a string{got(role)}", role)
+        if not isinstance(content, str | list | None):
+            yield Fault(f"{path}.content", f"expected a string{got(content)}", content)
+
+
+def _check_types(prefix: str, columns: Mapping[str, Any]) -> Iterator[Fault]:
+    for name, (expected, accepts) in _COLUMNS.items():
+        if name in columns and not accepts(columns[name]):
+            value = columns[name]
+            # Of a list or an object, what is wrong may be inside.
+            kind = "" if isinstance(value, list | Mapping) else got(value)
+            yield Fault(f"{prefix}{name}", f"expected {expected}{kind}", value)
+
+
+def _check_contradictions(columns: Mapping[str, Any], nested: Mapping[str, Any]) -> Iterator[Fault]:
+    """Find columns that say different things under one name: nothing may be lost silently."""
+    for name, value in nested.items():
+        beside = columns.get(name, value) if name not in _OWN or name in LIFTED else value
+        if beside != value:
+            yield Fault(name, f"{NESTED}.{name} says otherwise; expected one of them", beside)
+    scored = columns.get("reward_model", {}).get("ground_truth")
+    beside = columns.get("ground_truth", scored)
+    if scored is not None and beside != scored:
+        problem = "reward_model.ground_truth says otherwise; expected one of them"
+        yield Fault("ground_truth", problem, beside)
+
+
+def _make_prompt(columns: Mapping[str, Any], nested: Mapping[str, Any]) -> Prompt:
+    messages = columns.get("prompt", columns.get("messages"))
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    scorer = dict(columns.get("reward_model", {}))
+    truth = scorer.pop("ground_truth", None)
+    extra = {name: value for name, value in columns.items() if name not in _OWN}
+    extra |= nested
+    lifted = extra.pop("tools_kwargs", {})
+    if scorer:
+        extra["reward_model"] = scorer
+    if "interaction_kwargs" in columns:
+        extra["interaction_kwargs"] = columns["interaction_kwargs"]
+    named = ("uid", "agent_name", "sampling", "tools", "data_source", "priority")
+    return Prompt(
+        messages=messages,
+        tools_kwargs=columns.get("tools_kwargs", lifted),
+        ground_truth=columns.get("ground_truth", truth),
+        extra=extra,
+        **{name: columns[name] for name in named if name in columns},
+    )

@@ -40,8 +40,8 @@ def has_signal(group: Group) -> bool:
     return len({*array("f", rewards)}) > 1
 
 
-def acceptance(accept: object) -> Accept | None:
-    """The function that a policy's `accept` is or names.
+def find_accept(accept: object) -> Accept | None:
+    """Find the function that a policy's `accept` is or names.
 
     Raises:
         ConfigError: There is none of that name.
@@ -57,11 +57,11 @@ def acceptance(accept: object) -> Accept | None:
     return found  # type: ignore[no-any-return]
 
 
-def judge(accept: Accept | None, group: Group) -> bool:
-    """What `accept` says of a group.
+def call_accept(accept: Accept | None, group: Group) -> bool:
+    """Return what `accept` returns for a group.
 
     Raises:
-        PromptError: It said neither yes nor no.
+        PromptError: That is no bool.
     """
     if accept is None:
         return True
@@ -130,13 +130,13 @@ class Selection:
         #: How many ended, or were cut off, at each length: a stream may have millions.
         self._lengths: Counter[tuple[int, bool]] = Counter()
 
-    def ended(self, trajectory: Trajectory) -> None:
+    def note_end(self, trajectory: Trajectory) -> None:
         """One has ended, by itself or because it was not wanted any more."""
         if trajectory.outcome in (Outcome.FAILED, Outcome.REJECTED):
             return
         length = trajectory.generated_length
         if is_cut_off(trajectory):
-            self.cut_off(length)
+            self.note_cut_off(length)
             return
         self._started.add(length)
         self._lengths[length, False] += 1
@@ -144,13 +144,13 @@ class Selection:
         if not self._by_group:
             self._finished.add_reward(trajectory.reward)
 
-    def rewarded(self, trajectories: Iterable[Trajectory]) -> None:
+    def note_rewards(self, trajectories: Iterable[Trajectory]) -> None:
         """These have the reward of their group, if there is any."""
         for trajectory in trajectories if self._by_group else ():
             if not is_cut_off(trajectory):
                 self._finished.add_reward(trajectory.reward)
 
-    def cut_off(self, length: int | None) -> None:
+    def note_cut_off(self, length: int | None) -> None:
         """One continues in another call, or ends, at this length, and would have become longer.
 
         None: its agent had ended.
@@ -160,7 +160,7 @@ class Selection:
         self._started.add(length)
         self._lengths[length, True] += 1
 
-    def accepted(self, trajectories: Iterable[Trajectory]) -> None:
+    def note_accepted(self, trajectories: Iterable[Trajectory]) -> None:
         """These are taken."""
         for trajectory in trajectories:
             if trajectory.outcome not in (Outcome.FAILED, Outcome.REJECTED):
@@ -171,12 +171,12 @@ class Selection:
         """Of the trajectories; see the class.
 
         Args:
-            running: Lengths so far of those that run, as of `cut_off`.
+            running: Lengths so far of those that run, as of `note_cut_off`.
         """
         now = copy(self)
         now._started, now._lengths = copy(self._started), copy(self._lengths)
         for length in running:
-            now.cut_off(length)
+            now.note_cut_off(length)
         return now._metrics()
 
     def _metrics(self) -> dict[str, float]:

@@ -12,6 +12,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
@@ -52,20 +53,15 @@ def check_source(source: Any) -> None:
     Raises:
         PromptError: It is not; nothing has been pulled.
     """
-    if isinstance(source, Prompt | str | bytes | Mapping) or not _can_be_iterated(source):
+    is_iterable = isinstance(source, AsyncIterable | Iterable)
+    if not is_iterable:
+        with suppress(TypeError):
+            iter(source)  # asks for nothing, where it has its items by number
+            is_iterable = True
+    if isinstance(source, Prompt | str | bytes | Mapping) or not is_iterable:
         raise PromptError(
             f"source: expected an iterable or async iterable of Prompt, got {type(source).__name__}"
         )
-
-
-def _can_be_iterated(source: Any) -> bool:
-    if isinstance(source, AsyncIterable | Iterable):
-        return True
-    try:
-        iter(source)  # asks for nothing, where it has its items by number
-    except TypeError:
-        return False
-    return True
 
 
 class PromptSource:
@@ -84,7 +80,7 @@ class PromptSource:
         users: Open calls that have it.
         is_over: Whether it has given all that it has.
         failure: What it raised, until a call ends with that.
-        is_asked: Whether a pull is under way.
+        is_pulling: Whether a pull is under way.
         number: Its own in a journal; None where it has none.
         is_replayed: It stands for one whose end an earlier process told the caller: what that had
             is all that there is.
@@ -103,18 +99,20 @@ class PromptSource:
         self.count = 0
         self.pulled: deque[MemberGroup] = deque()
         self.users: dict[Any, None] = {}
-        self.is_over = self.is_asked = False
+        self.is_over = self.is_pulling = False
         self.failure: BaseException | None = None
         self.number: int | None = None
         self.is_replayed = self.is_beyond = self.is_used_up = False
         self._threads, self._read, self._changed = threads, read, changed
         self._iterator: Any = None
-        self._task: _AsyncSourceTask | None = None
+        #: Of an async source: what runs its task, and is set to have that pull once more.
+        self._task: Contained[None] | None = None
+        self._asked = anyio.Event()
 
     @property
-    def can_be_asked(self) -> bool:
+    def can_pull(self) -> bool:
         """Whether it may have more, and no pull is under way."""
-        return not (self.is_over or self.is_asked)
+        return not (self.is_over or self.is_pulling)
 
     def ask(self, start: Callable[..., object], containment: Containment, tally: Tally) -> None:
         """Start a pull of one prompt: of an async source, in the task that did so before.
@@ -124,11 +122,11 @@ class PromptSource:
             containment: Has the task of an async source.
             tally: Counts those that do not end.
         """
-        self.is_asked = True
+        self.is_pulling = True
         if self._task is not None:
-            self._task.ask()
+            self._asked.set()
         elif isinstance(self.given, AsyncIterable):
-            start(lambda: self._serve(containment, tally))
+            start(lambda: self._run_task(containment, tally))
         else:
             start(self.pull)
 
@@ -158,7 +156,7 @@ class PromptSource:
                 raise
             self.failure = _explain_cancellation(error)
         finally:
-            self.is_asked = False
+            self.is_pulling = False
             self._changed(self)
 
     async def _next(self) -> tuple[Any, bool]:
@@ -199,11 +197,20 @@ class PromptSource:
         else:  # the task closes it
             self._task.cancel()
 
-    async def _serve(self, containment: Containment, tally: Tally) -> None:
-        """Run the task of an async source: a contained one, as the source is foreign code."""
-        task = self._task = _AsyncSourceTask(containment, THREAD_NAME)
+    def stop_pulling(self) -> None:
+        """Have the task of an async source pull no more, and close the source."""
+        self.is_over = True
+        self._asked.set()
+
+    # The task of an async source. It pulls whenever that is wanted, and closes the source: what an
+    # async generator has open where it yields, such as a task group that prefetches, belongs to the
+    # task that pulled. In another one, its scopes would be left out of order.
+
+    async def _run_task(self, containment: Containment, tally: Tally) -> None:
+        """Run the task, a contained one, as the source is foreign code."""
+        task = self._task = _SourceTask(containment, self)
         try:
-            await task.run(lambda: task.ask_until_cancelled(self))
+            await task.run(self._pull_until_over)
         except UnresponsiveError as error:
             tally.unresponsive += 1
             logger.warning("%s", error)
@@ -212,7 +219,22 @@ class PromptSource:
         if task.error is not None:
             raise task.error
 
-    async def close_iterator(self) -> None:
+    async def _pull_until_over(self) -> None:
+        # Entered before any scope of the source's, which may be open wherever we are below.
+        with anyio.CancelScope() as all_of_it:
+            try:
+                while not self.is_over:
+                    await self.pull()
+                    # A scope that the source has open may be cancelled meanwhile, as by a task of
+                    # its own that failed: the source meets that at its next pull.
+                    with anyio.CancelScope(shield=True):
+                        await self._asked.wait()
+                    self._asked = anyio.Event()
+            finally:
+                all_of_it.shield = True
+                await self._close_iterator()
+
+    async def _close_iterator(self) -> None:
         """Close a generator, which may have something open; other iterators are their owners'."""
         if not isinstance(self._iterator, AsyncGenerator):
             return
@@ -227,51 +249,24 @@ class PromptSource:
             logger.warning("%s could not be closed", THREAD_NAME, exc_info=error)
 
 
-class _AsyncSourceTask(Contained[None]):
-    """The task that pulls from an async source whenever that is wanted, and closes it.
+class _SourceTask(Contained[None]):
+    """The task of an async source, which waits shielded: its cancellation wakes it."""
 
-    What an async generator has open where it yields, such as a task group that prefetches, belongs
-    to the task that pulled: in another one, its scopes would be left out of order.
-    """
-
-    def __init__(self, containment: Containment, what: str) -> None:
-        super().__init__(containment, what)
-        self._asked = anyio.Event()
-        self._is_ending = False
-
-    def ask(self) -> None:
-        """Have the task pull once more."""
-        self._asked.set()
+    def __init__(self, containment: Containment, source: PromptSource) -> None:
+        super().__init__(containment, THREAD_NAME)
+        self._source = source
 
     def cancel(self) -> None:
-        """Have the task pull no more, and close the source."""
-        self._is_ending = True
-        self._asked.set()
+        """Have the task close the source, and end."""
+        self._source.stop_pulling()
         super().cancel()
-
-    async def ask_until_cancelled(self, source: PromptSource) -> None:
-        """Pull now and whenever `ask` is called, until `cancel`; then close the source."""
-        # Entered before any scope of the source's, which may be open wherever we are below.
-        with anyio.CancelScope() as all_of_it:
-            try:
-                while not self._is_ending:
-                    await source.pull()
-                    # A scope that the source has open may be cancelled meanwhile, as by a task of
-                    # its own that failed: the source meets that at its next pull.
-                    with anyio.CancelScope(shield=True):
-                        await self._asked.wait()
-                    self._asked = anyio.Event()
-            finally:
-                all_of_it.shield = True
-                await source.close_iterator()
 
 
 def _explain_cancellation(error: BaseException) -> BaseException:
     """Replace a source's own cancellation, which would look like that of its call."""
     if not isinstance(error, anyio.get_cancelled_exc_class()):
         return error
-    explained = RolloutError(
-        "source: it was cancelled by itself, and not by the call that asked it"
-    )
+    what = "source: it was cancelled by itself, and not by the call that asked it"
+    explained = RolloutError(what)
     explained.__cause__ = error
     return explained

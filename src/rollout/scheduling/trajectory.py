@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import attrs
@@ -30,14 +30,18 @@ from rollout.errors import (
     TemplateError,
     ToolError,
 )
-from rollout.limits import Clock
+from rollout.limits import AGENT_TIMEOUT, AGENT_TIMEOUT_S, Clock, Deadline
 from rollout.observe.user_spans import enter_trajectory
 from rollout.scheduling.endings import CLOSED, NEVER_GENERATED
-from rollout.scheduling.finished import end_without_reward, exclude, rejected
-from rollout.scheduling.prompts import trajectory_deadline
+from rollout.scheduling.finished import (
+    end_without_reward,
+    exclude,
+    explain_cut,
+    make_unstarted,
+)
 from rollout.scheduling.rewards.score import Rewarding
 from rollout.scheduling.tokenization import COMPARED, TokenizationCheck
-from rollout.scheduling.trajectory_events import tell_started
+from rollout.scheduling.trajectory_events import emit_started
 from rollout.scopes import find_exception, unwrap_group
 from rollout.types import DRIFT, Cause, Outcome
 
@@ -45,9 +49,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from rollout.agents.agent_loop import Registered
+    from rollout.config import LimitsConfig
     from rollout.containment import Containment
-    from rollout.limits import Deadline
-    from rollout.scheduling.prompts import Member
+    from rollout.scheduling.member_group import Member
+    from rollout.types import Prompt
 
 logger = logging.getLogger("rollout.scheduling")
 
@@ -55,17 +60,11 @@ logger = logging.getLogger("rollout.scheduling")
 ENGINE, SANDBOX = "engine", "sandbox"
 
 
-class MemberHome(Protocol):
-    """The call, or the scheduler, that gets the trajectory of a member.
-
-    Attributes:
-        has_groups: Whether several members may begin with one prompt.
-    """
-
-    has_groups: bool
-
-    async def end(self, run: AgentRun, trajectory: Trajectory) -> None:
-        """Take the trajectory of a member that has ended; the member has its slot meanwhile."""
+def limit_trajectory(limits: LimitsConfig, prompt: Prompt) -> Deadline:
+    """Make the deadline of a trajectory that starts, or continues, now: of two, the earlier."""
+    deadline = Deadline.after(limits.trajectory_s, "limits.trajectory_s")
+    own = prompt.extra.get(AGENT_TIMEOUT_S)
+    return deadline if own is None else Deadline.after(own, AGENT_TIMEOUT, deadline)
 
 
 @attrs.frozen(kw_only=True)
@@ -77,15 +76,15 @@ class TrajectoryRunner:
     tokens: TokenizationCheck
 
 
-class AgentRun:
+class TrajectoryRun:
     """The state of a trajectory while it runs: its present attempt, and sums of those before.
+
+    Args:
+        deadline: The trajectory's own.
 
     Attributes:
         containment: Has the agent's task.
         member: Whose trajectory it is.
-        home: Gets the trajectory.
-        batch_deadline: That of the call.
-        deadline_left: The trajectory's own; None: as the configuration says, from its start.
         started: When the first attempt began, on the loop's clock.
         attempt: The number of the present one, from 1.
         what: Its agent, for messages.
@@ -96,14 +95,9 @@ class AgentRun:
             before.
     """
 
-    def __init__(
-        self, containment: Containment, member: Member, home: MemberHome, batch_deadline: Deadline
-    ) -> None:
-        self.containment = containment
-        self.member, self.home = member, home
-        self.batch_deadline = batch_deadline
-        self.deadline_left: Deadline | None = None
-        self.clock = member.clock = Clock()
+    def __init__(self, containment: Containment, member: Member, deadline: Deadline) -> None:
+        self.containment, self.member = containment, member
+        self.clock = member.clock = Clock(deadline)
         self.started = containment.clock()
         self.attempt = 1
         self.what = "an agent"
@@ -144,7 +138,7 @@ class AgentRun:
         self.cause, self.stuck = None, ()
 
 
-async def run_trajectory(runner: TrajectoryRunner, run: AgentRun) -> Trajectory:
+async def run_trajectory(runner: TrajectoryRunner, run: TrajectoryRun) -> Trajectory:
     """Run a member from its admission to its outcome; its trajectory says what happened to it.
 
     The agent runs in a task of its own, within the trajectory's limits. It runs again, from the
@@ -155,20 +149,17 @@ async def run_trajectory(runner: TrajectoryRunner, run: AgentRun) -> Trajectory:
     Cancellation ends the agent or the reward, bounded, and passes through.
     """
     services, member = runner.services, run.member
-    deadline = run.deadline_left or trajectory_deadline(
-        services.config.limits, member.prompt, run.batch_deadline
-    )
-    run.clock.renew(deadline, run.batch_deadline)
     while True:
         if services.events.is_on:
-            tell_started(services.events, member, run.attempt, run.started)
+            emit_started(services.events, member, run.attempt, run.started)
         try:
             agent, run.context = _open_context(services, run)
         except RejectedPrompt as error:
-            return rejected(member, error)
+            ending = Ending(outcome=Outcome.REJECTED, reason=error.reason)
+            return make_unstarted(member, ending, Cause.of(error))
         try:
             await _run_agent(services, run, agent)
-            ending, cause = _judge(run)
+            ending, cause = _decide_outcome(run)
             if _runs_again(services, run, ending):
                 run.begin_again()
                 continue
@@ -195,7 +186,7 @@ async def run_trajectory(runner: TrajectoryRunner, run: AgentRun) -> Trajectory:
                 await sandbox.close()
 
 
-def _open_context(services: Services, run: AgentRun) -> tuple[Registered, AgentContext]:
+def _open_context(services: Services, run: TrajectoryRun) -> tuple[Registered, AgentContext]:
     """Find the agent, and make its context.
 
     Raises:
@@ -228,7 +219,7 @@ def _open_context(services: Services, run: AgentRun) -> tuple[Registered, AgentC
     fault = top_log_probs_fault(sampling.top_log_probs, services.engines.info)
     if fault:
         raise RejectedPrompt("bad_sampling", fault)
-    is_alone = not run.home.has_groups
+    is_alone = not member.group.is_shared
     try:
         context = AgentContext(
             services, prompt, identity, sampling, run.clock, member.log, is_alone=is_alone
@@ -240,21 +231,21 @@ def _open_context(services: Services, run: AgentRun) -> tuple[Registered, AgentC
     return agent, context
 
 
-async def _run_agent(services: Services, run: AgentRun, agent: Registered) -> None:
+async def _run_agent(services: Services, run: TrajectoryRun, agent: Registered) -> None:
     """Run the agent to its end, and close its tools; cancelling the member ends it."""
     member, context = run.member, run.context
     run.what = _agent_name(agent)
     run.code = Contained[None](run.containment, run.what, activity=context.identity)
     member.concluding_since = None
     run.clock.govern(run.code)
-    member.give_scope(run)
+    member.set_running(run)
     try:
         await run.code.run(partial(_agent_task, agent, context))
     except UnresponsiveError:
         pass  # `unresponsive` says so
     finally:
         run.clock.release()
-        member.scope, member.concluding_since = None, run.containment.clock()
+        member.running, member.concluding_since = None, run.containment.clock()
         if run.code.error is not None:
             run.cause = _settle_failure(context, run.code.error)
         await _close(run)
@@ -278,7 +269,7 @@ async def _agent_task(agent: Registered, context: AgentContext) -> None:
     await context.score()
 
 
-async def _close(run: AgentRun) -> None:
+async def _close(run: TrajectoryRun) -> None:
     with anyio.CancelScope(shield=True):
         while True:
             try:
@@ -308,8 +299,8 @@ def _settle_failure(context: AgentContext, error: BaseException) -> Cause | None
     return Cause.of(leaf)
 
 
-def _judge(run: AgentRun) -> tuple[Ending, Cause | None]:
-    """Judge how the attempt ended; the first of these rules that applies decides.
+def _decide_outcome(run: TrajectoryRun) -> tuple[Ending, Cause | None]:
+    """Decide how the attempt ended, by the first of these rules that applies.
 
     Raises:
         KeyboardInterrupt: Ctrl-C reached the agent.
@@ -321,7 +312,7 @@ def _judge(run: AgentRun) -> tuple[Ending, Cause | None]:
     if run.unresponsive is not None:
         return Ending(outcome=Outcome.FAILED, reason=UNRESPONSIVE), Cause.of(run.unresponsive)
     if run.code.was_cancelled or (run.code.is_cancelled and error is None):  # or swallowed it
-        return _judge_cancelled(run), None
+        return _decide_cancelled(run), None
     sandbox = context.sandbox_asked_for
     if sandbox is not None and sandbox.failure is not None:
         kind, message = type(sandbox.failure).__qualname__, str(sandbox.failure)
@@ -340,17 +331,14 @@ def _judge(run: AgentRun) -> tuple[Ending, Cause | None]:
     return Ending(outcome=Outcome.FAILED, reason=NEVER_GENERATED), cause
 
 
-def _judge_cancelled(run: AgentRun) -> Ending:
+def _decide_cancelled(run: TrajectoryRun) -> Ending:
     member, clock = run.member, run.clock
-    if member.cancel_reason is not None:
-        return Ending(outcome=Outcome.CANCELLED, reason=member.cancel_reason)
-    if member.over is None and not clock.is_over:  # no limit has ended it
-        return Ending(outcome=Outcome.CANCELLED, reason=CLOSED)
-    error = (member.over or clock.deadline).error()
-    return Ending(outcome=error.outcome, reason=error.reason, limit_source=error.source)
+    if member.is_ending or clock.is_over:
+        return explain_cut(member, member.deadline_met or clock.deadline)
+    return Ending(outcome=Outcome.CANCELLED, reason=CLOSED)  # no limit has ended it
 
 
-def _runs_again(services: Services, run: AgentRun, ending: Ending) -> bool:
+def _runs_again(services: Services, run: TrajectoryRun, ending: Ending) -> bool:
     """Whether the member gets another attempt."""
     sandbox = run.context.sandbox_asked_for
     has_lost_sandbox = sandbox is not None and isinstance(sandbox.failure, SandboxLost)
@@ -359,7 +347,7 @@ def _runs_again(services: Services, run: AgentRun, ending: Ending) -> bool:
     return is_lost and run.attempt <= services.config.scheduling.max_retries
 
 
-def _make_trajectory(run: AgentRun, ending: Ending, cause: Cause | None) -> Trajectory:
+def _make_trajectory(run: TrajectoryRun, ending: Ending, cause: Cause | None) -> Trajectory:
     """Make the trajectory of a member whose last attempt has ended.
 
     It fails, and keeps its tokens, where the agent put what is no number into its context's lists.
@@ -401,7 +389,7 @@ def _check_numbers(name: str, values: list[Any]) -> list[float]:
     return values
 
 
-def _count_calls(run: AgentRun) -> dict[str, float]:
+def _count_calls(run: TrajectoryRun) -> dict[str, float]:
     """Sum the calls of all attempts so far; of ``tool/TOOL/seconds_max``, take the maximum."""
     tools = run.context.tools
     tools.abandon()  # calls of code that was stopped will not end
@@ -412,7 +400,7 @@ def _count_calls(run: AgentRun) -> dict[str, float]:
     return calls
 
 
-def _metrics(run: AgentRun, restarts: int) -> dict[str, float]:
+def _metrics(run: TrajectoryRun, restarts: int) -> dict[str, float]:
     context, tools = run.context, run.context.tools
     cut, shown = context.cut_prompt_tokens, context.sampled_placeholders
     truncated = context.truncated_tokens
@@ -433,26 +421,24 @@ def _metrics(run: AgentRun, restarts: int) -> dict[str, float]:
     }
 
 
-async def _reward(runner: TrajectoryRunner, run: AgentRun, trajectory: Trajectory) -> None:
+async def _reward(runner: TrajectoryRunner, run: TrajectoryRun, trajectory: Trajectory) -> None:
     """Ask for the reward of a trajectory, or take the one that its agent gave."""
     given, events, context = run.context.reward, runner.services.events, run.context
-    if runner.rewarding.single is None:
+    if runner.rewarding.functions.single is None:
         if given is not None:
             try:
                 apply_reward(trajectory, check_reward_value(given, trajectory, "the agent"))
             except BadRewardError as error:
                 end_without_reward(trajectory, Outcome.FAILED, "reward", None, Cause.of(error))
-    elif run.containment.clock() < run.batch_deadline.at:
+    elif run.member.deadline_met is None:
         if events.is_on:
             enter_trajectory(events, run.member.identity.number)
-        await runner.rewarding.reward(
-            run.member, trajectory, run.containment, run.batch_deadline, lambda: context.sandbox
-        )
+        await runner.rewarding.reward(run.member, trajectory, lambda: context.sandbox)
     else:  # no time is left to learn its reward
         exclude(trajectory)
 
 
-def _add_times(run: AgentRun, trajectory: Trajectory) -> None:
+def _add_times(run: TrajectoryRun, trajectory: Trajectory) -> None:
     sandbox, ended = run.context.sandbox_asked_for, run.member.concluding_since
     if sandbox is not None and sandbox.opened:
         trajectory.metrics["sandboxes"] = sandbox.opened

@@ -11,17 +11,14 @@ from rollout.observe.events import GroupEnded, RewardEnded, TrajectoryEnded, Tra
 from rollout.types import DRIFT, Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from rollout.chat.trajectory import Trajectory
     from rollout.observe.event_stream import EventStream
-    from rollout.scheduling.prompts import Ended, Member
-
-#: Reason of those that nobody takes, because the call itself was cancelled.
-LOST = "call"
+    from rollout.scheduling.member_group import Ended, Member
 
 
-def tell_started(events: EventStream, member: Member, attempt: int, started: float) -> None:
+def emit_started(events: EventStream, member: Member, attempt: int, started: float) -> None:
     """An attempt begins, the first one when `started`; the member has its number from now on."""
     if attempt == 1:
         _number(events, member)
@@ -35,7 +32,7 @@ def _started(_: float, facts: Sequence[Any]) -> tuple[TrajectoryStarted, None]:
     return TrajectoryStarted(at=at, **_named(member), attempt=attempt), None
 
 
-def tell_ended(events: EventStream, member: Member, trajectory: Trajectory) -> None:
+def emit_ended(events: EventStream, member: Member, trajectory: Trajectory) -> None:
     """A member has its outcome."""
     if not _is_wanted(events, member, trajectory.outcome):
         return
@@ -82,32 +79,13 @@ def tell_ended(events: EventStream, member: Member, trajectory: Trajectory) -> N
     )
 
 
-def tell_lost(events: EventStream, members: Iterable[Member], reason: str) -> None:
-    """Members of a call whose caller was cancelled: nobody takes their trajectories."""
-    for member in members:
-        if not _is_wanted(events, member, Outcome.CANCELLED):
-            continue
-        if member.began is None:
-            _number(events, member)
-        now = events.now()
-        events.emit(
-            TrajectoryEnded(
-                at=now,
-                **_named(member),
-                began=_began(events, member, now),
-                outcome=Outcome.CANCELLED.value,
-                reason=reason,
-            )
-        )
-
-
 def _is_wanted(events: EventStream, member: Member, outcome: Outcome) -> bool:
     """Whether its end is to be told."""
     who, is_failed = member.identity, outcome is Outcome.FAILED
     return events.tell_notes(who.number, who.step, who.uid, who.member, is_failed=is_failed)
 
 
-def tell_group_ended(events: EventStream, ended: Sequence[Ended], verdict: str = "") -> None:
+def emit_group_ended(events: EventStream, ended: Sequence[Ended], verdict: str = "") -> None:
     """All members of a group have ended; in member order."""
     if not ended:
         return
@@ -128,7 +106,7 @@ def tell_group_ended(events: EventStream, ended: Sequence[Ended], verdict: str =
     )
 
 
-def tell_rewarded(
+def emit_rewarded(
     events: EventStream,
     member: Member,
     began: float,

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
     from rollout.scheduling.journal.journal import Journal
     from rollout.scheduling.journal.trajectory_log import TrajectoryLog
-    from rollout.scheduling.member_group import MemberGroup
-    from rollout.scheduling.prompts import Member
+    from rollout.scheduling.member_group import Member, MemberGroup
     from rollout.scheduling.sources import PromptSource
     from rollout.types import Prompt
 
@@ -234,7 +233,7 @@ class GroupLog:
 
     def recorded(self, member: Member) -> Trajectory | None:
         """The trajectory, where the journal has it whole."""
-        if member.log is None or member.is_held:
+        if member.log is None or member.is_carried:
             return None
         return member.log.finished(member.prompt, member.identity.group)
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         Payload,
         PromptKey,
     )
-    from rollout.scheduling.prompts import Member
+    from rollout.scheduling.member_group import Member
     from rollout.types import Prompt
 
 #: How long what waits at the end of a runtime is tried to be written.

@@ -13,12 +13,11 @@ from rollout.errors import ConfigError
 from rollout.function_refs import FunctionRef, NotImportableError, function_ref
 from rollout.scheduling.rewards.signatures import (
     GroupRewardFunction,
+    RewardForm,
     RewardFunction,
     check_group_reward,
     check_reward,
-    takes_sandbox,
-    verl_arguments,
-    verl_names,
+    make_verl_arguments,
 )
 from rollout.user_files import named_object
 from rollout.worker_threads import is_async
@@ -53,20 +52,18 @@ class LoadedReward:
     Attributes:
         what: "reward" or "group_reward".
         ref: Where child processes find it; None where none of them calls it.
-        verl_names: Which of verl's arguments it takes; empty where it takes a trajectory.
-        takes_sandbox: Whether it is called with the trajectory's sandbox too.
+        form: How a function of a trajectory is called.
     """
 
     function: Any
     what: str
     ref: FunctionRef | None = None
-    verl_names: tuple[str, ...] = ()
-    takes_sandbox: bool = False
+    form: RewardForm = attrs.field(factory=RewardForm)
 
     @property
     def runs_in_thread(self) -> bool:
         """Whether the call needs a thread; else it is awaited on the loop."""
-        return bool(self.verl_names) or not is_async(self.function)
+        return bool(self.form.verl_names) or not is_async(self.function)
 
     async def call(
         self,
@@ -76,7 +73,7 @@ class LoadedReward:
         tokenizer: Any,
         sandbox: TrajectorySandbox | None,
     ) -> Any:
-        """What the function returns, in this process.
+        """Call the function in this process, and return what it returns.
 
         Args:
             subject: The trajectory, or the group.
@@ -94,8 +91,8 @@ class LoadedReward:
             return await function(subject)
 
         def call() -> Any:
-            if self.verl_names:
-                return function(**verl_arguments(self.verl_names, subject, tokenizer))
+            if self.form.verl_names:
+                return function(**make_verl_arguments(self.form.verl_names, subject, tokenizer))
             return function(subject)
 
         value = await threads.run(self.what, call, begin=begin)
@@ -112,11 +109,11 @@ class RewardFunctions:
     @property
     def needs_sandbox(self) -> bool:
         """Whether trajectories are rewarded by a look into their sandboxes."""
-        return self.single is not None and self.single.takes_sandbox
+        return self.single is not None and self.single.form.takes_sandbox
 
 
 def load_rewards(given: GivenRewards, processes: int) -> RewardFunctions:
-    """The functions, once they are known to be callable where they are to be called.
+    """Return the functions, once they are known to be callable where they are to be called.
 
     Args:
         given: What the caller gave.
@@ -129,17 +126,12 @@ def load_rewards(given: GivenRewards, processes: int) -> RewardFunctions:
     single = None if given.single is None else _find(given.single, "reward")
     group = None if given.group is None else _find(given.group, "group_reward")
     if single is not None:
-        check_reward(single.function)
-        single = attrs.evolve(
-            single,
-            verl_names=verl_names(single.function),
-            takes_sandbox=takes_sandbox(single.function),
-        )
+        single = attrs.evolve(single, form=check_reward(single.function))
     if group is not None:
         check_group_reward(group.function)
     if not processes:
         return RewardFunctions(single, group)
-    if single is not None and single.takes_sandbox:
+    if single is not None and single.form.takes_sandbox:
         raise ConfigError(
             f"reward: it names sandbox, which cannot leave this process; expected "
             f"rewards.processes = 0, not {processes}"
@@ -151,7 +143,7 @@ def load_rewards(given: GivenRewards, processes: int) -> RewardFunctions:
 
 
 def _find(given: Any, what: str) -> LoadedReward:
-    """A function as it is; the one that a ``"package.module:name"`` names, and where it is."""
+    """Return a function as it is, or the one that a ``"package.module:name"`` names."""
     if not isinstance(given, str) or ":" not in given:  # a text is refused like anything else
         return LoadedReward(given, what)
     if not _REFERENCE.fullmatch(given):
@@ -162,7 +154,7 @@ def _find(given: Any, what: str) -> LoadedReward:
 
 
 def _make_importable(loaded: LoadedReward, processes: int) -> LoadedReward:
-    """The function with where child processes find it; refused where they cannot."""
+    """Return the function with where child processes find it; refused where they cannot."""
     if loaded.ref is not None:
         return loaded
     try:

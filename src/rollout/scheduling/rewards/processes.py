@@ -33,7 +33,7 @@ from rollout.child_serving import MAX_REPLY, outcome_of, serve
 from rollout.errors import ConfigError
 from rollout.function_refs import FunctionRef, function_at
 from rollout.import_watch import noting_imports, opened_watch
-from rollout.scheduling.rewards.signatures import verl_arguments
+from rollout.scheduling.rewards.signatures import make_verl_arguments
 from rollout.types import Cause, Reward
 
 if TYPE_CHECKING:
@@ -223,8 +223,8 @@ def write_request(function: LoadedReward, subject: Trajectory | Group, tokenizer
     keywords = None
     members = subject.trajectories if isinstance(subject, Group) else [subject]
     try:
-        if function.verl_names and not isinstance(subject, Group):
-            keywords = verl_arguments(function.verl_names, subject, tokenizer)
+        if function.form.verl_names and not isinstance(subject, Group):
+            keywords = make_verl_arguments(function.form.verl_names, subject, tokenizer)
             keywords = to_plain_items(keywords, "arguments", simplify)
         subjects = [pack_complete(each, f"trajectories[{at}]") for at, each in enumerate(members)]
         return _encode(Ask(function.ref, subjects, isinstance(subject, Group), keywords))

@@ -26,9 +26,9 @@ from rollout.limits import Deadline
 from rollout.observe.event_stream import EventStream
 from rollout.observe.tally import Tally
 from rollout.scheduling.finished import end_without_reward, exclude
-from rollout.scheduling.rewards.functions import LoadedReward
+from rollout.scheduling.rewards.functions import LoadedReward, RewardFunctions
 from rollout.scheduling.rewards.processes import RewardProcesses, RewardRaisedError
-from rollout.scheduling.trajectory_events import tell_rewarded
+from rollout.scheduling.trajectory_events import emit_rewarded
 from rollout.scopes import find_exception
 from rollout.types import Cause, Outcome, Reward
 from rollout.worker_threads import WorkerThreads
@@ -37,10 +37,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from rollout.chat.trajectory import Trajectory
-    from rollout.config import RolloutConfig
     from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
-    from rollout.scheduling.prompts import Ended, Member
-    from rollout.scheduling.rewards.functions import RewardFunctions
+    from rollout.scheduling.member_group import Ended, Member
 
 logger = logging.getLogger("rollout.scheduling")
 
@@ -51,7 +49,7 @@ LIMIT = "limits.reward_s"
 REWARD_REASON, GROUP_REWARD_REASON = "reward", "group_reward"
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class RewardFailure:
     """Why a reward is not known: what becomes of the trajectory."""
 
@@ -75,92 +73,84 @@ class RewardCall:
 
     Args:
         members: Those that it is to reward.
-        containment: Has the function's task.
-        deadline: The batch's.
         is_group: Whether it rewards a group.
         what: Whose reward it is, for messages.
 
     Attributes:
         since: When it was made, on the loop's clock.
+        tokens: None: it samples none.
     """
 
+    tokens = None
+
     def __init__(
-        self,
-        members: Sequence[Member],
-        containment: Containment,
-        deadline: Deadline,
-        *,
-        is_group: bool,
-        what: str,
+        self, containment: Containment, members: Sequence[Member], what: str, *, is_group: bool
     ) -> None:
-        self.members, self.batch_deadline = members, deadline
-        self.is_group, self.what, self.since = is_group, what, anyio.current_time()
-        self.reason, self.who = REWARD_REASON, REWARD
-        if is_group:
-            self.reason, self.who = GROUP_REWARD_REASON, GROUP_REWARD
+        self.members, self.is_group, self.what = members, is_group, what
+        self.since = anyio.current_time()
+        self.reason = GROUP_REWARD_REASON if is_group else REWARD_REASON
+        self.who = GROUP_REWARD if is_group else REWARD
         self._containment = containment
         self._code: Contained[Any]
-        self._deadline = deadline
-        self._has_begun = False
+        self._deadline: Deadline | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody waits for it: the members were cancelled, or their time is over."""
+        return all(member.is_ending for member in self.members)
 
     def cancel(self) -> None:
         """One of the members is cancelled, or its time is over."""
-        if all(m.cancel_reason is not None or m.over is not None for m in self.members):
+        if self.is_over:
             self._code.cancel()
 
     def begin(self, limit_s: float | None) -> None:
         """The function is called: its time begins, or begins again."""
-        self._has_begun = True
-        self._deadline = Deadline.after(limit_s, LIMIT, self.batch_deadline)
+        self._deadline = Deadline.after(limit_s, LIMIT)
         self._code.deadline = self._deadline.at
 
     async def attempt(self, score: Callable[[], Awaitable[Any]], when_late: str) -> Any:
-        """What `score` returns, or a `RewardFailure`.
+        """Call `score`, and return its answer, or a `RewardFailure`.
 
         Args:
-            score: Calls the function; until it says `begin`, the batch's deadline counts.
+            score: Calls the function; no time counts until it calls `begin`.
             when_late: What becomes of a call that is cancelled, for messages.
 
         Raises:
             KeyboardInterrupt: Ctrl-C reached the function.
         """
-        self._deadline, self._has_begun = self.batch_deadline, False
-        code = self._code = Contained[Any](
-            self._containment, self.who, self.batch_deadline.at, activity=self.what
-        )
+        self._deadline = None
+        code = self._code = Contained[Any](self._containment, self.who, activity=self.what)
         for member in self.members:
-            member.give_scope(self)
+            member.set_running(self)
         try:
             value = await code.run(score)
         except UnresponsiveError as error:
-            return self._fail(error, UNRESPONSIVE)
+            return RewardFailure(Outcome.FAILED, UNRESPONSIVE, cause=Cause.of(error))
         finally:
             for member in self.members:
-                member.scope = None
+                member.running = None
         if code.error is not None:
             interrupt = find_exception(code.error, KeyboardInterrupt)
             if interrupt is not None:
                 raise interrupt
-            return self._fail(code.error, self.reason)
+            if isinstance(code.error, RewardRaisedError):
+                return RewardFailure(Outcome.FAILED, self.reason, cause=code.error.cause)
+            return RewardFailure(Outcome.FAILED, self.reason, cause=Cause.of(code.error))
         return self._explain_cancelled(when_late) if value is None else value
 
-    def _fail(self, error: BaseException, reason: str) -> RewardFailure:
-        cause = error.cause if isinstance(error, RewardRaisedError) else Cause.of(error)
-        return RewardFailure(outcome=Outcome.FAILED, reason=reason, cause=cause)
-
     def _explain_cancelled(self, when_late: str) -> RewardFailure:
-        first = self.members[0]
         if all(member.cancel_reason is not None for member in self.members):
-            return RewardFailure(outcome=Outcome.CANCELLED, reason=first.cancel_reason or "")
-        deadline = first.over or self._deadline
+            return RewardFailure(Outcome.CANCELLED, self.members[0].cancel_reason or "")
+        met = (member.deadline_met for member in self.members)
+        deadline = next((each for each in met if each is not None), self._deadline)
+        assert deadline is not None  # nothing else cancels it
         error = deadline.error()
-        state = f"had not returned{when_late}" if self._has_begun else "had not been called"
-        return RewardFailure(
-            outcome=Outcome.DEADLINE,
-            reason=self.reason,
-            source=deadline.source,
-            cause=Cause(type=type(error).__qualname__, message=f"{error}: {self.who} {state}"),
-        )
+        has_begun = self._deadline is not None
+        state = f"had not returned{when_late}" if has_begun else "had not been called"
+        message = f"{error}: {self.who} {state}"
+        cause = Cause(type=type(error).__qualname__, message=message)
+        return RewardFailure(Outcome.DEADLINE, self.reason, deadline.source, cause)
 
 
 @attrs.frozen(kw_only=True)
@@ -168,8 +158,8 @@ class Rewarding:
     """The reward functions of a runtime, and how they are called.
 
     Attributes:
-        single: The function of a trajectory.
-        group: That of a group.
+        containment: Has the tasks of functions.
+        functions: Of a trajectory and of a group.
         threads: Where sync functions run.
         processes: Where both run in place of this process; None: they run here.
         tokenizer: Decodes responses for functions that were written for verl.
@@ -179,8 +169,8 @@ class Rewarding:
         events: Takes what came of it.
     """
 
-    single: LoadedReward | None = None
-    group: LoadedReward | None = None
+    containment: Containment
+    functions: RewardFunctions = attrs.field(factory=RewardFunctions)
     threads: WorkerThreads
     processes: RewardProcesses | None = None
     tokenizer: Any = None
@@ -191,59 +181,51 @@ class Rewarding:
     events: EventStream
 
     async def reward(
-        self,
-        member: Member,
-        trajectory: Trajectory,
-        containment: Containment,
-        deadline: Deadline,
-        sandbox: Callable[[], TrajectorySandbox],
+        self, member: Member, trajectory: Trajectory, get_sandbox: Callable[[], TrajectorySandbox]
     ) -> None:
         """Ask for the reward of a trajectory; where none is learned, its outcome says why.
 
         Args:
             member: Whose trajectory it is.
-            containment: Has the function's task.
-            deadline: The batch's.
-            sandbox: Gives the trajectory's, for a function that names it.
+            get_sandbox: Gives the trajectory's, for a function that names it.
         """
-        assert self.single is not None
+        function = self.functions.single
+        assert function is not None
         what = f"reward of trajectory {trajectory.uid}/{trajectory.member}"
-        call = RewardCall([member], containment, deadline, is_group=False, what=what)
-        own_sandbox = sandbox() if self.single.takes_sandbox else None
+        call = RewardCall(self.containment, [member], what, is_group=False)
+        sandbox = get_sandbox() if function.form.takes_sandbox else None
         measured = dict(trajectory.metrics)
-        reward = await self._score(call, self.single, partial(_copy, trajectory), own_sandbox)
+        reward = await self._score(call, function, partial(_copy, trajectory), sandbox)
         reward = _restore_metrics(trajectory, measured, reward, call)
         _give_reward(trajectory, reward)
         trajectory.metrics["reward_s"] = anyio.current_time() - call.since
         if self.events.is_on:
             error = str(reward) if isinstance(reward, RewardFailure) else ""
-            tell_rewarded(self.events, member, call.since, trajectory.reward, error)
+            emit_rewarded(self.events, member, call.since, trajectory.reward, error)
 
-    async def reward_group(
-        self, ended: Sequence[Ended], containment: Containment, deadline: Deadline
-    ) -> None:
+    async def reward_group(self, ended: Sequence[Ended]) -> None:
         """Ask for the rewards of members, which are the wanted ones of their group.
 
         Those that are not trainable stand in the group, and get none. Where no reward is learned,
         the outcome of the others says why.
         """
-        assert self.group is not None
+        assert self.functions.group is not None
         _end_cancelled(ended)
         trainable = [each for each in ended if each.trajectory.trainable]
-        if not trainable:
-            return
-        if anyio.current_time() >= deadline.at:  # no time is left to learn it
+        if any(member.deadline_met is not None for _, member, _ in trainable):  # no time is left
             for each in trainable:
                 exclude(each.trajectory)
             return
+        if not trainable:
+            return
         members = [each.member for each in trainable]
         what = f"reward of the group {ended[0].trajectory.uid}"
-        call = RewardCall(members, containment, deadline, is_group=True, what=what)
+        call = RewardCall(self.containment, members, what, is_group=True)
         measured = [dict(each.trajectory.metrics) for each in ended]
-        rewards = await self._score(call, self.group, partial(_copy_group, ended), None)
+        rewards = await self._score(call, self.functions.group, partial(_copy_group, ended), None)
         if self.events.is_on:
             error = str(rewards) if isinstance(rewards, RewardFailure) else ""
-            tell_rewarded(self.events, members[0], call.since, None, error, is_group=True)
+            emit_rewarded(self.events, members[0], call.since, None, error, is_group=True)
         _end_cancelled(ended)
         for at, (_, _, trajectory) in enumerate(ended):
             reward = rewards if isinstance(rewards, RewardFailure) else rewards[at]
@@ -256,66 +238,39 @@ class Rewarding:
         self,
         call: RewardCall,
         function: LoadedReward,
-        subject: Callable[[], Trajectory | Group],
+        make_subject: Callable[[], Trajectory | Group],
         sandbox: TrajectorySandbox | None,
     ) -> Any:
-        """What the function returns, checked, or a `RewardFailure`; retried where that may help."""
+        """Return the function's answer, checked, or a `RewardFailure`; retried where that helps."""
+        begin = partial(call.begin, self.limit_s)
+        pause_s, retries_left = 0.0, self.retries
 
-        def begin() -> None:
-            call.begin(self.limit_s)
-
-        async def score(pause_s: float) -> Any:
+        async def score() -> Any:
             if pause_s:
                 await anyio.sleep(pause_s)
-            copied = subject()
+            subject = make_subject()
             if self.processes is not None:
-                return await self.processes.score(function, copied, self.tokenizer, begin)
-            value = await function.call(copied, begin, self.threads, self.tokenizer, sandbox)
-            if isinstance(copied, Group):
-                return check_group_values(value, copied)
-            return check_reward_value(value, copied)
+                return await self.processes.score(function, subject, self.tokenizer, begin)
+            value = await function.call(subject, begin, self.threads, self.tokenizer, sandbox)
+            if isinstance(subject, Group):
+                return check_group_values(value, subject)
+            return check_reward_value(value, subject)
 
         when_late = ""
         if self.processes is not None:
             when_late = "; its process was killed, and another one takes its place"
         elif function.runs_in_thread:
             when_late = "; its thread is left behind"
-        pause_s = 0.0
-        for retries_left in range(self.retries, -1, -1):
-            answer = await call.attempt(partial(score, pause_s), when_late)
+        while True:
+            answer = await call.attempt(score, when_late)
             if not isinstance(answer, RewardFailure):
                 return answer
             self.tally.unresponsive += answer.reason == UNRESPONSIVE
-            is_over = anyio.current_time() >= call.batch_deadline.at
-            if is_over or not answer.may_pass or not retries_left:
-                break
+            if not (answer.may_pass and retries_left) or call.is_over:
+                return answer
             logger.info("%s: asked again (%s)", call.what, answer)
             pause_s = min(2 * pause_s or self.backoff_s, MAX_PAUSE_S)
-        return answer
-
-
-def make_rewarding(
-    config: RolloutConfig,
-    functions: RewardFunctions,
-    processes: RewardProcesses | None,
-    tokenizer: Any,
-    threads: WorkerThreads,
-    tally: Tally,
-    events: EventStream,
-) -> Rewarding:
-    """What asks the functions for rewards, with the limits of the configuration."""
-    return Rewarding(
-        single=functions.single,
-        group=functions.group,
-        threads=threads,
-        processes=processes,
-        tokenizer=tokenizer,
-        limit_s=config.limits.reward_s,
-        retries=config.rewards.retries,
-        backoff_s=config.rewards.backoff_s,
-        tally=tally,
-        events=events,
-    )
+            retries_left -= 1
 
 
 def _give_reward(trajectory: Trajectory, reward: Reward | RewardFailure | None) -> None:
@@ -340,7 +295,7 @@ def _restore_metrics(
         check_metrics(metrics, call.who)
     except Exception as error:  # also of a number of the function's own
         metrics.clear()
-        answer = RewardFailure(outcome=Outcome.FAILED, reason=call.reason, cause=Cause.of(error))
+        answer = RewardFailure(Outcome.FAILED, call.reason, cause=Cause.of(error))
     for name, value in measured.items():
         metrics.setdefault(name, value)
     return answer

@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from rollout.errors import ConfigError
 from rollout.types import Reward
 from rollout.worker_threads import is_async
@@ -36,8 +38,21 @@ EXPECTED_OF_GROUP = (
 )
 
 
-def check_reward(function: Any, what: str = "reward") -> None:
-    """Let a function pass that can be called with a trajectory, or as verl calls its own.
+@attrs.frozen
+class RewardForm:
+    """How a function of a trajectory is called.
+
+    Attributes:
+        verl_names: Which of `VERL_ARGUMENTS` it takes; none where it takes a trajectory.
+        takes_sandbox: Whether it is called with the trajectory's sandbox too.
+    """
+
+    verl_names: tuple[str, ...] = ()
+    takes_sandbox: bool = False
+
+
+def check_reward(function: Any, what: str = "reward") -> RewardForm:
+    """Return how a function is called that takes a trajectory, or what verl's functions take.
 
     One whose signature cannot be known passes too: some written in C have none.
 
@@ -47,24 +62,23 @@ def check_reward(function: Any, what: str = "reward") -> None:
     Raises:
         ConfigError: It is no function, or of another signature; says what it is.
     """
-    signature = _read_signature(function)
-    fault = _find_fault(function)
+    signature, form, fault = _read_signature(function), RewardForm(), _find_fault(function)
     if isinstance(function, str):
         fault = "cannot be called; a function's name is written 'package.module:name'"
     if signature is not None and not fault:
-        if _is_verl(signature):
-            names = verl_names(function)
+        form = _find_form(signature)
+        if form.verl_names:
             missing = [
                 name
                 for name, parameter in signature.parameters.items()
                 if parameter.default is parameter.empty
                 and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-                and name not in names
+                and name not in form.verl_names
             ]
             fault = f"takes {', '.join(missing)} too, which nobody gives" if missing else ""
         elif "completions" in signature.parameters:
             fault = "is called with lists by TRL's trainer, here with one trajectory at a time"
-        elif takes_sandbox(function):
+        elif form.takes_sandbox:
             if not _binds(signature, object(), sandbox=object()):
                 fault = "cannot be called with one trajectory and its sandbox"
             elif not is_async(function):
@@ -73,18 +87,18 @@ def check_reward(function: Any, what: str = "reward") -> None:
             fault = "cannot be called with one trajectory"
     if fault:
         raise ConfigError(f"{what} = {_show_function(function)}: {fault}; {EXPECTED}")
+    return form
 
 
 def check_group_reward(function: Any, what: str = "group_reward") -> None:
-    """Let a function pass that can be called with a group; see `check_reward`.
+    """Check that a function can be called with a group; see `check_reward`.
 
     Raises:
         ConfigError: It is no function, or of another signature; says what it is.
     """
-    signature = _read_signature(function)
-    fault = _find_fault(function)
+    signature, fault = _read_signature(function), _find_fault(function)
     if signature is not None and not fault:
-        if takes_sandbox(function):
+        if _find_form(signature).takes_sandbox:
             fault = "names sandbox, and the members of a group have none any more: use reward"
         elif not _binds(signature, object()):
             fault = "cannot be called with one group"
@@ -92,31 +106,28 @@ def check_group_reward(function: Any, what: str = "group_reward") -> None:
         raise ConfigError(f"{what} = {_show_function(function)}: {fault}; {EXPECTED_OF_GROUP}")
 
 
-def takes_sandbox(function: Any) -> bool:
-    """Whether a function names ``sandbox`` as another parameter than its first."""
-    signature = _read_signature(function)
-    if signature is None or _is_verl(signature):
-        return False
-    parameter = signature.parameters.get(SANDBOX)
-    if parameter is None or parameter.kind not in _BY_KEYWORD:
-        return False
-    return parameter.kind is parameter.KEYWORD_ONLY or next(iter(signature.parameters)) != SANDBOX
+def _find_form(signature: inspect.Signature) -> RewardForm:
+    parameters = signature.parameters
+    # No function of a trajectory has a solution_str.
+    is_verl = "solution_str" in parameters or (
+        not _binds(signature, object()) and _binds(signature, **dict.fromkeys(VERL_ARGUMENTS))
+    )
+    if is_verl:
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            return RewardForm(VERL_ARGUMENTS)
+        taken = {p.name for p in parameters.values() if p.kind is not p.POSITIONAL_ONLY}
+        return RewardForm(tuple(name for name in VERL_ARGUMENTS if name in taken))
+    sandbox = parameters.get(SANDBOX)
+    if sandbox is None or sandbox.kind not in _BY_KEYWORD:
+        return RewardForm()
+    is_first = next(iter(parameters)) == SANDBOX
+    return RewardForm(takes_sandbox=sandbox.kind is sandbox.KEYWORD_ONLY or not is_first)
 
 
-def verl_names(function: Any) -> tuple[str, ...]:
-    """Which of `VERL_ARGUMENTS` a function takes by keyword; none where it takes a trajectory."""
-    signature = _read_signature(function)
-    if signature is None or not _is_verl(signature):
-        return ()
-    parameters = signature.parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return VERL_ARGUMENTS
-    by_keyword = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
-    return tuple(name for name in VERL_ARGUMENTS if name in by_keyword)
-
-
-def verl_arguments(names: Sequence[str], trajectory: Trajectory, tokenizer: Any) -> dict[str, Any]:
-    """What a function that was written for verl is called with.
+def make_verl_arguments(
+    names: Sequence[str], trajectory: Trajectory, tokenizer: Any
+) -> dict[str, Any]:
+    """Make what a function that was written for verl is called with.
 
     The prompt's `data_source` and `ground_truth`, the response as text without special tokens,
     tools' and users' words included, and as `extra_info` the trajectory's `extra` with `num_turns`,
@@ -142,7 +153,7 @@ def verl_arguments(names: Sequence[str], trajectory: Trajectory, tokenizer: Any)
 
 
 def _find_fault(function: Any) -> str:
-    """Why it is no function that returns something; empty where it is one."""
+    """Say why it is no function that returns something; empty where it is one."""
     if isinstance(function, type) and not issubclass(function, Reward | int | float):
         return "a class, not one of its objects"
     if not callable(function):
@@ -171,13 +182,6 @@ def _binds(signature: inspect.Signature, *args: Any, **kwargs: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _is_verl(signature: inspect.Signature) -> bool:
-    if "solution_str" in signature.parameters:  # no function of a trajectory has it
-        return True
-    by_keyword = dict.fromkeys(VERL_ARGUMENTS)
-    return not _binds(signature, object()) and _binds(signature, **by_keyword)
 
 
 def _show_function(function: Any) -> str:

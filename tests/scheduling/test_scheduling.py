@@ -22,7 +22,7 @@ from rollout.config import (
 )
 from rollout.engine.core import EngineLoad
 from rollout.errors import LimitExceeded
-from rollout.scheduling.pressure import WINDOW, AdmissionController, Progress
+from rollout.scheduling.admission import WINDOW, AdmissionController, Progress
 from rollout.testing import Scenario, tool_call
 
 pytestmark = pytest.mark.anyio

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import anyio
 import pytest
+from test_groups import Counted, user
 
 import rollout
 from rollout import AgentLoop, GroupPolicy, Outcome, Prompt, function_tool
@@ -13,7 +14,6 @@ from rollout.config import AgentConfig, LimitsConfig, SchedulingConfig, Simulate
 from rollout.engine import DiskWeights
 from rollout.testing import Scenario, tool_call
 from rollout.tools import Tool, ToolSession
-from test_groups import Counted, user
 
 pytestmark = pytest.mark.anyio
 

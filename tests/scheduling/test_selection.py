@@ -7,6 +7,7 @@ import tracemalloc
 from typing import Any
 
 import pytest
+from test_groups import config, prompts
 
 import rollout
 from rollout import Group, GroupPolicy, Outcome, Trajectory
@@ -14,7 +15,6 @@ from rollout.config import LimitsConfig
 from rollout.scheduling.selection import Selection, mean_length
 from rollout.testing import Scenario
 from slow_cases import slow_but
-from test_groups import config, prompts
 
 pytestmark = pytest.mark.anyio
 
@@ -111,7 +111,7 @@ def test_selection_cut_off_is_what_a_call_ended(
     trajectory = Trajectory(
         uid="p", group=0, member=0, outcome=outcome, reason=reason, limit_source=source
     )
-    selection.ended(trajectory)
+    selection.note_end(trajectory)
     assert ("selection/length/finished" in selection.metrics()) is not is_cut
     assert "selection/length/started" in selection.metrics()
 
@@ -122,7 +122,7 @@ def test_selection_of_a_long_stream_takes_no_more_memory_than_there_are_lengths(
     try:
         before = tracemalloc.get_traced_memory()[0]
         for at in range(50_000):
-            selection.cut_off(at % 7)
+            selection.note_cut_off(at % 7)
         assert tracemalloc.get_traced_memory()[0] - before < 10_000
     finally:
         tracemalloc.stop()

@@ -8,13 +8,13 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import pytest
+from test_carry_over import CARRY, config
+from test_groups import Counted, uids, user
 
 import rollout
 from rollout import GroupPolicy, Prompt
 from rollout.config import SchedulingConfig
 from rollout.errors import SourceEnded
-from test_carry_over import CARRY, config
-from test_groups import Counted, uids, user
 
 pytestmark = pytest.mark.anyio
 

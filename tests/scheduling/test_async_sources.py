@@ -7,14 +7,14 @@ from typing import Any
 
 import anyio
 import pytest
+from test_group_sources import prompts, uids, user
 
 import rollout
 from rollout import GroupPolicy, Prompt
 from rollout.config import AgentConfig, LimitsConfig, SchedulingConfig
 from rollout.errors import SourceEnded
-from rollout.scheduling.scheduler import MAX_SOURCES
+from rollout.scheduling.group_queue import MAX_SOURCES
 from rollout.testing import Scenario
-from test_group_sources import prompts, uids, user
 
 pytestmark = pytest.mark.anyio
 

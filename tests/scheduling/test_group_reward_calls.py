@@ -7,14 +7,14 @@ from typing import Any
 
 import anyio
 import pytest
+from test_groups import SCENARIO, Counted, prompts
+from test_groups import config as config_of
 
 import rollout
 from harness import Recorder
 from rollout import Group, GroupPolicy, Outcome, Trajectory
 from rollout.config import LimitsConfig
 from rollout.errors import LimitExceeded
-from test_groups import SCENARIO, Counted, prompts
-from test_groups import config as config_of
 
 pytestmark = pytest.mark.anyio
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from rollout import Outcome, Prompt, Trajectory
 from rollout.agents.identity import Identity
 from rollout.scheduling.groups import Groups, Staleness, Wanted
-from rollout.scheduling.member_group import GROUP_S, GroupMember, MemberGroup
-from rollout.scheduling.prompts import Ended
+from rollout.scheduling.member_group import GROUP_S, Ended, Member, MemberGroup
 from rollout.scheduling.selection import mean_length
 
 MEMBERS = 3
@@ -43,19 +42,19 @@ class World:
 
     def call(self, wanted: Wanted, moves: int) -> None:
         groups, bound = Groups(wanted, lambda: self.version), wanted.staleness
-        running: list[GroupMember] = []
+        running: list[Member] = []
         for _ in range(moves):
             if groups.is_complete:
                 break
             if bound is not None:
                 under_way = len(groups.open) + groups.counts["accepted"]
-                assert under_way <= bound.room(self.version)
+                assert under_way <= bound.count_allowed(self.version)
             move = self.dice.randrange(5)
             if move == 0 and groups.wants_group:
                 group = groups.refresh(self.next_group().reopen(wanted.members))
                 self.prepare(group)
                 groups.adopt(group)
-                if groups.is_whole(group):
+                if groups.can_judge(group):
                     self.judge(groups, group)
             elif move in (1, 2) and (member := groups.next_member()) is not None:
                 if self.dice.random() < 0.9:  # else it got no slot
@@ -75,16 +74,16 @@ class World:
             assert len(taken_all) <= wanted.groups
             self.ends.update(group.number for group in taken_all)
         for member in running:
-            if member.group.is_settled:  # it was cancelled, and has ended
+            if member.group.is_complete:  # it was cancelled, and has ended
                 member.group.forget(member)
-        left = groups.leave()
+        left = groups.take_leftovers()
         assert {m for m in left.carried if wanted.surplus == "cancel"} == set()
         for member in left.carried:
             member.group.running.pop(member)
             member.group.waiting.insert(0, member)
         self.kept = sorted([*self.kept, *left.groups], key=lambda group: group.number)
 
-    def end(self, groups: Groups, member: GroupMember) -> None:
+    def end(self, groups: Groups, member: Member) -> None:
         group = member.group
         outcome = self.dice.choice([Outcome.COMPLETED] * 4 + [Outcome.FAILED, Outcome.DEADLINE])
         trajectory = Trajectory(
@@ -92,14 +91,14 @@ class World:
         )
         if outcome is Outcome.DEADLINE:
             trajectory.limit_source = GROUP_S
-        if not groups.end(Ended(0, member, trajectory)):
+        if not groups.record_end(Ended(0, member, trajectory)):
             groups.restart(member_of(group, member.identity.member))
-        if not group.is_settled and groups.is_whole(group):
+        if not group.is_complete and groups.can_judge(group):
             self.judge(groups, group)
 
     def judge(self, groups: Groups, group: MemberGroup) -> None:
         chosen = group.choose(groups.wanted.members)
-        groups.settle(group)
+        groups.complete(group)
         if groups.is_to_drop(group):
             groups.drop(group)
             self.ends[group.number] += 1
@@ -113,11 +112,11 @@ class World:
             self.ends[group.number] += 1
 
 
-def member_of(group: MemberGroup, member: int) -> GroupMember:
+def member_of(group: MemberGroup, member: int) -> Member:
     identity = Identity(
         uid=group.uid, group=group.number, member=member, step=0, run_seed=0, validate=False
     )
-    return GroupMember(group.prompt, identity, group=group)
+    return Member(group.prompt, identity, group)
 
 
 WANTED = st.builds(

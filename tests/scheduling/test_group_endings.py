@@ -10,14 +10,14 @@ import anyio.lowlevel
 import attrs
 import pytest
 import trio
+from test_group_choices import config, source, uids
+from test_groups import Counted, user
 from trio.testing import MockClock
 
 import rollout
 from rollout import Group, GroupPolicy, Outcome
 from rollout.agents import AgentContext, AgentLoop
 from rollout.errors import LimitExceeded, RolloutError, SourceEnded
-from test_group_choices import config, source, uids
-from test_groups import Counted, user
 
 pytestmark = pytest.mark.anyio
 
@@ -106,15 +106,19 @@ async def test_collect_members_that_are_restarted_cost_no_budget_of_failures() -
 async def test_collect_that_has_its_groups_is_not_ended_by_what_accept_says_of_others(
     what: str,
 ) -> None:
+    judged: list[str] = []
+
     def accept(group: Group) -> bool:
-        if group.uid == "p1" and what == "raises":
+        judged.append(group.uid)
+        if len(judged) > 1 and what == "raises":
             raise LookupError("the judge is gone")
-        return group.uid == "p0"
+        return len(judged) == 1
 
     policy = GroupPolicy(oversample=2.0, max_refused=0, accept=accept)
     async with rollout.open_rollout(config()) as runtime:
         prompts = [user("go", uid="p0"), user("go", uid="p1")]
-        assert uids(await runtime.collect(prompts, 1, policy=policy)) == ["p0"]
+        assert uids(await runtime.collect(prompts, 1, policy=policy)) == judged[:1]
+    assert len(judged) == 2
 
 
 @rollout.register_agent("interrupts")

@@ -18,7 +18,7 @@ from rollout import Group, GroupPolicy, Outcome, Prompt
 from rollout.agents import AgentContext, AgentLoop
 from rollout.config import AgentConfig, SchedulingConfig
 from rollout.errors import PromptError, RolloutError, SourceEnded
-from rollout.scheduling.scheduler import MAX_SOURCES
+from rollout.scheduling.group_queue import MAX_SOURCES
 from rollout.testing import Scenario
 
 pytestmark = pytest.mark.anyio
