@@ -16,14 +16,16 @@ from rollout.chat.messages import (
     with_nine_letter_ids,
     with_results_as_user,
 )
-from rollout.chat.traced_text import TracedText
 from rollout.errors import TemplateError
 from rollout.utf8 import check_encodable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from rollout.chat.fast_tokenizer import AnyTokenizer
+    from transformers import PreTrainedTokenizerBase
+
+    #: `render(messages, add_generation_prompt, tools=None)`.
+    Render = Callable[..., str]
 
 
 class Dialect(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +74,7 @@ class Renderer:
 
     def __init__(
         self,
-        tokenizer: AnyTokenizer,
+        tokenizer: PreTrainedTokenizerBase,
         source: str,
         kwargs: Mapping[str, Any],
         *,
@@ -97,16 +99,6 @@ class Renderer:
         text = self._render(self.adapted(messages), add_generation_prompt, tools)
         check_encodable(text)
         return text
-
-    @property
-    def is_steady(self) -> bool:
-        """Whether it writes the same whenever it is asked."""
-        return "strftime_now" not in self.source
-
-    def at_another_time(self) -> Renderer:
-        """The same where the clock shows something else."""
-        source = f"{_ANOTHER_TIME}{self.source}"
-        return Renderer(self._tokenizer, source, self.kwargs, reads_media=self._reads_media)
 
     def adapted(self, messages: Sequence[TemplateMessage]) -> Sequence[TemplateMessage]:
         """`messages` with tool calls and results as the template wants them."""
@@ -199,17 +191,6 @@ class Renderer:
         tools: list[Any] | None,
     ) -> str:
         try:
-            if any(TracedText in map(type, message.values()) for message in messages):
-                from rollout.chat.jinja_chat import render_chat
-
-                variables = {**self._tokenizer.special_tokens_map, **self.kwargs}
-                return render_chat(  # transformers makes other texts of these
-                    self.source,
-                    messages,
-                    tools=tools,
-                    add_generation_prompt=add_generation_prompt,
-                    variables=variables,
-                )
             text = self._tokenizer.apply_chat_template(
                 list(messages),
                 tools=tools,
@@ -227,10 +208,9 @@ class Renderer:
 
 _USER: TemplateMessage = {"role": "user", "content": "q"}
 _PROBE = "rolloutStringProbe"
-_ANOTHER_TIME = "{%- macro strftime_now(form='') -%}rolloutAnotherTime{%- endmacro -%}"
 
 
-def own_template(tokenizer: AnyTokenizer) -> str:
+def own_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """The tokenizer's own template.
 
     Raises:
