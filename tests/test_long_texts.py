@@ -28,7 +28,6 @@ from rollout.chat.tokenizer_parts import (
     longest_token,
 )
 from rollout.config import AgentConfig, LengthsConfig
-from rollout.errors import LimitExceeded
 from rollout.interactions import ScriptedUser
 from rollout.testing import Scenario, encode_text, simulated_tokenizer
 from rollout.types import Message
@@ -198,19 +197,6 @@ class ObservesAtLength(AgentLoop):
             await context.generate()
 
 
-@register_agent("swallows_what_observing_raises")
-class Swallows(AgentLoop):
-    """Observes too much, and swallows the limit."""
-
-    async def run(self, context: AgentContext) -> None:
-        await context.generate()
-        for _ in range(2):
-            try:
-                context.observe([{"role": "user", "content": "x" * 1_000_000}])
-            except LimitExceeded as error:
-                context.extra["error"] = str(error)
-
-
 async def _run(
     prompt: Prompt, *, response: int, longest: int = 2048, interactions: Any = (), **agent: Any
 ) -> Any:
@@ -293,12 +279,13 @@ async def test_observe_long_text_that_turns_out_too_long_ends_the_trajectory() -
 
 
 @pytest.mark.anyio
-async def test_observe_text_certainly_too_long_is_refused_at_once() -> None:
-    trajectory = await _run(_question(), response=64, name="swallows_what_observing_raises")
-    assert (trajectory.outcome, trajectory.limit_source) == (Outcome.LENGTH, "lengths.response")
-    assert trajectory.extra["error"] == (
-        f"lengths.response: an observation of at least {-(-(10**6) // 13)} tokens does not fit"
+async def test_observe_text_certainly_too_long_ends_the_trajectory_at_the_next_turn() -> None:
+    trajectory = await _run(
+        _question(extra={"texts": ["x" * 1_000_000]}), response=64, name="observes_at_length"
     )
+    assert (trajectory.outcome, trajectory.limit_source) == (Outcome.LENGTH, "lengths.response")
+    assert f"at least {-(-(10**6) // 13)}" in trajectory.cause.message
+    assert not trajectory.transcript.ends_with_observation
 
 
 @register_agent("offers_long_tools")

@@ -127,7 +127,8 @@ LOOKS = {
         "/off",
     ),
     "replaced with its role": (
-        "{% set t = message.role ~ ': ' ~ message.content %}{{ t.replace(message.role ~ ': stop', 'X') }}",
+        "{% set t = message.role ~ ': ' ~ message.content %}"
+        "{{ t.replace(message.role ~ ': stop', 'X') }}",
         "stop",
     ),
     "in JSON": (
