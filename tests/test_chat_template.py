@@ -333,15 +333,13 @@ def test_template_condition_on_contents_is_obeyed_after_other_contents(test: str
         assert ("odd" in chat.decode(chat.prompt_ids(messages))) == is_odd
 
 
-def test_template_that_tells_the_date_is_asked_for_each_prompt(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    source = CHATML + "{{ strftime_now('%Y') }}"
-    chat = ChatTemplate(byte_tokenizer(eos_token="<|im_end|>"), chat_template=source)
+def test_template_that_tells_the_time_is_rendered_for_each_prompt_and_answer() -> None:
+    chat = template(CHATML.replace("message['content']", "message['content'] ~ strftime_now('%f')"))
     messages = [{"role": "user", "content": "q"}]
-    chat.prompt_ids(messages)
-    monkeypatch.setattr(chat.tokenizer, "apply_chat_template", lambda *_, **__: "another year")
-    assert chat.decode(chat.prompt_ids(messages)) == "another year"
+    prompts = {chat.decode(chat.prompt_ids(messages)) for _ in range(20)}
+    answers = {chat.decode(chat.observation_ids(messages, after=None)) for _ in range(20)}
+    assert len(prompts) > 1
+    assert len(answers) > 1
 
 
 def test_template_prompt_with_other_tools_is_written_with_those() -> None:

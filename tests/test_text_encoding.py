@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from array import array
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -107,8 +108,9 @@ class OtherTokenizer:
     def from_json_str(self, state: str) -> OtherTokenizer:
         return self
 
-    def encode(self, text: str, *, split_special_tokens: bool) -> Any:
-        return self._backend.encode(text + "x" if self._wrong in text else text)
+    def encode_batch_flat(self, texts: list[str], *, split_special_tokens: bool) -> Any:
+        text = texts[0] + ("x" if self._wrong in texts[0] else "")
+        return array("i", self._backend.encode(text).ids).tobytes(), b""
 
 
 @pytest.fixture
@@ -128,7 +130,8 @@ def test_fastokens_that_disagrees_is_left_and_the_log_says_so_once(
     monkeypatch.setitem(sys.modules, "fastokens", other)
     for _ in range(2):
         encode = make_plain_encoder(library, ["<|im_end|>"])
-        assert encode(f"{wrong} a") == list(library.encode(f"{wrong} a").ids)
+        ids = array("i", encode(f"{wrong} a")).tolist()
+        assert ids == library.encode(f"{wrong} a").ids
     said = [record.message for record in caplog.records]
     assert said == ["texts are encoded by tokenizers: fastokens gives other ids for a vocabulary"]
     assert list(fast_encoding._PROVEN.values()) == [False]
@@ -140,7 +143,7 @@ def test_fastokens_that_is_missing_leaves_texts_to_tokenizers(
     caplog.set_level(logging.INFO, "rollout.chat")
     monkeypatch.setitem(sys.modules, "fastokens", None)
     for _ in range(2):
-        assert make_plain_encoder(library, ["<|im_end|>"])("a b") == list(b"a b")
+        assert list(array("i", make_plain_encoder(library, [])("a b"))) == list(b"a b")
     assert len(caplog.records) == 1
 
 
@@ -151,8 +154,8 @@ def test_fastokens_that_fails_on_a_text_leaves_it_to_tokenizers(
     other = type("fastokens", (), {"Tokenizer": others})
     monkeypatch.setitem(sys.modules, "fastokens", other)
     encode = make_plain_encoder(library, [])
-    monkeypatch.setattr(others, "encode", lambda *_, **__: 1 / 0)
-    assert encode("a b") == list(b"a b")
+    monkeypatch.setattr(others, "encode_batch_flat", lambda *_, **__: 1 / 0)
+    assert list(array("i", encode("a b"))) == list(b"a b")
 
 
 # Tokenizers that cannot be split
@@ -222,9 +225,9 @@ def test_encode_remembers_pieces_within_its_bytes(monkeypatch: pytest.MonkeyPatc
     encoded: list[str] = []
     encoder = TextEncoder(simulated_tokenizer())
 
-    def encode(text: str) -> list[int]:
+    def encode(text: str) -> bytes:
         encoded.append(text)
-        return list(text.encode())
+        return array("i", text.encode()).tobytes()
 
     monkeypatch.setattr(encoder._piece_ids, "_encode", encode)
     texts = [f"{number:06d}" + "x" * 100_000 for number in range(100)]
@@ -244,7 +247,7 @@ def test_prompt_ids_of_prompts_with_one_head_encode_it_once(
     encoded: list[str] = []
     exact = template.encoder._piece_ids._encode
 
-    def encode(text: str) -> list[int]:
+    def encode(text: str) -> bytes:
         encoded.append(text)
         return exact(text)
 

@@ -58,11 +58,13 @@ class Pattern(msgspec.Struct, frozen=True, kw_only=True):
         answer: What the placeholder assistant says before the messages.
         turn_end: What the text of them starts with.
         opening: What follows the last content: the opening of the next turn.
+        opens_reasoning: Whether that ends inside reasoning.
     """
 
     answer: Answer
     turn_end: str
     opening: str
+    opens_reasoning: bool
 
 
 class Continuation(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,7 +122,7 @@ class ContinuationRenderer:
 
         written = render_escaped(render, self._encoder, messages, None, max_tokens)
         is_usual = written.text.endswith(pattern.opening)
-        opens = opens_reasoning(pattern.opening if is_usual else written.text)
+        opens = pattern.opens_reasoning if is_usual else opens_reasoning(written.text)
         return Continuation(written=written, turn_end=turn_end, opens_reasoning=opens)
 
     def turn_ends(self) -> TurnEnds:
@@ -217,7 +219,12 @@ class ContinuationRenderer:
         self._refuse_rewriting(conversation(marked, answer))
         text, turn_end = self._render_after(answer, marked)
         opening = _find_opening(text, markers, messages)
-        return Pattern(answer=answer, turn_end=turn_end, opening=opening)
+        return Pattern(
+            answer=answer,
+            turn_end=turn_end,
+            opening=opening,
+            opens_reasoning=opens_reasoning(opening),
+        )
 
     def _refuse_rewriting(self, exchange: Sequence[TemplateMessage]) -> None:
         """Refuse a template under which new messages change what stands before them.

@@ -17,7 +17,7 @@ import sys
 import threading
 import weakref
 from array import array
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -94,10 +94,9 @@ class TextEncoder:
         self._encode_whole: Encode | None = None
         self._marked: _MarkedTexts | None = None
         if self._backend is None:
-            encode: Any = tokenizer.encode
-            self._encode_whole = lambda text: encode(text, add_special_tokens=False)
+            self._encode_whole = partial(_encode_in_python, tokenizer)
             self._piece_ids = _Remembered(
-                lambda text: encode(text, add_special_tokens=False, split_special_tokens=True)
+                partial(_encode_in_python, tokenizer, split_special_tokens=True)
             )
             return
         self._piece_ids = _Remembered(make_plain_encoder(self._backend, self.specials))
@@ -125,7 +124,7 @@ class TextEncoder:
         if self._marked is not None and _BOUNDARY not in written.text:
             return array("i", self._marked.encode(pieces, tokens))
         ids: array[int] = array("i")
-        for piece, token in itertools.zip_longest(pieces, tokens):
+        for piece, token in zip(pieces, (*tokens, None), strict=True):
             if piece:
                 ids.frombytes(self._piece_ids(piece))
             if token is not None:
@@ -190,7 +189,7 @@ class _Remembered:
             if ids is not None:
                 self._known[piece] = ids  # the last one now
                 return ids
-        ids = array("i", self._encode(piece)).tobytes()
+        ids = self._encode(piece)
         size = _measure(piece, ids)
         if size <= _LARGEST_PIECE:
             with self._lock:
@@ -242,7 +241,7 @@ class _MarkedTexts:
         special = iter([self._specials[token] for token in tokens])
         return [
             next(special) if token_id in self._mark_ids else token_id
-            for token_id in self._encode(text + pieces[-1])
+            for token_id in array("i", self._encode(text + pieces[-1]))
         ]
 
 
@@ -258,6 +257,10 @@ def get_encoder(tokenizer: PreTrainedTokenizerBase) -> TextEncoder:
     if known is None or known.added != len(tokenizer.added_tokens_decoder):
         known = _ENCODERS[tokenizer] = TextEncoder(tokenizer)
     return known
+
+
+def _encode_in_python(tokenizer: Any, text: str, **options: bool) -> bytes:
+    return array("i", tokenizer.encode(text, add_special_tokens=False, **options)).tobytes()
 
 
 def _is_special(token: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -17,8 +18,8 @@ from rollout.utf8 import check_encodable
 
 logger = logging.getLogger("rollout.chat")
 
-#: Text to ids.
-Encode = Callable[[str], list[int]]
+#: Text to ids, packed as int32.
+Encode = Callable[[str], bytes]
 
 #: A text of more characters takes so long that it is encoded in a thread, beside the event loop.
 LONG = 16_384
@@ -58,7 +59,7 @@ def make_plain_encoder(backend: Any, specials: Iterable[str]) -> Encode:
     if fast is None:
         return exact
 
-    def encode(text: str) -> list[int]:
+    def encode(text: str) -> bytes:
         try:
             return fast(text)
         except Exception:  # half of a character, or a limit of its regular expressions
@@ -70,16 +71,16 @@ def make_plain_encoder(backend: Any, specials: Iterable[str]) -> Encode:
 def make_encoder(backend: Any) -> Encode:
     """Encodes by `tokenizers`; added tokens are recognised as the tokenizer is set."""
 
-    def encode(text: str) -> list[int]:
+    def encode(text: str) -> bytes:
         try:
             if len(text) > LONG:  # other threads run meanwhile, unlike for one text
-                ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+                encoding = backend.encode_batch_fast([text], add_special_tokens=False)[0]
             else:
-                ids = backend.encode(text, add_special_tokens=False).ids
+                encoding = backend.encode(text, add_special_tokens=False)
         except TypeError:
             check_encodable(text)
             raise
-        return ids
+        return array("i", encoding.ids).tobytes()
 
     return encode
 
@@ -100,9 +101,9 @@ def _open_fastokens(plain: Any, exact: Encode) -> Encode | None:
             _say_once(f"fastokens cannot open a tokenizer: {error}")
             return None
 
-        def fast(text: str) -> list[int]:
-            ids: list[int] = tokenizer.encode(text, split_special_tokens=True).ids
-            return ids
+        def fast(text: str) -> bytes:
+            packed: bytes = tokenizer.encode_batch_flat([text], split_special_tokens=True)[0]
+            return packed
 
         if name not in _PROVEN:
             _PROVEN[name] = agree(fast, exact, plain)
@@ -129,7 +130,7 @@ def agree(fast: Encode, exact: Encode, backend: Any) -> bool:
     return all(_try(fast, text) == _try(exact, text) for text in texts)
 
 
-def _try(encode: Encode, text: str) -> list[int] | None:
+def _try(encode: Encode, text: str) -> bytes | None:
     try:
         return encode(text)
     except Exception:

@@ -191,21 +191,64 @@ class Renderer:
         tools: list[Any] | None,
     ) -> str:
         try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=tools,
-                chat_template=self.source,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **self.kwargs,
-            )
+            if self._compiled is not None and _is_plain(messages) and _is_plain(tools):
+                text = self._compiled.render(
+                    messages=messages,
+                    tools=tools,
+                    documents=None,
+                    add_generation_prompt=add_generation_prompt,
+                    **self._variables,
+                )
+            else:
+                text = self._tokenizer.apply_chat_template(
+                    list(messages),
+                    tools=tools,
+                    chat_template=self.source,
+                    add_generation_prompt=add_generation_prompt,
+                    tokenize=False,
+                    **self.kwargs,
+                )
         except Exception as error:  # a template is foreign code and raises what it likes
             roles = ", ".join(message["role"] for message in messages)
             raise TemplateError(f"the chat template refuses [{roles}]: {error}") from error
         assert isinstance(text, str)
         return text
 
+    @cached_property
+    def _compiled(self) -> Any:
+        """The template as transformers compiles it; None where the tokenizer has a way of its own.
 
+        Called directly it takes half the time of `apply_chat_template`, which first makes plain
+        values of all that it is given: ours are, as a rule.
+        """
+        from transformers import PreTrainedTokenizerBase
+        from transformers.utils import chat_template_utils
+
+        usual = PreTrainedTokenizerBase.apply_chat_template
+        is_usual = type(self._tokenizer).apply_chat_template is usual and _is_plain(self._variables)
+        compile_template = getattr(chat_template_utils, "_compile_jinja_template", None)
+        return compile_template(self.source) if is_usual and compile_template else None
+
+    @cached_property
+    def _variables(self) -> dict[str, Any]:
+        return {**self._tokenizer.special_tokens_map, **self.kwargs}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is made of what JSON has, without the keys that transformers renames."""
+    kind = type(value)
+    if kind is dict:
+        for key, each in value.items():
+            if (type(each) is not str and not _is_plain(each)) or key in _RENAMED:
+                return False
+        return True
+    return kind in _SCALARS or (kind is list and all(map(_is_plain, value)))
+
+
+#: Exact types of values that hold nothing else.
+_SCALARS = frozenset((str, int, float, bool, type(None)))
+#: Where messages keep their reasoning: transformers puts it under each of these names.
+_RENAMED = frozenset(("reasoning_content", "thinking", "reasoning"))
 _USER: TemplateMessage = {"role": "user", "content": "q"}
 _PROBE = "rolloutStringProbe"
 

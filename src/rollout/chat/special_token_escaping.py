@@ -67,15 +67,22 @@ def render_escaped(
 
 
 def _are_plain(encoder: TextEncoder, value: object) -> bool:
+    """Whether nothing in the texts of `value` looks like a special token."""
+    texts: list[str] = []
+    _gather_texts(value, texts)
+    return encoder.is_plain("\0".join(texts))
+
+
+def _gather_texts(value: object, texts: list[str]) -> None:
     if isinstance(value, str):
-        return encoder.is_plain(value)
-    if type(value) is dict or isinstance(value, Mapping):
-        return all(
-            _are_plain(encoder, key) and _are_plain(encoder, item) for key, item in value.items()
-        )
-    if isinstance(value, (list, tuple)):
-        return all(_are_plain(encoder, item) for item in value)
-    return True
+        texts.append(value)
+    elif type(value) is dict or isinstance(value, Mapping):
+        for key, item in value.items():
+            _gather_texts(key, texts)
+            _gather_texts(item, texts)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _gather_texts(item, texts)
 
 
 class _Marking:
