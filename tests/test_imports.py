@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from rollout.testing import simulated_tokenizer
 from slow_cases import slow_after
 
 pytestmark = pytest.mark.process
