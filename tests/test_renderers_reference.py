@@ -107,7 +107,9 @@ def test_observation_after_a_turn_is_what_a_renderer_of_its_family_adds(
     if family == "gpt_oss":  # whose ids are those of its own vocabulary
         turn = encoding.encode(template.decode(turn), allowed_special="all")
     bridged = renderer.bridge_to_next_turn(prompt, turn, [fields])
-    assert bridged is not None
+    if bridged is None:  # theirs renders anew: the template writes the end of the turn otherwise
+        assert (family, role) == ("gpt_oss", "user")
+        return
     added = list(bridged.token_ids[len(prompt) + len(turn) :])
     last = template.text_ids(said) + list(end)
     ours = template.observation_ids([Message(**fields)], after=last).tolist()
