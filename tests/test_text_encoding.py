@@ -227,7 +227,7 @@ def test_encode_remembers_pieces_within_its_bytes(monkeypatch: pytest.MonkeyPatc
 
     def encode(text: str) -> bytes:
         encoded.append(text)
-        return array("i", text.encode()).tobytes()
+        return array("i", list(text.encode())).tobytes()
 
     monkeypatch.setattr(encoder._piece_ids, "_encode", encode)
     texts = [f"{number:06d}" + "x" * 100_000 for number in range(100)]
