@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import rollout
-from chat_material import FAMILIES, VOCABULARIES, chat
+from chat_material import FAMILIES, HOSTILE, VOCABULARIES, chat
 from parser_cases import CASES, TOOLS
 from rollout import AgentLoop, Prompt, function_tool, register_agent
 from rollout.agents.kept_messages import KeptMessages, TurnReader, find_texts
@@ -24,7 +24,6 @@ from rollout.testing import Scenario, run_virtual, tool_call
 from rollout.token_prefix import TokenPrefix
 from rollout.types import Message, ToolCall
 from slow_cases import slow_but
-from test_template_properties import HOSTILE
 
 if TYPE_CHECKING:
     from rollout import AgentContext, Trajectory
