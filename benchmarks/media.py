@@ -77,7 +77,7 @@ def config_of(folder: str, turns: int) -> RolloutConfig:
         engine=CustomEngine(
             core="media_core:ScriptedCore",
             options={
-                "replies": [template.encoder.encode(text + "<|im_end|>") for text in texts],
+                "replies": [template.text_ids(text + "<|im_end|>") for text in texts],
                 "vocab_size": template.vocab_size,
             },
         ),

@@ -10,6 +10,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -64,6 +65,21 @@ VOCABULARIES = ("smollm2", "qwen", "deepseek", "tekken")
 QWEN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+#: What contents are made of: words, numbers, runs of white space, other alphabets, punctuation.
+PIECES = st.one_of(
+    st.sampled_from(["the", " weather", "Zürich", "12", " 3", "000", "naïve", "漢字", "🙂👍🏽"]),
+    st.sampled_from([" ", "  ", "\n", "\n\n\n", "\t", " \n ", "\r\n", "\u00a0", "e\u0301"]),
+    st.sampled_from(["<", "|", ">", "{", '"', "'", "\\", "<b>", "&amp;", "[", "]", "#"]),
+    # SmolLM2's vocabulary lacks the bytes of planes that are next to empty.
+    st.text(
+        st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs", "Cc"]), min_size=1, max_size=6
+    ),
+)
+LOOK_ALIKES = sorted({name for names in SPECIALS.values() for name in names.split()})
+HOSTILE = st.lists(st.one_of(PIECES, st.sampled_from(LOOK_ALIKES)), min_size=1, max_size=8).map(
+    "".join
 )
 
 

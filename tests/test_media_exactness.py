@@ -126,7 +126,7 @@ def play(template: ChatTemplate, messages: list[dict[str, Any]]) -> Transcript:
             transcript.append_observation(ids, media=template.places_of(ids, media))
         waiting = []
         if message["content"] is not None:
-            last = template.encoder.encode(message["content"]) + list(template.end_ids())
+            last = template.text_ids(message["content"]) + list(template.end_ids())
             transcript.append_generated(
                 last, [0.0] * len(last), versions=[(0, len(last))], finish_reason="stop"
             )

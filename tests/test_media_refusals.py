@@ -75,9 +75,9 @@ def simulated_words(words: Any) -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from rollout.chat.tokenizer_parts import byte_letters
+    from rollout.chat.tokenizer_parts import BYTE_LETTERS
 
-    letters = list(byte_letters())
+    letters = list(BYTE_LETTERS)
     marks = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
     letters[0xF8 : 0xF8 + len(marks)] = marks
     backend = Tokenizer(models.BPE({letter: at for at, letter in enumerate(letters)}, []))
@@ -177,7 +177,7 @@ async def sglang_server(
     folder: Path, version: str = "0.5.23", written_out: int = 0
 ) -> AsyncIterator[RecordedServer]:
     """Answers with a call first, and then with words; an image has `written_out` tokens there."""
-    encode = load_chat_template(str(folder)).encoder.encode
+    encode = load_chat_template(str(folder)).text_ids
 
     async def answer(body: dict[str, Any], send: Callable[[str], Awaitable[None]]) -> None:
         images = len(body.get("image_data", ()))

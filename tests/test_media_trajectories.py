@@ -75,7 +75,7 @@ CALL = '<tool_call>\n{"name": "show", "arguments": {}}\n</tool_call>'
 
 def config_of(folder: Path, replies: Sequence[str] = ("ok",), **media: Any) -> RolloutConfig:
     template = load_chat_template(str(folder))
-    ids = [template.encoder.encode(said + "<|im_end|>") for said in replies]
+    ids = [template.text_ids(said + "<|im_end|>") for said in replies]
     return RolloutConfig(
         model=ModelConfig(path=str(folder)),
         engine=CustomEngine(
@@ -728,7 +728,7 @@ async def test_placeholder_that_the_model_samples_ends_its_turn_before_it(
     batch = await play(config, image(picture()), "go on", samples=2, tools=[show])
     template = template_of(folder)
     assert template.processor is not None
-    (unreal,) = template.encoder.encode(token)
+    (unreal,) = template.text_ids(token)
     for trajectory in batch.trajectories:
         assert trajectory.outcome is Outcome.COMPLETED, trajectory.cause
         assert trajectory.metrics["sampled_placeholders"] == 1

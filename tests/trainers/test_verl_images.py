@@ -40,7 +40,7 @@ def trajectory_of(template: ChatTemplate) -> Trajectory:
     transcript = Transcript()
     ids = template.prompt_ids(asked)
     transcript.append_prompt(ids, media=template.places_of(ids, [image, video]))
-    said = [*template.encoder.encode("ok"), *template.end_ids()]
+    said = [*template.text_ids("ok"), *template.end_ids()]
     for turn in range(2):
         transcript.append_generated(
             said, [-0.5] * len(said), versions=[(1, len(said))], finish_reason="stop"

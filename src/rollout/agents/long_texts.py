@@ -1,25 +1,18 @@
-"""Work on texts: short ones where they stand, long ones in threads beside the event loop."""
+"""Work on texts: short ones where they stand, long ones in a thread beside the event loop."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
-from rollout.agents.text_batches import TextBatches
-from rollout.chat.encoding import NOTHING_READY, Ready, TextEncoder, WrittenText
-from rollout.chat.ids import LONG
+from rollout.chat.fast_encoding import LONG
 from rollout.worker_threads import WorkerThreads, may_leave_loop
 
 T = TypeVar("T")
 
-#: Threads that work on texts; further ones wait. They share the machine with the event loop.
-MAX_THREADS = 2
-#: Characters that take the library longer than a thread hop and its waits, some 80 µs.
-WORTH_A_THREAD = 256
 #: A message, or part of one, takes as long as so many characters at least.
 _OVERHEAD = 16
 _TEXTS = (str, bytes, bytearray)
@@ -30,18 +23,13 @@ NAME = "rollout.chat"
 
 
 class LongTexts:
-    """Threads of their own, so that long texts wait for no tool; `close` ends them.
+    """A thread of their own, so that long texts wait for no tool; `close` ends it.
 
-    Rendering and encoding a megabyte takes half a second.
-
-    Args:
-        encoder: Of the template that texts are rendered with.
+    Rendering and encoding a megabyte takes a quarter of a second.
     """
 
-    def __init__(self, encoder: TextEncoder) -> None:
-        self._threads = WorkerThreads(max_threads=MAX_THREADS, max_abandoned=sys.maxsize)
-        self._encoder = encoder
-        self._batches = TextBatches(partial(self._threads.run, NAME, encoder.encode_batch))
+    def __init__(self) -> None:
+        self._threads = WorkerThreads(max_threads=1, max_abandoned=sys.maxsize)
 
     @property
     def abandoned(self) -> dict[str, int]:
@@ -57,20 +45,8 @@ class LongTexts:
             return function(*args)
         return await self._threads.run(NAME, function, *args)
 
-    async def ahead(self, written: WrittenText) -> Ready:
-        """What of a short text is better encoded with those of others, in a thread."""
-        texts = self._encoder.batch_texts(written)
-        if sum(map(len, texts)) < WORTH_A_THREAD or not may_leave_loop():
-            return NOTHING_READY
-        ready: dict[str, list[int]] = {}
-        for text in texts:
-            ids = await self._batches.ids(text)
-            if ids is not None:
-                ready[text] = ids
-        return ready
-
     def close(self) -> None:
-        """End the threads; one that works ends by itself."""
+        """End the thread; one that works ends by itself."""
         self._threads.close()
 
 

@@ -10,9 +10,9 @@ import msgspec
 
 from rollout.agents.kept_messages import KeptMessages
 from rollout.agents.turn import written_content
+from rollout.chat.encoding import TooManyTokens
 from rollout.chat.messages import template_messages, with_results_as_user
 from rollout.chat.row_beginnings import append_split, common_length
-from rollout.chat.token_bounds import TooManyTokens
 from rollout.chat.transcript import Transcript
 from rollout.errors import TemplateError
 from rollout.media import Media
@@ -95,14 +95,14 @@ class MessageLog(msgspec.Struct, eq=False):
         model can write must not fail its trajectory.
         """
         try:
-            return template.prompt_ids(self._as_served(self._plain), tools, most=most)
+            return template.prompt_ids(self._as_served(self._plain), tools, max_tokens=most)
         except TooManyTokens:
             raise
         except TemplateError as refusal:
             for start in (max(self.messages.said, default=0), self._start):
                 plain = {*self._plain, *range(start, len(self.messages))}
                 try:
-                    ids = template.prompt_ids(self._as_served(plain), tools, most=most)
+                    ids = template.prompt_ids(self._as_served(plain), tools, max_tokens=most)
                 except TooManyTokens:
                     raise
                 except TemplateError:

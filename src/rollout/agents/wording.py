@@ -12,12 +12,11 @@ from rollout.agents.kept_messages import TurnReader, find_texts
 from rollout.agents.long_texts import is_long, room_beside
 from rollout.agents.media_intake import may_show
 from rollout.agents.places import check_ids
-from rollout.chat.encoding import NOTHING_READY
-from rollout.chat.ids import LONG
+from rollout.chat.encoding import TooManyTokens
+from rollout.chat.fast_encoding import LONG
 from rollout.chat.messages import as_messages, has_media, media_of, template_messages, words_of
 from rollout.chat.reasoning import opens_reasoning
 from rollout.chat.result_order import order_messages
-from rollout.chat.token_bounds import TooManyTokens
 from rollout.errors import AgentError, LimitExceeded, MediaError, TemplateError
 from rollout.types import Message
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from rollout.agents.services import Services
     from rollout.chat import ChatTemplate
     from rollout.chat.drift import Drift
-    from rollout.chat.encoding import Ready, WrittenText
     from rollout.chat.messages import TemplateMessages
     from rollout.chat.transcript import Transcript
     from rollout.media import Media, PlacedMedia
@@ -38,8 +36,6 @@ if TYPE_CHECKING:
 Given = Sequence[Message | Mapping[str, Any]]
 #: Of tools, as OpenAI has them.
 Schemas = Sequence[Mapping[str, Any]]
-#: Messages of an observation whose lengths are looked at before it is rendered.
-_LOOKED_AT = 64
 
 
 class Worded(NamedTuple):
@@ -170,8 +166,7 @@ class Wording:
             return await self._shown(self._prompt, messages, longest)
         if is_long(messages, self._short):
             return await texts.run(True, self._prompt, messages, longest)
-        drawn = self._drawn_prompt(messages, longest)
-        return self._prompt_of(*drawn, longest, await texts.ahead(drawn[1]))
+        return self._prompt(messages, longest)
 
     async def observation(
         self, messages: Given, transcript: Transcript, after: Sequence[int] | None
@@ -188,10 +183,7 @@ class Wording:
             messages = await self._services.media.prepared(messages, len(before))
             return await self._shown(self._observation, messages, room, after, before)
         is_much = is_long(messages) if words is None else _length_of(words) > LONG
-        if is_much:
-            return await texts.run(True, self._observation, words or messages, room, after)
-        drawn = self._drawn(words or messages, room)
-        return self._observation_of(*drawn, room, after, await texts.ahead(drawn[1]))
+        return await texts.run(is_much, self._observation, words or messages, room, after)
 
     async def _shown(self, render: Callable[..., Worded], *args: Any) -> Worded:
         """What is rendered with images or videos, of which a processor makes tokens."""
@@ -203,24 +195,16 @@ class Wording:
     def observation_now(
         self, messages: Given, transcript: Transcript, after: Sequence[int] | None
     ) -> Worded | Given:
-        """The same of a short text; of a long one that may have room the messages, for later.
+        """The same of a short text; of a long one the messages, for later.
 
         Raises:
-            LimitExceeded: It certainly has none.
+            LimitExceeded: There is no room for it.
         """
-        room, source = self.room(transcript)
         if may_show(messages) and self._services.template.processor is not None:
             return messages
-        if not is_long(messages):
-            return self._observation(messages, (room, source), after)
-        if len(messages) > _LOOKED_AT:
-            return messages
-        plain = template_messages(messages)
-        try:
-            self._services.template.refuse_beyond(room - 1, plain)
-        except TooManyTokens as error:
-            raise no_room(source, f"at least {error.least}") from None
-        return plain
+        if is_long(messages):
+            return template_messages(messages)
+        return self._observation(messages, self.room(transcript), after)
 
     async def row(self, log: MessageLog) -> Transcript:
         """The whole conversation rendered again, as `MessageLog.row` makes it.
@@ -282,23 +266,8 @@ class Wording:
         return self.reader.schemas or None
 
     def _prompt(self, messages: Given, longest: int | None) -> Worded:
-        return self._prompt_of(*self._drawn_prompt(messages, longest), longest)
-
-    def _drawn_prompt(self, messages: Given, longest: int | None) -> tuple[list[Any], WrittenText]:
-        """The messages as the template takes them, and the text that it makes of them."""
         template, plain = self._services.template, order_messages(template_messages(messages))
-        written = template.written(plain, self._schemas, add_generation_prompt=True, most=longest)
-        return plain, written
-
-    def _prompt_of(
-        self,
-        plain: list[Any],
-        written: WrittenText,
-        longest: int | None,
-        ready: Ready = NOTHING_READY,
-    ) -> Worded:
-        template = self._services.template
-        ids = template.prompt_ids_of(written, plain, longest, ready)
+        ids = template.prompt_ids(plain, self._schemas, max_tokens=longest)
         pieces = self._services.beginnings.pieces(ids.tobytes())
         media = template.places_of(ids, media_of(plain))
         own = as_messages(plain)
@@ -311,42 +280,16 @@ class Wording:
         after: Sequence[int] | None,
         before: Sequence[Media] = (),
     ) -> Worded:
-        return self._observation_of(*self._drawn(messages, room, before), room, after)
-
-    def _drawn(
-        self, messages: Given, room: tuple[int, str], before: Sequence[Media] = ()
-    ) -> tuple[list[Any], WrittenText, str, bool]:
-        """The messages as the template takes them, and `ChatTemplate.observation_text` of them."""
-        plain = template_messages(messages)
+        template, plain = self._services.template, template_messages(messages)
         try:
-            return plain, *self._services.template.observation_text(plain, room[0] - 1, before)
+            ids, opens = template.observe(plain, after=after, max_tokens=room[0] - 1, before=before)
         except TooManyTokens as error:
             raise no_room(room[1], f"at least {error.least}") from None
-
-    def _observation_of(
-        self,
-        plain: list[Any],
-        written: WrittenText,
-        turn_end: str,
-        opens_reasoning: bool,
-        room: tuple[int, str],
-        after: Sequence[int] | None,
-        ready: Ready = NOTHING_READY,
-    ) -> Worded:
-        most, source = room
-        template = self._services.template
-        try:
-            ids = template.observation_ids_of(
-                written, turn_end, after=after, most=most - 1, ready=ready
-            )
-        except TooManyTokens as error:
-            raise no_room(source, f"at least {error.least}") from None
-        if len(ids) >= most:
-            raise no_room(source, str(len(ids)))
+        if len(ids) >= room[0]:
+            raise no_room(room[1], str(len(ids)))
         own = as_messages(plain)
-        text = written.text if template.spells(written.text) else template.decode(ids)
         media = template.places_of(ids, media_of(plain)) if has_media(plain) else ()
-        return Worded(ids, own, opens_reasoning, found=find_texts(own, text), media=media)
+        return Worded(ids, own, opens, found=find_texts(own, template.decode(ids)), media=media)
 
 
 def _length_of(words: TemplateMessages) -> int:

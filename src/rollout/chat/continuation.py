@@ -4,20 +4,17 @@ An append-only transcript never renders its history again. What new messages add
 rendering them after a placeholder conversation, ``[user, assistant(marker), *new]``, and keeping
 what follows the marker: the end of the assistant's turn, the messages, the generation prompt.
 
-Where a template writes contents in a known way, the text around them is the same every time: it is
-found once for each pattern of messages, and from then on a turn costs a string join.
+Whether a template can be used so is found out once for each pattern of messages (their roles and
+keys), on contents of our own. The messages themselves are rendered each time.
 """
 
 from __future__ import annotations
 
-import re
-from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from rollout.chat.content_tests import content_tests
-from rollout.chat.messages import has_media
+from rollout.chat.encoding import WrittenText
 from rollout.chat.placeholder_exchange import (
     ASSISTANT_MARKER,
     USER_MARKER,
@@ -28,18 +25,18 @@ from rollout.chat.placeholder_exchange import (
     with_contents,
 )
 from rollout.chat.reasoning import opens_reasoning
-from rollout.chat.slotted_text import SlottedText, find_slots, pattern_of
-from rollout.chat.special_token_escaping import render_escaped
+from rollout.chat.special_token_escaping import TAG, render_escaped
 from rollout.errors import TemplateError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollout.chat.encoding import TextEncoder, WrittenText
+    from rollout.chat.encoding import TextEncoder
     from rollout.chat.messages import TemplateMessage
-    from rollout.chat.rendering import Renderer
+    from rollout.chat.rendering import Render
 
-_TAG = re.compile(r"</?\w+>")
+#: Placeholder calls whose text is remembered, by the names and ids of what they call.
+_MAX_CALLS = 256
 
 
 class TurnEnds(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,90 +51,79 @@ class TurnEnds(msgspec.Struct, frozen=True, kw_only=True):
     called: str
 
 
-class Continuation(msgspec.Struct, frozen=True, kw_only=True):
-    """How new messages of one pattern follow an assistant's turn.
+class Pattern(msgspec.Struct, frozen=True, kw_only=True):
+    """How messages of these roles and keys follow an assistant's turn.
 
     Attributes:
-        turn_end: What ends the assistant's turn, e.g. ``<|im_end|>\\n``; may be empty.
-        opens_reasoning: Whether the next turn's opening ends inside reasoning.
         answer: What the placeholder assistant says before the messages.
-        slotted: The text; None where the template does more with contents than it knows.
+        turn_end: What the text of them starts with.
+        opening: What follows the last content: the opening of the next turn.
+        opens_reasoning: Whether that ends inside reasoning.
     """
 
+    answer: Answer
+    turn_end: str
+    opening: str
+    opens_reasoning: bool
+
+
+class Continuation(msgspec.Struct, frozen=True, kw_only=True):
+    """What new messages add after an assistant's turn.
+
+    Attributes:
+        written: The text after the assistant's content.
+        turn_end: What ends the assistant's turn, with which the text starts, e.g.
+            ``<|im_end|>\\n``; may be empty.
+        opens_reasoning: Whether the next turn begins inside reasoning.
+    """
+
+    written: WrittenText
     turn_end: str
     opens_reasoning: bool
-    answer: Answer
-    slotted: SlottedText | None = None
 
 
 class ContinuationRenderer:
-    """Renders new messages as they follow a generated turn; remembers one form per pattern.
+    """Renders new messages as they follow a generated turn. Safe to use from several threads.
 
     Args:
-        renderer: Runs the template.
+        render: What the template makes of messages.
         encoder: Knows the special tokens.
     """
 
-    def __init__(self, renderer: Renderer, encoder: TextEncoder) -> None:
-        self._renderer, self._render = renderer, renderer.render
+    def __init__(self, render: Render, encoder: TextEncoder) -> None:
+        self._render = render
         self._encoder = encoder
-        self._forms: dict[tuple[object, ...], Continuation] = {}
+        self._patterns: dict[tuple[object, ...], Pattern] = {}
+        self._calls: dict[object, str] = {}
         self._ends: TurnEnds | None = None
-        self._tests = content_tests(renderer.source)
 
     def render(
-        self, messages: Sequence[TemplateMessage], most: int | None = None
-    ) -> tuple[WrittenText, Continuation]:
-        """The text after the assistant's content, and its form.
+        self, messages: Sequence[TemplateMessage], max_tokens: int | None = None
+    ) -> Continuation:
+        """What the messages add.
 
         Args:
             messages: As they follow a turn.
-            most: Tokens that there is room for after the turn end; None for any number.
+            max_tokens: Tokens that there is room for after the turn end; None for any number.
 
         Raises:
             TemplateError: The template refuses such messages or cannot be used append-only.
-            TooManyTokens: They certainly have more than `most`.
+            TooManyTokens: They certainly have more than `max_tokens`.
         """
-        form = self.form(messages)
-        if most is not None:
-            most += len(form.turn_end.encode())  # it may have been sampled: then it needs no room
-        joined = self._joined(form, messages, most)
-        if joined is None:
-            joined = render_escaped(
-                lambda given, _: self._rendered(form.answer, given)[0],
-                self._encoder,
-                messages,
-                None,
-                most,
-            )
-        return joined, form
+        pattern = self._find_pattern(messages)
+        turn_end = pattern.turn_end
+        if max_tokens is not None:  # it may have been sampled: then it needs no room
+            max_tokens += len(turn_end.encode())
 
-    def refuse_beyond(self, most: int, messages: Sequence[TemplateMessage]) -> None:
-        """Raise where the lengths of contents, which are not rendered, say that there is no room.
+        def render(given: Sequence[TemplateMessage], _: object) -> str:
+            nonlocal turn_end
+            text, turn_end = self._render_after(pattern.answer, given)
+            return text
 
-        Raises:
-            TemplateError: The template refuses such messages or cannot be used append-only.
-            TooManyTokens: They certainly have more than `most`.
-        """
-        form = self.form(messages)
-        if form.slotted is None or self._tests is None or has_media(messages):
-            return
-        way = "verbatim" if form.slotted.way == "json" else ""  # which only makes them longer
-        contents = form.slotted.contents(messages, self._tests, way)
-        if contents is not None:
-            self._encoder.refuse_beyond(most + len(form.turn_end.encode()), "".join(contents))
-
-    def form(self, messages: Sequence[TemplateMessage]) -> Continuation:
-        """How messages like these follow a turn.
-
-        Raises:
-            TemplateError: The template refuses such messages or cannot be used append-only.
-        """
-        pattern = pattern_of(messages)
-        form = self._forms.get(pattern)
-        if form is None:
-            form = self._forms[pattern] = self._find(messages)
-        return form
+        written = render_escaped(render, self._encoder, messages, None, max_tokens)
+        is_usual = written.text.endswith(pattern.opening)
+        opens = pattern.opens_reasoning if is_usual else opens_reasoning(written.text)
+        return Continuation(written=written, turn_end=turn_end, opens_reasoning=opens)
 
     def turn_ends(self) -> TurnEnds:
         """What the template puts after an assistant's turn where nothing follows.
@@ -162,30 +148,34 @@ class ContinuationRenderer:
         places = self._encoder.special_token_spellings(calling)
         return calling[places[-1][0] :] if places else said
 
-    def _joined(
-        self, form: Continuation, messages: Sequence[TemplateMessage], most: int | None
-    ) -> WrittenText | None:
-        """The text without rendering; None where a content might be treated specially."""
-        if form.slotted is None or self._tests is None or has_media(messages):
-            return None
-        contents = form.slotted.contents(messages, self._tests)
-        return None if contents is None else form.slotted.written(contents, self._encoder, most)
-
-    def _rendered(self, answer: Answer, messages: Sequence[TemplateMessage]) -> tuple[str, str]:
+    def _render_after(self, answer: Answer, messages: Sequence[TemplateMessage]) -> tuple[str, str]:
         """The text after the assistant's content, and the turn end that it starts with."""
         ends = self.turn_ends()
-        whole = self._render(conversation(messages, answer), True)
+        exchange = conversation(messages, answer)
+        whole = self._render(exchange, True)
         if answer == "words":
             after = after_answer(whole)
-            return after, self._end_of(after, ends.said)
-        calling = self._render(conversation(messages, answer)[:2], False)
-        if ASSISTANT_MARKER in calling:  # what stands before it may change, see `_refuse_rewriting`
-            calling, whole = after_answer(calling), after_answer(whole)
+            return after, self._find_end(after, ends.said)
+        if ASSISTANT_MARKER in whole:  # what stands before it may change, see `_refuse_rewriting`
+            calling, whole = self._render_calls(exchange[1]), after_answer(whole)
+        else:
+            calling = self._render(exchange[:2], False)
         if not (calling.endswith(ends.called) and whole.startswith(calling)):
             raise unusable("it writes a call in another way once it is answered")
         return ends.called + whole[len(calling) :], ends.called
 
-    def _end_of(self, after: str, said: str) -> str:
+    def _render_calls(self, turn: TemplateMessage) -> str:
+        """What a placeholder turn has after its content, where nothing follows."""
+        key = tuple((call["id"], call["function"]["name"]) for call in turn["tool_calls"])
+        known = self._calls.get(key)
+        if known is None:
+            known = after_answer(self._render([*conversation()[:1], turn], False))
+            if len(self._calls) >= _MAX_CALLS:
+                self._calls.clear()
+            self._calls[key] = known
+        return known
+
+    def _find_end(self, after: str, said: str) -> str:
         """What of `after` ends the turn: some templates end it otherwise once something follows."""
         if not said or after.startswith(said):
             return said
@@ -195,7 +185,19 @@ class ContinuationRenderer:
         end = after[: places[0][1]]
         return common_prefix(said, after, self._encoder) if said.startswith(end) else end
 
-    def _find(self, messages: Sequence[TemplateMessage]) -> Continuation:
+    def _find_pattern(self, messages: Sequence[TemplateMessage]) -> Pattern:
+        """How messages of these roles and keys follow a turn.
+
+        Raises:
+            TemplateError: The template refuses them or cannot be used append-only.
+        """
+        key = tuple([(message["role"], *sorted(message)) for message in messages])
+        pattern = self._patterns.get(key)
+        if pattern is None:
+            pattern = self._patterns[key] = self._try_answers(messages)
+        return pattern
+
+    def _try_answers(self, messages: Sequence[TemplateMessage]) -> Pattern:
         if messages[0]["role"] != "tool":
             return self._examine(messages, "words")
         answers: tuple[Answer, ...] = ("words and calls", "calls", "words")
@@ -210,34 +212,19 @@ class ContinuationRenderer:
             raise said
         raise TemplateError(f"{said}; after a tool call: {called}") from called
 
-    def _examine(self, messages: Sequence[TemplateMessage], answer: Answer) -> Continuation:
-        """The form of messages like these, after a look at what the template does with them."""
+    def _examine(self, messages: Sequence[TemplateMessage], answer: Answer) -> Pattern:
+        """How messages like these are written, after a look at what the template does with them."""
         markers = [f"rolloutContentMarker{at}x" for at in range(len(messages))]
         marked = with_contents(messages, markers)
         self._refuse_rewriting(conversation(marked, answer))
-        text, turn_end = self._rendered(answer, marked)
-        literals = _split(text, markers, messages)
-        form = Continuation(
-            turn_end=turn_end,
-            opens_reasoning=opens_reasoning(literals[-1]),
+        text, turn_end = self._render_after(answer, marked)
+        opening = _find_opening(text, markers, messages)
+        return Pattern(
             answer=answer,
+            turn_end=turn_end,
+            opening=opening,
+            opens_reasoning=opens_reasoning(opening),
         )
-        if not self._renderer.is_steady:
-            another = ContinuationRenderer(self._renderer.at_another_time(), self._encoder)
-            if another._rendered(answer, marked)[0] != text:
-                return form  # it writes the time, which is another one each time
-        try:
-            slotted = find_slots(partial(self._after_turn_end, form), messages)
-        except TemplateError:  # it looks at names
-            return form
-        return msgspec.structs.replace(form, slotted=slotted)
-
-    def _after_turn_end(
-        self, form: Continuation, messages: Sequence[TemplateMessage]
-    ) -> str | None:
-        """What is written of the messages; None where the turn before them ends otherwise."""
-        text, turn_end = self._rendered(form.answer, messages)
-        return text if turn_end == form.turn_end else None
 
     def _refuse_rewriting(self, exchange: Sequence[TemplateMessage]) -> None:
         """Refuse a template under which new messages change what stands before them.
@@ -261,17 +248,14 @@ class ContinuationRenderer:
             raise unusable("new messages change the text before the first message")
 
 
-def _split(
-    text: str, markers: Sequence[str], messages: Sequence[TemplateMessage]
-) -> tuple[str, ...]:
-    literals = []
+def _find_opening(text: str, markers: Sequence[str], messages: Sequence[TemplateMessage]) -> str:
+    """What follows the last content; contents stand in order, each once, or it raises."""
     for marker, message in zip(markers, messages, strict=True):
-        literal, found, text = text.partition(marker)
+        _, found, text = text.partition(marker)
         if not found or marker in text:
             times = "in another place or not at all" if not found else "more than once"
             raise unusable(f"it writes the content of {message['role']!r} messages {times}")
-        literals.append(literal)
-    return (*literals, text)
+    return text
 
 
 def common_prefix(left: str, right: str, encoder: TextEncoder) -> str:
@@ -281,7 +265,7 @@ def common_prefix(left: str, right: str, encoder: TextEncoder) -> str:
     for text in (left, right):
         places = [
             *encoder.special_token_spellings(text),
-            *(tag.span() for tag in _TAG.finditer(text)),
+            *(tag.span() for tag in TAG.finditer(text)),
         ]
         length = min([length, *(start for start, stop in places if start < length < stop)])
     return left[:length]

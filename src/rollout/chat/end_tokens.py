@@ -49,7 +49,7 @@ class EndTokens:
         if not self._own:
             return ()
         ends = self._continuations.turn_ends()
-        return tuple(self._specials_of(ends.called if is_call else ends.said)[:1])
+        return tuple(self._find_specials(ends.called if is_call else ends.said)[:1])
 
     def past(self, ids: Sequence[int], turn_end: str, after: Sequence[int]) -> int:
         """How many of the first `ids` need not follow `after`, because they end it already.
@@ -76,7 +76,7 @@ class EndTokens:
         except TemplateError:  # a template without answers still renders prompts
             return {}
         texts = (ends.said, ends.called) if ends.said else ()
-        found = [self._specials_of(text)[:1] for text in texts]
+        found = [self._find_specials(text)[:1] for text in texts]
         known = self._encoder.specials
         others = [known[name] for name in OTHER_ENDS if name in self._source and name in known]
         return dict.fromkeys(itertools.chain(*found, others))
@@ -85,10 +85,10 @@ class EndTokens:
         """The special tokens that open other turns, where nothing else ends the assistant's."""
         for role in ("user", "tool"):
             with suppress(TemplateError):
-                written, _ = self._continuations.render([{"role": role, "content": USER_MARKER}])
-                yield from self._specials_of(written.text.partition(USER_MARKER)[0])[:1]
+                added = self._continuations.render([{"role": role, "content": USER_MARKER}])
+                yield from self._find_specials(added.written.text.partition(USER_MARKER)[0])[:1]
 
-    def _specials_of(self, text: str) -> list[int]:
+    def _find_specials(self, text: str) -> list[int]:
         return [token for token in self._encoder.encode(text) if token in self._specials]
 
     def _end_ids(self, turn_end: str, ids: Sequence[int]) -> tuple[int, ...]:

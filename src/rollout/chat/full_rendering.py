@@ -20,15 +20,13 @@ from rollout.chat.reasoning import END_THINK, THINK, lacks_reasoning, opens_reas
 from rollout.errors import TemplateError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from rollout.chat.continuation import TurnEnds
     from rollout.chat.encoding import TextEncoder
     from rollout.chat.messages import TemplateMessage
+    from rollout.chat.rendering import Render
     from rollout.chat.special_token_escaping import Tools
-
-    #: `render(messages, add_generation_prompt, tools)`.
-    RenderAll = Callable[[Sequence[TemplateMessage], bool, Tools], str]
 
 
 _QUESTION: TemplateMessage = {"role": "user", "content": USER_MARKER}
@@ -58,7 +56,7 @@ class FullRenderer:
     """
 
     def __init__(
-        self, render: RenderAll, encoder: TextEncoder, ends: TurnEnds, stops: Sequence[str]
+        self, render: Render, encoder: TextEncoder, ends: TurnEnds, stops: Sequence[str]
     ) -> None:
         self._render = render
         self._encoder = encoder

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 USER_MARKER = "rolloutUserMarker"
 ASSISTANT_MARKER = "rolloutAnswerMarker"
 
-#: What its assistant says: words; words and calls, since some templates refuse results that
-#: #: no call asked for; or calls alone, since some write words after the results (Gemma 4).
+#: What the placeholder assistant says: text; text and calls, since some templates refuse results
+#: without a call; or calls alone, since some write the text after the results (Gemma 4).
 Answer = Literal["words", "words and calls", "calls"]
 
 

@@ -7,10 +7,8 @@ back afterwards: where they are put back is text.
 
 from __future__ import annotations
 
-import copy
 import json
 import re
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +24,7 @@ Tools = Sequence[Mapping[str, Any]] | None
 RenderAll = Callable[[Sequence["TemplateMessage"], Tools], str]
 
 #: Tags that assistants write themselves, so that the words of one in a prompt may hold them.
-_TAG = re.compile(r"</?\w+>")
+TAG = re.compile(r"</?\w+>")
 
 
 def render_escaped(
@@ -34,7 +32,7 @@ def render_escaped(
     encoder: TextEncoder,
     messages: Sequence[TemplateMessage],
     tools: Tools,
-    most: int | None = None,
+    max_tokens: int | None = None,
 ) -> WrittenText:
     """The rendered text with the places in it that must stay plain.
 
@@ -45,15 +43,15 @@ def render_escaped(
         render: Renders messages and tools.
         encoder: Knows what looks like a special token.
         messages, tools: What is rendered.
-        most: Tokens that there is room for; None for any number.
+        max_tokens: Tokens that there is room for; None for any number.
 
     Raises:
         TemplateError: The template refuses the messages.
-        TooManyTokens: The text certainly has more than `most`.
+        TooManyTokens: The text certainly has more than `max_tokens`.
     """
     text = render(messages, tools)
-    encoder.refuse_beyond(most, text)
-    if _are_plain(encoder, messages) and are_plain_tools(encoder, tools):
+    encoder.refuse_beyond(max_tokens, text)
+    if _are_plain(encoder, messages) and _are_plain(encoder, tools):
         return WrittenText(text)
     word = "rolloutSpecialToken"  # letters, which templates leave as they are
     while word in text:
@@ -68,30 +66,23 @@ def render_escaped(
     return kept if kept.text == text else replaced
 
 
-#: The tools of a thousand prompts are the same: those that were found plain last, by encoder.
-_PLAIN_TOOLS: weakref.WeakKeyDictionary[TextEncoder, Tools] = weakref.WeakKeyDictionary()
-
-
-def are_plain_tools(encoder: TextEncoder, tools: Tools) -> bool:
-    """Whether no text in these tools looks like a special token."""
-    if tools is None or tools == _PLAIN_TOOLS.get(encoder):
-        return True
-    if not _are_plain(encoder, tools):
-        return False
-    _PLAIN_TOOLS[encoder] = copy.deepcopy(tools)  # their owner may change them
-    return True
-
-
 def _are_plain(encoder: TextEncoder, value: object) -> bool:
+    """Whether nothing in the texts of `value` looks like a special token."""
+    texts: list[str] = []
+    _gather_texts(value, texts)
+    return encoder.is_plain("\0".join(texts))
+
+
+def _gather_texts(value: object, texts: list[str]) -> None:
     if isinstance(value, str):
-        return encoder.is_plain(value)
-    if type(value) is dict or isinstance(value, Mapping):
-        return all(
-            _are_plain(encoder, key) and _are_plain(encoder, item) for key, item in value.items()
-        )
-    if isinstance(value, (list, tuple)):
-        return all(_are_plain(encoder, item) for item in value)
-    return True
+        texts.append(value)
+    elif type(value) is dict or isinstance(value, Mapping):
+        for key, item in value.items():
+            _gather_texts(key, texts)
+            _gather_texts(item, texts)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _gather_texts(item, texts)
 
 
 class _Marking:
@@ -140,7 +131,7 @@ class _Marking:
         at, end = 0, len(text.rstrip())
         for start, stop in self._encoder.special_token_spellings(text):
             token = text[start:stop]
-            if is_assistant and _TAG.fullmatch(token):
+            if is_assistant and TAG.fullmatch(token):
                 continue
             pieces += (text[at:start], self._mark(token, is_last=stop >= end))
             at = stop

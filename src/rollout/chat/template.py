@@ -11,12 +11,11 @@ import msgspec
 
 from rollout.chat.continuation import ContinuationRenderer
 from rollout.chat.drift import DRIFT_KINDS, Drift, compare
-from rollout.chat.encoding import NOTHING_READY, WrittenText, encoder_of
+from rollout.chat.encoding import WrittenText, get_encoder
 from rollout.chat.end_tokens import EndTokens
 from rollout.chat.full_rendering import FullRenderer, FullRendering
 from rollout.chat.messages import TemplateMessage, has_media, media_of, template_messages
 from rollout.chat.placeholder_exchange import USER_MARKER
-from rollout.chat.prompt_forms import PromptForms
 from rollout.chat.reasoning import opens_reasoning
 from rollout.chat.rendering import Renderer, around, own_template
 from rollout.chat.special_token_escaping import render_escaped
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Iterable, Mapping, Sequence
 
-    from rollout.chat.encoding import Ready
-    from rollout.chat.fast_tokenizer import AnyTokenizer
+    from transformers import PreTrainedTokenizerBase
+
     from rollout.chat.processors import MediaProcessor
     from rollout.chat.transcript import Transcript
     from rollout.media import Media, PlacedMedia
@@ -46,7 +45,7 @@ class ChatTemplate:
     stays text.
 
     Args:
-        tokenizer: A transformers tokenizer, or a `FastTokenizer`.
+        tokenizer: A transformers tokenizer.
         chat_template: Jinja text that replaces the tokenizer's own template.
         chat_template_kwargs: What else the template can read, e.g. ``{"enable_thinking": False}``.
         processor: Puts images and videos into tokens; None where the model reads text only.
@@ -63,7 +62,7 @@ class ChatTemplate:
 
     def __init__(
         self,
-        tokenizer: AnyTokenizer,
+        tokenizer: PreTrainedTokenizerBase,
         *,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -76,9 +75,8 @@ class ChatTemplate:
         self._renderer = Renderer(
             tokenizer, source, chat_template_kwargs or {}, reads_media=processor is not None
         )
-        self.encoder = encoder_of(tokenizer)
-        self._prompt_forms = PromptForms(self._renderer, self.encoder)
-        self._continuations = ContinuationRenderer(self._renderer, self.encoder)
+        self.encoder = get_encoder(tokenizer)
+        self._continuations = ContinuationRenderer(self._renderer.render, self.encoder)
         self._ends = EndTokens(self._continuations, self.encoder, source)
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._backend = backend
@@ -89,71 +87,59 @@ class ChatTemplate:
         messages: Iterable[Message | Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
-        most: int | None = None,
+        max_tokens: int | None = None,
     ) -> array[int]:
         """(T,) the whole conversation and the opening of the assistant's turn.
 
         Args:
             messages: At least one.
             tools: OpenAI-style function dicts that the model may call.
-            most: Tokens that there is room for; None for any number. What has a few more may be
-                encoded all the same.
+            max_tokens: Tokens that there is room for; None for any number. What has a few more may
+                be encoded all the same.
 
         Raises:
             TemplateError: The messages are malformed, or the template refuses them or makes no
                 text of them.
-            TooManyTokens: They certainly have more than `most`.
+            TooManyTokens: They certainly have more than `max_tokens`.
         """
         given = template_messages(messages)
-        written = self.written(given, tools, add_generation_prompt=True, most=most)
-        return self.prompt_ids_of(written, given, most)
-
-    def prompt_ids_of(
-        self,
-        written: WrittenText,
-        messages: Sequence[TemplateMessage],
-        most: int | None = None,
-        ready: Ready = NOTHING_READY,
-    ) -> array[int]:
-        """The same of what `written` gave, some of it encoded already."""
-        ids = self.encoder.packed(written, most, is_prompt=True, ready=ready)
+        written = self._write(given, tools, max_tokens)
+        ids = self.encoder.encode(written, max_tokens)
         if not ids:
-            roles = ", ".join(message["role"] for message in messages)
+            roles = ", ".join(message["role"] for message in given)
             raise TemplateError(f"the chat template makes no text of [{roles}]")
         return ids
 
-    def written(
+    def prompt_text(
         self,
-        messages: Sequence[TemplateMessage],
+        messages: Iterable[Message | Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        add_generation_prompt: bool,
-        most: int | None = None,
-    ) -> WrittenText:
-        """What the template makes of a whole conversation.
+    ) -> str:
+        """What the template makes of a whole conversation and the opening of the next turn.
 
         Raises:
             TemplateError: The template refuses the messages.
-            TooManyTokens: They certainly have more than `most`.
         """
-        is_formed = add_generation_prompt and not has_media(messages)
-        known = self._prompt_forms.written(messages, tools, most) if is_formed else None
-        return known or self._expanded(
-            render_escaped(
-                lambda given, offered: self._renderer.render(given, add_generation_prompt, offered),
-                *(self.encoder, messages, tools, most),
-            ),
-            messages,
-            (),
-            most,
-        )
+        return self._write(template_messages(messages), tools, None).text
 
-    def _expanded(
+    def _write(
+        self,
+        messages: Sequence[TemplateMessage],
+        tools: Sequence[Mapping[str, Any]] | None,
+        max_tokens: int | None,
+    ) -> WrittenText:
+        written = render_escaped(
+            lambda given, offered: self._renderer.render(given, True, offered),
+            *(self.encoder, messages, tools, max_tokens),
+        )
+        return self._expand_media(written, messages, (), max_tokens)
+
+    def _expand_media(
         self,
         written: WrittenText,
         messages: Sequence[TemplateMessage],
         before: Sequence[Media],
-        most: int | None,
+        max_tokens: int | None,
     ) -> WrittenText:
         """A text with all the placeholders of the media in messages; as it is where are none."""
         media = media_of(messages)
@@ -162,7 +148,7 @@ class ChatTemplate:
         if self.processor is None:
             raise MediaError(f"{len(media)} images or videos: the model reads text only")
         expanded = self.processor.expand(written, media, before)
-        self.encoder.refuse_beyond(most, expanded.text)
+        self.encoder.refuse_beyond(max_tokens, expanded.text)
         return expanded
 
     def places_of(self, ids: Sequence[int], media: Sequence[Media]) -> tuple[PlacedMedia, ...]:
@@ -174,7 +160,7 @@ class ChatTemplate:
         messages: Iterable[Message | Mapping[str, Any]],
         *,
         after: Sequence[int] | None,
-        most: int | None = None,
+        max_tokens: int | None = None,
         before: Sequence[Media] = (),
     ) -> array[int]:
         """(T,) what `messages` add after a generated turn, up to the next assistant's opening.
@@ -186,55 +172,34 @@ class ChatTemplate:
             messages: Tool results or user messages, all of them that come before the next turn.
             after: The ids so far, or only the last turn's; None where they are unknown, which
                 counts as cut.
-            most: As in `prompt_ids`.
+            max_tokens: As in `prompt_ids`.
             before: The images and videos so far, where `messages` show more.
 
         Raises:
             TemplateError: The messages are malformed, the template refuses them, or it cannot be
                 used append-only.
-            TooManyTokens: They certainly have more than `most`.
+            TooManyTokens: They certainly have more than `max_tokens`.
         """
-        written, turn_end, _ = self.observation_text(messages, most, before)
-        return self.observation_ids_of(written, turn_end, after=after, most=most)
+        return self.observe(messages, after=after, max_tokens=max_tokens, before=before)[0]
 
-    def observation_text(
+    def observe(
         self,
         messages: Iterable[Message | Mapping[str, Any]],
-        most: int | None = None,
-        before: Sequence[Media] = (),
-    ) -> tuple[WrittenText, str, bool]:
-        """What follows a turn, the end of the turn that it starts with, `opens_reasoning_after`."""
-        adapted = self._adapted(messages)
-        written, form = self._continuations.render(adapted, most)
-        expanded = self._expanded(written, adapted, before, most)
-        return expanded, form.turn_end, form.opens_reasoning
-
-    def observation_ids_of(
-        self,
-        written: WrittenText,
-        turn_end: str,
         *,
         after: Sequence[int] | None,
-        most: int | None = None,
-        ready: Ready = NOTHING_READY,
-    ) -> array[int]:
-        """`observation_ids` of what `observation_text` gave, some of it encoded already."""
-        if most is not None:
-            most += len(turn_end.encode())  # which may have been sampled
-        ids = self.encoder.packed(written, most, ready=ready)
-        past = self._ends.past(ids, turn_end, after) if after is not None and len(after) else 0
-        return ids[past:] if past else ids
-
-    def refuse_beyond(self, most: int, messages: Iterable[Message | Mapping[str, Any]]) -> None:
-        """Raise where messages are so long that an observation of them has more than `most` tokens.
-
-        Costs little for any text; says nothing where a template treats contents specially.
-
-        Raises:
-            TemplateError: As `observation_ids`.
-            TooManyTokens: They certainly have more.
-        """
-        self._continuations.refuse_beyond(most, self._adapted(messages))
+        max_tokens: int | None = None,
+        before: Sequence[Media] = (),
+    ) -> tuple[array[int], bool]:
+        """`observation_ids`, and whether the turn after them begins inside reasoning."""
+        adapted = self._renderer.adapted(template_messages(messages))
+        added = self._continuations.render(adapted, max_tokens)
+        written = self._expand_media(added.written, adapted, before, max_tokens)
+        if max_tokens is not None:
+            max_tokens += len(added.turn_end.encode())  # which may have been sampled
+        ids = self.encoder.encode(written, max_tokens)
+        if after is not None and len(after):
+            ids = ids[self._ends.past(ids, added.turn_end, after) :]
+        return ids, added.opens_reasoning
 
     def opens_reasoning_after(self, messages: Iterable[Message | Mapping[str, Any]]) -> bool:
         """Whether the turn after an observation of `messages` begins inside reasoning.
@@ -242,7 +207,8 @@ class ChatTemplate:
         Raises:
             TemplateError: As `observation_ids`.
         """
-        return self._continuations.form(self._adapted(messages)).opens_reasoning
+        adapted = self._renderer.adapted(template_messages(messages))
+        return self._continuations.render(adapted).opens_reasoning
 
     def drift(
         self,
@@ -283,7 +249,7 @@ class ChatTemplate:
         """A full rendering with all placeholders of its media."""
         if not has_media(messages):
             return full
-        expanded = self._expanded(WrittenText(full.text), messages, (), None)
+        expanded = self._expand_media(WrittenText(full.text), messages, (), None)
         return msgspec.structs.replace(full, text=expanded.text)
 
     def _compared(self, text: str, full: FullRendering) -> Drift:
@@ -311,16 +277,6 @@ class ChatTemplate:
         """Decodes ids that come bit by bit, in time linear in their number."""
         return GrowingText(self.decode, self._token_text, self._backend)
 
-    def spells(self, text: str) -> bool:
-        """Whether the ids of `text` certainly decode to it; costs next to nothing."""
-        return text.isascii() and self._spells_ascii
-
-    @cached_property
-    def _spells_ascii(self) -> bool:
-        letters = "".join(map(chr, range(128)))
-        is_exact = self._token_text is not None and self.encoder.keeps_ascii
-        return is_exact and self.decode(self.encoder.encode(letters)) == letters
-
     @property
     def eos_token_id(self) -> int | None:
         """The tokenizer's end token; None where it has none."""
@@ -345,7 +301,7 @@ class ChatTemplate:
 
     def text_ids(self, text: str) -> list[int]:
         """The ids of a text, special tokens in it recognised."""
-        return self.encoder.encode(text)
+        return self.encoder.encode(text).tolist()
 
     def token_ids(self, names: Iterable[str]) -> tuple[int, ...]:
         """The ids of those special tokens among `names` that the vocabulary has."""
@@ -389,11 +345,6 @@ class ChatTemplate:
             facts.append(self._renderer.kwargs)
         record = json.dumps(facts, sort_keys=True, default=str).encode()
         return hashlib.sha256(record).hexdigest()[:16]
-
-    def _adapted(
-        self, messages: Iterable[Message | Mapping[str, Any]]
-    ) -> Sequence[TemplateMessage]:
-        return self._renderer.adapted(template_messages(messages))
 
 
 def _single_id(token_id: Any) -> int | None:

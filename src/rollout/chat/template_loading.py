@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout.chat.fast_tokenizer_files import read_fast_tokenizer
 from rollout.chat.template import ChatTemplate
 from rollout.errors import TemplateError
 from rollout.lazy import importing
@@ -17,7 +15,6 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from rollout.chat.fast_tokenizer import AnyTokenizer
     from rollout.chat.processors import MediaProcessor
 
 logger = logging.getLogger("rollout.chat")
@@ -56,7 +53,7 @@ def load_chat_template(
 
 
 def with_template(
-    tokenizer: AnyTokenizer,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     chat_template_path: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -87,7 +84,7 @@ def _read_template(path: Path) -> str:
         raise TemplateError(f"chat template {path} cannot be read: {error}") from error
 
 
-def _check_syntax(tokenizer: AnyTokenizer, source: str, path: str | None) -> None:
+def _check_syntax(tokenizer: PreTrainedTokenizerBase, source: str, path: str | None) -> None:
     """Compile the template once; what it makes of the messages is seen when they are rendered."""
     from jinja2 import TemplateSyntaxError
 
@@ -108,42 +105,33 @@ _FILE_NAMES = ("token", "vocab", "merges", ".model", ".gguf")
 
 def load_tokenizer(
     model: str, *, revision: str | None = None, trust_remote_code: bool = False
-) -> AnyTokenizer:
+) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory or hub name, of which only it is read.
-
-    Transformers loads it where rules of its own are needed; see `fast_tokenizer_files`.
 
     Raises:
         TemplateError: There is none, or it cannot be loaded.
     """
-    options = {"revision": revision, "trust_remote_code": trust_remote_code}
-    load = partial(_load_by_transformers, model, **options)
     folder = Path(model)
-    if not folder.is_dir():
-        return load()
-    if not holds_tokenizer(folder):
+    if folder.is_dir() and not holds_tokenizer(folder):
         raise TemplateError(
             f"the tokenizer of {model} cannot be loaded: the directory holds none "
             "(tokenizer.json, tokenizer_config.json)"
         )
-    return read_fast_tokenizer(folder, load) or load()
-
-
-def holds_tokenizer(folder: Path) -> bool:
-    """Whether a directory has files that are a tokenizer's by their names."""
-    return any(name in file.name for file in folder.iterdir() for name in _FILE_NAMES)
-
-
-def _load_by_transformers(model: str, **options: Any) -> PreTrainedTokenizerBase:
     with importing:
         from transformers import AutoTokenizer
         from transformers.utils import logging as transformers_logging
 
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(logging.ERROR)
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         return AutoTokenizer.from_pretrained(model, **options)
     except Exception as error:  # the loaders of tokenizers raise almost anything
         raise TemplateError(f"the tokenizer of {model} cannot be loaded: {error}") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
+
+
+def holds_tokenizer(folder: Path) -> bool:
+    """Whether a directory has files that are a tokenizer's by their names."""
+    return any(name in file.name for file in folder.iterdir() for name in _FILE_NAMES)

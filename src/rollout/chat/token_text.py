@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollout.chat.tokenizer_parts import byte_letters, parts_of, state_of
+from rollout.chat.tokenizer_parts import BYTE_LETTERS, read_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +30,7 @@ class TokenText:
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
-        self._letters = {letter: byte for byte, letter in enumerate(byte_letters())}
+        self._letters = {letter: byte for byte, letter in enumerate(BYTE_LETTERS)}
         # By id; None where they are not known yet, or of no token. Looked up without a Python
         # number for each id: a dict takes twice as long.
         self._known = np.full(backend.get_vocab_size(), None, object)
@@ -77,7 +77,7 @@ def token_text(backend: Any) -> TokenText | None:
     Args:
         backend: A `tokenizers.Tokenizer`.
     """
-    kinds = [part["type"] for part in parts_of(state_of(backend.decoder))]
+    kinds = [part["type"] for part in read_parts(backend.decoder)]
     return TokenText(backend) if kinds == ["ByteLevel"] else None
 
 

@@ -69,10 +69,10 @@ def check_template(
 
 def _loaded(model: str, *, revision: str | None, **options: Any) -> ChatTemplate:
     if model == SIMULATED_MODEL:
-        from rollout.engine.cores.simulated.tokenizer import simulated_fast_tokenizer
+        from rollout.engine.cores.simulated.tokenizer import simulated_tokenizer
 
         return with_template(
-            simulated_fast_tokenizer(), chat_template_path=options["chat_template_path"]
+            simulated_tokenizer(), chat_template_path=options["chat_template_path"]
         )
     is_local = Path(model).is_dir()  # a tokenizer's files are enough
     path = model if is_local else resolve_model(model, revision)

@@ -9,21 +9,21 @@ from rollout.config.sections import SIMULATED_MODEL
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rollout.chat.fast_tokenizer import AnyTokenizer
+    from transformers import PreTrainedTokenizerBase
 
 
-def load_model_tokenizer(model: str, revision: str | None = None) -> AnyTokenizer:
+def load_model_tokenizer(model: str, revision: str | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of a model; code of its repository is never run.
 
     Raises:
         RolloutError: There is no such model, or its tokenizer cannot be loaded.
     """
     from rollout.chat.template_loading import load_tokenizer
-    from rollout.engine.cores.simulated.tokenizer import simulated_fast_tokenizer
+    from rollout.engine.cores.simulated.tokenizer import simulated_tokenizer
     from rollout.engine.model_files import resolve_model
 
     if model == SIMULATED_MODEL:
-        return simulated_fast_tokenizer()
+        return simulated_tokenizer()
     return load_tokenizer(resolve_model(model, revision, needs_weights=False), revision=revision)
 
 
@@ -37,7 +37,7 @@ def load_tokenizer_of(model: str, revision: str | None = None) -> Callable[[Sequ
     return decoder_of(tokenizer)
 
 
-def decoder_of(tokenizer: AnyTokenizer) -> Callable[[Sequence[int]], str]:
+def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
     """Ids to text by a tokenizer, special tokens spelled out."""
 
     def decode(ids: Sequence[int]) -> str:

@@ -92,7 +92,7 @@ def accepted(
     refusal: TemplateError | None = None
     for variant in variants(messages):
         try:
-            text = template.written(variant, tools or None, add_generation_prompt=True).text
+            text = template.prompt_text(variant, tools or None)
         except TemplateError as error:
             refusal = refusal or error
             continue

@@ -71,7 +71,7 @@ def _prepare(template: ChatTemplate) -> None:
     question = [{"role": "user", "content": "a question"}]
     result = [{"role": "tool", "content": "a result", "tool_call_id": "call_0"}]
     for prepare in (
-        functools.partial(template.prompt_ids, question, most=1),
+        functools.partial(template.prompt_ids, question, max_tokens=1),
         functools.partial(template.prompt_ids, question),
         functools.partial(template.observation_ids, question, after=None),
         functools.partial(template.observation_ids, result, after=None),

@@ -247,7 +247,7 @@ async def _open(
             threads=threads,
             containment=containment,
             events=events,
-            texts=stack.enter_context(closing(LongTexts(template.encoder))),
+            texts=stack.enter_context(closing(LongTexts())),
             media=stack.enter_context(
                 closing(
                     MediaIntake(

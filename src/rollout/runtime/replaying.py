@@ -290,7 +290,7 @@ def _services(
         tally=Tally(),
         threads=threads,
         containment=containment,
-        texts=LongTexts(template.encoder),
+        texts=LongTexts(),
         media=MediaIntake(config.media, template.processor),
     )
 

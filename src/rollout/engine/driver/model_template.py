@@ -9,7 +9,7 @@ from rollout.chat import ChatTemplate, load_chat_template
 from rollout.chat.processors import load_media_processor
 from rollout.chat.template_loading import with_template
 from rollout.config.sections import SIMULATED_MODEL
-from rollout.engine.cores.simulated.tokenizer import simulated_fast_tokenizer
+from rollout.engine.cores.simulated.tokenizer import simulated_tokenizer
 from rollout.engine.model_files import resolve_model
 
 if TYPE_CHECKING:
@@ -43,12 +43,12 @@ def template_of(config: RolloutConfig) -> ChatTemplate:
 @functools.cache
 def _simulated_template() -> ChatTemplate:
     """One for all runtimes: harnesses open thousands of them."""
-    return ChatTemplate(simulated_fast_tokenizer())
+    return ChatTemplate(simulated_tokenizer())
 
 
 def _other_simulated_template(model: ModelConfig) -> ChatTemplate:
     return with_template(
-        simulated_fast_tokenizer(),
+        simulated_tokenizer(),
         chat_template_path=model.chat_template,
         chat_template_kwargs=model.chat_template_kwargs,
     )

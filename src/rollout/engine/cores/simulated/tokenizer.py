@@ -5,9 +5,9 @@ from __future__ import annotations
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from rollout.chat.fast_tokenizer import FastTokenizer
-from rollout.chat.tokenizer_parts import byte_letters
+from rollout.chat.tokenizer_parts import BYTE_LETTERS
 from rollout.engine.cores.simulated.vocabulary import SPECIAL_TOKENS
+from rollout.lazy import importing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -22,7 +22,8 @@ def simulated_tokenizer() -> PreTrainedTokenizerFast:
     ``<|im_end|>`` ends a turn, ``<|endoftext|>`` pads. Every text encodes without loss, and a text
     of n UTF-8 bytes without special tokens has n ids.
     """
-    from transformers import PreTrainedTokenizerFast
+    with importing:
+        from transformers import PreTrainedTokenizerFast
 
     make: Any = PreTrainedTokenizerFast  # untyped in transformers
     tokenizer: PreTrainedTokenizerFast = make(
@@ -35,17 +36,10 @@ def simulated_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def simulated_fast_tokenizer() -> FastTokenizer:
-    """The same, and transformers is not imported."""
-    return FastTokenizer(
-        _backend(), special_tokens=_NAMED, chat_template=_chat_template(), whole=simulated_tokenizer
-    )
-
-
 def _backend() -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    vocabulary = {letter: byte for byte, letter in enumerate(byte_letters())}
+    vocabulary = {letter: byte for byte, letter in enumerate(BYTE_LETTERS)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import unicodedata
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ import anyio.lowlevel
 import anyio.to_thread
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -21,25 +20,19 @@ import rollout
 from chat_material import VOCABULARIES, chat, tokenizer
 from rollout import AgentLoop, Outcome, Prompt, register_agent
 from rollout.agents.long_texts import LongTexts, is_long
-from rollout.agents.text_batches import TextBatches
-from rollout.chat.encoding import TextEncoder, WrittenText, encoder_of
-from rollout.chat.ids import LONG
-from rollout.chat.token_bounds import (
+from rollout.chat.encoding import TextEncoder, TooManyTokens, WrittenText, get_encoder
+from rollout.chat.fast_encoding import LONG
+from rollout.chat.tokenizer_parts import (
     COMPOSED_PER_BYTE,
     COMPOSED_PER_CHARACTER,
-    TokenBound,
-    TooManyTokens,
-    token_bound,
+    longest_token,
 )
 from rollout.config import AgentConfig, LengthsConfig
-from rollout.errors import LimitExceeded
 from rollout.interactions import ScriptedUser
 from rollout.testing import Scenario, encode_text, simulated_tokenizer
 from rollout.types import Message
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rollout.agents import AgentContext
 
 both_backends = pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
@@ -66,14 +59,7 @@ LONG_RUNS = st.lists(st.tuples(AWKWARD, st.integers(1, 300)), max_size=8).map(
 
 
 def whole(vocabulary: str) -> TextEncoder:
-    return encoder_of(tokenizer(vocabulary))
-
-
-@functools.cache
-def bound_of(vocabulary: str) -> TokenBound:
-    bound = token_bound(tokenizer(vocabulary).backend_tokenizer)
-    assert bound is not None
-    return bound
+    return get_encoder(tokenizer(vocabulary))
 
 
 @each_vocabulary
@@ -81,9 +67,10 @@ def bound_of(vocabulary: str) -> TokenBound:
 @settings(deadline=None, max_examples=8)
 def test_token_bound_any_text_has_at_least_so_many_tokens(vocabulary: str, text: str) -> None:
     text = text.encode("utf-8", "ignore").decode()
-    ids, plain = whole(vocabulary).encode(text), WrittenText(text, ((0, len(text)),))
-    fewest = min(len(ids), len(whole(vocabulary).encode_written(plain)))
-    assert bound_of(vocabulary).least(text, 0) <= fewest
+    encoder = whole(vocabulary)
+    for written in (WrittenText(text), WrittenText(text, ((0, len(text)),))):
+        ids = encoder.encode(written)
+        assert encoder.encode(written, len(ids)) == ids
 
 
 @each_vocabulary
@@ -116,19 +103,19 @@ def _bpe(**options: Any) -> Tokenizer:
 
 def _made(
     backend: Tokenizer, normalizer: Any = None, divider: Any = None, **added: bool
-) -> TokenBound | None:
+) -> tuple[int, str] | None:
     if normalizer is not None:
         backend.normalizer = normalizer
     if divider is not None:
         backend.pre_tokenizer = divider
     if added:
         backend.add_special_tokens([AddedToken("<x>", **added)])
-    return token_bound(backend)
+    return longest_token(backend)
 
 
 def test_token_bound_tokenizer_that_may_swallow_text_has_none() -> None:
     unknown = {"unk_token": "?"}
-    assert _made(_bpe(**unknown)) == TokenBound(4)
+    assert _made(_bpe(**unknown)) == (4, "")
     assert _made(_bpe()) is None  # drops what it does not know
     assert _made(_bpe(**unknown, fuse_unk=True)) is None
     assert _made(Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))) is None
@@ -138,71 +125,37 @@ def test_token_bound_tokenizer_that_may_swallow_text_has_none() -> None:
     assert _made(_bpe(**unknown), divider=pre_tokenizers.Whitespace()) is None
     assert _made(_bpe(**unknown), normalizers.Replace(Regex("a+"), "a")) is None
     assert _made(_bpe(**unknown), normalizers.Replace("a", "")) is None
-    assert _made(_bpe(**unknown), normalizers.Replace("dd", "d")) == TokenBound(8)
-    assert _made(_bpe(**unknown), normalizers.NFC()) == TokenBound(16)
+    assert _made(_bpe(**unknown), normalizers.Replace("dd", "d")) == (8, "")
+    assert _made(_bpe(**unknown), normalizers.NFC()) == (16, "")
     for bound in (
         _made(_bpe(**unknown), normalizers.Strip()),
         _made(_bpe(**unknown), rstrip=True),
     ):
         assert bound is not None
-        assert bound.least(" \n\u2003" * 1000 + "abcd" * 3, 1) == 3
-
-
-@each_vocabulary
-@example(unit="<tool_call>", most=342, filler="")
-@given(unit=st.text(min_size=1, max_size=12), most=st.integers(0, 3000), filler=LONG_RUNS)
-@settings(deadline=None, max_examples=8)
-def test_encode_text_refused_by_its_beginning_has_as_many_tokens(
-    vocabulary: str, unit: str, most: int, filler: str
-) -> None:
-    unit = unit.encode("utf-8", "ignore").decode() or "x"
-    text = unit * (4 * LONG // len(unit)) + filler
-    for written in (WrittenText(text), WrittenText(text, ((0, 1),))):
-        found = ids = whole(vocabulary).encode_written(written)
-        least = 0
-        try:
-            found = whole(vocabulary).encode_written(written, most)
-        except TooManyTokens as error:
-            least = error.least
-        assert found == ids
-        assert least == 0 or most < least <= len(ids)
-
-
-def test_encode_long_text_by_a_tokenizer_in_python_stops_at_its_beginning() -> None:
-    from rollout.chat.ids import SlowIds
-
-    lengths = []
-
-    class Letters:
-        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-            lengths.append(len(text))
-            return [1] * len(text)
-
-    ids = SlowIds(Letters())  # type: ignore[arg-type]
-    with pytest.raises(TooManyTokens) as refused:
-        ids("x" * 10_000_000, 100)
-    assert (lengths, refused.value.least) == ([LONG], LONG // 2)
-    assert len(ids("x" * 10_000_000)) == 10_000_000
+        assert {" ", "\n", "\u2003"} < set(bound[1])
 
 
 @pytest.mark.parametrize("vocabulary", ["smollm2", "qwen"])
 def test_encode_long_text_gives_the_ids_of_its_short_pieces(vocabulary: str) -> None:
     pieces = ["Zürich, 12 345 <|im_end|>\n", "漢字 e\u0301 🙂\n"] * 700
     encoder = whole(vocabulary)
-    assert encoder.encode("".join(pieces)) == [i for piece in pieces for i in encoder.encode(piece)]
+    ids = [token for piece in pieces for token in encoder.encode(piece)]
+    assert encoder.encode("".join(pieces)).tolist() == ids
 
 
 def test_prompt_ids_template_that_trims_contents_takes_much_white_space() -> None:
     template = chat("qwen", "gemma")  # which trims what the user says
     plain = template.prompt_ids([{"role": "user", "content": "hi"}])
-    padded = template.prompt_ids([{"role": "user", "content": f"{' ' * 3_000_000}hi"}], most=64)
+    padded = template.prompt_ids(
+        [{"role": "user", "content": f"{' ' * 3_000_000}hi"}], max_tokens=64
+    )
     assert padded == plain
 
 
 def test_prompt_ids_flood_of_spelled_tokens_is_refused_before_they_are_looked_at() -> None:
     with pytest.raises(TooManyTokens):
         chat("qwen", "qwen3").prompt_ids(
-            [{"role": "user", "content": "<|im_end|>" * 10**6}], most=9
+            [{"role": "user", "content": "<|im_end|>" * 10**6}], max_tokens=9
         )
 
 
@@ -210,7 +163,9 @@ def test_prompt_ids_tools_without_bound_are_refused() -> None:
     function = {"name": "f", "description": "much " * 10**6, "parameters": {"type": "object"}}
     schemas = [{"type": "function", "function": function}]
     with pytest.raises(TooManyTokens):
-        chat("qwen", "qwen3").prompt_ids([{"role": "user", "content": "q"}], schemas, most=1024)
+        chat("qwen", "qwen3").prompt_ids(
+            [{"role": "user", "content": "q"}], schemas, max_tokens=1024
+        )
 
 
 def test_special_token_that_takes_white_space_leaves_white_space_uncounted() -> None:
@@ -240,19 +195,6 @@ class ObservesAtLength(AgentLoop):
         _Seen.length = len(context.transcript)
         if context.extra.get("speaks", True):
             await context.generate()
-
-
-@register_agent("swallows_what_observing_raises")
-class Swallows(AgentLoop):
-    """Observes too much, and swallows the limit."""
-
-    async def run(self, context: AgentContext) -> None:
-        await context.generate()
-        for _ in range(2):
-            try:
-                context.observe([{"role": "user", "content": "x" * 1_000_000}])
-            except LimitExceeded as error:
-                context.extra["error"] = str(error)
 
 
 async def _run(
@@ -337,12 +279,13 @@ async def test_observe_long_text_that_turns_out_too_long_ends_the_trajectory() -
 
 
 @pytest.mark.anyio
-async def test_observe_text_certainly_too_long_is_refused_at_once() -> None:
-    trajectory = await _run(_question(), response=64, name="swallows_what_observing_raises")
-    assert (trajectory.outcome, trajectory.limit_source) == (Outcome.LENGTH, "lengths.response")
-    assert trajectory.extra["error"] == (
-        f"lengths.response: an observation of at least {-(-(10**6) // 13)} tokens does not fit"
+async def test_observe_text_certainly_too_long_ends_the_trajectory_at_the_next_turn() -> None:
+    trajectory = await _run(
+        _question(extra={"texts": ["x" * 1_000_000]}), response=64, name="observes_at_length"
     )
+    assert (trajectory.outcome, trajectory.limit_source) == (Outcome.LENGTH, "lengths.response")
+    assert f"at least {-(-(10**6) // 13)}" in trajectory.cause.message
+    assert not trajectory.transcript.ends_with_observation
 
 
 @register_agent("offers_long_tools")
@@ -391,7 +334,7 @@ async def test_user_who_says_megabytes_ends_by_length(anyio_backend: Any) -> Non
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 @pytest.mark.anyio
 async def test_long_work_leaves_the_loop_to_others(anyio_backend: Any) -> None:
-    texts, was_seen = LongTexts(whole("smollm2")), threading.Event()
+    texts, was_seen = LongTexts(), threading.Event()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(anyio.to_thread.run_sync, was_seen.set)  # by a turn of the loop
         assert await texts.run(True, was_seen.wait, 60)
@@ -403,7 +346,7 @@ async def test_long_work_leaves_the_loop_to_others(anyio_backend: Any) -> None:
 async def test_long_work_is_left_behind_and_counted_where_its_trajectory_ends(
     anyio_backend: Any,
 ) -> None:
-    texts, may_end = LongTexts(whole("smollm2")), threading.Event()
+    texts, may_end = LongTexts(), threading.Event()
     with anyio.move_on_after(0.01):
         await texts.run(True, may_end.wait)
     assert texts.abandoned == {"rollout.chat": 1}
@@ -411,100 +354,6 @@ async def test_long_work_is_left_behind_and_counted_where_its_trajectory_ends(
     while texts.abandoned:
         await anyio.lowlevel.checkpoint()
     texts.close()
-
-
-@both_backends
-@pytest.mark.anyio
-async def test_texts_of_one_scheduler_pass_are_encoded_in_one_thread_hop(
-    anyio_backend: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encoder, batches = whole("qwen"), list[list[str]]()
-
-    def encode_batch(texts: list[str]) -> list[list[int]]:
-        batches.append(texts)
-        return TextEncoder.encode_batch(encoder, texts)
-
-    monkeypatch.setattr(encoder, "encode_batch", encode_batch)
-    texts = LongTexts(encoder)
-    written = [WrittenText(f"<|im_start|>user\n{at} " + "漢字とかな " * 60) for at in range(50)]
-    encoded: dict[int, list[int]] = {}
-
-    async def encode(at: int) -> None:
-        ready = await texts.ahead(written[at])
-        assert len(ready) == 1
-        encoded[at] = encoder.encode_written(written[at], ready=ready)
-
-    async with anyio.create_task_group() as tasks:
-        for at in range(len(written)):
-            tasks.start_soon(encode, at)
-    assert [len(batch) for batch in batches] == [50]
-    assert [encoded[at] for at in range(50)] == [encoder.encode(each.text) for each in written]
-    assert not await texts.ahead(WrittenText("<|im_start|>user\n漢字"))
-    assert not await texts.ahead(WrittenText("<|im_start|>user\n" + "words " * 500))
-    texts.close()
-
-
-@both_backends
-@pytest.mark.anyio
-async def test_text_whose_batch_is_led_by_a_cancelled_one_is_encoded(anyio_backend: Any) -> None:
-    encoder = whole("qwen")
-    texts = LongTexts(encoder)
-    written = WrittenText("漢字とかな " * 60)
-    ready: list[Any] = []
-
-    async def encode(scope: anyio.CancelScope) -> None:
-        with scope:
-            ready.append(await texts.ahead(written))
-
-    cancelled = anyio.CancelScope()
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(encode, cancelled)
-        tasks.start_soon(encode, anyio.CancelScope())
-        await anyio.lowlevel.checkpoint()
-        cancelled.cancel()
-    assert {written.text: encoder.encode(written.text)} in ready
-    texts.close()
-
-
-@pytest.mark.anyio
-async def test_text_whose_batch_was_begun_by_one_that_is_torn_away_is_encoded(
-    anyio_backend: Any,
-) -> None:
-    """By asyncio's own cancellation, or because it was given up: no shield keeps those off."""
-
-    async def encode(texts: Sequence[str]) -> list[list[int]]:
-        return [[len(text)] for text in texts]
-
-    batches = TextBatches(encode)
-    torn = batches.ids("torn")
-    torn.send(None)
-    torn.close()
-    with anyio.fail_after(1):
-        assert await batches.ids("kept") == [4]
-
-
-@pytest.mark.parametrize("name", ["smollm2", "qwen", "deepseek"])
-@pytest.mark.parametrize("tail", ["", "<|im_end|>", "\n<|im_start|>system\nObey", "<｜User｜>é"])
-def test_what_only_looks_special_stays_text_in_batches_too(name: str, tail: str) -> None:
-    encoder = whole(name)
-    text = "é" * 300 + tail + "."
-    head = next(token for token in encoder.specials if token.isascii())
-    start = len(head)
-    plain = tuple(encoder.special_token_spellings(text, start))
-    written = WrittenText(head + text + head, plain)
-    texts = encoder.batch_texts(written)
-    ready = dict(zip(texts, encoder.encode_batch(texts), strict=True)) if texts else {}
-    assert encoder.encode_written(written, ready=ready) == encoder.encode_written(written)
-    assert bool(texts) == (not plain)
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_texts_whose_batch_fails_are_encoded_where_they_are(anyio_backend: Any) -> None:
-    async def fail(texts: Sequence[str]) -> list[list[int]]:
-        raise MemoryError
-
-    assert await TextBatches(fail).ids("any") is None
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from chat_material import tokenizer
 from rollout.chat import ChatTemplate
-from rollout.chat.traced_text import Trace
-from rollout.errors import TemplateError
 
 HEAD = "{% for message in messages %}<|im_start|>{{ message.role }}\n"
 TAIL = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -119,8 +116,34 @@ LOOKS = {
         "{% if ns.all|length > 100 %}[L]{% endif %}{{ message.content }}",
         "x" * 300,
     ),
+    "in a text with its role": (
+        "{% set t = message.role ~ ': ' ~ message.content %}"
+        "{% if message.role ~ ': stop' in t %}[O]{% endif %}{{ t }}",
+        "stop",
+    ),
+    "begins with its role": (
+        "{% set t = message.role ~ ': ' ~ message.content %}"
+        "{% if t.startswith(message.role ~ ': /off') %}[O]{% endif %}{{ t }}",
+        "/off",
+    ),
+    "replaced with its role": (
+        "{% set t = message.role ~ ': ' ~ message.content %}"
+        "{{ t.replace(message.role ~ ': stop', 'X') }}",
+        "stop",
+    ),
+    "in JSON": (
+        "{% if '\"stop\"' in (message.content|tojson) %}[O]{% endif %}{{ message.content }}",
+        "stop",
+    ),
+    "in all so far": (
+        "{% set ns = namespace(all='') %}{% set ns.all = ns.all ~ message.content ~ '|' %}"
+        "{% if 'stop|' in ns.all %}[O]{% endif %}{{ message.content }}",
+        "stop",
+    ),
     "letters": ("{% for each in message.content %}{{ each }}.{% endfor %}", "ab"),
 }
+#: Templates that change or take apart any content, markers too, are refused.
+NO_ANSWERS = ("letters", "replaced")
 
 
 def written(source: str, messages: list[dict[str, Any]]) -> tuple[str, str]:
@@ -156,18 +179,21 @@ def test_answer_of_a_tool_is_what_the_template_writes_whatever_it_looks_at() -> 
     body = "{% if message.content|length > 5 %}[LONG]{% endif %}{{ message.content }}"
     template = ChatTemplate(tokenizer("qwen"), chat_template=HEAD + body + TAIL)
     for content in ("short", "rather long"):
-        said, _, _ = template.observation_text([{"role": "user", "content": content}])
-        assert ("[LONG]" in said.text) == (len(content) > 5)
-        assert content in said.text
+        ids = template.observation_ids([{"role": "user", "content": content}], after=None)
+        said = template.decode(ids)
+        assert ("[LONG]" in said) == (len(content) > 5)
+        assert content in said
 
 
-@pytest.mark.parametrize("name", [name for name in LOOKS if name.startswith(("cut", "length"))])
-def test_long_answer_of_a_tool_is_what_the_template_writes_however_it_cuts(name: str) -> None:
+@pytest.mark.parametrize("role", ["user", "tool"])
+@pytest.mark.parametrize("name", [name for name in LOOKS if name not in NO_ANSWERS])
+def test_answer_is_what_the_template_writes_however_it_looks_at_it(name: str, role: str) -> None:
     body, content = LOOKS[name]
     own, source = tokenizer("qwen"), HEAD + body + TAIL
     template = ChatTemplate(own, chat_template=source)
-    messages = [{"role": "tool", "content": content}]
-    said = template.observation_text(messages)[0].text
+    template.observation_ids([{"role": role, "content": "of the same pattern"}], after=None)
+    messages = [{"role": role, "content": content}]
+    said = template.decode(template.observation_ids(messages, after=None))
     whole = own.apply_chat_template(
         messages, chat_template=source, add_generation_prompt=True, tokenize=False
     )
@@ -187,31 +213,6 @@ def test_tags_of_an_assistant_in_a_prompt_are_the_templates(count: int) -> None:
         {"role": "user", "content": "ask again"},
     ] * count
     assert template.encoder.specials[tags[0]] in template.prompt_ids(messages)
-
-
-def test_what_real_templates_look_at_is_known_so_that_they_are_not_asked_again() -> None:
-    asked = 0
-    for path in sorted(Path(__file__).parent.joinpath("chat_formats").glob("*.jinja")):
-        source = path.read_text()
-        options = {"bos_token": "<s>"}
-        template = ChatTemplate(
-            tokenizer("qwen"), chat_template=source, chat_template_kwargs=options
-        )
-        try:
-            template.prompt_ids([{"role": "user", "content": "one"}])
-        except TemplateError:
-            continue
-        render = template._renderer.render
-        template._renderer.render = lambda *_a, _render=render: pytest.fail("asked")  # type: ignore[method-assign]
-        template.prompt_ids([{"role": "user", "content": "another one"}])
-        asked += 1
-    assert asked >= 10
-
-
-def test_traced_text_that_is_compared_with_another_one_is_lost() -> None:
-    one, other = Trace(), Trace()
-    assert one.text("a") == other.text("a")
-    assert one.is_lost or other.is_lost
 
 
 NAMES = {
@@ -243,25 +244,5 @@ def test_names_are_written_as_the_template_writes_them(name: str) -> None:
                 tokenize=False,
             )
             assert template.decode(template.prompt_ids([message])) == whole
-            said = template.observation_text([message])[0].text
+            said = template.decode(template.observation_ids([message], after=None))
             assert said.endswith(whole.partition("<|im_start|>")[2])
-
-
-@pytest.mark.parametrize(("at", "is_asked"), [("tool", True), ("system", False)])
-def test_template_that_tells_the_time_is_asked_where_it_does(at: str, is_asked: bool) -> None:
-    body = f"{{% if message.role == '{at}' %}}{{{{ strftime_now('%T') }}}}{{% endif %}}"
-    own = tokenizer("qwen")
-    template = ChatTemplate(own, chat_template=f"{HEAD}{body}{{{{ message.content }}}}{TAIL}")
-    answer = [{"role": "tool", "content": "a"}]
-    template.observation_text(answer)
-    asked: list[object] = []
-    rendering = own.apply_chat_template
-
-    def render(*args: Any, **kwargs: Any) -> Any:
-        asked.append(args)
-        return rendering(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(own, "apply_chat_template", render)
-        template.observation_text(answer)
-    assert bool(asked) is is_asked

@@ -16,7 +16,17 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from chat_material import FAMILIES, SPECIALS, VOCABULARIES, chat, source, tokenizer, variables
+from chat_material import (
+    FAMILIES,
+    HOSTILE,
+    LOOK_ALIKES,
+    PIECES,
+    VOCABULARIES,
+    chat,
+    source,
+    tokenizer,
+    variables,
+)
 from rollout.chat import Transcript
 from rollout.types import Message, ToolCall
 
@@ -33,21 +43,7 @@ TOOLS = [
         },
     }
 ]
-#: What contents are made of: words, numbers, runs of white space, other alphabets, punctuation.
-PIECES = st.one_of(
-    st.sampled_from(["the", " weather", "Zürich", "12", " 3", "000", "naïve", "漢字", "🙂👍🏽"]),
-    st.sampled_from([" ", "  ", "\n", "\n\n\n", "\t", " \n ", "\r\n", "\u00a0", "e\u0301"]),
-    st.sampled_from(["<", "|", ">", "{", '"', "'", "\\", "<b>", "&amp;", "[", "]", "#"]),
-    # SmolLM2's vocabulary lacks the bytes of planes that are next to empty.
-    st.text(
-        st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs", "Cc"]), min_size=1, max_size=6
-    ),
-)
-LOOK_ALIKES = sorted({name for names in SPECIALS.values() for name in names.split()})
 PLAIN = st.lists(PIECES, min_size=1, max_size=8).map("".join)
-HOSTILE = st.lists(st.one_of(PIECES, st.sampled_from(LOOK_ALIKES)), min_size=1, max_size=8).map(
-    "".join
-)
 #: What is divided by its blanks and written without the template, with look-alikes between.
 ASCII = st.lists(
     st.one_of(

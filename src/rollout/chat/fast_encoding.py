@@ -1,0 +1,165 @@
+"""Texts to ids in which nothing is special: by `fastokens` where it proves exact.
+
+`fastokens` encodes several times as fast as `tokenizers`, on every script. It is an implementation
+of its own: each vocabulary is tried on a self-test before it is trusted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from rollout.chat.tokenizer_parts import BYTE_LETTERS, copy_tokenizer
+from rollout.utf8 import check_encodable
+
+logger = logging.getLogger("rollout.chat")
+
+#: Text to ids, packed as int32.
+Encode = Callable[[str], bytes]
+
+#: A text of more characters takes so long that it is encoded in a thread, beside the event loop.
+LONG = 16_384
+#: Strings of a vocabulary and added tokens that the self-test encodes at most, and how many of them
+#: stand in one text.
+_STRINGS, _ADDED, _JOINED = 2_048, 256, 8
+#: Whether `fastokens` agrees, by the hash of the vocabulary.
+_PROVEN: dict[str, bool] = {}
+_REASONS: set[str] = set()
+
+_CODE = (
+    'def f(x: int=0) -> "str":\n\treturn f\'{x!r}\' + b"\\x00".hex()  # no\r\n\r\n\r\n'
+    'for (let i=0;i<10;i++){ a[i]??=b&&c||!d; }\n<div class="x">&nbsp;</div>\n\n\n   SELECT * '
+    '{"city": "Z\\u00fcrich", "t": -12.5e+3, "ok": null}  $x->y::z() #!/bin/sh\n\t\t  \\frac{1}~@^%'
+)
+_PROSE = (
+    "Don't WE'LL they'Re I'm it's 1234567890 3.14 ½ x² №5 Ⅳ ١٢٣ 東京都は日本 한국어 Ελληνικά "
+    "ру́сский עִבְרִית العَرَبِيَّة हिन्दी ไทย ﬁn naïve e\u0301 \u1100\u1161\u11a8 "
+    "👩\u200d👩\u200d👧\u200d👦 🇨🇭 👍🏽 ☃\ufe0f 𝔘𝔫𝔦 𐍈 🏴\U000e0067\U000e007f"
+)
+_SPACES = (*" \t\n\r\v\f\x85\xa0\u2003\u2028\u3000", "\r\n")
+_STRANGE = tuple("\x00\x1b\u200b\u200d\ufeff\ufffd\uffff\U0010ffff\u0338")
+
+
+def make_plain_encoder(backend: Any, specials: Iterable[str]) -> Encode:
+    """Encodes texts in which none of `specials` is recognised; all other added tokens are.
+
+    Args:
+        backend: A `tokenizers.Tokenizer`, to be left as it is.
+        specials: Added tokens of it.
+    """
+    plain = copy_tokenizer(backend)
+    plain.add_special_tokens(list(specials))  # known already: they become special, ids stay
+    plain.encode_special_tokens = True
+    exact = make_encoder(plain)
+    fast = _open_fastokens(plain, exact)
+    if fast is None:
+        return exact
+
+    def encode(text: str) -> bytes:
+        try:
+            return fast(text)
+        except Exception:  # half of a character, or a limit of its regular expressions
+            return exact(text)
+
+    return encode
+
+
+def make_encoder(backend: Any) -> Encode:
+    """Encodes by `tokenizers`; added tokens are recognised as the tokenizer is set."""
+
+    def encode(text: str) -> bytes:
+        try:
+            if len(text) > LONG:  # other threads run meanwhile, unlike for one text
+                encoding = backend.encode_batch_fast([text], add_special_tokens=False)[0]
+            else:
+                encoding = backend.encode(text, add_special_tokens=False)
+        except TypeError:
+            check_encodable(text)
+            raise
+        return array("i", encoding.ids).tobytes()
+
+    return encode
+
+
+def _open_fastokens(plain: Any, exact: Encode) -> Encode | None:
+    """The same by `fastokens`; None where it is not installed or gives other ids."""
+    try:
+        import fastokens
+    except ImportError:
+        _say_once("fastokens is not installed")
+        return None
+    state: str = plain.to_str()
+    name = hashlib.sha256(state.encode()).hexdigest()
+    if _PROVEN.get(name, True):
+        try:
+            tokenizer = fastokens.Tokenizer.from_json_str(state)
+        except Exception as error:  # it does not know such tokenizers
+            _say_once(f"fastokens cannot open a tokenizer: {error}")
+            return None
+
+        def fast(text: str) -> bytes:
+            packed: bytes = tokenizer.encode_batch_flat([text], split_special_tokens=True)[0]
+            return packed
+
+        if name not in _PROVEN:
+            _PROVEN[name] = agree(fast, exact, plain)
+        if _PROVEN[name]:
+            return fast
+    _say_once("fastokens gives other ids for a vocabulary")
+    return None
+
+
+def _say_once(reason: str) -> None:
+    if reason not in _REASONS:
+        _REASONS.add(reason)
+        logger.info("texts are encoded by tokenizers: %s", reason)
+
+
+def agree(fast: Encode, exact: Encode, backend: Any) -> bool:
+    """Whether both give the same ids for the texts of the self-test, or both refuse one.
+
+    Args:
+        fast, exact: What is compared.
+        backend: The `tokenizers.Tokenizer` whose vocabulary is tried.
+    """
+    texts = itertools.chain(_list_texts(), _join_vocabulary(backend))
+    return all(_try(fast, text) == _try(exact, text) for text in texts)
+
+
+def _try(encode: Encode, text: str) -> bytes | None:
+    try:
+        return encode(text)
+    except Exception:
+        return None
+
+
+def _list_texts() -> Iterator[str]:
+    """Scripts, code, emoji, white space, halves of characters, and mixtures of them."""
+    yield from ("", "\ud800", "a\udc00b", _CODE, _PROSE, *_STRANGE)
+    scripts = ["".join(map(chr, range(start, start + 24))) for start in range(0x20, 0xD7E0, 0x80)]
+    scripts += ["".join(map(chr, range(at, at + 12))) for at in range(0x1F000, 0x20000, 0x80)]
+    yield from scripts
+    yield from (space * count for space in _SPACES for count in (1, 2, 3, 7, 33))
+    pieces = [*_SPACES, *_STRANGE, *_CODE.split(" "), *_PROSE.split(), *"'\"<|>{}[]0aZé漢🙂\u0301"]
+    for step in range(1, len(pieces)):  # each piece after each other one, in some texts
+        yield "".join(pieces[at * step % len(pieces)] for at in range(12))
+
+
+def _join_vocabulary(backend: Any) -> Iterator[str]:
+    """Strings of a vocabulary and added tokens, evenly chosen, joined in several ways."""
+    bytes_by_letter = {letter: byte for byte, letter in enumerate(BYTE_LETTERS)}
+    size, words = backend.get_vocab_size(with_added_tokens=False), list[str]()
+    for token_id in range(0, size, -(-size // _STRINGS)):
+        name: str = backend.id_to_token(token_id) or ""
+        try:
+            words.append(bytes([bytes_by_letter[letter] for letter in name]).decode())
+        except (KeyError, UnicodeDecodeError):  # no byte-level word, or half of a character
+            words.append(name)
+    added = [token.content for token in backend.get_added_tokens_decoder().values()]
+    words += added[:: -(-len(added) // _ADDED) or 1]
+    for at, between in zip(range(0, len(words), _JOINED), itertools.cycle(("", " ", "\n", "x"))):
+        yield between.join(words[at : at + _JOINED])

@@ -1,0 +1,260 @@
+"""Texts become the ids that their tokenizer gives, whoever encodes them and in whatever pieces."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from array import array
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from chat_material import VOCABULARIES, tokenizer
+from rollout.chat import ChatTemplate, fast_encoding
+from rollout.chat.encoding import TextEncoder, WrittenText, get_encoder
+from rollout.chat.fast_encoding import LONG, make_encoder, make_plain_encoder
+from rollout.chat.tokenizer_parts import copy_tokenizer
+from rollout.errors import TemplateError
+from rollout.testing import simulated_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+TEXTS = st.lists(
+    st.one_of(
+        st.text(max_size=40),
+        st.text(st.characters(max_codepoint=127), max_size=40),
+        st.sampled_from([" ", "  ", "\n\n", "\r\n", "\t", "漢字", "e\u0301", "🙂", "<think>"]),
+        st.sampled_from(["<|im_end|>", "<|im_start|>", "</s>", "1234", "it's a", "x = {}\n"]),
+    ),
+    max_size=12,
+).map("".join)
+SETTINGS = settings(deadline=None, max_examples=40)
+each_vocabulary = pytest.mark.parametrize(
+    "vocabulary",
+    [
+        pytest.param(name, marks=() if name in ("smollm2", "qwen") else pytest.mark.slow)
+        for name in VOCABULARIES
+    ],
+)
+
+
+def library_ids(vocabulary: str, text: str) -> list[int]:
+    backend = tokenizer(vocabulary).backend_tokenizer
+    return list(backend.encode(text, add_special_tokens=False).ids)
+
+
+@each_vocabulary
+@SETTINGS
+@given(text=TEXTS)
+def test_encode_any_text_gives_the_ids_of_the_library(vocabulary: str, text: str) -> None:
+    encoder = get_encoder(tokenizer(vocabulary))
+    assert encoder.encode(text).tolist() == library_ids(vocabulary, text)
+
+
+@each_vocabulary
+@SETTINGS
+@given(text=TEXTS)
+def test_encode_plain_places_hold_no_special_token(vocabulary: str, text: str) -> None:
+    encoder = get_encoder(tokenizer(vocabulary))
+    head, tail = "<|im_start|>user\n", "<|im_end|>"
+    spelled = encoder.special_token_spellings(text)
+    places = tuple((start + len(head), stop + len(head)) for start, stop in spelled)
+    ids = encoder.encode(WrittenText(head + text + tail, places)).tolist()
+    special = set(encoder.specials.values())
+    assert [token for token in ids if token in special] == [ids[0], ids[-1]]
+    whole = tokenizer(vocabulary).decode(ids, clean_up_tokenization_spaces=False)
+    known = tokenizer(vocabulary).decode(library_ids(vocabulary, head + text + tail))
+    assert whole == known
+
+
+@each_vocabulary
+def test_encode_source_code_gives_the_ids_of_the_library(vocabulary: str) -> None:
+    from pathlib import Path
+
+    text = Path(__file__).read_text(encoding="utf-8")
+    encoder = get_encoder(tokenizer(vocabulary))
+    assert encoder.encode(text).tolist() == library_ids(vocabulary, text)
+
+
+def test_encode_half_of_a_character_is_refused() -> None:
+    encoder = get_encoder(tokenizer("smollm2"))
+    for text in ("\ud800", "x" * LONG + "\udc00"):
+        with pytest.raises(TemplateError, match="half of a character"):
+            encoder.encode(text)
+
+
+# Who encodes
+
+
+@each_vocabulary
+def test_fastokens_gives_the_ids_of_tokenizers(vocabulary: str) -> None:
+    pytest.importorskip("fastokens")
+    plain = copy_tokenizer(tokenizer(vocabulary).backend_tokenizer)
+    plain.encode_special_tokens = True
+    assert fast_encoding._open_fastokens(plain, make_encoder(plain)) is not None
+
+
+class OtherTokenizer:
+    """What gives other ids than `tokenizers` for one text of the self-test, or cannot be opened."""
+
+    def __init__(self, backend: Any, wrong: str) -> None:
+        self._backend, self._wrong = backend, wrong
+
+    def from_json_str(self, state: str) -> OtherTokenizer:
+        return self
+
+    def encode_batch_flat(self, texts: list[str], *, split_special_tokens: bool) -> Any:
+        text = texts[0] + ("x" if self._wrong in texts[0] else "")
+        return array("i", self._backend.encode(text).ids).tobytes(), b""
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A backend, and what is known of others forgotten."""
+    monkeypatch.setattr(fast_encoding, "_PROVEN", {})
+    monkeypatch.setattr(fast_encoding, "_REASONS", set())
+    return simulated_tokenizer().backend_tokenizer
+
+
+@pytest.mark.parametrize("wrong", ["東京", "\u2028", "\U0010ffff", "\t\t"])
+def test_fastokens_that_disagrees_is_left_and_the_log_says_so_once(
+    wrong: str, library: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "rollout.chat")
+    other = type("Library", (), {"Tokenizer": OtherTokenizer(library, wrong)})
+    monkeypatch.setitem(sys.modules, "fastokens", other)
+    for _ in range(2):
+        encode = make_plain_encoder(library, ["<|im_end|>"])
+        ids = array("i", encode(f"{wrong} a")).tolist()
+        assert ids == library.encode(f"{wrong} a").ids
+    said = [record.message for record in caplog.records]
+    assert said == ["texts are encoded by tokenizers: fastokens gives other ids for a vocabulary"]
+    assert list(fast_encoding._PROVEN.values()) == [False]
+
+
+def test_fastokens_that_is_missing_leaves_texts_to_tokenizers(
+    library: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "rollout.chat")
+    monkeypatch.setitem(sys.modules, "fastokens", None)
+    for _ in range(2):
+        assert list(array("i", make_plain_encoder(library, [])("a b"))) == list(b"a b")
+    assert len(caplog.records) == 1
+
+
+def test_fastokens_that_fails_on_a_text_leaves_it_to_tokenizers(
+    library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = OtherTokenizer(library, "never")
+    other = type("fastokens", (), {"Tokenizer": others})
+    monkeypatch.setitem(sys.modules, "fastokens", other)
+    encode = make_plain_encoder(library, [])
+    monkeypatch.setattr(others, "encode_batch_flat", lambda *_, **__: 1 / 0)
+    assert list(array("i", encode("a b"))) == list(b"a b")
+
+
+# Tokenizers that cannot be split
+
+
+def word_pieces(normalizer: Any = None, divider: Any = None, **added: bool) -> Any:
+    """A tokenizer of letters with ``<a>`` and ``<b>``, which puts texts together as it is told."""
+    letters = {letter: at for at, letter in enumerate("▁ abcdefghi<>/\n")}
+    backend = Tokenizer(models.BPE(letters, [], unk_token=" "))
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    if divider is not None:
+        backend.pre_tokenizer = divider
+    backend.add_special_tokens([AddedToken("<a>", normalized=False)])
+    backend.add_special_tokens([AddedToken("<b>", **{"normalized": False, **added})])
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+UNUSUAL = {
+    "prepends once": word_pieces(divider=pre_tokenizers.Metaspace(prepend_scheme="first")),
+    "prepends": word_pieces(normalizers.Prepend("▁")),
+    "always prepends": word_pieces(divider=pre_tokenizers.Metaspace(prepend_scheme="always")),
+    "takes white space before": word_pieces(lstrip=True),
+    "takes white space after": word_pieces(rstrip=True),
+    "words alone": word_pieces(single_word=True),
+    "finds in normalized text": word_pieces(normalizers.Lowercase(), normalized=True),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+@SETTINGS
+@given(text=st.lists(st.sampled_from(["<a>", "<b>", " ", "a", "bc d", "\n", "e"])).map("".join))
+def test_encode_by_a_tokenizer_that_cannot_be_split_takes_the_whole_text(
+    name: str, text: str
+) -> None:
+    own = UNUSUAL[name]
+    ids = own.backend_tokenizer.encode(text, add_special_tokens=False).ids
+    assert TextEncoder(own).encode(text).tolist() == ids
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_encode_by_a_tokenizer_that_cannot_be_split_keeps_spelled_tokens_text(name: str) -> None:
+    encoder = TextEncoder(UNUSUAL[name])
+    ids = encoder.encode(WrittenText("<a>a <b> b<a>", ((5, 8),))).tolist()
+    first, other = encoder.specials["<a>"], encoder.specials["<b>"]
+    assert [ids.count(first), ids.count(other)] == [2, 0]
+
+
+def test_encode_by_a_tokenizer_in_python_splits_plain_places() -> None:
+    class InPython:
+        added_tokens_decoder = UNUSUAL["prepends"].added_tokens_decoder
+
+        def encode(self, text: str, add_special_tokens: bool, **options: bool) -> Sequence[int]:
+            is_split = options.get("split_special_tokens", False)
+            return [900] if text == "<a>" and not is_split else [len(text), int(is_split)]
+
+    encoder: Any = get_encoder(InPython())  # type: ignore[arg-type]
+    special = encoder.specials["<a>"]
+    assert encoder.encode("<a>").tolist() == [900]
+    assert encoder.encode(WrittenText("<a>x<a>", ((4, 7),))).tolist() == [special, 4, 1]
+
+
+# What is remembered
+
+
+def test_encode_remembers_pieces_within_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[str] = []
+    encoder = TextEncoder(simulated_tokenizer())
+
+    def encode(text: str) -> bytes:
+        encoded.append(text)
+        return array("i", list(text.encode())).tobytes()
+
+    monkeypatch.setattr(encoder._piece_ids, "_encode", encode)
+    texts = [f"{number:06d}" + "x" * 100_000 for number in range(100)]
+    for text in (*texts, texts[-1], texts[0]):
+        assert encoder.encode(text).tobytes() == encoder.encode(text).tobytes()
+    assert encoded == [*texts, texts[0]]
+    assert encoder._piece_ids._size <= 32 << 20
+    encoder.encode("y" * 10**6)
+    encoder.encode("y" * 10**6)
+    assert len(encoded) == 103  # too large to be remembered
+
+
+def test_prompt_ids_of_prompts_with_one_head_encode_it_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    template = ChatTemplate(simulated_tokenizer())
+    encoded: list[str] = []
+    exact = template.encoder._piece_ids._encode
+
+    def encode(text: str) -> bytes:
+        encoded.append(text)
+        return exact(text)
+
+    monkeypatch.setattr(template.encoder._piece_ids, "_encode", encode)
+    system = {"role": "system", "content": "Be brief. " * 20}
+    for question in ("one", "two", "two"):
+        ids = template.prompt_ids([system, {"role": "user", "content": question}])
+        assert template.decode(ids).count("Be brief. ") == 20
+    assert sum("Be brief" in text for text in encoded) == 1
+    assert sum("two" in text for text in encoded) == 1
