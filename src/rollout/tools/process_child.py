@@ -9,11 +9,10 @@ import msgspec
 
 from rollout.chat.media_parts import MediaSource
 from rollout.chat.media_reading import read_media
-from rollout.child_serving import MAX_REPLY, outcome_of, serve
+from rollout.child_serving import MAX_REPLY, resolve_outcome, serve
 from rollout.config.media_section import MediaConfig
 from rollout.errors import MediaError
 from rollout.function_refs import FunctionRef, function_at
-from rollout.import_watch import noting_imports
 from rollout.media import Media
 from rollout.medium import FRAMES_MIME
 from rollout.tools.attempt import describe
@@ -50,8 +49,7 @@ def _reply(message: Request | Load) -> Reply:
 def _loaded(message: Load) -> Reply:
     for function in message.functions:
         try:
-            with noting_imports(message.file, message.every_s):
-                function_at(function)
+            function_at(function)
         except BaseException as error:
             return Reply(failure=f"{function.qualname} of {function.home}: {describe(error)}")
     return Reply()
@@ -61,7 +59,7 @@ def _answer(request: Request) -> Reply:
     policy = ToolPolicy()
     try:
         function, parameters, policy = _resolved(request.function, request.name)
-        answer = outcome_of(function(**parameters.check(request.arguments)))
+        answer = resolve_outcome(function(**parameters.check(request.arguments)))
         result = normalise_result(answer)
         images, videos = list(map(_file_of, result.images)), list(map(_file_of, result.videos))
     except BaseException as error:

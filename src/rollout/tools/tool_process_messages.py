@@ -18,11 +18,9 @@ class Request(msgspec.Struct, tag=True):
 
 
 class Load(msgspec.Struct, tag=True):
-    """Functions to import, before any is called; `file`, `every_s` are those of `ImportWatch`."""
+    """Functions to import, before any is called."""
 
     functions: list[FunctionRef]
-    file: str = ""
-    every_s: float = 0.0
 
 
 class Reply(msgspec.Struct, omit_defaults=True):
