@@ -65,7 +65,9 @@ class ChildProcess:
         self._replies = BufferedByteReceiveStream(process.stdout)
 
     async def ask(self, request: bytes) -> bytes:
-        """The reply, an empty one to an empty request. Cancellation kills the process with the process's group.
+        """The reply, an empty one to an empty request.
+
+        Cancellation kills the process with the process's group.
 
         Raises:
             ChildDiedError: It ended before it had answered.

@@ -138,8 +138,8 @@ def function_ref(
     if found is not function if is_it is None else not is_it(found):
         raise NotImportableError(
             "needs a function that its process finds by its name: "
-            f"{function.__module__}.{function.__qualname__} leads to {found!r}; set __qualname__ of the "
-            "one that is meant to the name under which its module has it"
+            f"{function.__module__}.{function.__qualname__} leads to {found!r}; set __qualname__ "
+            "of the one that is meant to the name under which its module has it"
         )
     spec, file = home.get("__spec__"), home.get("__file__")
     name = "" if module is None or spec is None or spec.name == "__main__" else str(spec.name)

@@ -87,7 +87,7 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
-def _frames_of(thread: threading.Thread | None) -> list[FrameType]:
+def _find_frames(thread: threading.Thread | None) -> list[FrameType]:
     """Where a thread is, from the outermost frame in."""
     at = None if thread is None else sys._current_frames().get(thread.ident or 0)
     frames = []
@@ -241,7 +241,7 @@ class AsyncioThread:
         def find_frames() -> list[FrameType]:
             coroutine = None if task is None else task.get_coro()
             if getattr(coroutine, "cr_running", False):  # blocks the loop
-                return _frames_of(self._thread)
+                return _find_frames(self._thread)
             return await_frames(coroutine)
 
         context = copy_context()
@@ -411,7 +411,7 @@ class WorkerThreads:
                 self.close()
 
         worker.jobs.put(job)
-        with _entry.waiting(), note_where_it_waits(lambda: _frames_of(worker.thread)):
+        with _entry.waiting(), note_where_it_waits(lambda: _find_frames(worker.thread)):
             return await running.wait(patience_s)
 
     def _refuse_beyond_cap(self, name: str) -> None:
