@@ -389,7 +389,10 @@ class Containment:
             first = min((code.ends_at for code in self.running), default=math.inf)
             with anyio.CancelScope(deadline=first + self.cleanup_s) as self._alarm:
                 await anyio.sleep_forever()
-            now = self.clock()
+            # Where the loop was late, so was the code: it gets that time too.
+            late_s = self.clock() - self._alarm.deadline
+            await anyio.sleep(late_s)
+            now = self.clock() - late_s
             for code in reversed(tuple(self.running)):
                 code.stop(now)
 

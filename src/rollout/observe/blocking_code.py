@@ -26,8 +26,8 @@ ACTIVITY = "activity"
 #: And in this one, what the author of the code can do about it.
 REMEDY = "remedy"
 #: Modules of the loops themselves, by names that their packages do not publish: frames have no
-#: others. A thread in them, and in nothing deeper, is between two tasks or
-#: asleep until the next event.
+#: others. A thread in them, and in nothing deeper, is between two tasks or asleep until the next
+#: event.
 LOOP_MODULES = ("asyncio.base_events", "asyncio.runners", "trio._core", "uvloop", "anyio._backends")
 #: Packages whose outermost frames in a task only run it.
 TASK_RUNNERS = ("asyncio", "trio", "anyio")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import threading
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,6 +24,11 @@ SELDOM = (50_000, 20, 1000)
 _lock = threading.Lock()
 #: For each open runtime of the process, what gives back what it has changed of the collector.
 _undo: list[list[Callable[[], None]]] = []
+
+
+def _give_back(thresholds: tuple[int, int, int]) -> None:
+    if gc.get_threshold() == SELDOM:  # else somebody has set others meanwhile
+        gc.set_threshold(*thresholds)
 
 
 @contextmanager
@@ -39,7 +45,7 @@ def collecting_seldom() -> Iterator[Callable[[], None]]:
         before = gc.get_threshold()
         if len(_undo) == 1 and gc.isenabled() and before in PYTHONS_OWN:
             gc.set_threshold(*SELDOM)
-            own.append(lambda: gc.get_threshold() == SELDOM and gc.set_threshold(*before))
+            own.append(partial(_give_back, before))
 
     def freeze() -> None:  # not beside another runtime, whose batches end before it
         with _lock:
