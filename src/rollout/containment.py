@@ -436,6 +436,12 @@ def enter_containment(containment: Containment) -> None:
     _containment.set(containment)
 
 
+def leave_containment() -> None:
+    """Have foreign code that this context runs go to none: a thread has another loop, or none."""
+    _containment.set(None)
+    _around.set(None)
+
+
 def current_containment() -> Containment | None:
     """The runtime's; None outside of one."""
     return _containment.get()

@@ -24,7 +24,7 @@ import anyio.to_thread
 import sniffio
 
 from rollout.bridge import loop_poster, runs_on_trio, settle
-from rollout.containment import await_frames, note_where_it_waits
+from rollout.containment import await_frames, leave_containment, note_where_it_waits
 from rollout.errors import ToolError
 from rollout.scopes import release_token
 
@@ -402,6 +402,7 @@ class WorkerThreads:
         self._refuse_beyond_cap(name)
         running, context = ForeignCall[T](name, self._abandoned), copy_context()
         context.run(sniffio.current_async_library_cvar.set, None)  # no loop runs in the thread
+        context.run(leave_containment)
         worker = self._idle.pop() if self._idle else _Worker(self._idle)
 
         def job() -> None:
