@@ -65,22 +65,18 @@ logger = logging.getLogger("rollout")
 
 
 class _Call(Future[Any]):
-    """A call on the runtime's loop; done when it has ended, or will not begin.
-
-    Attributes:
-        scope: Cancels it; to be used on the loop.
-    """
+    """A call on the runtime's loop; done when it has ended, or will not begin."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         super().__init__()
         self._function = function
-        self.scope: anyio.CancelScope | None = None
+        self._scope: anyio.CancelScope | None = None
 
     async def perform(self) -> None:
         """Perform it, unless its caller has given it up: it would run to its first checkpoint."""
         if not self.set_running_or_notify_cancel():
             return
-        with anyio.CancelScope() as self.scope:
+        with anyio.CancelScope() as self._scope:
             try:
                 value = self._function()
                 self.set_result(await value if inspect.isawaitable(value) else value)
@@ -89,6 +85,11 @@ class _Call(Future[Any]):
                     self.fail()
                     raise
                 self.set_exception(error)
+
+    def stop(self) -> None:
+        """Cancel it once it has begun; on the loop."""
+        if self._scope is not None:
+            self._scope.cancel()
 
     def fail(self) -> None:
         """Report that no loop is going to perform it to its end."""
@@ -373,7 +374,7 @@ class BlockingRollout:
         """Cancel a call; whether it has begun and not ended."""
         if call.cancel() or call.done():
             return False
-        self._post(lambda: call.scope and call.scope.cancel())
+        self._post(call.stop)
         return True
 
     def _send(self, call: _Call) -> None:

@@ -256,7 +256,7 @@ def main() -> None:
     serve(_answer)
 
 
-def _answer(body: bytearray) -> bytes:
+def _answer(body: bytes) -> bytes:
     try:
         reply = _encode(_reply(_decode_request(body)))
         if len(reply) > MAX_REPLY:
