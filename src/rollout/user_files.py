@@ -118,8 +118,8 @@ def execute(file: Path, name: str, *, is_kept: bool) -> ModuleType:
     try:
         exec(code, vars(module))
     except BaseException:
-        del sys.modules[name]
+        sys.modules.pop(name, None)
         raise
     if not is_kept:
-        del sys.modules[name]
+        sys.modules.pop(name, None)
     return module
