@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import anyio
+import psutil
+
 #: Inherited by whatever a process starts; one for each process that runs tests.
 MARK = "ROLLOUT_TEST_RUN"
 os.environ[MARK] = f"{os.getpid()}-{secrets.token_hex(8)}"
@@ -28,6 +31,14 @@ def marked(mark: str = "") -> list[int]:
 
     running = [path for path in Path("/proc").iterdir() if path.name.isdigit()]
     return [int(path.name) for path in running if has_mark(path) and path.name != str(os.getpid())]
+
+
+async def kill_and_wait(process: psutil.Process) -> None:
+    """Kill a process, and wait until it has ended with all of its threads."""
+    process.kill()
+    with anyio.fail_after(30), suppress(psutil.NoSuchProcess):
+        while process.status() != "zombie" or process.num_threads() > 1:
+            await anyio.sleep(0.01)
 
 
 @contextmanager

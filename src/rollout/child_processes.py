@@ -1,4 +1,7 @@
-"""Child processes for code of users that must not share an interpreter with the event loop."""
+"""Child processes for code of users that must not share an interpreter with the event loop.
+
+The child's side is `child_serving`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import TYPE_CHECKING
 import anyio
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from rollout.child_serving import BEGUN, LENGTH
+from rollout.child_serving import LENGTH
 from rollout.limits import cleanup_scope
 from rollout.scopes import open_task_group, release_token
 
@@ -52,60 +55,32 @@ class ChildProcess:
 
     Attributes:
         is_new: Whether it has answered nothing yet.
+        is_running: Whether it has not been killed.
     """
 
-    def __init__(self, module: str, *, cleanup_s: float) -> None:
-        self.is_new, self.is_running = True, False
-        self._module, self._cleanup_s = module, cleanup_s
-        self._process: Process
-        self._replies: BufferedByteReceiveStream
-        self._lifeline: int
-
-    async def start(self) -> None:
-        """Start the process, or another one in its place."""
-        paths = [path or os.getcwd() for path in sys.path]
-        theirs, self._lifeline = os.pipe()
-        try:
-            with anyio.CancelScope(shield=True):  # a moment; it would leave the process behind
-                self._process = await anyio.open_process(
-                    [sys.executable, "-c", _RUN, self._module, str(theirs), *paths],
-                    stderr=None,
-                    start_new_session=True,
-                    pass_fds=[theirs],
-                )
-        except BaseException:
-            os.close(self._lifeline)
-            raise
-        finally:
-            os.close(theirs)
-        assert self._process.stdout is not None
-        self._replies = BufferedByteReceiveStream(self._process.stdout)
+    def __init__(self, process: Process, lifeline: int, cleanup_s: float) -> None:
         self.is_new = self.is_running = True
+        self._process, self._lifeline, self._cleanup_s = process, lifeline, cleanup_s
+        assert process.stdout is not None
+        self._replies = BufferedByteReceiveStream(process.stdout)
 
-    async def ask(self, request: bytes) -> bytes | None:
-        """The reply; None where the process had died idle: another one has taken its place.
+    async def ask(self, request: bytes) -> bytes:
+        """The reply, an empty one to an empty request.
 
         Cancellation kills the process with the process's group.
 
         Raises:
             ChildDiedError: It ended before it had answered.
         """
-        has_begun = self.is_new
         try:
             async with open_task_group() as tasks:
                 tasks.start_soon(self._watch_end)
                 assert self._process.stdin is not None
                 await self._process.stdin.send(LENGTH.pack(len(request)) + request)
-                await self._replies.receive_exactly(len(BEGUN))
-                has_begun = True
                 (length,) = LENGTH.unpack(await self._replies.receive_exactly(LENGTH.size))
                 reply = await self._replies.receive_exactly(length)
         except (anyio.IncompleteRead, anyio.BrokenResourceError, anyio.ClosedResourceError):
-            exit_code = await self.kill()
-            if has_begun:
-                raise ChildDiedError(exit_code) from None
-            await self.start()
-            return None
+            raise ChildDiedError(await self.kill()) from None
         except BaseException:
             await self.kill()
             raise
@@ -153,16 +128,35 @@ class ChildProcesses:
         child: ChildProcess | None = None
         try:
             await self._slots.acquire_on_behalf_of(borrower)
-            if self._idle:
+            while child is None and self._idle:
                 child = self._idle.pop()
-            else:
-                child = ChildProcess(self._module, cleanup_s=self._cleanup_s)
-                await child.start()
+                with anyio.move_on_after(self._cleanup_s), suppress(ChildDiedError):
+                    await child.ask(b"")  # it may have died meanwhile, or hang
+                child = child if child.is_running else None
+            child = child or await self._start()
             yield child
         finally:
             if child is not None and child.is_running:
                 self._idle.append(child)
             release_token(self._slots, borrower)
+
+    async def _start(self) -> ChildProcess:
+        paths = [path or os.getcwd() for path in sys.path]
+        theirs, lifeline = os.pipe()
+        try:
+            with anyio.CancelScope(shield=True):  # a moment; it would leave the process behind
+                process = await anyio.open_process(
+                    [sys.executable, "-c", _RUN, self._module, str(theirs), *paths],
+                    stderr=None,
+                    start_new_session=True,
+                    pass_fds=[theirs],
+                )
+        except BaseException:
+            os.close(lifeline)
+            raise
+        finally:
+            os.close(theirs)
+        return ChildProcess(process, lifeline, self._cleanup_s)
 
     async def close(self) -> None:
         """End all processes; those with a request have ended with it."""

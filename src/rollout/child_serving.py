@@ -1,8 +1,8 @@
 """The side of a child process that answers the requests of `ChildProcesses`, one after another.
 
 Requests come on standard input, replies go to standard output: u32 little-endian length, then the
-message; before a reply, one byte says that its request has been read and is begun. What the user's
-code prints goes to standard error. The process ends when its input closes, with all of its group.
+message. What the user's code prints goes to standard error. The process ends when its input closes,
+with all of its group.
 A second pipe, whose other end the driver holds and never writes to, tells of the driver's end while
 a request is answered: the kernel then ends the group by a signal, also where the code never
 releases the interpreter. Standard input could not tell: what the driver writes to it may set off
@@ -20,7 +20,7 @@ import signal
 import struct
 import sys
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from anyio.from_thread import start_blocking_portal
 
@@ -31,70 +31,40 @@ if TYPE_CHECKING:
 
 #: Before each message in either direction.
 LENGTH = struct.Struct("<I")
-#: Before a reply.
-BEGUN = b"\x01"
 #: Longest reply, in bytes.
 MAX_REPLY = 64 * 2**20
 #: What stays open as long as the process lives.
 _UNTIL_THE_END = ExitStack()
 
 
-def serve(answer: Callable[[bytearray], bytes]) -> None:
+def serve(answer: Callable[[bytes], bytes]) -> None:
     """Answer requests until standard input closes; then end the group of this process.
 
     Args:
         answer: The reply to a request, at most `MAX_REPLY` long; it must not raise.
     """
-    _serve(answer)
+    requests, replies = os.dup(0), os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    with open(requests, "rb") as source, open(replies, "wb") as sink:
+        if _ends_with(int(sys.argv[1])):
+            _answer_all(answer, source, sink)
     if os.getpgrp() == os.getpid():  # what the user's code has started and left behind
         os.killpg(0, signal.SIGKILL)
 
 
-def outcome_of(value: Any) -> Any:
-    """What a call of the user's code gave; of an async one once it has been awaited.
-
-    All are awaited on one asyncio loop: what the code's modules keep, such as a client and its
-    connections, belongs to the loop on which it was first used.
-    """
-    if not inspect.isawaitable(value):
-        return value
-    answer, failure = _portal().call(_awaited, value)
-    if failure is not None:
-        raise failure
-    return answer
-
-
-@functools.cache
-def _portal() -> BlockingPortal:
-    return _UNTIL_THE_END.enter_context(start_blocking_portal())
-
-
-async def _awaited(value: Awaitable[Any]) -> tuple[Any, BaseException | None]:
-    try:
-        return await value, None
-    except BaseException as error:  # raised here, a SystemExit would end the loop
-        return None, error
-
-
-def _serve(answer: Callable[[bytearray], bytes]) -> None:
-    requests, replies = os.dup(0), os.dup(1)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
-    if not _ends_with(int(sys.argv[1])):
-        return
+def _answer_all(answer: Callable[[bytes], bytes], source: BinaryIO, sink: BinaryIO) -> None:
     process = os.getpid()
-    with open(requests, "rb", buffering=0) as source, open(replies, "wb") as sink:
-        while (header := _read(source, LENGTH.size)) is not None:
-            body = _read(source, *LENGTH.unpack(header))
-            if body is None:
-                return
-            sink.write(BEGUN)
-            sink.flush()
-            reply = answer(body)
-            if os.getpid() != process:  # a copy that the code has made, and that came back from it
-                os._exit(0)
-            sink.write(LENGTH.pack(len(reply)) + reply)
-            sink.flush()
+    while len(header := source.read(LENGTH.size)) == LENGTH.size:
+        (length,) = LENGTH.unpack(header)
+        body = source.read(length)
+        if len(body) < length:
+            return
+        reply = answer(body) if body else b""
+        if os.getpid() != process:  # a copy that the code has made, and that came back from it
+            os._exit(0)
+        sink.write(LENGTH.pack(len(reply)) + reply)
+        sink.flush()
 
 
 def _ends_with(lifeline: int) -> bool:
@@ -106,13 +76,27 @@ def _ends_with(lifeline: int) -> bool:
     return not select.select([lifeline], [], [], 0)[0]
 
 
-def _read(source: Any, count: int) -> bytearray | None:
-    """So many bytes; None where the input closes before."""
-    body = bytearray(count)
-    rest = memoryview(body)
-    while rest:
-        got = source.readinto(rest)
-        if not got:
-            return None
-        rest = rest[got:]
-    return body
+def resolve_outcome(value: Any) -> Any:
+    """What a call of the user's code gave; of an async one once it has been awaited.
+
+    All are awaited on one asyncio loop: what the code's modules keep, such as a client and its
+    connections, belongs to the loop on which it was first used.
+    """
+    if not inspect.isawaitable(value):
+        return value
+    answer, failure = _portal().call(_await, value)
+    if failure is not None:
+        raise failure
+    return answer
+
+
+@functools.cache
+def _portal() -> BlockingPortal:
+    return _UNTIL_THE_END.enter_context(start_blocking_portal())
+
+
+async def _await(value: Awaitable[Any]) -> tuple[Any, BaseException | None]:
+    try:
+        return await value, None
+    except BaseException as error:  # raised here, a SystemExit would end the loop
+        return None, error

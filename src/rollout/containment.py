@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Generator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
@@ -20,10 +20,11 @@ import anyio
 
 from rollout.bridge import loop_clock
 from rollout.scopes import open_task_group
-from rollout.wait_places import await_frames, describe_place
+from rollout.wait_places import describe_place
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+    from types import FrameType
 
     from anyio.abc import TaskGroup, TaskStatus
 
@@ -54,35 +55,57 @@ class StoppableCoroutine(Generator[Any, Any, Any]):
     ) -> None:
         self.coroutine: Any = coroutine
         self.is_stopped = False
-        self._parked = parked
-        self._step = coroutine.send
+        self._parked: Callable[[], Coroutine[Any, Any, Any]] | None = parked
 
     def __await__(self) -> StoppableCoroutine:
         return self
 
     def send(self, value: Any) -> Any:
         """Resume it."""
-        if self.is_stopped and self._parked is not None:
-            return self._park()
-        return self._step(value)
+        return self._park() if self._must_park() else self.coroutine.send(value)
 
     def throw(self, *error: Any) -> Any:
         """Resume it with an error."""
-        if self.is_stopped and self._parked is not None:
-            return self._park()
-        return self.coroutine.throw(*error)
+        return self._park() if self._must_park() else self.coroutine.throw(*error)
+
+    def _must_park(self) -> bool:
+        return self.is_stopped and self._parked is not None
 
     def _park(self) -> Any:
-        stopped, parked = self.coroutine, self._parked()
-        self._parked = None  # type: ignore[assignment]
-        self.coroutine, self._step = parked, parked.send
+        assert self._parked is not None
+        stopped, self.coroutine, self._parked = self.coroutine, self._parked(), None
         # `close` alone leaves async generators half open whose clean-up waits. What is left then
         # is freed here, and Python prints a line: at exit it would be closed again, and spin.
         for end in (*[partial(stopped.throw, _Stopped)] * _MOST_THROWS, stopped.close):
             if stopped.cr_frame is not None:
                 with suppress(BaseException):  # its clean-up failed, or waits
                     end()
-        return parked.send(None)
+        return self.coroutine.send(None)
+
+
+def await_frames(coroutine: Any) -> list[FrameType]:
+    """The frames of what waits for each other, from this coroutine in; also of a running one.
+
+    They end where an async generator is iterated: Python does not say what such a step waits for.
+    """
+    frames: list[FrameType | None] = []
+    while coroutine is not None:
+        frames.append(getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None))
+        coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
+    return [frame for frame in frames if frame is not None]
+
+
+@contextmanager
+def note_where_it_waits(find_frames: Callable[[], list[FrameType]]) -> Iterator[None]:
+    """Have contained code be placed by these frames, of another thread, while it waits here."""
+    code = _around.get()
+    if code is not None:
+        code.find_frames_elsewhere = find_frames
+    try:
+        yield
+    finally:
+        if code is not None:
+            code.find_frames_elsewhere = list
 
 
 class Contained(Generic[T]):
@@ -101,6 +124,7 @@ class Contained(Generic[T]):
         stopped_within: The first code that it waited for and that was unresponsive.
         around, inner: The code that waits for it; and what it waits for.
         since: When it began, on the loop's clock.
+        find_frames_elsewhere: The frames of code in another thread that it waits for.
     """
 
     def __init__(
@@ -114,16 +138,17 @@ class Contained(Generic[T]):
         self.unresponsive: UnresponsiveError | None = None
         self.stopped_within: UnresponsiveError | None = None
         self.was_cancelled = False
+        self.value: T | None = None
+        self.error: BaseException | None = None
         self.around = _around.get()
         self.inner: dict[Contained[Any], None] = {}
+        self.find_frames_elsewhere: Callable[[], list[FrameType]] = list
         self._containment, self._activity = containment, activity
         self._scope = anyio.CancelScope(deadline=deadline)
         #: When it was cancelled; afresh where code that it waits for was stopped.
         self._cancelled_at = math.inf
         self._body: StoppableCoroutine | None = None
         self._reported, self._is_called = anyio.Event(), anyio.Event()
-        self.value: T | None = None
-        self.error: BaseException | None = None
 
     @property
     def deadline(self) -> float:
@@ -144,9 +169,7 @@ class Contained(Generic[T]):
     @property
     def ends_at(self) -> float:
         """When the code is, or was, cancelled."""
-        if self._cancelled_at < math.inf:
-            return self._cancelled_at
-        return self._scope.deadline
+        return self._cancelled_at if self._cancelled_at < math.inf else self._scope.deadline
 
     @property
     def is_cancelled(self) -> bool:
@@ -161,7 +184,9 @@ class Contained(Generic[T]):
 
     def place(self) -> str:
         """File and line where the code waits; empty once it has ended."""
-        return "" if self._body is None else describe_place(await_frames(self._body.coroutine))
+        if self._body is None:
+            return ""
+        return describe_place([*await_frames(self._body.coroutine), *self.find_frames_elsewhere()])
 
     async def run(self, function: Callable[[], Awaitable[T]], *, grace_s: float = 0.0) -> T | None:
         """Run `function` to its end: `value` is what it returned, `error` what it raised.
@@ -202,8 +227,7 @@ class Contained(Generic[T]):
         Both parts run in one task, to which whatever the first one has open belongs.
         """
         self._scope.deadline = math.inf
-        self._containment.forget(self)
-        self._reported.set()
+        self._report()
         self._reported = anyio.Event()
         with anyio.CancelScope(shield=True):
             await self._is_called.wait()
@@ -229,7 +253,7 @@ class Contained(Generic[T]):
 
     async def serve(self, function: Callable[[], Awaitable[T]]) -> None:
         """The code's task: runs it, reports how it ended, and parks where it was stopped."""
-        activity = self._activity  # noqa: F841  (see `wait_places`)
+        activity = self._activity  # noqa: F841  (see `observe.blocking_code`)
         _around.set(self)
         raised: BaseException | None = None
 
@@ -249,13 +273,13 @@ class Contained(Generic[T]):
             if self.unresponsive is None:
                 self.error = raised if is_torn else error
                 self.was_cancelled = self._scope.cancel_called and is_torn and raised is not None
-                self._report()
+                self._end()
             if is_torn:  # scopes that it left open would end more than its task
                 with suppress(UnresponsiveError):
                     await self._park()
         else:
             self.was_cancelled = self._scope.cancelled_caught
-            self._report()
+            self._end()
 
     def stop(self, now: float) -> None:
         """Report the code as unresponsive, and never resume it, where its time to end is over."""
@@ -275,8 +299,13 @@ class Contained(Generic[T]):
             around = around.around
         self._report()
 
+    def _end(self) -> None:
+        """Report that the code has ended, unless it was stopped before."""
+        if self.unresponsive is None:
+            self._body = None
+        self._report()
+
     def _report(self) -> None:
-        self._body = None if self.unresponsive is None else self._body
         self._containment.forget(self)
         self._reported.set()
 
@@ -300,8 +329,7 @@ class Containment:
     def __init__(self, cleanup_s: float) -> None:
         self.cleanup_s, self.clock = cleanup_s, loop_clock()
         self.running: dict[Contained[Any], None] = {}
-        self.closing = anyio.Event()
-        self.is_delayed = anyio.Event()
+        self.closing, self.is_delayed = anyio.Event(), anyio.Event()
         self._present: dict[Contained[Any], None] = {}  # with those that were stopped
         self._left = anyio.Event()
         self._alarm = anyio.CancelScope()
@@ -326,14 +354,9 @@ class Containment:
         if code.around is not None:
             code.around.inner.pop(code, None)
 
-    async def _serve(self, code: Contained[T], function: Callable[[], Awaitable[T]]) -> None:
-        try:
-            await code.serve(function)
-        finally:
-            self._present.pop(code, None)
-            if not self._present:
-                self._left.set()
-                self._left = anyio.Event()
+    def describe_rest(self) -> str:
+        """The code that has not ended, with the lines at which it waits."""
+        return ", ".join(f"{code.what} at {code.place()}" for code in self._present)
 
     async def hold(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Own the tasks, until `closing` is set and all of them have ended."""
@@ -351,13 +374,25 @@ class Containment:
         except* RuntimeError:
             pass  # the loop complains about scopes that stopped code has left open
 
+    async def _serve(self, code: Contained[T], function: Callable[[], Awaitable[T]]) -> None:
+        try:
+            await code.serve(function)
+        finally:
+            self._present.pop(code, None)
+            if not self._present:
+                self._left.set()
+                self._left = anyio.Event()
+
     async def _watch(self) -> None:
         """Stop code whose time to end is over; what began last first, as others wait for it."""
         while True:
             first = min((code.ends_at for code in self.running), default=math.inf)
             with anyio.CancelScope(deadline=first + self.cleanup_s) as self._alarm:
                 await anyio.sleep_forever()
-            now = self.clock()
+            # Where the loop was late, so was the code: it gets that time too.
+            late_s = self.clock() - self._alarm.deadline
+            await anyio.sleep(late_s)
+            now = self.clock() - late_s
             for code in reversed(tuple(self.running)):
                 code.stop(now)
 
@@ -366,22 +401,18 @@ class Containment:
             code.cancel()
             code.release()
         while self.running:
-            await self._left_or(self.cleanup_s)
+            await self._wait_left(self.cleanup_s)
 
     async def _wait_for_rest(self) -> None:
         """Log each second what cannot be stopped: code that shields itself, or awaits a thread."""
         while self._present:
-            await self._left_or(1.0)
+            await self._wait_left(1.0)
             if self._present:
                 self.is_delayed.set()
                 logger.warning("closing waits for %s", self.describe_rest())
 
-    def describe_rest(self) -> str:
-        """The code that has not ended, with the lines at which it waits."""
-        return ", ".join(f"{code.what} at {code.place()}" for code in self._present)
-
-    async def _left_or(self, seconds: float) -> None:
-        with anyio.move_on_after(seconds):
+    async def _wait_left(self, at_most_s: float) -> None:
+        with anyio.move_on_after(at_most_s):
             await self._left.wait()
 
 
@@ -403,6 +434,12 @@ async def open_containment(cleanup_s: float) -> AsyncIterator[Containment]:
 def enter_containment(containment: Containment) -> None:
     """Have foreign code that this task runs go to this containment."""
     _containment.set(containment)
+
+
+def leave_containment() -> None:
+    """Have foreign code that this context runs go to none: a thread has another loop, or none."""
+    _containment.set(None)
+    _around.set(None)
 
 
 def current_containment() -> Containment | None:

@@ -16,8 +16,7 @@ import msgspec
 from rollout.errors import RolloutError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from types import ModuleType
+    from collections.abc import Callable, Iterator, Sequence
 
 
 class NotImportableError(Exception):
@@ -28,16 +27,9 @@ class MainGuardError(RolloutError):
     """A module that a process imports for what it defines starts the work of a script."""
 
 
-class _Import:
-    """A module or file that is imported here for what it defines, and what it was refused."""
-
-    def __init__(self, source: str) -> None:
-        self.source = source
-        self.refusal: MainGuardError | None = None
-
-
-#: Imports under way, the innermost last.
-_imports: list[_Import] = []
+#: Modules and files that are imported here for what they define, the innermost last, and what they
+#: were refused.
+_imports: list[tuple[str, list[MainGuardError]]] = []
 
 
 def refuse_while_imported(what: str) -> None:
@@ -47,13 +39,35 @@ def refuse_while_imported(what: str) -> None:
         MainGuardError: It does; the work belongs to the process that runs the module as a script.
     """
     if _imports:
-        current = _imports[-1]
-        current.refusal = MainGuardError(
-            f"{what}: {current.source} is imported by a process that needs only what it defines, "
-            "and would start everything once more; put what the script starts under "
-            '`if __name__ == "__main__":`'
+        source, refusals = _imports[-1]
+        refusals.append(
+            MainGuardError(
+                f"{what}: {source} is imported by a process that needs only what it defines, "
+                "and would start everything once more; put what the script starts under "
+                '`if __name__ == "__main__":`'
+            )
         )
-        raise current.refusal
+        raise refusals[-1]
+
+
+@contextmanager
+def importing(source: str) -> Iterator[None]:
+    """Have the block's import refused what `refuse_while_imported` says.
+
+    Raises:
+        MainGuardError: The import failed by that, whatever the module made of it.
+    """
+    refusals: list[MainGuardError] = []
+    _imports.append((source, refusals))
+    try:
+        yield
+    except BaseException:
+        if not refusals:
+            raise
+        # What the module made of it, such as SystemExit, is not to pass for its cause.
+        raise refusals[-1] from None
+    finally:
+        _imports.pop()
 
 
 class FunctionRef(msgspec.Struct, frozen=True):
@@ -73,6 +87,20 @@ class FunctionRef(msgspec.Struct, frozen=True):
     def home(self) -> str:
         """The module or file, for messages."""
         return self.file or self.module
+
+
+def describe_slow_import(functions: Sequence[FunctionRef], limit: str) -> str:
+    """What a process did not import in time, and what to do about it.
+
+    Args:
+        limit: Which limit is over, with its value.
+    """
+    names = ", ".join(f"{each.qualname} of {each.home}" for each in functions)
+    return (
+        f"{names} was not imported within {limit}, by a new process of {sys.executable}; raise the "
+        "limit, import what is slow within the function, and put what a script starts under "
+        '`if __name__ == "__main__":`'
+    )
 
 
 def check_top_level(function: Callable[..., Any]) -> None:
@@ -103,30 +131,21 @@ def function_ref(
             to something else there.
     """
     check_top_level(function)
-    module, qualname = sys.modules.get(function.__module__), function.__qualname__
+    module = sys.modules.get(function.__module__)
     home = function.__globals__ if module is None else vars(module)
-    first, *others = qualname.split(".")
+    first, *others = function.__qualname__.split(".")
     found = functools.reduce(lambda one, part: getattr(one, part, None), others, home.get(first))
     if found is not function if is_it is None else not is_it(found):
         raise NotImportableError(
             "needs a function that its process finds by its name: "
-            f"{_describe(found, f'{function.__module__}.{qualname}')}; set __qualname__ of the one "
-            "that is meant to the name under which its module has it"
+            f"{function.__module__}.{function.__qualname__} leads to {found!r}; set __qualname__ "
+            "of the one that is meant to the name under which its module has it"
         )
     spec, file = home.get("__spec__"), home.get("__file__")
     name = "" if module is None or spec is None or spec.name == "__main__" else str(spec.name)
     if not (name or file):
         raise NotImportableError("needs a file to import the function from: write it into a module")
-    return FunctionRef(name, os.path.abspath(file) if file else "", qualname)
-
-
-def _describe(found: Any, name: str) -> str:
-    """What the name of a function leads to in its place."""
-    if found is None:
-        return f"there is no {name}"
-    code = getattr(found, "__code__", None)
-    place = "" if code is None else f", of {code.co_filename}, line {code.co_firstlineno}"
-    return f"{name} is another {type(found).__qualname__}{place}"
+    return FunctionRef(name, os.path.abspath(file) if file else "", function.__qualname__)
 
 
 @functools.cache
@@ -136,14 +155,11 @@ def function_at(ref: FunctionRef) -> Any:
     Raises:
         Exception: Whatever that raises; AttributeError where there is no such name.
     """
-    found: Any = _import_home(ref.module, ref.file)
-    for part in ref.qualname.split("."):
-        found = getattr(found, part)
-    return found
+    return functools.reduce(getattr, ref.qualname.split("."), _import_home(ref.module, ref.file))
 
 
 @functools.cache
-def _import_home(module: str, file: str) -> ModuleType:
+def _import_home(module: str, file: str) -> Any:
     from rollout.user_files import run_file
 
     with importing(file or module):
@@ -155,23 +171,3 @@ def _import_home(module: str, file: str) -> ModuleType:
             if not file or not is_itself:
                 raise
         return run_file(Path(file))
-
-
-@contextmanager
-def importing(source: str) -> Iterator[None]:
-    """Have the block's import refused what `refuse_while_imported` says.
-
-    Raises:
-        MainGuardError: The import failed by that, whatever the module made of it.
-    """
-    entry = _Import(source)
-    _imports.append(entry)
-    try:
-        yield
-    except BaseException:
-        if entry.refusal is None:
-            raise
-        # What the module made of it, such as SystemExit, is not to pass for its cause.
-        raise entry.refusal from None
-    finally:
-        _imports.remove(entry)

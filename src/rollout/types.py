@@ -151,12 +151,11 @@ def without_null_keys(value: Any) -> Any:
 
 def _drop_null_keys(value: Any) -> Any:
     kind = type(value)
-    if kind in _ATOMS or value is None or _is_flat(value):
+    if kind in _ATOMS or value is None:
         return value
     if kind is list or kind is tuple:
         items = [_drop_null_keys(item) for item in value]
-        is_same = all(map(operator.is_, items, value))
-        return value if is_same else kind(items)
+        return value if all(map(operator.is_, items, value)) else kind(items)
     if kind is dict or isinstance(value, Mapping):
         kept = {key: _drop_null_keys(item) for key, item in value.items() if item is not None}
         is_same = len(kept) == len(value) and all(kept[key] is value[key] for key in kept)
@@ -172,20 +171,9 @@ def _drop_null_keys(value: Any) -> Any:
     return value
 
 
-def _is_flat(value: Any) -> bool:
-    """Whether it is a mapping of single values, as messages mostly are, none of them None."""
-    is_mapping = type(value) is dict or isinstance(value, Mapping)
-    return is_mapping and _ATOMS.issuperset(map(type, value.values()))
-
-
 def without_padding(messages: Any) -> Any:
     """Messages without null keys, as `Prompt` says; themselves where they have none."""
     if type(messages) is not list and type(messages) is not tuple:
-        return messages
-    for message in messages:
-        if not _is_flat(message):
-            break
-    else:
         return messages
     dropped = [_drop_from_message(message) for message in messages]
     is_same = all(map(operator.is_, dropped, messages))

@@ -1,4 +1,4 @@
-"""The one place where the Python files that users name are run."""
+"""The one place where the Python files and modules that users name are loaded."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 import logging
 import sys
 import traceback
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rollout.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
 
 logger = logging.getLogger("rollout")
 
@@ -28,12 +29,9 @@ def run_file(file: Path) -> ModuleType:
     Raises:
         UserCodeError: It raised.
     """
-
-    def run() -> ModuleType:
+    with _explain_failure(str(file)):
         make_importable(file.parent)
         return execute(file, f"rollout file {file}", is_kept=True)
-
-    return _load(str(file), run)
 
 
 def import_module(name: str) -> ModuleType:
@@ -42,7 +40,8 @@ def import_module(name: str) -> ModuleType:
     Raises:
         UserCodeError: There is none, or it raised.
     """
-    return _load(name, lambda: importlib.import_module(name))
+    with _explain_failure(name):
+        return importlib.import_module(name)
 
 
 def named_object(
@@ -60,9 +59,16 @@ def named_object(
     source, _, name = reference.rpartition(":")
     if not source or not all(part.isidentifier() for part in name.split(".")):
         raise ConfigError(f"{where} = {reference!r:.200}: {expected}")
+    file = Path(source).resolve()
     try:
-        found: Any = _load_module(source)
-    except (UserCodeError, OSError) as error:
+        if not source.endswith(".py"):
+            make_importable(Path.cwd())
+            found: Any = import_module(source)
+        elif file.is_file():
+            found = run_file(file)
+        else:
+            raise ConfigError(f"{where} = {reference!r}: {source} is no file")
+    except UserCodeError as error:
         raise ConfigError(f"{where} = {reference!r}: {error}") from error
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -71,48 +77,37 @@ def named_object(
     return found
 
 
-def _load_module(source: str) -> ModuleType:
-    if not source.endswith(".py"):
-        make_importable(Path.cwd())
-        return import_module(source)
-    file = Path(source).resolve()
-    if not file.is_file():
-        raise FileNotFoundError(f"{source} is no file")
-    return run_file(file)
-
-
 def make_importable(directory: Path) -> None:
     """Let imports find the modules of a directory, after all others."""
     if str(directory) not in sys.path:
         sys.path.append(str(directory))
 
 
-def _load(source: str, load: Callable[[], ModuleType]) -> ModuleType:
+@contextmanager
+def _explain_failure(source: str) -> Iterator[None]:
     try:
-        return load()
+        yield
     except (Exception, SystemExit) as error:
         logger.info("%s", "".join(traceback.format_exception(error)))
+        lines = [
+            line
+            for frame, line in traceback.walk_tb(error.__traceback__)
+            if frame.f_code.co_filename == source
+        ]
+        place = f"line {lines[-1]}: " if lines else ""
         text = " ".join(str(error).split())
-        place = _place(error, source)
         raise UserCodeError(f"{place}{type(error).__name__}: {text}") from error
-
-
-def _place(error: BaseException, source: str) -> str:
-    lines = [
-        line
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if frame.f_code.co_filename == source
-    ]
-    return f"line {lines[-1]}: " if lines else ""
 
 
 def execute(file: Path, name: str, *, is_kept: bool) -> ModuleType:
     """Run a file as the module called `name`; what it raises passes.
 
+    `sys.modules` knows the module meanwhile, as dataclasses and type hints look it up there:
+    `importlib` documents no other way of running a file.
+
     Args:
         name: With a space in it no import can have it.
-        is_kept: Whether `sys.modules` knows the module afterwards too, where dataclasses and type
-            hints look it up, and not only while it runs.
+        is_kept: Whether `sys.modules` knows it afterwards too.
     """
     # Compiled here and not by an importer, which would leave bytecode beside the file, and whose
     # cache of bytecode can miss a quick edit.
@@ -120,11 +115,11 @@ def execute(file: Path, name: str, *, is_kept: bool) -> ModuleType:
     module = ModuleType(name)
     module.__file__ = str(file)
     sys.modules[name] = module
-    is_whole = False
     try:
         exec(code, vars(module))
-        is_whole = True
-    finally:
-        if not (is_kept and is_whole):
-            sys.modules.pop(name, None)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+    if not is_kept:
+        sys.modules.pop(name, None)
     return module

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 import pytest
+from test_chat_formats import STOPS
 
 import observed
 import rollout
@@ -22,7 +23,6 @@ from rollout.observe.report import RunReport
 from rollout.scheduling import tokenization
 from rollout.testing import Scenario, run_virtual, tool_call
 from rollout.types import Message
-from test_chat_formats import STOPS
 
 if TYPE_CHECKING:
     from rollout.agents import AgentContext

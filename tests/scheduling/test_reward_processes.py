@@ -21,6 +21,7 @@ import pytest
 
 import isolated_rewards
 import rollout
+from own_processes import kill_and_wait
 from race_situations import add
 from rollout import Outcome, Prompt, Trajectory, function_tool
 from rollout.batch import RolloutBatch
@@ -327,20 +328,19 @@ UNIMPORTABLE = [
     (
         isolated_rewards.score_tenfold,
         "reward: rewards.processes = 2 needs a function that its process finds by its name: "
-        f"isolated_rewards.score is another function, of {isolated_rewards.__file__}, line "
-        f"{isolated_rewards.score.__code__.co_firstlineno}; "
-        "set __qualname__ of the one that is meant to the name under which its module has it, "
+        f"isolated_rewards.score leads to {isolated_rewards.score!r}; set "
+        "__qualname__ of the one that is meant to the name under which its module has it, "
         "or name it as 'package.module:name'",
     ),
     (
         isolated_rewards.first_renamed,
         "reward: rewards.processes = 2 needs a function that its process finds by its name: "
-        "isolated_rewards.renamed is another function, of ",
+        "isolated_rewards.renamed leads to <function renamed",
     ),
     (
         isolated_rewards.vanished,
         "reward: rewards.processes = 2 needs a function that its process finds by its name: "
-        "there is no isolated_rewards.vanished_one; set",
+        "isolated_rewards.vanished_one leads to None; set",
     ),
     (
         "isolated_rewards:nothing",
@@ -403,16 +403,12 @@ async def test_reward_whose_process_was_copied_by_it_has_the_one_reply_that_is_i
     assert [t.reward for t in batch.trajectories] == [0.0, 1.0, 2.0, 3.0]
 
 
-@pytest.mark.parametrize("is_seen", [False, True])
-async def test_reward_process_that_died_while_it_idled_fails_no_reward(is_seen: bool) -> None:
+async def test_reward_process_that_died_while_it_idled_fails_no_reward() -> None:
     config = configured(processes=1)
     async with rollout.open_rollout(config, reward=isolated_rewards.score) as runtime:
         await runtime.generate([user()])
         (child,) = children()
-        child.kill()
-        with anyio.fail_after(30):
-            while is_seen and psutil.pid_exists(child.pid) and child.status() != "zombie":
-                await anyio.sleep(0.01)
+        await kill_and_wait(child)
         batch = await runtime.generate([user(), user()])
         assert [each.reward for each in batch.trajectories] == [1.0, 1.0]
 
@@ -425,7 +421,7 @@ async def test_reward_process_that_what_it_has_started_outlives_is_missed_at_onc
             assert dead.cause is not None
             assert "exit code 5" in dead.cause.message
             await runtime.generate([user()])
-            min(children(), key=lambda child: child.create_time()).kill()
+            await kill_and_wait(min(children(), key=lambda child: child.create_time()))
             long = user(extra={"text": "x" * 2**20})  # more than a pipe holds
             (one,) = (await runtime.generate([long])).trajectories
             assert one.reward == 1.0

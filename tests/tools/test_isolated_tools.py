@@ -14,6 +14,7 @@ import pytest
 
 import isolated_tools
 from executors import call, executor_of, run
+from own_processes import kill_and_wait
 from rollout.errors import ToolError
 from rollout.tools import ToolContext, ToolResult, TrajectoryTools, function_tool
 from rollout.worker_threads import WorkerThreads
@@ -141,7 +142,7 @@ async def test_isolated_tool_whose_process_died_while_it_idled_is_called_in_anot
 ) -> None:
     tools = opened(isolated_tools.whoami)
     (first,) = await run(tools, call("whoami"))
-    psutil.Process(first.data["pid"]).kill()
+    await kill_and_wait(psutil.Process(first.data["pid"]))
     (second,) = await run(tools, call("whoami"))
     assert second.data["pid"] != first.data["pid"]
 
@@ -170,7 +171,7 @@ async def test_isolated_function_whose_name_leads_elsewhere_is_refused_before_it
         await executor.prepare()
     assert str(caught.value).startswith(
         "function tool 'inc': isolation = 'process' needs a function that its process finds by its "
-        "name: isolated_tools.plain is another function, of "
+        "name: isolated_tools.plain leads to <function plain"
     )
 
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from rollout.bridge import AsyncioThread, loop_poster
+from rollout.bridge import loop_poster
 from rollout.errors import ConfigError
 from rollout.lazy import importing
 from rollout.scopes import open_task_group
+from rollout.worker_threads import AsyncioThread
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable

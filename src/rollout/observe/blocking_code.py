@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import attrs
 
 from rollout.wait_places import (
-    ACTIVITY,
     LIBRARY,
     is_library_frame,
     is_user_frame,
@@ -21,10 +20,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import CodeType, FrameType
 
-#: Like `wait_places.ACTIVITY`: what the author of the code can do about it.
+#: Functions on the way to user code hold what they are doing in a local variable of this name: a
+#: text, or what becomes one.
+ACTIVITY = "activity"
+#: And in this one, what the author of the code can do about it.
 REMEDY = "remedy"
-#: Modules of the loops themselves. A thread in them, and in nothing deeper, is between two tasks or
-#: asleep until the next event.
+#: Modules of the loops themselves, by names that their packages do not publish: frames have no
+#: others. A thread in them, and in nothing deeper, is between two tasks or asleep until the next
+#: event.
 LOOP_MODULES = ("asyncio.base_events", "asyncio.runners", "trio._core", "uvloop", "anyio._backends")
 #: Packages whose outermost frames in a task only run it.
 TASK_RUNNERS = ("asyncio", "trio", "anyio")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from rollout.observe.events import SpanEnded
 from rollout.observe.written_values import plain
 from rollout.types import format_error
-from rollout.worker_threads import carried
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,7 +74,7 @@ def _span_ended(_: float, facts: Sequence[Any]) -> tuple[SpanEnded, tuple[Any, A
 
 #: Those of the trajectory that the running code belongs to, and the innermost span around it: a
 #: pair, or None. Threads of sync tools have it too.
-_current = carried
+_current: ContextVar[Any] = ContextVar("rollout_spans", default=None)
 
 
 def enter_trajectory(events: EventStream, trajectory: int) -> None:

@@ -65,22 +65,16 @@ logger = logging.getLogger("rollout")
 
 
 class _Call(Future[Any]):
-    """A call on the runtime's loop; done when it has ended.
-
-    Attributes:
-        is_cancelled: Set by the caller's thread: a call that has not begun does not begin.
-    """
+    """A call on the runtime's loop; done when it has ended, or will not begin."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         super().__init__()
-        self.is_cancelled = False
         self._function = function
         self._scope: anyio.CancelScope | None = None
 
     async def perform(self) -> None:
-        """Perform it. Cancelled before it begins, it would still run to its first checkpoint."""
-        if self.is_cancelled:
-            self.fail()
+        """Perform it, unless its caller has given it up: it would run to its first checkpoint."""
+        if not self.set_running_or_notify_cancel():
             return
         with anyio.CancelScope() as self._scope:
             try:
@@ -92,18 +86,15 @@ class _Call(Future[Any]):
                     raise
                 self.set_exception(error)
 
-    def end(self) -> None:
-        """Cancel it, or have it not begin; on the loop."""
-        if self._scope is None:
-            self.fail()
-        else:
+    def stop(self) -> None:
+        """Cancel it once it has begun; on the loop."""
+        if self._scope is not None:
             self._scope.cancel()
 
     def fail(self) -> None:
-        """Report that it was cancelled, or that no loop is going to perform it."""
+        """Report that no loop is going to perform it to its end."""
         if not self.done():
-            why = "the call was cancelled" if self.is_cancelled else "the runtime is closed"
-            self.set_exception(RolloutError(why))
+            self.set_exception(RolloutError("the runtime is closed"))
 
 
 def _delegate(method: Callable[..., Any], *, is_ended: bool = True) -> Callable[..., Any]:
@@ -326,9 +317,7 @@ class BlockingRollout:
             self._send(call)
             batch: RolloutBatch = await wait_future(call)
         except BaseException:  # the call's error, a cancellation, or a Ctrl-C in this thread
-            if not call.done():
-                call.is_cancelled = True
-                self._post(call.end)
+            if self._begin_end(call):
                 with anyio.CancelScope(shield=True), suppress(Exception):
                     await wait_future(call)
             raise
@@ -364,7 +353,7 @@ class BlockingRollout:
         try:
             self._send(call)
         except BaseException:
-            self._cancel(call)
+            self._end(call)
             raise
         return call
 
@@ -373,15 +362,20 @@ class BlockingRollout:
         try:
             return call.result()
         except BaseException:
-            self._cancel(call)
+            self._end(call)
             raise
 
-    def _cancel(self, call: _Call) -> None:
+    def _end(self, call: _Call) -> None:
         """Cancel a call, and wait for its end."""
-        call.is_cancelled = True
-        if call in self._calls:
-            self._post(call.end)
+        if self._begin_end(call):
             call.exception()
+
+    def _begin_end(self, call: _Call) -> bool:
+        """Cancel a call; whether it has begun and not ended."""
+        if call.cancel() or call.done():
+            return False
+        self._post(call.stop)
+        return True
 
     def _send(self, call: _Call) -> None:
         """Have the loop perform a call; where the loop ends first, the call fails.
@@ -425,8 +419,7 @@ class BlockingRollout:
 
     def _stop(self) -> None:
         """End the thread."""
-        post, inbox = self._started.result()
-        post(inbox.close)
+        self._post(self._inbox.close)
         self._thread.join()
 
     @contextmanager
@@ -444,7 +437,9 @@ class BlockingRollout:
 
         def report(ended: Future[None]) -> None:
             if not opened.done():
-                opened.set_exception(ended.exception() or RolloutError("the runtime is closed"))
+                is_given_up = ended.cancelled()
+                closed = RolloutError("the runtime is closed")
+                opened.set_exception(closed if is_given_up else ended.exception() or closed)
 
         call = self._start(hold_open)
         call.add_done_callback(report)
@@ -458,7 +453,7 @@ class BlockingRollout:
 
             yield value, leave
         except BaseException:
-            self._cancel(call)
+            self._end(call)
             raise
         leave()
 

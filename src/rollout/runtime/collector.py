@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import threading
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,43 +21,14 @@ PYTHONS_OWN = ((700, 10, 10), (2000, 10, 10), (2000, 10, 0))
 #: The thresholds while a runtime is open.
 SELDOM = (50_000, 20, 1000)
 
-
-class _Collector:
-    """What the open runtimes of this process have changed of the collector."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._runtimes = 0
-        self._callers: tuple[int, int, int] | None = None
-        self._is_frozen = False
-
-    def relax(self) -> None:
-        with self._lock:
-            self._runtimes += 1
-            if self._runtimes == 1 and gc.isenabled() and gc.get_threshold() in PYTHONS_OWN:
-                self._callers = gc.get_threshold()
-                gc.set_threshold(*SELDOM)
-
-    def freeze(self) -> None:
-        """Where another runtime is open, its batches are alive, and end without it: nothing."""
-        with self._lock:
-            if self._runtimes == 1 and gc.isenabled() and not gc.get_freeze_count():
-                gc.freeze()
-                self._is_frozen = True
-
-    def restore(self) -> None:
-        with self._lock:
-            self._runtimes -= 1
-            if self._runtimes:
-                return
-            if self._callers is not None and gc.get_threshold() == SELDOM:  # else they are new ones
-                gc.set_threshold(*self._callers)
-            if self._is_frozen:
-                gc.unfreeze()
-            self._callers, self._is_frozen = None, False
+_lock = threading.Lock()
+#: For each open runtime of the process, what gives back what it has changed of the collector.
+_undo: list[list[Callable[[], None]]] = []
 
 
-_collector = _Collector()
+def _give_back(thresholds: tuple[int, int, int]) -> None:
+    if gc.get_threshold() == SELDOM:  # else somebody has set others meanwhile
+        gc.set_threshold(*thresholds)
 
 
 @contextmanager
@@ -67,8 +39,27 @@ def collecting_seldom() -> Iterator[Callable[[], None]]:
     still ends with its last reference, but collections do not look at it. Does nothing where the
     caller has disabled the collector, set thresholds, or frozen something.
     """
-    _collector.relax()
+    own: list[Callable[[], None]] = []
+    with _lock:
+        _undo.append(own)
+        before = gc.get_threshold()
+        if len(_undo) == 1 and gc.isenabled() and before in PYTHONS_OWN:
+            gc.set_threshold(*SELDOM)
+            own.append(partial(_give_back, before))
+
+    def freeze() -> None:  # not beside another runtime, whose batches end before it
+        with _lock:
+            if len(_undo) == 1 and gc.isenabled() and not gc.get_freeze_count():
+                gc.freeze()
+                own.append(gc.unfreeze)
+
     try:
-        yield _collector.freeze
+        yield freeze
     finally:
-        _collector.restore()
+        with _lock:
+            _undo.remove(own)
+            if _undo:  # the last one gives all back
+                _undo[0][:0] = own
+            else:
+                for give_back in own:
+                    give_back()

@@ -67,17 +67,17 @@ async def run_below_ceiling(call: Callable[[], Awaitable[T]], ceiling_s: float) 
 def task_tree() -> str:
     """The tasks of the running trio loop, children indented, each with the place it waits at."""
     root = trio.lowlevel.current_root_task()
-    return "\n".join(_lines_of(root, 0)) if root is not None else ""
+    return "\n".join(_describe_tasks(root, 0)) if root is not None else ""
 
 
-def _lines_of(task: trio.lowlevel.Task, depth: int) -> Iterator[str]:
-    yield f"{'  ' * depth}{task.name}{_place_of(task)}"
+def _describe_tasks(task: trio.lowlevel.Task, depth: int) -> Iterator[str]:
+    yield f"{'  ' * depth}{task.name}{_describe_place(task)}"
     for nursery in task.child_nurseries:
-        for child in sorted(nursery.child_tasks, key=lambda child: child._counter):
-            yield from _lines_of(child, depth + 1)
+        for child in sorted(nursery.child_tasks, key=lambda child: child.name):
+            yield from _describe_tasks(child, depth + 1)
 
 
-def _place_of(task: trio.lowlevel.Task) -> str:
+def _describe_place(task: trio.lowlevel.Task) -> str:
     """Where a task waits, in the innermost frame that is not of an async library."""
     place = ""
     for frame, line in task.iter_await_frames():
@@ -87,7 +87,10 @@ def _place_of(task: trio.lowlevel.Task) -> str:
 
 
 def _lift_shields() -> None:
-    """Let a cancellation reach every task: a shielded wait would outlast the ceiling too."""
+    """Let a cancellation reach every task: a shielded wait would outlast the ceiling too.
+
+    trio has no public way to a scope that another task has entered.
+    """
     tasks: list[Any] = [trio.lowlevel.current_root_task()]
     while tasks:
         task = tasks.pop()

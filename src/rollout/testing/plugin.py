@@ -47,7 +47,7 @@ class _Settings:
         if seed is None:
             seed = node.config.getoption("rollout_schedule_seed", default=None)
         if seed is None:
-            seed = int.from_bytes(stable_key(_name_of(node))[:4], "little")
+            seed = int.from_bytes(stable_key(_find_name(node))[:4], "little")
         self.schedule_seed: int = seed
         self.ceiling_s: float = options.get("ceiling_s", CEILING_S)
         self.allow_leaks: Collection[str] = options.get("allow_leaks", ())
@@ -71,7 +71,7 @@ class _Settings:
             )
 
 
-def _name_of(node: pytest.Item) -> str:
+def _find_name(node: pytest.Item) -> str:
     """The test's id, the same whether pytest-xdist has put it into a group or not."""
     group = node.get_closest_marker("xdist_group")
     name = "" if group is None else str(group.kwargs.get("name", "".join(group.args)))

@@ -9,11 +9,10 @@ import msgspec
 
 from rollout.chat.media_parts import MediaSource
 from rollout.chat.media_reading import read_media
-from rollout.child_serving import MAX_REPLY, outcome_of, serve
+from rollout.child_serving import MAX_REPLY, resolve_outcome, serve
 from rollout.config.media_section import MediaConfig
 from rollout.errors import MediaError
 from rollout.function_refs import FunctionRef, function_at
-from rollout.import_watch import noting_imports
 from rollout.media import Media
 from rollout.medium import FRAMES_MIME
 from rollout.tools.attempt import describe
@@ -50,8 +49,7 @@ def _answer(message: Request | Load) -> Reply:
 def _load(message: Load) -> Reply:
     for function in message.functions:
         try:
-            with noting_imports(message.file, message.every_s):
-                function_at(function)
+            function_at(function)
         except BaseException as error:
             return Reply(failure=f"{function.qualname} of {function.home}: {describe(error)}")
     return Reply()
@@ -61,7 +59,7 @@ def _call(request: Request) -> Reply:
     policy = ToolPolicy()
     try:
         function, parameters, policy = _find_function(request.function, request.name)
-        result = normalise_result(outcome_of(function(**parameters.check(request.arguments))))
+        result = normalise_result(resolve_outcome(function(**parameters.check(request.arguments))))
         fields = {name: getattr(result, name) for name in result.__struct_fields__}
         media = {kind: list(map(_write_file, fields.pop(kind))) for kind in ("images", "videos")}
         fields |= {kind: files for kind, files in media.items() if files}

@@ -9,8 +9,7 @@ import msgspec
 
 from rollout.child_processes import ChildDiedError, ChildProcesses
 from rollout.errors import ToolError
-from rollout.function_refs import FunctionRef
-from rollout.import_watch import opened_watch
+from rollout.function_refs import FunctionRef, describe_slow_import
 from rollout.tools.policy import TransientError
 from rollout.tools.results import ToolResult
 
@@ -27,11 +26,9 @@ class Request(msgspec.Struct, tag=True):
 
 
 class Load(msgspec.Struct, tag=True):
-    """Functions to import, before any is called; `file`, `every_s` are those of `ImportWatch`."""
+    """Functions to import, before any is called."""
 
     functions: list[FunctionRef]
-    file: str = ""
-    every_s: float = 0.0
 
 
 class Reply(msgspec.Struct, omit_defaults=True):
@@ -74,8 +71,7 @@ class ToolProcesses:
             raise ToolError(f"{name}: its arguments are not plain data: {error}") from error
         async with self._processes.worker() as worker:
             try:
-                while (reply := await worker.ask(request)) is None:
-                    pass  # it had died idle; this is another one
+                reply = await worker.ask(request)
             except ChildDiedError as error:
                 raise ToolError(f"the process of {name!r} {error}") from None
         answer = msgspec.msgpack.decode(reply, type=Reply)
@@ -89,19 +85,17 @@ class ToolProcesses:
         Raises:
             ToolError: It cannot; says why.
         """
-        with opened_watch(limit_s) as watch:
-            load = msgspec.msgpack.encode(Load(list(functions), watch.file, watch.every_s))
-            try:
-                with anyio.fail_after(limit_s):
-                    async with self._processes.worker() as worker:
-                        body = await worker.ask(load)
-                        assert body is not None  # it is a new one
-            except TimeoutError:
-                failure = watch.describe_slow(functions, f"limits.tool_s = {limit_s:g} s")
-            except ChildDiedError as error:
-                failure = f"the process {error}"
-            else:
-                failure = msgspec.msgpack.decode(body, type=Reply).failure
+        load = msgspec.msgpack.encode(Load(list(functions)))
+        try:
+            with anyio.fail_after(limit_s):
+                async with self._processes.worker() as worker:
+                    body = await worker.ask(load)
+        except TimeoutError:
+            failure = describe_slow_import(functions, f"limits.tool_s = {limit_s:g} s")
+        except ChildDiedError as error:
+            failure = f"the process {error}"
+        else:
+            failure = msgspec.msgpack.decode(body, type=Reply).failure
         if failure:
             raise ToolError(
                 f"isolation = 'process': a function cannot be imported in its process: {failure}"

@@ -13,7 +13,6 @@ import anyio.to_thread
 import attrs
 from openrlhf.utils.agent import AgentExecutorBase
 
-from rollout.bridge import AsyncioThread
 from rollout.config import CustomEngine
 from rollout.engine.driver.engine_opening import open_engines
 from rollout.engine.placement.in_process import InProcess
@@ -25,6 +24,7 @@ from rollout.integrations.repeated_prompts import Repeated
 from rollout.integrations.served_engines import evolved
 from rollout.integrations.trainer_row import TrainerRow
 from rollout.integrations.trainer_settings import refuse_nan, settings_of
+from rollout.worker_threads import AsyncioThread
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

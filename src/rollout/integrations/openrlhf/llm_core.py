@@ -14,9 +14,9 @@ from rollout.integrations.row_media import images_of
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
-    from rollout.bridge import AsyncioThread
     from rollout.engine.core import GenerationRequest
     from rollout.medium import Media
+    from rollout.worker_threads import AsyncioThread
 
 #: Requests under way at once; vLLM queues them itself.
 MAX_REQUESTS = 4096

@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rollout.bridge import AsyncioThread
 from rollout.integrations.verl.loop_hosting import HostedClient, run_loop
 from rollout.integrations.verl.outputs import output_of
 from rollout.integrations.verl.rows import ROWS, VerlRow, agent_for, row_of
 from rollout.integrations.verl.sessions import Asked, Told
+from rollout.worker_threads import AsyncioThread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

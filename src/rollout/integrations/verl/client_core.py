@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from rollout.bridge import AsyncioThread
 from rollout.engine.core import CORE_CLOSE_S, Chunk, EngineInfo, EngineLoad
 from rollout.integrations.row_media import images_of, videos_of
 from rollout.integrations.verl.servers import Placed, placing
+from rollout.worker_threads import AsyncioThread
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

@@ -29,10 +29,9 @@ from rollout.chat.plain_data import (
 )
 from rollout.chat.reward_values import BadRewardError, check_group_values, check_reward_value
 from rollout.child_processes import ChildDiedError, ChildProcess, ChildProcesses
-from rollout.child_serving import MAX_REPLY, outcome_of, serve
+from rollout.child_serving import MAX_REPLY, resolve_outcome, serve
 from rollout.errors import ConfigError
-from rollout.function_refs import FunctionRef, function_at
-from rollout.import_watch import noting_imports, opened_watch
+from rollout.function_refs import FunctionRef, describe_slow_import, function_at
 from rollout.scheduling.rewards.signatures import make_verl_arguments
 from rollout.types import Cause, Reward
 
@@ -62,11 +61,9 @@ class RewardRaisedError(Exception):
 
 
 class Load(msgspec.Struct, tag=True):
-    """Import these functions; `file` and `every_s` are those of an `ImportWatch`."""
+    """Import these functions."""
 
     functions: list[FunctionRef]
-    file: str = ""
-    every_s: float = 0.0
 
 
 class Ask(msgspec.Struct, tag=True):
@@ -133,19 +130,17 @@ class RewardProcesses:
         Raises:
             ConfigError: It cannot; says why.
         """
-        with opened_watch(limit_s) as watch:
-            try:
-                with anyio.fail_after(limit_s):
-                    async with self._processes.worker() as child:
-                        await _ask(child, Load(self._functions, watch.file, watch.every_s))
-            except TimeoutError:
-                limit = f"limits.reward_s = {limit_s:g} s"
-                slow = watch.describe_slow(self._functions, limit)
-                raise ConfigError(f"rewards.processes: {slow}") from None
-            except (RewardRaisedError, RewardProcessError) as error:
-                raise ConfigError(
-                    f"rewards.processes: the reward cannot be imported in its process: {error}"
-                ) from error
+        try:
+            with anyio.fail_after(limit_s):
+                async with self._processes.worker() as child:
+                    await _ask(child, Load(self._functions))
+        except TimeoutError:
+            slow = describe_slow_import(self._functions, f"limits.reward_s = {limit_s:g} s")
+            raise ConfigError(f"rewards.processes: {slow}") from None
+        except (RewardRaisedError, RewardProcessError) as error:
+            raise ConfigError(
+                f"rewards.processes: the reward cannot be imported in its process: {error}"
+            ) from error
 
     async def score(
         self,
@@ -166,15 +161,13 @@ class RewardProcesses:
             RewardProcessError: Its process died.
             NotPlainError: The trajectory holds what cannot be handed over.
         """
-        reply = None
         async with self._processes.worker() as child:
             request = await self._threads.run("reward", write_request, function, subject, tokenizer)
-            while reply is None:  # a process that died idle is replaced by a new one
-                if child.is_new:
-                    begin()
-                    await _ask(child, Load(self._functions))
+            if child.is_new:
                 begin()
-                reply = await _ask(child, request)
+                await _ask(child, Load(self._functions))
+            begin()
+            reply = await _ask(child, request)
         rewards = [None if each is None else _unpack_reward(each) for each in reply.rewards]
         return rewards if isinstance(subject, Group) else rewards[0]
 
@@ -194,7 +187,7 @@ def make_reward_processes(
     return RewardProcesses(refs, threads, max_processes=count, cleanup_s=config.limits.cleanup_s)
 
 
-async def _ask(child: ChildProcess, request: bytes | Load) -> Reply | None:
+async def _ask(child: ChildProcess, request: bytes | Load) -> Reply:
     try:
         answer = await child.ask(request if isinstance(request, bytes) else encoder.encode(request))
     except ChildDiedError as error:
@@ -205,8 +198,6 @@ async def _ask(child: ChildProcess, request: bytes | Load) -> Reply | None:
         raise RewardProcessError(
             f"its process {how} before it had answered; another process takes its place"
         ) from None
-    if answer is None:
-        return None
     reply = _decode_reply(answer)
     if reply.failure is not None:
         raise RewardRaisedError(reply.failure)
@@ -265,7 +256,7 @@ def main() -> None:
     serve(_answer)
 
 
-def _answer(body: bytearray) -> bytes:
+def _answer(body: bytes) -> bytes:
     try:
         reply = _encode(_reply(_decode_request(body)))
         if len(reply) > MAX_REPLY:
@@ -277,16 +268,15 @@ def _answer(body: bytearray) -> bytes:
 
 def _reply(request: Load | Ask) -> Reply:
     if isinstance(request, Load):
-        with noting_imports(request.file, request.every_s):
-            for function in request.functions:
-                function_at(function)
+        for function in request.functions:
+            function_at(function)
         return Reply()
     members = list(map(unpack_complete, request.subjects))
     function, keywords, group = function_at(request.function), request.keywords, None
     if request.is_group:
         group = Group.of(members[0].uid, members[0].prompt, members)
     subject = members[0] if group is None else group
-    value = outcome_of(function(subject) if keywords is None else function(**keywords))
+    value = resolve_outcome(function(subject) if keywords is None else function(**keywords))
     rewards: Sequence[Reward | None] = (
         [check_reward_value(value, members[0])]
         if group is None

@@ -90,20 +90,20 @@ async def thread() -> None:
 async def context_manager() -> None:
     @asynccontextmanager
     async def opened() -> AsyncIterator[None]:
-        await anyio.sleep(60)  # here
+        await anyio.sleep(60)
         yield
 
-    async with opened():
+    async with opened():  # here
         pass
 
 
 @way
 async def generator() -> None:
     async def numbers() -> AsyncIterator[int]:
-        await anyio.sleep(60)  # here
+        await anyio.sleep(60)
         yield 1
 
-    async for _ in numbers():
+    async for _ in numbers():  # here
         pass
 
 

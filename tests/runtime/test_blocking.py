@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio  # noqa: TID251  (the callers of these tests run it)
+import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -358,7 +360,8 @@ def test_ctrl_c_in_a_blocking_call_passes_and_the_runtime_stays_usable(end: str)
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT.format(end=end)],
         stdout=subprocess.PIPE,
-        cwd="tests",
+        cwd=Path(__file__).parent,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
         text=True,
     )
     assert process.stdout is not None

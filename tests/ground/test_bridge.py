@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from concurrent.futures import Future
@@ -118,59 +117,3 @@ def test_loop_poster_after_the_loop_has_ended_drops_the_callback() -> None:
 
 async def _make_poster():  # type: ignore[no-untyped-def]
     return loop_poster()
-
-
-HALF_MADE_TRIO = """
-import asyncio, importlib.machinery, sys, threading
-
-entered, is_there = threading.Event(), False
-
-
-class HalfMade:  # an import of trio that begins and never ends
-    def find_spec(self, name, path=None, target=None):
-        if name != "trio":
-            return None
-        if not is_there:
-            raise ModuleNotFoundError(name)
-        return importlib.machinery.ModuleSpec(name, self)
-
-    def create_module(self, spec):
-        return None
-
-    def exec_module(self, module):
-        entered.set()
-        threading.Event().wait()
-
-
-sys.meta_path.insert(0, HalfMade())
-
-import rollout
-from rollout.config import InProcessPlacement, ModelConfig, SamplingConfig, SimulatedEngine
-
-config = rollout.RolloutConfig(
-    model=ModelConfig(path="simulated"),
-    engine=SimulatedEngine(),
-    placement=InProcessPlacement(),
-    sampling=SamplingConfig(max_new_tokens=4),
-)
-
-
-async def main():
-    async with rollout.open_rollout(config, [], lambda trajectory: 1.0) as runtime:
-        prompt = rollout.Prompt(messages=[{"role": "user", "content": "hello"}])
-        return await runtime.generate([prompt])
-
-
-asyncio.run(main())  # imports what it needs, none of which may wait for trio afterwards
-is_there = True
-threading.Thread(target=__import__, args=("trio",), daemon=True).start()
-entered.wait()
-print(asyncio.run(main()).trajectories[0].reward)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("anyio_backend", ["asyncio"], indirect=True)
-async def test_rollout_on_asyncio_works_while_a_thread_has_trio_half_imported() -> None:
-    done = await anyio.run_process([sys.executable, "-c", HALF_MADE_TRIO], check=False)
-    assert (done.returncode, done.stderr.decode(), done.stdout.split()) == (0, "", [b"1.0"])

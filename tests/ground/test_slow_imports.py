@@ -1,4 +1,4 @@
-"""Rewards and tools whose processes import for too long: which, where, and what to do."""
+"""Rewards and tools whose processes import for too long: which, and what to do."""
 
 from __future__ import annotations
 
@@ -79,31 +79,22 @@ async def refusal(limit_s: float, *, tools: Any = (), reward: Any = None) -> str
     return str(caught.value)
 
 
-async def test_reward_process_that_imports_too_long_says_which_where_and_what_to_do(
+async def test_reward_process_that_imports_too_long_says_which_and_what_to_do(
     module: Callable[[str], Any], tmp_path: Path
 ) -> None:
     said = await refusal(3.0, reward=module("time.sleep(60)").score)
     assert said == (
         f"rewards.processes: score of {tmp_path / 'slow_rewards.py'} was not imported within "
-        f"limits.reward_s = 3 s, by a new process of {sys.executable}, which was at "
-        f"{tmp_path / 'slow_rewards.py'}, line 8 (`time.sleep(60)`){REMEDY}"
+        f"limits.reward_s = 3 s, by a new process of {sys.executable}{REMEDY}"
     )
 
 
-async def test_import_that_never_lets_a_thread_run_is_placed_in_what_it_imports_too(
+async def test_import_of_a_tool_that_never_lets_a_thread_run_is_ended_too(
     module: Callable[[str], Any], tmp_path: Path
 ) -> None:
     said = await refusal(3.0, tools=[module("import heavy").shout])
-    assert said.startswith(
+    assert said == (
         "isolation = 'process': a function cannot be imported in its process: shout of "
-        f"{tmp_path / 'slow_rewards.py'} was not imported within limits.tool_s = 3 s, "
-    )
-    assert f"which was at {tmp_path / 'slow_rewards.py'}, line 8 (`import heavy`), in " in said
-    assert said.endswith(REMEDY)
-
-
-async def test_process_that_is_still_starting_is_said_to(module: Callable[[str], Any]) -> None:
-    said = await refusal(0.01, reward=module("time.sleep(60)").score)
-    assert (
-        f"limits.reward_s = 0.01 s, by a new process of {sys.executable}, which was still " in said
+        f"{tmp_path / 'slow_rewards.py'} was not imported within limits.tool_s = 3 s, by a new "
+        f"process of {sys.executable}{REMEDY}"
     )
