@@ -13,7 +13,7 @@ from trio.testing import MockClock
 
 from fake_core import CountingCore
 from rollout.engine.core import Chunk, GenerationRequest, SamplingParams
-from rollout.engine.driver.generation import Generation
+from rollout.engine.pool.generation import Generation
 from rollout.engine.process import client_session
 from rollout.engine.process.session_prefixes import PrefixStore
 from rollout.engine.wire import frames

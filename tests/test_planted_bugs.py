@@ -18,9 +18,9 @@ from rollout.chat.transcript import Transcript
 from rollout.containment import Contained
 from rollout.engine.cores.simulated.simulated_model import SimulatedModel
 from rollout.engine.driver.channel import Channel
-from rollout.engine.driver.generation import Generation
-from rollout.engine.driver.pool import EnginePool
-from rollout.engine.driver.recovery import Attempt
+from rollout.engine.pool.generation import Generation
+from rollout.engine.pool.pool import EnginePool
+from rollout.engine.pool.requests import Request
 from rollout.engine.process import client_session as host_module
 from rollout.engine.process.client_session import ClientSession
 from rollout.limits import Deadline

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from rollout.config.checks import STRATEGIES as CONFIG_STRATEGIES
 from rollout.engine import EngineLoad, Router
 from rollout.engine.core import SamplingParams, pack_ids
-from rollout.engine.driver.generation import Generation
-from rollout.engine.driver.pool import EnginePool, open_pool
+from rollout.engine.pool.generation import Generation
+from rollout.engine.pool.pool import EnginePool
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.routing import Dispatch, ReplicaSet, ReplicaState, sessions
@@ -913,7 +913,7 @@ async def ask(pool: EnginePool, session: str, prompt: bytes, count: int) -> Gene
 
 def test_pool_tells_the_router_what_engines_report_and_requests_need() -> None:
     async def main() -> tuple[Any, Any, set[str]]:
-        async with open_pool(simulated_pool((2.0, 1.0, 1.0))) as pool:
+        async with simulated_pool((2.0, 1.0, 1.0)).serving() as pool:
             prompt = pack_ids([97] * 400)
 
             async def converse(number: int) -> None:
@@ -945,7 +945,7 @@ def test_pool_tells_the_router_what_engines_report_and_requests_need() -> None:
 
 def test_pool_gives_each_replica_its_weight() -> None:
     async def main() -> dict[str, float]:
-        async with open_pool(simulated_pool((1.0, 1.0), load_shares=(1.0, 2.5))) as pool:
+        async with simulated_pool((1.0, 1.0), load_shares=(1.0, 2.5)).serving() as pool:
             return {replica.name: replica.weight for replica in pool.router.replicas}
 
     assert run_virtual(main) == {"engine-0": 1.0, "engine-1": 2.5}

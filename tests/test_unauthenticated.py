@@ -19,8 +19,8 @@ from trio.testing import MockClock
 from fake_core import CountingCore
 from rollout.engine.core import SamplingParams
 from rollout.engine.driver.channel_connecting import connect_channel
-from rollout.engine.driver.generation import Generation
-from rollout.engine.driver.pool import EnginePool, open_pool
+from rollout.engine.pool.generation import Generation
+from rollout.engine.pool.pool import EnginePool
 from rollout.engine.placement.local_process import LocalProcess
 from rollout.engine.placement.memory import memory_stream_pair
 from rollout.engine.placement.placement import CoreSpec
@@ -247,7 +247,7 @@ async def test_attack_by_idle_connections_costs_no_engine_and_no_token(
     is_encrypted: bool,
     files: TlsFiles,  # noqa: F811
 ) -> None:
-    async with open_pool(pool_of(files if is_encrypted else None)) as pool:
+    async with pool_of(files if is_encrypted else None).serving() as pool:
         with attacked(150, WORDS[words]), anyio.fail_after(60):
             assert await ask(pool, 1, 200) == list(range(2, 202))
             replica = pool._replicas["engine-0"]
@@ -281,7 +281,7 @@ async def another_channel(pool: EnginePool) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("anyio_backend", ["trio"])
 async def test_attack_connections_are_closed_soon() -> None:
-    async with open_pool(pool_of()) as pool:
+    async with pool_of().serving() as pool:
         with attacked(100, b"") as sockets:
             await anyio.sleep(AUTHENTICATION_S + 5)
             assert await ask(pool, 1, 10) == list(range(2, 12))

@@ -16,7 +16,7 @@ from anyio.abc import ByteStream
 from rollout.engine.core import SamplingParams
 from rollout.engine.driver.channel import Channel
 from rollout.engine.driver.channel_connecting import connect_channel
-from rollout.engine.driver.generation import Generation
+from rollout.engine.pool.generation import Generation
 from rollout.engine.driver.pending_request import PendingRequest
 from rollout.engine.placement.memory import MemoryByteStream, memory_stream_pair
 from rollout.engine.process.server import EngineServer

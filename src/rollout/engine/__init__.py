@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         SamplingParams,
     )
     from rollout.engine.driver.channel_connecting import connect_channel
-    from rollout.engine.driver.engine_opening import open_engines
+    from rollout.engine.pool.opening import open_engines
     from rollout.engine.placement.gpu_slots import gpu_slots_of
     from rollout.engine.process.server import EngineServer
     from rollout.engine.routing import Router
@@ -36,7 +36,7 @@ _HOMES = {
         "GenerationRequest",
         "SamplingParams",
     ),
-    "rollout.engine.driver.engine_opening": ("open_engines",),
+    "rollout.engine.pool.opening": ("open_engines",),
     "rollout.engine.placement.gpu_slots": ("gpu_slots_of",),
     "rollout.engine.routing": ("Router",),
     "rollout.engine.process.server": ("EngineServer",),

@@ -11,7 +11,7 @@ import anyio
 
 from rollout.bridge import loop_clock
 from rollout.engine.core import Chunk, EngineInfo, EngineLoad
-from rollout.engine.driver.generation import ChunkFault, Generation, TokenCounts
+from rollout.engine.pool.generation import ChunkFault, Generation, TokenCounts
 from rollout.engine.driver.heartbeat import Heartbeat
 from rollout.engine.driver.lasting_connection import LastingConnection
 from rollout.engine.driver.media_sender import MediaSender

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from rollout.engine.driver.channel import Channel
-from rollout.engine.driver.generation import TokenCounts
+from rollout.engine.pool.generation import TokenCounts
 from rollout.engine.wire.greeting import Connect, Greeter
 from rollout.engine.wire.handshake import HANDSHAKE_S
 from rollout.engine.wire.protocol import CONNECTION_ERRORS, ROLES, DriverFacts, Role, Terms

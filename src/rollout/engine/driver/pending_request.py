@@ -9,7 +9,7 @@ import anyio
 import msgspec
 
 from rollout.engine.core import Chunk, FinishReason
-from rollout.engine.driver.generation import ChunkFault, Generation, Part, TokenCounts
+from rollout.engine.pool.generation import ChunkFault, Generation, Part, TokenCounts
 from rollout.engine.driver.token_ids import outside
 from rollout.engine.routing import Dispatch
 from rollout.engine.wire.protocol import Submit
