@@ -21,6 +21,8 @@ from rollout.config import (
 )
 from rollout.config.engines import SGLANG_OWN
 from rollout.config.placements import gpus_of
+from rollout.engine.channel.messages import ChannelSettings
+from rollout.engine.channel.sockets import TlsFiles
 from rollout.engine.driver.pool import EnginePool, open_pool
 from rollout.engine.driver.request_runner import last_answer_s
 from rollout.engine.model_files import model_path_fault
@@ -29,8 +31,6 @@ from rollout.engine.placement.local_process import LocalProcess
 from rollout.engine.placement.placement import CoreSpec, Placement
 from rollout.engine.placement.ray import open_ray_actors
 from rollout.engine.routing import Router
-from rollout.engine.wire.protocol import Terms
-from rollout.engine.wire.tls import TlsFiles
 from rollout.errors import EngineError
 from rollout.function_refs import refuse_while_imported
 
@@ -159,10 +159,10 @@ def replica_spec(config: RolloutConfig, replica: int) -> CoreSpec:
     return attrs.evolve(spec, tls=files)
 
 
-def channel_terms(config: RolloutConfig) -> Terms:
+def channel_terms(config: RolloutConfig) -> ChannelSettings:
     """What both sides of the channels keep to."""
     channel = config.channel
-    return Terms(
+    return ChannelSettings(
         heartbeat_s=channel.heartbeat_s,
         heartbeat_timeout_s=channel.heartbeat_timeout_s,
         reconnect_s=channel.reconnect_s,

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from rollout.engine.wire.operations import ALL_TAGS, TAGS_OF_LEVEL, FlushCache, Sleep, WakeUp
+from rollout.engine.channel.operations import ALL_TAGS, TAGS_OF_LEVEL, FlushCache, Sleep, WakeUp
 from rollout.errors import ChannelError, EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterable
 
-    from rollout.engine.driver.channel import Channel
+    from rollout.engine.channel.channel import Channel
     from rollout.engine.driver.replica import Replica
     from rollout.engine.driver.request_runner import RequestRunner
 

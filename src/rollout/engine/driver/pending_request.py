@@ -1,39 +1,30 @@
-"""A request under way on a channel."""
+"""The record of a request under way on a channel."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import anyio
 import msgspec
 
+from rollout.bridge import loop_clock
 from rollout.engine.core import Chunk, FinishReason
 from rollout.engine.driver.generation import ChunkFault, Generation, Part, TokenCounts
 from rollout.engine.driver.token_ids import outside
 from rollout.engine.routing import Dispatch
-from rollout.engine.wire.protocol import Submit
 from rollout.medium import PlacedMedia
-from rollout.token_prefix import TokenPrefix
 
 
-class Asker(Protocol):
-    """Makes the message of a request, so that nobody needs to keep it."""
-
-    def submit(self, request_id: str) -> Submit:
-        """The same message each time."""
-
-
-class PendingRequest(msgspec.Struct, eq=False, gc=False):
+class PendingRequest(msgspec.Struct, eq=False, gc=False, kw_only=True):
     """A request under way: `done` fires at its last chunk or when the channel is lost.
 
     Attributes:
-        asked: The request itself; or what makes it again, where an engine lacks what it builds on.
-        prefix: The prompt, where it is not in the message; its first `sent_tokens` tokens.
-        generation: Filled as chunks come, also of an abandoned request; None once no caller waits
+        generation: Filled as chunks come, also of an aborted request; None once no caller waits
             for them any more.
         part: What this request gave to it.
         on_gone: Called with it, once, when the engine no longer works on it.
+        counts: Of the replica.
+        vocab_size: Of the engine.
         dispatch: Where it was placed, for `on_gone`.
         finish_reason: How it ended, where its last chunk was taken; None until then.
         error: Why the engine refused or failed it; empty otherwise.
@@ -44,15 +35,14 @@ class PendingRequest(msgspec.Struct, eq=False, gc=False):
             before it was cancelled.
     """
 
-    asked: Submit | Asker
-    prefix: TokenPrefix | None
-    sent_tokens: int
-    deadline: float
     generation: Generation | None
     part: Part
     on_gone: Callable[[PendingRequest], None]
-    done: anyio.Event
+    counts: TokenCounts
+    vocab_size: int = 0
+    deadline: float
     dispatch: Dispatch | None = None
+    done: anyio.Event = msgspec.field(default_factory=anyio.Event)
     finish_reason: FinishReason | None = None
     error: str = ""
     is_lost: bool = False
@@ -60,42 +50,40 @@ class PendingRequest(msgspec.Struct, eq=False, gc=False):
     media: tuple[PlacedMedia, ...] = ()
     first_at: float | None = None
 
-    def take(self, chunk: Chunk, vocab_size: int, counts: TokenCounts) -> None:
-        """Append the tokens of a chunk to the generation, and count them.
-
-        Raises:
-            ChunkFault: It contradicts itself or what came before it; nothing was taken.
-        """
-        assert self.generation is not None
-        fault = outside(chunk.ids, vocab_size) if chunk.ids else ""
-        if fault:
-            raise ChunkFault(fault)
-        count = self.generation.take(chunk)
-        self.finish_reason = chunk.finish_reason
-        if count:
-            counts.taken += count
-        else:
-            counts.repeated += len(chunk.ids) // 4
-
-    def lacking(self, session: str, *, whole: bool) -> tuple[int, int, bytes]:
-        """How much of its prefix a channel's replica has, the sum of that, and what follows."""
-        assert self.prefix is not None
-        kept = 0 if whole else self.prefix.sent_to(session)
-        if kept >= self.sent_tokens:
-            kept = 0
-        summed = self.prefix.compute_sum(kept) if kept else 0
-        return kept, summed, self.prefix.packed(kept, self.sent_tokens)
-
     @property
     def request_id(self) -> str:
         """Its key on the wire."""
         return self.part.request_id
 
-    def message(self) -> Submit:
-        """The request itself, which then is to be told how much of its prefix is lacking."""
-        asked = self.asked
-        message = asked if isinstance(asked, Submit) else asked.submit(self.request_id)
-        message.has_prefix = self.prefix is not None
-        if self.media:
-            message.media = tuple((m.medium.digest, m.start, m.count) for m in self.media)
-        return message
+    def take(self, chunk: Chunk) -> bool:
+        """Append the tokens of a chunk to the generation; False where it contradicts itself."""
+        if self.generation is None or self.is_garbled:
+            self.counts.late += len(chunk.ids) // 4
+            return True
+        try:
+            fault = outside(chunk.ids, self.vocab_size) if chunk.ids else ""
+            if fault:
+                raise ChunkFault(fault)
+            count = self.generation.take(chunk)
+        except ChunkFault as fault:
+            self.counts.refused += len(chunk.ids) // 4
+            self.error = f"{self.part.replica} sent a faulty chunk: {fault}"
+            self.is_garbled = True
+            self.done.set()
+            return False
+        if count:
+            self.counts.taken += count
+        else:
+            self.counts.repeated += len(chunk.ids) // 4
+        if self.first_at is None and self.part.count:
+            self.first_at = loop_clock()()
+        if chunk.finish_reason is not None:
+            self.finish_reason, self.error = chunk.finish_reason, chunk.error
+        return True
+
+    def end(self, lost_reason: str) -> None:
+        """The engine no longer works on it, or its channel is lost."""
+        self.is_lost = bool(lost_reason)
+        self.error = self.error or lost_reason
+        self.on_gone(self)
+        self.done.set()

@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
     from anyio.abc import TaskGroup
 
+    from rollout.engine.channel.messages import ChannelSettings
     from rollout.engine.core import EngineInfo, EngineLoad, SamplingParams
     from rollout.engine.driver.generation import Generation
     from rollout.engine.driver.replica_supervisor import FactsGiver
     from rollout.engine.placement.placement import CoreSpec, Placement
     from rollout.engine.routing import Router
-    from rollout.engine.wire.protocol import Terms
     from rollout.limits import Limit
     from rollout.medium import PlacedMedia
     from rollout.observe.explanation import Wait
@@ -84,7 +84,7 @@ class EnginePool(PoolMaintenance):
         policy: RecoveryPolicy = "resume",
         wait_s: float | None = 300.0,
         backoff_s: float = 1.0,
-        terms: Terms | None = None,
+        terms: ChannelSettings | None = None,
         facts: FactsGiver | None = None,
         last_answer_s: float = LAST_ANSWER_S,
         events: EventStream | None = None,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from rollout.engine.channel.operations import ALL_TAGS, TAGS_OF_LEVEL
 from rollout.engine.driver.engine_events import telling_memory, telling_weights
 from rollout.engine.driver.weight_updater import check_update
-from rollout.engine.wire.operations import ALL_TAGS, TAGS_OF_LEVEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

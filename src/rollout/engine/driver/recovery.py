@@ -13,10 +13,10 @@ import anyio
 import attrs
 import msgspec
 
+from rollout.engine.channel.messages import Submit
 from rollout.engine.core import EngineInfo, SamplingParams
 from rollout.engine.driver.generation import Generation
 from rollout.engine.driver.pending_request import PendingRequest
-from rollout.engine.wire.protocol import Submit
 from rollout.errors import EngineError
 from rollout.limits import Clock, Limit
 from rollout.medium import PlacedMedia
@@ -169,13 +169,6 @@ class Attempt(msgspec.Struct, eq=False, kw_only=True, gc=False):
         return packed + self.generation.ids.tobytes()
 
     @property
-    def prefix(self) -> TokenPrefix | None:
-        """That, where it is the trajectory's prefix and nothing else."""
-        if self.generation.count or isinstance(self.prompt, bytes):
-            return None
-        return self.prompt
-
-    @property
     def prompt_tokens(self) -> int:
         """The length of that."""
         prompt = self.prompt
@@ -230,14 +223,16 @@ class Attempt(msgspec.Struct, eq=False, kw_only=True, gc=False):
         self.replica, self.is_interrupted = replica, False
         self.resume()
 
-    def submit(self, request_id: str) -> Submit:
-        """What the replica is asked; its prompt is left out where it is the trajectory's prefix."""
+    def submit(self, request_id: str, remaining_s: float | None) -> Submit:
+        """Make the message that asks a replica."""
         return Submit(
             request_id,
-            self.prompt_ids if self.prefix is None else b"",
+            self.prompt_ids,
             self.sampling,
             self.session_id,
             self.priority,
+            remaining_s,
+            media=tuple((each.medium.digest, each.start, each.count) for each in self.media),
             routed_experts=self.generation.expert_shape is not None,
             routed_experts_start=self.experts_start,
         )

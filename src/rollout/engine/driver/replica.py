@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import anyio
 import attrs
 
-from rollout.engine.driver.channel import Channel
+from rollout.engine.channel.channel import Channel
 from rollout.engine.driver.generation import TokenCounts
 from rollout.engine.driver.recovery import Attempt
 from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
 from rollout.engine.routing import ReplicaState
+from rollout.engine.weight_staging import unstage
 from rollout.engine.weights import DiskWeights, DistributedWeights
-from rollout.engine.wire.staging import unstage
 from rollout.observe.event_stream import EventStream
 from rollout.observe.events import ReplicaChanged, ReplicaSampled
 from rollout.worker_threads import run_in_thread
@@ -207,7 +207,7 @@ class Replica:
             running=load.running,
             queued=load.queued,
             in_flight=routed.in_flight if routed else 0,
-            zombies=channel.zombies if channel else 0,
+            zombies=channel.aborting if channel else 0,
             capacity=channel.info.most_at_once if channel else 0,
             kv_used=load.kv_used,
             tokens_per_s=routed.speed.tokens_per_s if routed else 0.0,

@@ -43,7 +43,7 @@ def statistics_of(replica: Replica) -> ReplicaStatistics:
         name=replica.name,
         state=replica.state,
         in_flight=replica.routed.in_flight if replica.routed else 0,
-        zombies=replica.channel.zombies if replica.channel else 0,
+        zombies=replica.channel.aborting if replica.channel else 0,
         starts=replica.starts,
         tokens=attrs.evolve(replica.tokens),
         media_bytes=replica.media_bytes + (replica.channel.media_bytes if replica.channel else 0),

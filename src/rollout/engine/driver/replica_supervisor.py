@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Awaitable, Callable
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import anyio
 import attrs
 
-from rollout.engine.driver.channel import Channel
-from rollout.engine.driver.channel_connecting import connect_channel
+from rollout.engine.channel.channel import Channel, connect_channel
+from rollout.engine.channel.handshake import CONNECT_S, RefusedError
+from rollout.engine.channel.messages import ChannelSettings, ClientExpectations
 from rollout.engine.driver.replica import Replica
 from rollout.engine.placement.placement import Placement
-from rollout.engine.wire.protocol import DriverFacts, Terms
-from rollout.errors import EngineError
+from rollout.errors import ChannelError, EngineError
 from rollout.limits import cleanup_scope
 from rollout.scopes import open_task_group, unwrap_group
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
+    from collections.abc import Iterable
 
     from anyio.abc import TaskGroup, TaskStatus
 
 logger = logging.getLogger("rollout.engine")
 
-FactsGiver = Callable[[], Awaitable[DriverFacts]]
+FactsGiver = Callable[[], Awaitable[ClientExpectations]]
 
 #: The longest pause before a replica is restarted, unless the first one is longer.
 MAX_BACKOFF_S = 30.0
@@ -37,13 +37,15 @@ STABLE_S = 60.0
 #: How long after its connections an engine's end may be known: one that lost only those has not
 #: died.
 DEATH_GRACE_S = 1.0
+#: Between two attempts to connect anew.
+RECONNECT_BACKOFF_S = 0.05
 #: To give back what a placement keeps for a replica.
 RELEASE_S = 10.0
 
 
-async def nothing_known() -> DriverFacts:
+async def nothing_known() -> ClientExpectations:
     """The facts of a driver that takes nothing for granted."""
-    return DriverFacts()
+    return ClientExpectations()
 
 
 @attrs.frozen(kw_only=True)
@@ -61,7 +63,7 @@ class Supervisor:
     """
 
     placement: Placement
-    terms: Terms | None
+    terms: ChannelSettings | None
     facts: FactsGiver
     start_timeout_s: float
     backoff_s: float
@@ -109,9 +111,8 @@ class Supervisor:
         deaths, longest_s = 0, max(MAX_BACKOFF_S, self.backoff_s)
         while True:
             try:
-                async with self._started(replica) as (channel, died):
-                    if await self._serve(replica, channel, died, task_status) >= STABLE_S:
-                        deaths = 0
+                if await self._serve_process(replica, task_status) >= STABLE_S:
+                    deaths = 0
             except EngineError as error:
                 if replica.starts == 0:
                     raise
@@ -122,48 +123,62 @@ class Supervisor:
             await anyio.sleep(min(pause_s, longest_s))
             deaths += 1
 
-    @asynccontextmanager
-    async def _started(self, replica: Replica) -> AsyncIterator[tuple[Channel, anyio.Event]]:
-        """The old one, if any, is gone before this begins: its context has been left."""
-        name = replica.name
-        async with (
-            self.placement.open_replica(name, replica.spec, self.start_timeout_s) as handle,
-            connect_channel(
-                name,
-                handle.connect,
-                handle.secret,
-                replica.tokens,
-                terms=self.terms,
-                facts=await self.facts(),
-            ) as channel,
-        ):
+    async def _serve_process(self, replica: Replica, task_status: TaskStatus[None]) -> float:
+        """Start the engine and serve it, over a new connection where one breaks.
+
+        Returns for how long it served.
+        """
+        name, served_s, give_up_at = replica.name, 0.0, -math.inf
+        reconnect_s = (self.terms or ChannelSettings()).reconnect_s
+        # The old process, if any, has ended before this begins: its context has been left.
+        async with self.placement.open_replica(name, replica.spec, self.start_timeout_s) as handle:
             replica.live_in(handle)
-            yield channel, handle.died
+            while True:
+                timeout_s = give_up_at - anyio.current_time()
+                try:
+                    async with connect_channel(
+                        name,
+                        handle.connect,
+                        handle.secret,
+                        settings=self.terms,
+                        expectations=await self.facts(),
+                        timeout_s=timeout_s if timeout_s > 0 else CONNECT_S,
+                    ) as channel:
+                        served_s += await self._serve(replica, channel, handle.died, task_status)
+                except ChannelError as error:
+                    is_hopeless = isinstance(error.__cause__, ConnectionRefusedError | RefusedError)
+                    if is_hopeless or anyio.current_time() >= give_up_at:
+                        raise
+                    await anyio.sleep(RECONNECT_BACKOFF_S)
+                    continue
+                if handle.died.is_set() or channel.lost_cause != "connection" or not reconnect_s:
+                    return served_s
+                give_up_at = anyio.current_time() + reconnect_s
 
     async def _serve(
         self, replica: Replica, channel: Channel, died: anyio.Event, task_status: TaskStatus[None]
     ) -> float:
-        """Serve until the replica is lost; returns for how long it served."""
+        """Serve until the session is lost; returns for how long it served."""
         try:
             async with open_task_group() as tasks:
                 tasks.start_soon(self._close_when_dead, channel, died)
-                tasks.start_soon(channel.run)
                 await self.bring_up(replica, channel)
                 if replica.starts == 1:
                     task_status.started()
                 served_since = anyio.current_time()
                 await channel.lost.wait()
                 served_s = anyio.current_time() - served_since
-                if channel.is_link_fault:
+                if channel.lost_cause == "connection":
                     with anyio.move_on_after(DEATH_GRACE_S):
                         await died.wait()
         finally:
             channel.close()
-            self.classify_loss(replica, channel, died.is_set() or not channel.is_link_fault)
+            is_death = died.is_set() or channel.lost_cause != "connection"
+            self.classify_loss(replica, channel, is_death)
         logger.warning("lost %s", channel.lost_reason)
         self.taken_down(replica, channel.lost_reason)
         return served_s
 
     async def _close_when_dead(self, channel: Channel, died: anyio.Event) -> None:
         await died.wait()
-        channel.close("the engine died")
+        channel.lose("the engine died", "process")

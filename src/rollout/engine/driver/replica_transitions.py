@@ -14,8 +14,8 @@ from rollout.errors import ChannelError, EngineError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from rollout.engine.channel.channel import Channel
     from rollout.engine.core import EngineInfo, EngineLoad
-    from rollout.engine.driver.channel import Channel
     from rollout.engine.driver.load_windows import LoadWindows
     from rollout.engine.driver.memory_manager import MemoryManager
     from rollout.engine.driver.replica import Replica
@@ -121,7 +121,7 @@ class ReplicaTransitions:
     def classify_loss(self, replica: Replica, channel: Channel, is_death: bool) -> None:
         """A replica was lost, and it is known now whether that was a death of its own."""
         attempts, in_flight = replica.classify_loss()
-        is_own = is_death and not (replica.is_closed_by_driver or channel.is_broken_by_command)
+        is_own = is_death and not (replica.is_closed_by_driver or channel.lost_cause == "operation")
         if is_own and self._requests.is_open:
             record_death(attempts, channel.lost_reason, in_flight=in_flight)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import anyio
 from rollout.bridge import loop_clock
 from rollout.engine.core import WHOLE_ANSWERS
 from rollout.engine.driver.engine_events import tell_request_ended, tell_request_placed
+from rollout.engine.driver.pending_request import PendingRequest
 from rollout.engine.driver.recovery import NO_ENGINE, Isolation
 from rollout.engine.driver.replica import last_errors
 from rollout.limits import cleanup_scope
@@ -18,8 +20,7 @@ from rollout.seeds import RequestIds
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from rollout.engine.driver.channel import Channel
-    from rollout.engine.driver.pending_request import PendingRequest
+    from rollout.engine.channel.channel import Channel
     from rollout.engine.driver.recovery import Attempt
     from rollout.engine.driver.replica import Replica
     from rollout.engine.driver.wait_queue import Notifier, WaitQueue
@@ -106,17 +107,17 @@ class RequestRunner:
                 channel = self._begin(attempt, dispatch)
                 try:
                     if channel.is_full:
-                        await self._wait_for_room(channel, dispatch, attempt)
+                        await self._wait_for_room(channel, dispatch)
                     pending = self._submit(channel, dispatch, attempt)
                     try:  # right here: each coroutine around this wait is one for each trajectory
                         await pending.done.wait()
                     except anyio.get_cancelled_exc_class():
-                        channel.abandon_nowait(pending)
+                        channel.abort_nowait(pending.request_id)
                         with cleanup_scope(self._last_answer_s):
                             await pending.done.wait()
                         raise
                     except BaseException:  # closed by force, which may not be awaited in
-                        channel.abandon_nowait(pending)
+                        channel.abort_nowait(pending.request_id)
                         raise
                     finally:
                         pending.generation = attempt.pending = None
@@ -171,7 +172,7 @@ class RequestRunner:
             for attempt in self.running_on(replica):
                 attempt.is_interrupted = True
                 if replica.channel is not None:
-                    replica.channel.interrupt_nowait(attempt.generation.request_id)
+                    replica.channel.abort_nowait(attempt.generation.request_id)
             with anyio.move_on_after(ABORT_AGAIN_S):
                 await self.finish(replica)
                 is_empty = True
@@ -185,7 +186,7 @@ class RequestRunner:
                 replica = self._replicas.get(attempt.generation.replica)
                 if attempt.is_running and replica is not None and replica.channel is not None:
                     attempt.is_interrupted = True
-                    replica.channel.interrupt_nowait(attempt.generation.request_id)
+                    replica.channel.abort_nowait(attempt.generation.request_id)
             with anyio.move_on_after(ABORT_AGAIN_S):
                 while any(attempt.is_running for attempt in attempts):
                     await self._changes.wait()
@@ -304,24 +305,32 @@ class RequestRunner:
         if self._events.is_on:
             tell_request_ended(self._events, attempt, pending, self._now())
 
-    async def _wait_for_room(self, channel: Channel, dispatch: Dispatch, attempt: Attempt) -> None:
+    async def _wait_for_room(self, channel: Channel, dispatch: Dispatch) -> None:
         try:
-            await channel.wait_for_room(attempt.prompt_tokens)
+            await channel.wait_for_room()
         except BaseException:
             self._release(dispatch, generated=None)
             raise
 
     def _submit(self, channel: Channel, dispatch: Dispatch, attempt: Attempt) -> PendingRequest:
-        pending = attempt.pending = channel.submit_nowait(
-            attempt.submit(self._ids.new()),
-            attempt.generation,
-            self._on_gone,
-            prefix=attempt.prefix,
-            deadline=attempt.deadline,
+        replica, request_id = self._replicas[dispatch.replica.name], self._ids.new()
+        deadline = attempt.deadline
+        pending = attempt.pending = PendingRequest(
+            generation=attempt.generation,
+            part=attempt.generation.begin(request_id, replica.name),
+            on_gone=self._on_gone,
+            counts=replica.tokens,
+            vocab_size=channel.info.vocab_size,
+            deadline=deadline,
             dispatch=dispatch,
             media=attempt.media,
-            asker=attempt,
         )
+        remaining_s = None if deadline == math.inf else max(0.0, deadline - self._now())
+        try:
+            channel.submit_nowait(attempt.submit(request_id, remaining_s), pending)
+        except BaseException:  # nothing has left
+            self._released(pending)
+            raise
         if self._events.tells_all:
             tell_request_placed(self._events, attempt, pending)
         return pending

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 import anyio
 import msgspec
 
+from rollout.engine.channel.operations import DropWeights, LoadWeights, ReceiveWeights
 from rollout.engine.weights import DiskWeights, DistributedWeights
-from rollout.engine.wire.operations import DropWeights, LoadWeights, ReceiveWeights
 from rollout.errors import ChannelError, EngineError
 from rollout.limits import cleanup_scope
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollout.engine.driver.channel import Channel
+    from rollout.engine.channel.channel import Channel
     from rollout.engine.driver.replica import Replica
 
 #: To remove the files that engines have loaded.

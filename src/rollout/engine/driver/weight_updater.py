@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import msgspec
 
+from rollout.engine.channel.operations import LoadWeights
 from rollout.engine.driver.replica import Weights, last_errors
 from rollout.engine.driver.weight_broadcast import WeightBroadcast, check_gpus
+from rollout.engine.weight_staging import stage
 from rollout.engine.weights import (
     UPDATE_MODES,
     DiskWeights,
@@ -18,14 +20,12 @@ from rollout.engine.weights import (
     TensorWeights,
     WeightSource,
 )
-from rollout.engine.wire.operations import LoadWeights
-from rollout.engine.wire.staging import stage
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from rollout.engine.driver.channel import Channel
+    from rollout.engine.channel.channel import Channel
     from rollout.engine.driver.replica import Replica
     from rollout.engine.driver.request_runner import RequestRunner
     from rollout.engine.driver.wait_queue import Notifier
