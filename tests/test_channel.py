@@ -17,7 +17,7 @@ from rollout.engine.pool.generation import Generation
 from rollout.engine.process import client_session
 from rollout.engine.process.session_prefixes import PrefixStore
 from rollout.engine.wire import frames
-from rollout.engine.wire.protocol import DriverFacts, SendWhole, Submit, Terms
+from rollout.engine.channel.messages import ClientExpectations, SendWhole, Submit, ChannelSettings
 from rollout.errors import ChannelError
 from rollout.token_prefix import TokenPrefix
 from wires import Asker, Wire, messages_of, packed, prefix_of
@@ -80,7 +80,7 @@ async def test_cut_in_mid_stream_nothing_is_lost_and_nothing_comes_twice(seed: i
 async def test_cut_for_longer_than_allowed_requests_fail_and_the_engine_forgets_them() -> None:
     core = CountingCore(token_s=0.5)
     wire = Wire(core)
-    async with wire.channel(Terms(reconnect_s=2.0)) as channel:
+    async with wire.channel(ChannelSettings(reconnect_s=2.0)) as channel:
         asker = Asker(channel)
         generation, pending = asker.submit([1], 1000)
         await anyio.sleep(1.2)
@@ -97,7 +97,7 @@ async def test_cut_for_longer_than_allowed_requests_fail_and_the_engine_forgets_
 
 async def test_cut_with_reconnect_s_zero_is_the_end_at_once() -> None:
     wire = Wire(CountingCore(token_s=0.5))
-    async with wire.channel(Terms(reconnect_s=0)) as channel:
+    async with wire.channel(ChannelSettings(reconnect_s=0)) as channel:
         _, pending = Asker(channel).submit([1], 1000)
         await anyio.sleep(1.2)
         start = anyio.current_time()
@@ -129,7 +129,7 @@ async def test_channel_leaves_the_engine_ends_its_requests_at_once() -> None:
     async with anyio.create_task_group() as tasks:
 
         async def client() -> None:
-            async with wire.channel(Terms(reconnect_s=1000)) as channel:
+            async with wire.channel(ChannelSettings(reconnect_s=1000)) as channel:
                 Asker(channel).submit([1], 1000)
                 await anyio.sleep(1)
             assert not core._aborted
@@ -159,7 +159,7 @@ async def test_loop_blocked_just_before_the_verdict_hears_what_had_arrived(
     clock: MockClock,
 ) -> None:
     wire = Wire(CountingCore(token_s=1000))
-    async with wire.channel(Terms(heartbeat_s=4.9, heartbeat_timeout_s=5.0)) as channel:
+    async with wire.channel(ChannelSettings(heartbeat_s=4.9, heartbeat_timeout_s=5.0)) as channel:
         await anyio.sleep(4.89)
         clock.jump(60.0)
         await anyio.sleep(20)
@@ -171,7 +171,7 @@ async def test_silent_engine_is_lost_after_exactly_the_timeout(
 ) -> None:
     wire = Wire(CountingCore(token_s=1000))
     start = anyio.current_time()
-    async with wire.channel(Terms(heartbeat_s=0.7, heartbeat_timeout_s=2.5)) as channel:
+    async with wire.channel(ChannelSettings(heartbeat_s=0.7, heartbeat_timeout_s=2.5)) as channel:
         _, pending = Asker(channel).submit([1], 20)
         await anyio.sleep(1.0)
         monkeypatch.setattr(client_session.ClientSession, "take", lambda *_: None)
@@ -182,7 +182,7 @@ async def test_silent_engine_is_lost_after_exactly_the_timeout(
 
 async def test_quiet_client_with_an_open_socket_is_never_dead_to_the_server() -> None:
     wire = Wire(CountingCore(token_s=100.0))
-    async with wire.channel(Terms(heartbeat_s=1e6, heartbeat_timeout_s=1e7)) as channel:
+    async with wire.channel(ChannelSettings(heartbeat_s=1e6, heartbeat_timeout_s=1e7)) as channel:
         generation = await Asker(channel).ask([1], 36)  # an hour without a word of the client
         assert list(generation.ids) == expected(1, 36)
 
@@ -325,7 +325,7 @@ async def test_request_id_in_use_is_refused_and_the_engine_goes_on() -> None:
 
 async def test_request_longer_than_a_frame_is_refused_before_anything_is_sent() -> None:
     wire = Wire(CountingCore())
-    async with wire.channel(Terms(max_frame_bytes=4096)) as channel:
+    async with wire.channel(ChannelSettings(max_frame_bytes=4096)) as channel:
         asker = Asker(channel)
         with pytest.raises(ChannelError) as caught:
             asker.submit([1] * 2000, 3)
@@ -344,7 +344,7 @@ async def test_answer_longer_than_a_frame_fails_its_request_alone() -> None:
             yield Chunk(request_id=request.request_id, ids=ids, log_probs=ids, finish_reason="stop")
 
     wire = Wire(Verbose())
-    async with wire.channel(Terms(max_frame_bytes=4096)) as channel:
+    async with wire.channel(ChannelSettings(max_frame_bytes=4096)) as channel:
         asker = Asker(channel)
         _, pending = asker.submit([1], 1000)
         await pending.done.wait()
@@ -384,7 +384,7 @@ async def test_writer_has_much_to_write_callers_wait(
 
 async def test_tokens_are_gathered_by_count_and_by_time() -> None:
     wire = Wire(CountingCore(token_s=1.0))
-    async with wire.channel(Terms(stream_interval=4, stream_interval_s=2.5)) as channel:
+    async with wire.channel(ChannelSettings(stream_interval=4, stream_interval_s=2.5)) as channel:
         generation, pending = Asker(channel).submit([1], 6)
         seen: list[tuple[float, int]] = []
         start = anyio.current_time()
@@ -400,7 +400,7 @@ async def test_tokens_are_gathered_by_count_and_by_time() -> None:
 
 async def test_tokens_are_gathered_by_count() -> None:
     wire = Wire(CountingCore(token_s=1.0))
-    async with wire.channel(Terms(stream_interval=4, stream_interval_s=100)) as channel:
+    async with wire.channel(ChannelSettings(stream_interval=4, stream_interval_s=100)) as channel:
         generation, pending = Asker(channel).submit([1], 10)
         await anyio.sleep(4.5)
         assert len(generation.ids) == 4
@@ -438,7 +438,7 @@ async def test_further_facts_of_tokens_arrive_as_they_are() -> None:
                 )
 
     wire = Wire(Telling())
-    async with wire.channel(Terms(stream_interval=8)) as channel:
+    async with wire.channel(ChannelSettings(stream_interval=8)) as channel:
         generation = Generation()
         pending = channel.submit_nowait(
             Submit(
@@ -456,9 +456,9 @@ async def test_further_facts_of_tokens_arrive_as_they_are() -> None:
 
 
 MISMATCHES = {
-    "the driver's tokenizer knows 1001 ids, the engine's model 1000": DriverFacts(vocab_size=1001),
-    "the driver's end tokens are [5], the engine's [0]": DriverFacts(eos_ids=(5,)),
-    "the driver expects model other, the engine serves counting": DriverFacts(fingerprint="other"),
+    "the driver's tokenizer knows 1001 ids, the engine's model 1000": ClientExpectations(vocab_size=1001),
+    "the driver's end tokens are [5], the engine's [0]": ClientExpectations(eos_ids=(5,)),
+    "the driver expects model other, the engine serves counting": ClientExpectations(fingerprint="other"),
 }
 
 

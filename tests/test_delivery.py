@@ -21,9 +21,9 @@ from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
 from rollout.engine.routing import Router
 from rollout.engine.weights import DiskWeights, DistributedWeights
 from rollout.engine.wire import broadcasting
-from rollout.engine.wire.broadcasting import describe_tensors, receive_weights
-from rollout.engine.wire.operations import ReceiveWeights, carry_out
-from rollout.engine.wire.staging import PREFIX
+from rollout.engine.weight_broadcasting import describe_tensors, receive_weights
+from rollout.engine.channel.operations import ReceiveWeights, carry_out
+from rollout.engine.weight_staging import PREFIX
 from rollout.errors import EngineError
 from rollout.testing import hold_clock
 

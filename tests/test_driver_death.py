@@ -255,7 +255,7 @@ def test_driver_killed_at_any_moment_of_the_start_no_engine_is_left(
 
 
 def is_engine(process: psutil.Process) -> bool:
-    return "rollout.engine.process.child" in process.as_dict(["cmdline"], ad_value=[])["cmdline"]
+    return "rollout.engine.channel.child" in process.as_dict(["cmdline"], ad_value=[])["cmdline"]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from trio.testing import MockClock
 from fake_core import CountingCore
 from rollout.engine.core import Chunk, EngineLoad, GenerationRequest, SamplingParams
 from rollout.engine.wire import protocol
-from rollout.engine.wire.protocol import FrameError, Terms, encoder
+from rollout.engine.channel.messages import FrameError, ChannelSettings, encoder
 from rollout.token_prefix import TokenPrefix
 from wires import SECRET, Asker, Wire, packed
 
@@ -159,7 +159,7 @@ def submissions(asker: Asker, dice: random.Random) -> Iterator[Any]:
 async def test_bytes_of_strangers_are_dropped_and_the_server_goes_on(seed: int) -> None:
     dice = random.Random(seed)
     wire = Wire(CountingCore())
-    async with wire.channel(Terms()) as channel:
+    async with wire.channel(ChannelSettings()) as channel:
         for _ in range(20):
             stream = await wire.connect()
             noise = frames(dice, client_messages)

@@ -15,7 +15,7 @@ from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.pool import EnginePool
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec
-from rollout.engine.process.core_watch import LAST_ANSWERS_S, watch_core
+from rollout.engine.channel.core_hosting import LAST_ANSWERS_S, watch_core
 from rollout.engine.routing import Router
 
 pytestmark = pytest.mark.anyio

@@ -21,8 +21,8 @@ from rollout.engine import DiskWeights, TensorWeights, open_engines
 from rollout.engine.core import SamplingParams, pack_ids
 from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.pool import EnginePool
-from rollout.engine.wire.broadcasting import describe_tensors, receive_weights, send_weights
-from rollout.engine.wire.staging import PREFIX, stage
+from rollout.engine.weight_broadcasting import describe_tensors, receive_weights, send_weights
+from rollout.engine.weight_staging import PREFIX, stage
 from rollout.errors import EngineError
 
 pytestmark = pytest.mark.process
@@ -167,7 +167,7 @@ def test_stage_without_room_or_tensors_leaves_nothing(tmp_path: Path) -> None:
 SENDER = """
 import sys, msgspec
 from safetensors.torch import load_file
-from rollout.engine.wire.broadcasting import send_weights
+from rollout.engine.weight_broadcasting import send_weights
 from rollout.engine.weights import DistributedWeights
 weights = msgspec.json.decode(sys.argv[2], type=DistributedWeights)
 send_weights(load_file(sys.argv[1]), weights)

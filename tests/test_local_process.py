@@ -38,7 +38,7 @@ def children() -> list[psutil.Process]:
     return [
         process
         for process in psutil.Process().children(recursive=True)
-        if "rollout.engine.process.child" in process.as_dict(["cmdline"], ad_value=[])["cmdline"]
+        if "rollout.engine.channel.child" in process.as_dict(["cmdline"], ad_value=[])["cmdline"]
     ]
 
 

@@ -13,7 +13,7 @@ import pytest
 from fake_core import CountingCore
 from rollout.engine.core import SamplingParams
 from rollout.engine.pool.generation import Generation
-from rollout.engine.wire.protocol import Abort, MediaPart, Submit
+from rollout.engine.channel.messages import Abort, MediaPart, Submit
 from rollout.medium import Media, PlacedMedia
 from wires import TERMS, Asker, Wire, messages_of, packed
 

@@ -17,7 +17,7 @@ from rollout.agents.identity import Identity
 from rollout.chat.transcript import Transcript
 from rollout.containment import Contained
 from rollout.engine.cores.simulated.simulated_model import SimulatedModel
-from rollout.engine.driver.channel import Channel
+from rollout.engine.channel.channel import Channel
 from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.pool import EnginePool
 from rollout.engine.pool.requests import Request

@@ -14,7 +14,7 @@ from rollout.engine.placement.memory import MemoryByteStream, memory_stream_pair
 from rollout.engine.wire import protocol
 from rollout.engine.wire.frames import FrameStream
 from rollout.engine.wire.handshake import greet_as_client, greet_as_server, proof_of
-from rollout.engine.wire.protocol import (
+from rollout.engine.channel.messages import (
     Abort,
     FrameError,
     Hello,

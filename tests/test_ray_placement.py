@@ -78,7 +78,7 @@ def engines() -> list[psutil.Process]:
     for pid in marked():
         with suppress(psutil.Error):
             process = psutil.Process(pid)
-            if "rollout.engine.process.child" in process.cmdline():
+            if "rollout.engine.channel.child" in process.cmdline():
                 found.append(process)
     return found
 

@@ -348,7 +348,7 @@ async def test_add_replica_that_does_not_start_leaves_nothing(
     cores: list[Any], monkeypatch: Any
 ) -> None:
     async with pool_of(1).serving() as pool:
-        pool._spec_of = lambda _: CoreSpec("fake_core:BrokenCore", {})
+        pool._make_spec = lambda _: CoreSpec("fake_core:BrokenCore", {})
         with pytest.raises(EngineError, match=r"^engine-1: FileNotFoundError: no weights here$"):
             await pool.add_replica()
         assert [r.name for r in pool.statistics()] == ["engine-0"]

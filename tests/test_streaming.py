@@ -36,7 +36,7 @@ from rollout.engine.pool.request_runner import LAST_ANSWER_S, limit_last_answer
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.routing import Router
-from rollout.engine.wire.protocol import Terms
+from rollout.engine.channel.messages import ChannelSettings
 from rollout.testing import Scenario
 from wires import Asker, Wire
 
@@ -229,7 +229,7 @@ async def test_simulated_tokens_leave_before_their_request_goes_back_to_the_queu
 
 async def test_server_sends_what_a_core_has_gathered_at_once() -> None:
     wire = Wire(ChunkyCore())
-    async with wire.channel(Terms(stream_interval=64, stream_interval_s=100.0)) as channel:
+    async with wire.channel(ChannelSettings(stream_interval=64, stream_interval_s=100.0)) as channel:
         generation, pending = Asker(channel).submit([1], 9)
         await anyio.sleep(1.5)
         assert list(generation.ids) == [1, 2, 3]
@@ -238,7 +238,7 @@ async def test_server_sends_what_a_core_has_gathered_at_once() -> None:
 
 async def test_server_tokens_that_come_shortly_after_each_other_leave_together() -> None:
     wire = Wire(CountingCore(token_s=1.0))
-    async with wire.channel(Terms(stream_interval=64, stream_interval_s=10.0)) as channel:
+    async with wire.channel(ChannelSettings(stream_interval=64, stream_interval_s=10.0)) as channel:
         asker = Asker(channel)
         first, _ = asker.submit([1], 50)
         await anyio.sleep(0.5)

@@ -13,7 +13,7 @@ from rollout.engine.pool.pool import EnginePool
 from rollout.engine.placement.local_process import LocalProcess
 from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.routing import Router
-from rollout.engine.wire.tls import TlsFiles
+from rollout.engine.channel.sockets import TlsFiles
 from rollout.errors import ConfigError, EngineError
 from test_local_process import ask
 

@@ -18,7 +18,7 @@ from trio.testing import MockClock
 
 from fake_core import CountingCore
 from rollout.engine.core import SamplingParams
-from rollout.engine.driver.channel_connecting import connect_channel
+from rollout.engine.channel.channel import connect_channel
 from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.pool import EnginePool
 from rollout.engine.placement.local_process import LocalProcess
@@ -26,7 +26,7 @@ from rollout.engine.placement.memory import memory_stream_pair
 from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.process import unauthenticated
 from rollout.engine.process.listening import PAUSE_S, accept_forever
-from rollout.engine.process.server import EngineServer
+from rollout.engine.channel.server import EngineServer
 from rollout.engine.process.unauthenticated import (
     AUTHENTICATION_S,
     YOUNG_S,
@@ -34,7 +34,7 @@ from rollout.engine.process.unauthenticated import (
     max_unauthenticated,
 )
 from rollout.engine.routing import Router
-from rollout.engine.wire.tls import TlsFiles
+from rollout.engine.channel.sockets import TlsFiles
 from test_tls import files  # noqa: F401  (a fixture)
 from wires import SECRET, Asker, Wire
 
@@ -204,7 +204,7 @@ def attacked(count: int, words: bytes) -> Iterator[list[socket.socket]]:
     (engine,) = (
         child
         for child in psutil.Process().children()
-        if "rollout.engine.process.child" in child.as_dict(["cmdline"], ad_value=[])["cmdline"]
+        if "rollout.engine.channel.child" in child.as_dict(["cmdline"], ad_value=[])["cmdline"]
     )
     (port,) = {c.laddr.port for c in engine.net_connections() if c.status == psutil.CONN_LISTEN}
     sockets = attack(port, count, words)

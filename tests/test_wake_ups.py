@@ -15,7 +15,7 @@ from fake_core import CountingCore
 from rollout.engine.core import Chunk, GenerationRequest
 from rollout.engine.driver.lasting_connection import FRAMES_A_ROUND
 from rollout.engine.wire import frames
-from rollout.engine.wire.protocol import Terms
+from rollout.engine.channel.messages import ChannelSettings
 from rollout.scopes import open_task_group
 from wires import Asker, Wire
 
@@ -120,7 +120,7 @@ async def test_answers_wait_for_their_round_the_engine_is_heard_and_answers_comm
 ) -> None:
     wire = Wire(AtOnce(2000))
     took: list[float] = []
-    async with wire.channel(Terms(heartbeat_s=0.05, heartbeat_timeout_s=0.2)) as channel:
+    async with wire.channel(ChannelSettings(heartbeat_s=0.05, heartbeat_timeout_s=0.2)) as channel:
 
         async def beat() -> None:
             while True:

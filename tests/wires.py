@@ -14,18 +14,18 @@ import msgspec
 from anyio.abc import ByteStream
 
 from rollout.engine.core import SamplingParams
-from rollout.engine.driver.channel import Channel
-from rollout.engine.driver.channel_connecting import connect_channel
+from rollout.engine.channel.channel import Channel
+from rollout.engine.channel.channel import connect_channel
 from rollout.engine.pool.generation import Generation
-from rollout.engine.driver.pending_request import PendingRequest
+from rollout.engine.pool.requests import Request
 from rollout.engine.placement.memory import MemoryByteStream, memory_stream_pair
-from rollout.engine.process.server import EngineServer
-from rollout.engine.wire.protocol import DriverFacts, Role, Submit, Terms
+from rollout.engine.channel.server import EngineServer
+from rollout.engine.channel.messages import ClientExpectations, Role, Submit, ChannelSettings
 from rollout.scopes import open_task_group
 from rollout.token_prefix import TokenPrefix
 
 SECRET = b"s" * 32
-TERMS = Terms()
+TERMS = ChannelSettings()
 
 
 class Wire:
@@ -64,7 +64,7 @@ class Wire:
 
     @asynccontextmanager
     async def channel(
-        self, terms: Terms = TERMS, facts: DriverFacts | None = None
+        self, terms: ChannelSettings = TERMS, facts: ClientExpectations | None = None
     ) -> AsyncIterator[Channel]:
         """A channel that runs; nothing is left of it afterwards."""
         async with open_task_group() as self._tasks:
@@ -77,7 +77,7 @@ class Wire:
 
     @asynccontextmanager
     async def channel_again(
-        self, terms: Terms = TERMS, facts: DriverFacts | None = None
+        self, terms: ChannelSettings = TERMS, facts: ClientExpectations | None = None
     ) -> AsyncIterator[Channel]:
         """A channel beside the one of `channel`."""
         async with (

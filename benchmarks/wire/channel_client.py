@@ -12,9 +12,9 @@ import anyio
 
 from rollout.bridge import loop_clock
 from rollout.engine.core import SamplingParams
-from rollout.engine.driver.channel_connecting import connect_channel
+from rollout.engine.channel.channel import connect_channel
 from rollout.engine.pool.generation import Generation
-from rollout.engine.wire.protocol import Submit
+from rollout.engine.channel.messages import Submit
 from rollout.seeds import RequestIds
 from rollout.token_prefix import TokenPrefix
 from wire.payload import ANSWER, Result, cpu_s, prompt_ids, wall_s
@@ -22,7 +22,7 @@ from wire.payload import ANSWER, Result, cpu_s, prompt_ids, wall_s
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from rollout.engine.driver.channel import Channel
+    from rollout.engine.channel.channel import Channel
 
 SAMPLING = SamplingParams(max_new_tokens=ANSWER)
 GENERATION_S = 600.0

@@ -155,7 +155,7 @@ async def test_engines_scheduler_killed_is_replaced_and_its_requests_go_on(
 async def test_engines_termination_drains_what_is_under_way(pool: EnginePool) -> None:
     generation = Generation()
     starts = pool.statistics()[0].starts
-    (engine,) = [p for p in processes() if "rollout.engine.process.child" in command(p)]
+    (engine,) = [p for p in processes() if "rollout.engine.channel.child" in command(p)]
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(
             partial(ask, pool, [5, 6], generation, max_new_tokens=900, ignore_eos=True)

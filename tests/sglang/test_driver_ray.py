@@ -59,7 +59,7 @@ def engines() -> list[psutil.Process]:
     return [
         process
         for process in processes()
-        if "rollout.engine.process.child" in command(process) and _actor_above(process)
+        if "rollout.engine.channel.child" in command(process) and _actor_above(process)
     ]
 
 

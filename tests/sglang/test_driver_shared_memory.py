@@ -43,7 +43,7 @@ async def test_killed_engine(models: list[str]) -> None:
         (engine,) = (
             process
             for process in set(processes()) - known
-            if "rollout.engine.process.child" in command(process)
+            if "rollout.engine.channel.child" in command(process)
         )
         while_alive = shared_files() - before
         engine.kill()

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 from rollout.engine import DiskWeights, TensorWeights
 from rollout.engine.pool.generation import Generation
-from rollout.engine.wire.broadcasting import describe_tensors, send_weights
+from rollout.engine.weight_broadcasting import describe_tensors, send_weights
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:

@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 
     from rollout.chat import ToolParser
     from rollout.config import ToolsConfig
+    from rollout.engine.channel.messages import ClientExpectations
     from rollout.engine.core import EngineInfo
-    from rollout.engine.wire.protocol import DriverFacts
     from rollout.scheduling.rewards.signatures import GroupRewardFunction, RewardFunction
 
 
@@ -219,7 +219,7 @@ async def _open(
             except anyio.TaskFailed as error:  # as itself
                 raise (error.__cause__ or error) from None
 
-        async def facts() -> DriverFacts:
+        async def facts() -> ClientExpectations:
             return (await model()).facts
 
         engines = await stack.enter_async_context(opener(config, facts, events))

@@ -12,7 +12,7 @@ import anyio
 import attrs
 
 from rollout.bridge import loop_clock
-from rollout.engine.wire.operations import ALL_TAGS
+from rollout.engine.channel.operations import ALL_TAGS
 from rollout.errors import RolloutError, SourceEnded
 from rollout.limits import Deadline
 from rollout.observe.loop_lag import LoopLag

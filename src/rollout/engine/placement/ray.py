@@ -20,6 +20,8 @@ import anyio
 import attrs
 import msgspec
 
+from rollout.engine.channel.child import ChildReady
+from rollout.engine.channel.sockets import connect_engine
 from rollout.engine.placement.gpu_slots import GpuSlot
 from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
 from rollout.engine.placement.ray_cluster import (
@@ -33,8 +35,6 @@ from rollout.engine.placement.ray_cluster import (
     member_of,
 )
 from rollout.engine.placement.ray_host import EngineHost, child_spec
-from rollout.engine.process.child import ChildReady
-from rollout.engine.wire.tls import encrypted
 from rollout.errors import EngineError
 from rollout.limits import cleanup_scope
 from rollout.scopes import open_task_group, unwrap_group
@@ -113,7 +113,7 @@ class RayActors:
                     tasks.start_soon(self._watch, actor, died)
 
                 async def connect() -> ByteStream:
-                    return await encrypted(await anyio.connect_tcp(host, port), spec.tls)
+                    return await connect_engine(host, port, spec.tls)
 
                 is_here = host == LOOPBACK and self._machines == 1
                 yield ReplicaHandle(connect, secret, died, self._machines, is_here, node)

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from rollout.engine.channel.child import ChildReady, ChildSpec
 from rollout.engine.placement.last_output import READ_S, LastOutput
 from rollout.engine.placement.local_process import child_command
-from rollout.engine.process.child import ChildReady, ChildSpec
 
 if TYPE_CHECKING:
-    from rollout.engine.wire.tls import TlsFiles
+    from rollout.engine.channel.sockets import TlsFiles
 
 #: From telling the engine to leave to killing it.
 STOP_S = 1.0

@@ -159,13 +159,12 @@ class RequestRunner:
             if self._pauses:
                 request.pause()
             is_called = await self.queue.wait(request)
-            if request.clock.carried_since is not None:
-                if is_called:
-                    self.queue.call_next()
-                return None
-            if not is_called:
+            if not is_called and self.queue.is_closed:
                 why = describe_errors(self._replicas.values())
                 raise request.fail(f"no engine is left: {why}", reason=NO_ENGINE)
+            if not is_called or request.clock.carried_since is not None:
+                self.queue.call_next()
+                return None
             dispatch = self._assign(request, avoid)
         self.queue.call_next()  # there may be room for the next one too
         return dispatch

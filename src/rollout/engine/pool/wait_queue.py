@@ -48,6 +48,11 @@ class WaitQueue:
         """How many wait, those included that were called and have not looked yet."""
         return self._count
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether waiting is over."""
+        return anyio.current_time() >= self._deadline
+
     async def wait(self, request: Request) -> bool:
         """Return True when it is the request's turn; False where waiting was ended.
 

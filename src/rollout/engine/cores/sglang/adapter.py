@@ -25,8 +25,8 @@ from rollout.engine.cores.sglang import plugin
 from rollout.engine.cores.sglang.maintenance import SGLangMaintenance, fields_of
 from rollout.engine.cores.sglang.media_inputs import open_media_inputs
 from rollout.engine.cores.sglang.server_arguments import SGLangOptions, engine_arguments
+from rollout.engine.cores.sglang.shared_memory import mapped_files, remove, shared_files
 from rollout.engine.cores.sglang.stream_hook import STREAM_VARIABLE
-from rollout.engine.guardian import mapped_files, remove, remove_at_end, shared_files
 from rollout.engine.model_files import resolve_model
 from rollout.engine.model_identity import model_fingerprint
 from rollout.errors import EngineError
@@ -254,12 +254,9 @@ class SharedFiles:
         self._noted: set[str] = set()
 
     def note(self) -> None:
-        """Take up what this process and SGLang's use now; it is removed however this one ends."""
+        """Take up what this process and SGLang's use now, for `remove`."""
         children = [process.pid for process in multiprocessing.active_children()]
-        used = mapped_files([os.getpid(), *filter(None, children)]) - self._before - self._noted
-        self._noted |= used
-        for path in used:
-            remove_at_end(path)
+        self._noted |= mapped_files([os.getpid(), *filter(None, children)]) - self._before
 
     def remove(self) -> None:
         """Remove it; SGLang has ended."""

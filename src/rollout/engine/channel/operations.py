@@ -1,4 +1,4 @@
-"""What a driver has an engine do beside generating: weights and memory.
+"""Operations of an engine beside generating: weights and memory.
 
 Loaded in engine processes: imports msgspec and anyio only.
 """
@@ -80,14 +80,14 @@ async def carry_out(core: Any, operation: Operation) -> str:
 
 async def _receive(core: Any, sent: DistributedWeights) -> str:
     _method(core, "update_weights", "change its weights")
-    from rollout.engine.wire.broadcasting import receive_weights  # torch
+    from rollout.engine.weight_broadcasting import receive_weights  # torch
 
     device = core.info.device or "cuda"
     return await to_thread.run_sync(receive_weights, sent, device, abandon_on_cancel=True)
 
 
 def _drop(path: str) -> None:
-    from rollout.engine.wire.staging import is_staged, unstage
+    from rollout.engine.weight_staging import is_staged, unstage
 
     if not is_staged(path):
         raise EngineError(f"{path} is no directory of received weights")

@@ -13,7 +13,6 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout.engine.guardian import remove_at_end
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:
@@ -35,10 +34,10 @@ def stage(weights: TensorWeights) -> str:
 
     remove_orphans(weights.directory)
     try:
-        path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=weights.directory))
+        owner = f"{PREFIX}{_find_namespace()}-{os.getpid()}-"
+        path = Path(tempfile.mkdtemp(prefix=owner, dir=weights.directory))
     except OSError as error:
         raise EngineError(f"no weights can be staged in {weights.directory}: {error}") from error
-    remove_at_end(str(path))
     try:
         homes: dict[str, str] = {}
         for number, bucket in enumerate(_buckets(weights)):
@@ -69,11 +68,24 @@ def unstage(path: str) -> None:
 
 
 def remove_orphans(directory: str) -> None:
-    """Remove what drivers left that were killed."""
-    for path in Path(directory).glob(f"{PREFIX}*-*"):
-        pid = path.name.removeprefix(PREFIX).partition("-")[0]
+    """Remove what processes left that were killed.
+
+    Only those of our own pid namespace: containers may share the directory, and number their
+    processes each for itself.
+    """
+    owner = f"{PREFIX}{_find_namespace()}-"
+    for path in Path(directory).glob(f"{owner}*-*"):
+        pid = path.name.removeprefix(owner).partition("-")[0]
         if pid.isdigit() and not Path("/proc", pid).exists():
             unstage(str(path))
+
+
+def _find_namespace() -> int:
+    """The inode of this process's pid namespace; 0 where the system has none."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
 
 
 def _buckets(weights: TensorWeights) -> Iterator[dict[str, Any]]:
