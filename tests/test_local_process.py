@@ -114,7 +114,7 @@ def test_last_output_tells_exceptions_that_the_error_does_not(line: str, *, is_t
     output.add("Traceback (most recent call last):")
     output.add(line)
     error = "it did not start: RuntimeError: Rank 0 died\nmore"
-    assert (line.rpartition("] ")[2] in output.of_error(error).removeprefix(error)) is is_told
+    assert (line.rpartition("] ")[2] in output.describe_error(error).removeprefix(error)) is is_told
 
 
 async def test_open_interpreter_does_not_exist_is_named() -> None:

@@ -41,7 +41,7 @@ COMPARISON_S = 1.0
 #: Expected tokens of a request before any has ended, and how many requests the mean remembers.
 FIRST_NEW_TOKENS, MEAN_REQUESTS = 256, 512
 #: Orders replicas of equal load by whose turn it is, and no others.
-TIE = 1e-6
+TIE = 1e-9
 
 
 @attrs.define(eq=False)
@@ -156,9 +156,9 @@ class ReplicaSet:
         self._compared_at = 0.0
         self._states: dict[str, ReplicaState] = {}
         self._by_slot: list[ReplicaState] = []
-        self._loads = np.full(8, math.inf)  # tokens (or requests) in flight; inf: gets nothing
+        self._loads = np.full(8, math.inf)  # tokens (or requests) by weight; inf: gets nothing
         self._paces = np.zeros(8)  # measured steps per second, as if alone; 0: not known
-        self._prices = np.ones(8)  # seconds for a token (or 1 for a request), by speed and weight
+        self._prices = np.ones(8)  # seconds for a token
         self._scores = np.zeros(8)
 
     # Which replicas there are.
@@ -258,7 +258,8 @@ class ReplicaSet:
             replica.is_open = is_open
             self.open_count += 1 if is_open else -1
         load = replica.in_flight if self._by_requests else replica.tokens
-        self._loads[replica.slot] = load + replica.turn * TIE if is_open else math.inf
+        load = load / replica.weight + replica.turn * TIE
+        self._loads[replica.slot] = load if is_open else math.inf
 
     # How fast they are.
 
@@ -297,28 +298,23 @@ class ReplicaSet:
         )
 
     def _compare_speeds(self) -> None:
-        """Price the tokens of each replica by its speed beside the median."""
-        if self._by_requests:
-            for replica in self.offered:
-                self._prices[replica.slot] = 1 / replica.weight
-            return
+        """Price a token on each replica by its speed beside the median."""
         slots = [replica.slot for replica in self.offered]
-        weights = np.array([replica.weight for replica in self.offered])
         paces = self._paces[slots]
         known = paces[paces > 0]
         usual = float(np.median(known)) if len(known) else 1 / STEP_S
         speeds = np.where(paces > 0, np.clip(paces / usual, *SPEED_RANGE), 1.0)
         speeds[np.abs(speeds - 1) <= SPEED_TOLERANCE] = 1.0
         self.token_s = 1 / (usual * DOUBLING_BATCH)
-        self._prices[slots] = self.token_s / (speeds * weights)
+        self._prices[slots] = self.token_s / speeds
 
     def load_s(self, replica: ReplicaState) -> float:
         """Seconds until a replica should have done what it has in flight."""
-        return replica.tokens * float(self._prices[replica.slot]) * replica.weight
+        return replica.tokens * float(self._prices[replica.slot])
 
     def speed(self, replica: ReplicaState) -> float:
         """How fast a replica is beside the median one, as far as that is known."""
-        return self.token_s / (float(self._prices[replica.slot]) * replica.weight)
+        return self.token_s / float(self._prices[replica.slot])
 
     # Choosing.
 
@@ -331,7 +327,7 @@ class ReplicaSet:
         """
         scores, pinned = self._scores, dispatch.pinned
         if self._by_requests:
-            np.multiply(self._loads, self._prices, out=scores)
+            np.copyto(scores, self._loads)
         else:
             steps = dispatch.new_tokens * (1 + DOUBLING_BATCH)  # the request's own time
             request = steps + PREFILL_WEIGHT * dispatch.prompt_tokens

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from rollout.engine.routing.replicas import ReplicaState
 
 STRATEGIES = ("estimated_seconds", "least_requests", "round_robin")
+#: More than turns add to a number of requests.
+TIE_SLACK = 0.01
 #: Replicas that `repr` names.
 SHOWN = 8
 
@@ -49,7 +51,7 @@ class Router:
             raise ConfigError(fault, (fault,))
         self._strategy = strategy
         by_requests = strategy == "least_requests"
-        self._margin = float(move_margin) if by_requests else move_margin_s
+        self._margin = move_margin + TIE_SLACK if by_requests else move_margin_s
         self._replica_set = ReplicaSet(by_requests=by_requests)
         self._sessions = Sessions()
         self._weight_version: int | None = None
