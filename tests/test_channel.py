@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random  # noqa: TID251  (a seed determines the cuts)
 from array import array
 from collections.abc import AsyncIterator
@@ -181,7 +182,7 @@ async def test_load_reports_come_every_heartbeat_and_a_nonsense_one_ends_the_ses
         Requester(channel).submit([1])
         await anyio.sleep(9)
         times = [at for at, _ in loads]
-        assert [b - a for a, b in zip(times, times[1:], strict=False)] == pytest.approx([2.0] * 4)
+        assert [b - a for a, b in itertools.pairwise(times)] == pytest.approx([2.0] * 4)
         assert loads[-1][1].running == 1
         with pytest.raises(OSError, match="a LoadReport after the handshake"):
             channel._handle(LoadReport(EngineLoad(kv_used=float("nan"))))
@@ -458,9 +459,7 @@ async def test_further_facts_of_tokens_arrive_joined() -> None:
     request = Keeping()
     async with Wire(Telling()).channel(ChannelSettings(stream_interval=8)) as channel:
         sampling = SamplingParams(max_new_tokens=2, top_log_probs=3)
-        channel.submit_nowait(
-            Submit("r" * 32, packed([1]), sampling, routed_experts=True), request
-        )
+        channel.submit_nowait(Submit("r" * 32, packed([1]), sampling, routed_experts=True), request)
         await request.done.wait()
     (chunk,) = chunks
     assert (array("i", chunk.ids).tolist(), chunk.top_ids) == ([0, 1], packed([0, 1, 2]) * 2)

@@ -16,13 +16,14 @@ import pytest
 from rollout.agents.identity import Identity
 from rollout.chat.transcript import Transcript
 from rollout.containment import Contained
-from rollout.engine.cores.simulated.simulated_model import SimulatedModel
+from rollout.engine.channel import server_session as host_module
 from rollout.engine.channel.channel import Channel
+from rollout.engine.channel.server_session import ServerSession
+from rollout.engine.cores.simulated.simulated_model import SimulatedModel
 from rollout.engine.driver.generation import Generation
+from rollout.engine.driver.pending_request import PendingRequest
 from rollout.engine.driver.pool import EnginePool
 from rollout.engine.driver.recovery import Attempt
-from rollout.engine.process import client_session as host_module
-from rollout.engine.process.client_session import ClientSession
 from rollout.limits import Deadline
 from rollout.scheduling import trajectory as trajectory_module
 from rollout.scheduling.batch_call import StreamCall
@@ -65,7 +66,7 @@ def bug(name: str, found_as: str) -> Callable[[Plant], Plant]:
 
 @bug("lost abort", r"in flight, \d+ zombies")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ClientSession, "abort", lambda self, request_id: None)
+    patch.setattr(ServerSession, "_abort", lambda self, request: None)
 
 
 @bug("doubled chunk", "the engine gave it|are not those")
@@ -85,36 +86,34 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("unreleased load", r"\d+ in flight, 0 zombies")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = Channel.submit_nowait
+    real = PendingRequest.end
 
-    def submit_nowait(
-        self: Channel, request: Any, generation: Any, on_gone: Any, **options: Any
-    ) -> Any:
-        def release(pending: Any) -> None:
-            if generation.finish_reason != "length":
-                on_gone(pending)
+    def end(self: PendingRequest, lost_reason: str) -> None:
+        if self.finish_reason == "length":
+            self.on_gone = lambda _: None
+        real(self, lost_reason)
 
-        return real(self, request, generation, release, **options)
-
-    patch.setattr(Channel, "submit_nowait", submit_nowait)
+    patch.setattr(PendingRequest, "end", end)
 
 
 @bug("late reply taken", "ids that are not the")
 def _(patch: pytest.MonkeyPatch) -> None:
-    abandoned: dict[str, Generation] = {}
-    real_abandon, real_on_chunk = Channel.abandon_nowait, Channel._on_chunk
+    aborted: dict[str, Generation] = {}
+    real_abort, real_take = Channel.abort_nowait, PendingRequest.take
 
-    def abandon_nowait(self: Channel, pending: Any) -> None:
-        abandoned[pending.request_id] = pending.generation
-        real_abandon(self, pending)
+    def abort_nowait(self: Channel, request_id: str) -> None:
+        request: Any = self._requests.get(request_id)
+        if request is not None and request.generation is not None:
+            aborted[request_id] = request.generation
+        real_abort(self, request_id)
 
-    def on_chunk(self: Channel, chunk: Any) -> None:
-        if chunk.request_id in abandoned:
-            abandoned[chunk.request_id].take(chunk)
-        real_on_chunk(self, chunk)
+    def take(self: PendingRequest, chunk: Any) -> bool:
+        if chunk.request_id in aborted:
+            aborted[chunk.request_id].take(chunk)
+        return real_take(self, chunk)
 
-    patch.setattr(Channel, "abandon_nowait", abandon_nowait)
-    patch.setattr(Channel, "_on_chunk", on_chunk)
+    patch.setattr(Channel, "abort_nowait", abort_nowait)
+    patch.setattr(PendingRequest, "take", take)
 
 
 @bug("mask shifted by one", "mask at .* expected")

@@ -13,13 +13,13 @@ from trio.testing import MockClock
 
 import fake_core
 from fake_core import CountingCore
+from rollout.engine.channel.server_session import ServerSession
 from rollout.engine.core import Chunk, GenerationRequest, SamplingParams
 from rollout.engine.driver.generation import Generation
 from rollout.engine.driver.pool import EnginePool, open_pool
 from rollout.engine.driver.wait_queue import WaitQueue
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec
-from rollout.engine.process.client_session import ClientSession
 from rollout.engine.routing import Router
 from rollout.errors import EngineError, LimitExceeded
 from rollout.limits import NEVER, Clock, Deadline
@@ -123,7 +123,7 @@ async def test_generate_abort_is_lost_it_is_sent_again(
             await ask(pool, 1, 10)
         await anyio.sleep(0.1)
         assert in_flight(pool) == [(1, 1)]
-        await anyio.sleep(1.0)
+        await anyio.sleep(2.0)
         assert in_flight(pool) == [(0, 0)]
         assert len(delivered) == 2
 
@@ -291,12 +291,12 @@ async def test_open_start_takes_too_long_says_how_long(monkeypatch: pytest.Monke
 async def test_silent_replica_is_given_up_after_the_heartbeat_timeout(
     cores: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ClientSession, "take", lambda self, role, payload: None)
+    monkeypatch.setattr(ServerSession, "_report_load", lambda self: anyio.sleep_forever())
     async with open_pool(pool_of(token_s=1000.0, policy="fail")) as pool:
         start = anyio.current_time()
         with pytest.raises(EngineError, match=r"^engine-0: silent for 5.0 s$"):
             await ask(pool, 1, 1)
-        assert anyio.current_time() - start == pytest.approx(5.0)
+        assert 5.0 <= anyio.current_time() - start <= 5.0 + 2.0
         monkeypatch.undo()
 
 

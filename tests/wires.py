@@ -140,9 +140,7 @@ def submit(
     places = tuple((each.medium.digest, each.start, each.count) for each in media)
     sampling = SamplingParams(max_new_tokens=count)
     channel.submit_nowait(
-        Submit(
-            request_id, packed(prompt), sampling, "s", remaining_s=remaining_s, media=places
-        ),
+        Submit(request_id, packed(prompt), sampling, "s", remaining_s=remaining_s, media=places),
         request,
     )
     return request
