@@ -14,16 +14,16 @@ import msgspec
 import pytest
 
 import faulty_cores
+from rollout.engine import weight_broadcasting
+from rollout.engine.channel.operations import ReceiveWeights, carry_out
 from rollout.engine.cores.devices import gpu_of
 from rollout.engine.pool.pool import EnginePool
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
 from rollout.engine.routing import Router
-from rollout.engine.weights import DiskWeights, DistributedWeights
-from rollout.engine.wire import broadcasting
 from rollout.engine.weight_broadcasting import describe_tensors, receive_weights
-from rollout.engine.channel.operations import ReceiveWeights, carry_out
 from rollout.engine.weight_staging import PREFIX
+from rollout.engine.weights import DiskWeights, DistributedWeights
 from rollout.errors import EngineError
 from rollout.testing import hold_clock
 
@@ -76,7 +76,7 @@ def received(monkeypatch: pytest.MonkeyPatch) -> list[DistributedWeights]:
             raise EngineError("the weights were not received: no sender")
         return tempfile.mkdtemp(prefix=PREFIX, dir=weights.directory)
 
-    monkeypatch.setattr(broadcasting, "receive_weights", receive)
+    monkeypatch.setattr(weight_broadcasting, "receive_weights", receive)
     return told
 
 
@@ -173,7 +173,7 @@ async def test_receiver_over_nccl_is_the_gpu_of_the_engine(monkeypatch: pytest.M
         devices.append(device)
         return ""
 
-    monkeypatch.setattr(broadcasting, "receive_weights", receive)
+    monkeypatch.setattr(weight_broadcasting, "receive_weights", receive)
     for device in ("cuda:1", "cpu", ""):
         core = faulty_cores.UpdatableCore()
         core.info = msgspec.structs.replace(core.info, device=device)

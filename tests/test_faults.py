@@ -167,15 +167,28 @@ def strike(fault: Any, name: str = "engine-1") -> Act:
     return lambda network: network.strike(name, fault)
 
 
+def cut_at_random(cuts: int) -> Act:
+    """Cut all connections, and so many of those that take their places, each at some byte."""
+
+    def act(network: FaultyProcesses) -> None:
+        network.cuts = cuts
+        for name in network.streams:
+            network.strike(name, "cut")
+
+    return act
+
+
 FAULTS: dict[str, tuple[Act | str, ...]] = {
     "kill -9": (kill,),
     "SIGSTOP for 10 s": ("suspend",),
     "cut in mid-frame": (strike("cut"),),
+    "6 cuts at random bytes": (cut_at_random(6),),
+    "40 cuts at random bytes": (cut_at_random(40),),
     "never answers": (strike("mute"),),
     "garbage": (strike("garbage"),),
     "all of them": (strike("cut", "engine-0"), kill, strike("garbage", "engine-2"), "suspend"),
 }
-IN_CI = (("kill -9", "asyncio"), ("all of them", "trio"))
+IN_CI = (("kill -9", "asyncio"), ("6 cuts at random bytes", "trio"), ("all of them", "trio"))
 CASES = [
     pytest.param(name, backend, marks=() if (name, backend) in IN_CI else pytest.mark.slow)
     for name in FAULTS

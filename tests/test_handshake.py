@@ -1,28 +1,36 @@
-"""Frames and the handshake, over the in-memory streams."""
+"""Frames and the handshake, over streams in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from functools import partial
 
 import anyio
 import pytest
 from trio.testing import MockClock
 
-from rollout.engine.core import Chunk, EngineInfo
-from rollout.engine.placement.memory import MemoryByteStream, memory_stream_pair
-from rollout.engine.wire import protocol
-from rollout.engine.wire.frames import FrameStream
-from rollout.engine.wire.handshake import greet_as_client, greet_as_server, proof_of
+from rollout.engine.channel import messages
+from rollout.engine.channel.framing import FrameStream
+from rollout.engine.channel.handshake import (
+    authenticate_client,
+    authenticate_server,
+    open_frames,
+    prove,
+)
 from rollout.engine.channel.messages import (
+    PROTOCOL_VERSION,
     Abort,
+    Challenge,
+    ChannelSettings,
+    ClientExpectations,
     FrameError,
     Hello,
-    Ping,
+    Refused,
     Welcome,
     decode_from_client,
     decode_from_server,
 )
+from rollout.engine.core import Chunk, EngineInfo
+from rollout.engine.placement.memory import MemoryByteStream, memory_stream_pair
 
 pytestmark = pytest.mark.anyio
 SECRET = b"s" * 32
@@ -37,46 +45,41 @@ def anyio_backend() -> object:
     return ("trio", {"clock": MockClock(autojump_threshold=0)})
 
 
-async def test_frames_short_reads_arrive_whole_and_in_order() -> None:
-    left, right = memory_stream_pair(max_read=3)
-    sender, receiver = FrameStream(left), FrameStream(right)
-    sent = [Ping(n) for n in range(5)] + [Abort("x" * 32)]
+async def read_all(frames: FrameStream, count: int) -> list[object]:
+    received: list[object] = []
+    while len(received) < count:
+        received += [decode_from_client(payload) for payload in await frames.read()]
+    return received
+
+
+@pytest.mark.parametrize("max_read", [1, 3, None])
+async def test_frames_short_reads_arrive_complete_and_in_order(max_read: int | None) -> None:
+    left, right = memory_stream_pair(max_read=max_read)
+    sender, receiver = open_frames(left), open_frames(right)
+    sent = [Abort(f"{n}" * (1 + 50 * n)) for n in range(8)]
     for message in sent:
         sender.send_nowait(message)
     await sender.flush()
-    received: list[object] = []
-    while len(received) < len(sent):
-        received += [decode_from_client(payload) for payload in await receiver.read()]
-    assert received == sent
+    assert decode_from_client(await receiver.read_one()) == sent[0]
+    assert await read_all(receiver, 7) == sent[1:]
 
 
-async def test_frames_message_that_cannot_be_encoded_leaves_the_stream_whole() -> None:
+async def test_frames_message_that_cannot_be_encoded_leaves_the_stream_intact() -> None:
     left, right = memory_stream_pair()
-    sender, receiver = FrameStream(left), FrameStream(right)
-    sender.send_nowait(Ping(1))
+    sender = open_frames(left)
+    sender.send_nowait(Abort("1"))
     with pytest.raises(OverflowError):
-        sender.send_nowait(Ping(2**70))
-    sender.send_nowait(Ping(2))
+        sender.send_nowait(Hello(2**70, b"", b""))
+    sender.send_nowait(Abort("2"))
     await sender.flush()
-    payloads = await receiver.read()
-    assert [decode_from_client(payload) for payload in payloads] == [Ping(1), Ping(2)]
-
-
-async def test_frames_latency_delays_by_exactly_that() -> None:
-    left, right = memory_stream_pair(latency_s=0.25)
-    sender, receiver = FrameStream(left), FrameStream(right)
-    start = anyio.current_time()
-    sender.send_nowait(Ping(1))
-    await sender.flush()
-    await receiver.read()
-    assert anyio.current_time() - start == pytest.approx(0.25, abs=1e-9)
+    assert await read_all(open_frames(right), 2) == [Abort("1"), Abort("2")]
 
 
 async def test_read_peer_closes_between_frames_is_the_end() -> None:
     left, right = memory_stream_pair()
     await left.aclose()
     with pytest.raises(anyio.EndOfStream):
-        await FrameStream(right).read()
+        await open_frames(right).read()
 
 
 async def test_read_peer_closes_within_a_frame_says_so() -> None:
@@ -84,25 +87,14 @@ async def test_read_peer_closes_within_a_frame_says_so() -> None:
     await left.send(b"\x10\0\0\0abc")
     await left.aclose()
     with pytest.raises(FrameError, match="ended in the middle of a frame"):
-        await FrameStream(right).read()
+        await open_frames(right).read()
 
 
 async def test_read_announced_length_past_the_maximum_is_refused() -> None:
     left, right = memory_stream_pair()
     await left.send(b"\xff\xff\xff\xff")
     with pytest.raises(FrameError, match="4294967295 bytes was announced; 1000 at most"):
-        await FrameStream(right, max_frame=1000).read()
-
-
-async def test_cut_in_the_middle_of_a_frame_breaks_the_reader() -> None:
-    left, right = memory_stream_pair()
-    FrameStream(left).send_nowait(Ping(1))
-    sender = FrameStream(left)
-    sender.send_nowait(Abort("y" * 32))
-    await sender.flush()
-    left.cut(after=lambda unread: unread // 2)
-    with pytest.raises(anyio.BrokenResourceError):
-        await FrameStream(right).read()
+        await FrameStream(right, max_frame_bytes=1000).read()
 
 
 async def test_send_peer_reads_nothing_waits_at_the_window() -> None:
@@ -125,7 +117,7 @@ def test_chunk_crosses_the_wire_unchanged() -> None:
         weight_version=3,
         finish_reason="stop",
     )
-    assert decode_from_server(protocol.encoder.encode(chunk)) == chunk
+    assert decode_from_server(messages.encoder.encode(chunk)) == chunk
 
 
 Peer = Callable[[FrameStream], Awaitable[object]]
@@ -136,7 +128,7 @@ async def shake(server: Peer, client: Peer) -> tuple[object, object]:
     results: dict[str, object] = {}
 
     async def side(name: str, peer: Peer, stream: MemoryByteStream) -> None:
-        frames = FrameStream(stream)
+        frames = open_frames(stream)
         try:
             results[name] = await peer(frames)
         except Exception as error:
@@ -151,27 +143,31 @@ async def shake(server: Peer, client: Peer) -> tuple[object, object]:
 
 
 async def serve(frames: FrameStream) -> Hello | None:
-    """The engine's side of the handshake."""
-    handshake = await greet_as_server(frames, SECRET, lambda: INFO)
-    if handshake is not None:
-        await handshake.welcome(INFO)
-    return handshake and handshake.hello
+    """The engine's side."""
+    greeted = await authenticate_client(frames, SECRET, INFO)
+    if greeted is None:
+        return None
+    frames.send_nowait(Welcome(greeted[1], INFO))
+    await frames.flush()
+    return greeted[0]
 
 
-async def test_handshake_same_secret_gives_the_engines_facts() -> None:
-    hello, welcome = await shake(
-        serve, partial(greet_as_client, secret=SECRET, role="data", session="s")
+def connect(secret: bytes = SECRET) -> Peer:
+    """The driver's side."""
+    return lambda frames: authenticate_server(
+        frames, secret, ChannelSettings(stream_interval=7), ClientExpectations()
     )
+
+
+async def test_handshake_same_secret_gives_the_engines_facts_and_the_drivers_settings() -> None:
+    hello, info = await shake(serve, connect())
     assert isinstance(hello, Hello)
-    assert (hello.role, hello.session) == ("data", "s")
-    assert isinstance(welcome, Welcome)
-    assert welcome.info == INFO
+    assert hello.settings.stream_interval == 7
+    assert info == INFO
 
 
 async def test_handshake_client_with_another_secret_is_refused() -> None:
-    hello, error = await shake(
-        serve, partial(greet_as_client, secret=b"x", role="data", session="s")
-    )
+    hello, error = await shake(serve, connect(b"x"))
     assert hello is None
     assert (
         str(error) == "the engine refused the connection: the proof of the shared secret is wrong"
@@ -180,38 +176,34 @@ async def test_handshake_client_with_another_secret_is_refused() -> None:
 
 async def test_handshake_server_with_another_secret_is_found_out() -> None:
     async def impostor(frames: FrameStream) -> None:
-        frames.send_nowait(protocol.Challenge(protocol.PROTOCOL_VERSION, b"n" * 32))
+        frames.send_nowait(Challenge(PROTOCOL_VERSION, b"n" * 32))
         await frames.flush()
-        (payload,) = await frames.read()
-        hello = decode_from_client(payload)
+        hello = decode_from_client(await frames.read_one())
         assert isinstance(hello, Hello)
         # It sends back what a client would prove: the sides must not be interchangeable.
-        proof = proof_of(SECRET, "client", hello.nonce, b"n" * 32)
-        frames.send_nowait(protocol.Welcome(proof, INFO))
+        frames.send_nowait(Welcome(prove(SECRET, "client", hello.nonce, b"n" * 32), INFO))
         await frames.flush()
 
-    _, error = await shake(
-        impostor, partial(greet_as_client, secret=SECRET, role="data", session="s")
-    )
+    _, error = await shake(impostor, connect())
     assert str(error) == "the engine did not prove that it holds the shared secret"
 
 
 async def test_handshake_other_protocol_version_names_both() -> None:
     async def older(frames: FrameStream) -> None:
-        frames.send_nowait(protocol.Challenge(0, b"n" * 32))
+        frames.send_nowait(Challenge(3, b"n" * 32))
         await frames.flush()
 
-    _, error = await shake(older, partial(greet_as_client, secret=SECRET, role="data", session="s"))
-    assert str(error) == "the engine speaks protocol version 0; this driver 3"
+    _, error = await shake(older, connect())
+    assert str(error) == "the engine speaks protocol version 3; this driver 4"
 
 
 async def test_handshake_client_sends_something_else_first_is_refused() -> None:
     async def rude(frames: FrameStream) -> object:
-        frames.send_nowait(Ping(1))
+        frames.send_nowait(Abort("1"))
         await frames.flush()
-        await frames.read()
-        return decode_from_server((await frames.read())[0])
+        await frames.read_one()
+        return decode_from_server(await frames.read_one())
 
     hello, answer = await shake(serve, rude)
     assert hello is None
-    assert answer == protocol.Refused("expected a hello, got Ping")
+    assert answer == Refused("expected a hello, got Abort")
