@@ -17,7 +17,6 @@ from rollout.agents.identity import Identity
 from rollout.chat.transcript import Transcript
 from rollout.containment import Contained
 from rollout.engine.channel import server_session as host_module
-from rollout.engine.channel.channel import Channel
 from rollout.engine.channel.server_session import ServerSession
 from rollout.engine.cores.simulated.simulated_model import SimulatedModel
 from rollout.engine.pool.generation import Generation

@@ -162,7 +162,7 @@ class Explanation:
         if not lines:
             lines.append("nothing runs")
         if self.replicas:
-            missing = f", without {', '.join(self.missing)}" if self.missing else ""
+            missing = f" without {', '.join(self.missing)}" if self.missing else ""
             lines += [f"engines{missing}", *_tree([iter([line]) for line in self.replicas])]
         return "\n".join(lines)
 

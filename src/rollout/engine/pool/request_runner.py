@@ -195,6 +195,7 @@ class RequestRunner:
             try:
                 await request.done.wait()
             except anyio.get_cancelled_exc_class():
+                request.is_cancelled = True
                 channel.abort_nowait(request.request_id)
                 with cleanup_scope(self._last_answer_s):
                     await request.done.wait()

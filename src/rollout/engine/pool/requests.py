@@ -65,7 +65,8 @@ class Request:
         loss: That of its session, where it was lost.
         is_lost, is_malformed: Its session was lost; its answer contradicted itself.
         is_interrupted: It was cut off, to resume later from the tokens that it has.
-        is_abandoned: Its caller was cancelled, and takes no further tokens.
+        is_cancelled: Its caller was cancelled, and waits a moment for the last tokens.
+        is_abandoned: That is over, and further tokens are dropped.
     """
 
     generation: Generation
@@ -100,6 +101,7 @@ class Request:
     is_lost: bool = False
     is_malformed: bool = False
     is_interrupted: bool = False
+    is_cancelled: bool = False
     is_abandoned: bool = False
 
     # What is asked for.
@@ -168,7 +170,10 @@ class Request:
                 raise ChunkFault(fault)
             count = self.generation.take(chunk)
         except ChunkFault as error:
-            counts.refused += tokens
+            if self.is_cancelled:
+                counts.late += tokens
+            else:
+                counts.refused += tokens
             self.is_malformed = True
             self.error = f"{self.replica.name} sent a faulty chunk: {error}"
             return False
