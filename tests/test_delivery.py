@@ -17,7 +17,7 @@ import faulty_cores
 from rollout.engine import weight_broadcasting
 from rollout.engine.channel.operations import ReceiveWeights, carry_out
 from rollout.engine.cores.devices import gpu_of
-from rollout.engine.driver.pool import EnginePool, open_pool
+from rollout.engine.pool.pool import EnginePool
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
 from rollout.engine.routing import Router
@@ -110,7 +110,7 @@ def sent(directory: Path, replicas: int = 4, host: str = "h", **options: Any) ->
 async def test_broadcast_is_written_down_once_on_each_machine(
     cores: list[Any], received: list[DistributedWeights], tmp_path: Path
 ) -> None:
-    async with open_pool(pool_of({}, {}, {}, {})) as pool:
+    async with pool_of({}, {}, {}, {}).serving() as pool:
         with hold_clock():  # engines receive in threads, and load at once
             await pool.update_weights(8, sent(tmp_path))
         paths = loaded(cores)
@@ -129,7 +129,7 @@ async def test_broadcast_is_written_down_once_on_each_machine(
 async def test_broadcast_that_its_keeper_does_not_get_leaves_all_with_the_old_weights(
     cores: list[Any], received: list[DistributedWeights], tmp_path: Path
 ) -> None:
-    async with open_pool(pool_of({}, {}, {}, {})) as pool:
+    async with pool_of({}, {}, {}, {}).serving() as pool:
         with hold_clock(), pytest.raises(EngineError) as caught:
             await pool.update_weights(8, sent(tmp_path, host="lost"))
         assert "the weights were not received: no sender" in str(caught.value)
@@ -142,7 +142,7 @@ async def test_broadcast_that_one_replica_cannot_load_is_removed_all_the_same(
 ) -> None:
     directory = tmp_path / "odd"
     directory.mkdir()
-    async with open_pool(pool_of({"name": "picky"}, {}, {}, {})) as pool:
+    async with pool_of({"name": "picky"}, {}, {}, {}).serving() as pool:
         with hold_clock():
             await pool.update_weights(8, sent(directory))
         assert list(map(bool, loaded(cores))) == [False, True, True, True]
@@ -153,7 +153,7 @@ async def test_broadcast_over_nccl_to_two_replicas_on_one_gpu_is_refused(
     cores: list[Any], received: list[DistributedWeights], tmp_path: Path
 ) -> None:
     gpus = ({"gpu": "0"}, {"gpu": "0"}, {"gpu": "0"}, {"gpu": "1"})
-    async with open_pool(pool_of(*gpus)) as pool:
+    async with pool_of(*gpus).serving() as pool:
         with pytest.raises(EngineError) as caught:
             await pool.update_weights(8, sent(tmp_path, backend="nccl"))
         assert str(caught.value) == (

@@ -16,7 +16,7 @@ import pytest
 
 from fake_core import CountingCore
 from own_processes import python_process
-from rollout.engine.driver.pool import EnginePool, open_pool
+from rollout.engine.pool.pool import EnginePool
 from rollout.engine.placement.local_process import LocalProcess, child_command
 from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.routing import Router
@@ -79,7 +79,7 @@ def be_a_driver(core: str, notes: str, backend: str, is_forking: bool) -> None:
     async def main() -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(fork_when_it_starts)
-            async with open_pool(pool_of(core, notes)):
+            async with pool_of(core, notes).serving():
                 print("serving", flush=True)
                 await anyio.sleep_forever()
 
@@ -201,7 +201,7 @@ def test_driver_dies_before_it_says_what_to_run_the_child_ends(tmp_path: Path) -
 @pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
 async def test_close_while_a_fork_holds_the_pipe_closes_the_core(tmp_path: Path) -> None:
     notes = tmp_path / "notes"
-    async with open_pool(pool_of("ClosingCore", str(notes))):
+    async with pool_of("ClosingCore", str(notes)).serving():
         (engine,) = (child for child in psutil.Process().children() if is_engine(child))
         holders = hold_open(os.readlink(f"/proc/{engine.pid}/fd/0"))
     assert notes.read_text() == "closed"

@@ -107,7 +107,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FaultyProcesses]]:
         made.append(FaultyProcesses(**options))
         return made[-1]
 
-    monkeypatch.setattr("rollout.engine.driver.engine_opening.LocalProcess", make)
+    monkeypatch.setattr("rollout.engine.pool.opening.LocalProcess", make)
     yield made
     assert engines() == []
 
@@ -158,7 +158,7 @@ def check(batch: RolloutBatch, statistics: Any, expected: Any) -> None:
     assert tokens_of(batch) == expected
     assert all(t.metrics["attempts"] == 1 for t in batch.trajectories)
     assert batch.metrics["tokens/discarded"] == 0
-    assert statistics.recoveries.quarantined == statistics.recoveries.restarted == 0
+    assert statistics.recoveries.failed == statistics.recoveries.restarted == 0
     assert all(r.in_flight == r.zombies == 0 for r in statistics.replicas)
     assert engines() == []
 

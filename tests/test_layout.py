@@ -50,7 +50,7 @@ FLOORS = (
     "engine.channel",
     "engine.placement",
     "engine.routing",
-    "engine.driver",
+    "engine.pool",
     "engine",
     "interactions",
     "sandbox",

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from rollout.config import ModelConfig, RolloutConfig, TransformersEngine
 from rollout.engine import DiskWeights, TensorWeights, open_engines
 from rollout.engine.core import SamplingParams, pack_ids
-from rollout.engine.driver.generation import Generation
-from rollout.engine.driver.pool import EnginePool
+from rollout.engine.pool.generation import Generation
+from rollout.engine.pool.pool import EnginePool
 from rollout.engine.weight_broadcasting import describe_tensors, receive_weights, send_weights
 from rollout.engine.weight_staging import PREFIX, stage
 from rollout.errors import EngineError

@@ -17,13 +17,11 @@ from rollout.agents.identity import Identity
 from rollout.chat.transcript import Transcript
 from rollout.containment import Contained
 from rollout.engine.channel import server_session as host_module
-from rollout.engine.channel.channel import Channel
 from rollout.engine.channel.server_session import ServerSession
 from rollout.engine.cores.simulated.simulated_model import SimulatedModel
-from rollout.engine.driver.generation import Generation
-from rollout.engine.driver.pending_request import PendingRequest
-from rollout.engine.driver.pool import EnginePool
-from rollout.engine.driver.recovery import Attempt
+from rollout.engine.pool.generation import Generation
+from rollout.engine.pool.pool import EnginePool
+from rollout.engine.pool.requests import Request
 from rollout.limits import Deadline
 from rollout.scheduling import trajectory as trajectory_module
 from rollout.scheduling.batch_call import StreamCall
@@ -86,34 +84,26 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("unreleased load", r"\d+ in flight, 0 zombies")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = PendingRequest.end
+    real = Request.end
 
-    def end(self: PendingRequest, lost_reason: str) -> None:
+    def end(self: Request, lost_reason: str) -> None:
         if self.finish_reason == "length":
-            self.on_gone = lambda _: None
+            self.on_end = lambda _: None
         real(self, lost_reason)
 
-    patch.setattr(PendingRequest, "end", end)
+    patch.setattr(Request, "end", end)
 
 
 @bug("late reply taken", "ids that are not the")
 def _(patch: pytest.MonkeyPatch) -> None:
-    aborted: dict[str, Generation] = {}
-    real_abort, real_take = Channel.abort_nowait, PendingRequest.take
+    real = Request.take
 
-    def abort_nowait(self: Channel, request_id: str) -> None:
-        request: Any = self._requests.get(request_id)
-        if request is not None and request.generation is not None:
-            aborted[request_id] = request.generation
-        real_abort(self, request_id)
+    def take(self: Request, chunk: Any) -> bool:
+        if self.is_abandoned:
+            self.generation.take(chunk)
+        return real(self, chunk)
 
-    def take(self: PendingRequest, chunk: Any) -> bool:
-        if chunk.request_id in aborted:
-            aborted[chunk.request_id].take(chunk)
-        return real_take(self, chunk)
-
-    patch.setattr(Channel, "abort_nowait", abort_nowait)
-    patch.setattr(PendingRequest, "take", take)
+    patch.setattr(Request, "take", take)
 
 
 @bug("mask shifted by one", "mask at .* expected")
@@ -398,18 +388,20 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("another seed where a request resumes elsewhere", "was given seed = .*; expected")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real: Any = Attempt.sampling
+    real = Request.build_submit
 
-    def sampling(self: Attempt) -> Any:
-        asked = real.fget(self)
-        return msgspec.structs.replace(asked, seed=asked.seed + self.generation.resumes)
+    def build_submit(self: Request, *arguments: Any) -> Any:
+        submit = real(self, *arguments)
+        seed = submit.sampling.seed + self.generation.resumes
+        sampling = msgspec.structs.replace(submit.sampling, seed=seed)
+        return msgspec.structs.replace(submit, sampling=sampling)
 
-    patch.setattr(Attempt, "sampling", property(sampling))
+    patch.setattr(Request, "build_submit", build_submit)
 
 
 @bug("whole budget where a request resumes elsewhere", "was given max_new_tokens = .*; expected")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Attempt, "tokens_left", property(lambda self: self.max_new_tokens))
+    patch.setattr(Request, "tokens_left", property(lambda self: self.sampling.max_new_tokens))
 
 
 @bug("prompt's own sampling ignored", "was given top_p = 1.0; expected 0.9")

@@ -24,8 +24,8 @@ from rollout import RolloutConfig
 from rollout.config import CustomEngine, RayPlacement, SGLangEngine, SimulatedEngine
 from rollout.engine import gpu_slots_of, open_engines
 from rollout.engine.core import SamplingParams
-from rollout.engine.driver.generation import Generation
-from rollout.engine.driver.pool import EnginePool
+from rollout.engine.pool.generation import Generation
+from rollout.engine.pool.pool import EnginePool
 from rollout.errors import ConfigError, EngineError
 
 #: On a machine that others load, Ray takes minutes to start what takes seconds on an idle one.

@@ -30,10 +30,10 @@ from rollout.engine.core import Chunk, GenerationRequest, SamplingParams
 from rollout.engine.cores.pacing import DecodeSpeed
 from rollout.engine.cores.sglang.stream_hook import Gatherer, name_versions
 from rollout.engine.cores.simulated.simulated_core import SimulatedCore
-from rollout.engine.driver.engine_opening import core_spec
-from rollout.engine.driver.generation import Generation
-from rollout.engine.driver.pool import EnginePool, open_pool
-from rollout.engine.driver.request_runner import LAST_ANSWER_S, last_answer_s
+from rollout.engine.pool.opening import build_core_spec
+from rollout.engine.pool.generation import Generation
+from rollout.engine.pool.pool import EnginePool
+from rollout.engine.pool.request_runner import LAST_ANSWER_S, limit_last_answer
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.routing import Router
@@ -113,7 +113,7 @@ async def cut_after(pool: EnginePool, seconds: float) -> Generation:
 
 
 async def test_cancelled_request_keeps_what_its_last_answer_brings(hoarding: None) -> None:
-    async with open_pool(pool_of(token_s=0.1)) as pool:
+    async with pool_of(token_s=0.1).serving() as pool:
         generation = await cut_after(pool, 5.05)
         assert list(generation.ids) == list(range(8, 58))
         assert generation.finish_reason == "abort"
@@ -125,7 +125,7 @@ async def test_cancelled_request_keeps_what_its_last_answer_brings(hoarding: Non
 async def test_cancelled_request_waits_for_its_last_answer_no_longer_than_a_moment(
     hoarding: None,
 ) -> None:
-    async with open_pool(pool_of(token_s=0.1, answer_s=30.0)) as pool:
+    async with pool_of(token_s=0.1, answer_s=30.0).serving() as pool:
         began = anyio.current_time()
         generation = await cut_after(pool, 5.05)
         assert anyio.current_time() - began == pytest.approx(5.05 + LAST_ANSWER_S)
@@ -137,7 +137,7 @@ async def test_cancelled_request_waits_for_its_last_answer_no_longer_than_a_mome
 
 
 async def test_cancelled_request_waits_less_where_clean_up_is_to_be_short() -> None:
-    assert last_answer_s(5.0) == LAST_ANSWER_S
+    assert limit_last_answer(5.0) == LAST_ANSWER_S
     frozen = Scenario(seed=1).reply("", filler=1000).fault(freeze_at_s=0.5)
     config = frozen.config(
         limits=LimitsConfig(generation_s=2.0, cleanup_s=0.2),
@@ -253,7 +253,7 @@ async def test_server_tokens_that_come_shortly_after_each_other_leave_together()
 @pytest.mark.parametrize("engine", [TransformersEngine(), SGLangEngine(), SimulatedEngine()])
 def test_core_spec_says_how_long_tokens_may_wait(engine: Any) -> None:
     config = RolloutConfig(engine=engine, channel=ChannelConfig(stream_interval_s=0.1))
-    assert core_spec(config, 0).options["stream_interval_s"] == 0.1
+    assert build_core_spec(config, 0).options["stream_interval_s"] == 0.1
 
 
 # --- SGLang's scheduler

@@ -13,7 +13,7 @@ import anyio
 from rollout.bridge import loop_clock
 from rollout.engine.core import SamplingParams
 from rollout.engine.channel.channel import connect_channel
-from rollout.engine.driver.generation import Generation
+from rollout.engine.pool.generation import Generation
 from rollout.engine.channel.messages import Submit
 from rollout.seeds import RequestIds
 from rollout.token_prefix import TokenPrefix

@@ -33,8 +33,8 @@ from rollout.config import (
     TransformersEngine,
 )
 from rollout.engine import open_engines
-from rollout.engine.driver.generation import Generation
-from rollout.engine.driver.pool import EnginePool
+from rollout.engine.pool.generation import Generation
+from rollout.engine.pool.pool import EnginePool
 from rollout.errors import EngineError
 
 pytestmark = [pytest.mark.anyio, shares_an_engine]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from rollout.engine.driver.pool import EnginePool
+    from rollout.engine.pool.pool import EnginePool
 
 pytestmark = [pytest.mark.anyio, shares_an_engine]
 INCREMENTAL = "--incremental-streaming-output"

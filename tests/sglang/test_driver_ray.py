@@ -30,7 +30,7 @@ from driver import (
 from rollout import open_rollout
 from rollout.config import RayPlacement
 from rollout.engine import DiskWeights, open_engines
-from rollout.engine.driver.pool import EnginePool
+from rollout.engine.pool.pool import EnginePool
 from rollout.errors import EngineError
 
 pytestmark = [pytest.mark.anyio, shares_an_engine]

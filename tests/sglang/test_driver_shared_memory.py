@@ -9,7 +9,7 @@ import pytest
 from driver import ask, command, is_alive, processes, prompts, schedulers, sglang, shares_an_engine
 
 from rollout.engine import open_engines
-from rollout.engine.driver.generation import Generation
+from rollout.engine.pool.generation import Generation
 from rollout.engine.guardian import shared_files
 from rollout.errors import EngineError
 

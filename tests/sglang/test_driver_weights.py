@@ -23,7 +23,7 @@ from driver import (
 from safetensors.torch import load_file
 
 from rollout.engine import DiskWeights, TensorWeights
-from rollout.engine.driver.generation import Generation
+from rollout.engine.pool.generation import Generation
 from rollout.engine.weight_broadcasting import describe_tensors, send_weights
 from rollout.errors import EngineError
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from rollout.batch import RolloutBatch
-    from rollout.engine.driver.pool import EnginePool
+    from rollout.engine.pool.pool import EnginePool
     from rollout.engine.weights import WeightSource
 
 pytestmark = [pytest.mark.anyio, shares_an_engine]

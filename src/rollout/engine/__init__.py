@@ -21,8 +21,8 @@ if TYPE_CHECKING:
         GenerationRequest,
         SamplingParams,
     )
-    from rollout.engine.driver.engine_opening import open_engines
     from rollout.engine.placement.gpu_slots import gpu_slots_of
+    from rollout.engine.pool.opening import open_engines
     from rollout.engine.routing import Router
     from rollout.engine.weights import DiskWeights, DistributedWeights, TensorWeights
 
@@ -36,7 +36,7 @@ _HOMES = {
         "GenerationRequest",
         "SamplingParams",
     ),
-    "rollout.engine.driver.engine_opening": ("open_engines",),
+    "rollout.engine.pool.opening": ("open_engines",),
     "rollout.engine.placement.gpu_slots": ("gpu_slots_of",),
     "rollout.engine.routing": ("Router",),
     "rollout.engine.channel.server": ("EngineServer",),

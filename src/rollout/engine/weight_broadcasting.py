@@ -14,7 +14,7 @@ from rollout.engine.weights import SHARED, DistributedWeights, TensorWeights
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 #: Joining the group, and each tensor's way, may take this long.
 GROUP_S = 120.0
@@ -25,7 +25,8 @@ def describe_tensors(
     *,
     host: str,
     port: int,
-    world_size: int,
+    world_size: int | None = None,
+    replicas: Iterable[Any] = (),
     backend: Literal["gloo", "nccl"] = "gloo",
     directory: str = SHARED,
 ) -> DistributedWeights:
@@ -34,10 +35,14 @@ def describe_tensors(
     Args:
         host: The sender's address, as the engines reach it.
         port: A free port there.
-        world_size: The number of replicas, and one for the sender.
+        world_size: The number of replicas that serve, and one for the sender; or None, and they
+            are counted in `replicas`.
+        replicas: `runtime.statistics().replicas`.
         backend: "nccl" where sender and engines have a GPU each.
         directory: Where engines put them to load them from; on each machine, one copy of the model.
     """
+    if world_size is None:
+        world_size = 1 + sum(replica.state == "serving" for replica in replicas)
     return DistributedWeights(
         host=host,
         port=port,

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from rollout.agents import Conversation
-    from rollout.engine.driver.generation import Generation
+    from rollout.engine.pool.generation import Generation
 
 
 class TurnDraft:

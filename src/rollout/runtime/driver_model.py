@@ -14,7 +14,7 @@ from rollout.config import CustomEngine, SimulatedEngine
 from rollout.config.sections import SIMULATED_MODEL
 from rollout.engine.channel.messages import ClientExpectations
 from rollout.engine.cores.simulated.vocabulary import FINGERPRINT
-from rollout.engine.driver.model_template import template_of
+from rollout.engine.pool.model_template import load_model_template
 from rollout.engine.model_files import resolve_model
 from rollout.engine.model_identity import end_ids, model_fingerprint
 from rollout.errors import TemplateError
@@ -53,7 +53,7 @@ async def load_driver_model(config: RolloutConfig, threads: WorkerThreads) -> Dr
 
 
 def _load(config: RolloutConfig) -> DriverModel:
-    template = template_of(config)
+    template = load_model_template(config)
     model = DriverModel(template, _facts(template, config))
     _prepare(template)
     if config.journal.path is not None:

@@ -19,9 +19,9 @@ from rollout.chat import get_tool_parser, tool_parser_names
 from rollout.chat.parsers import stop_token_ids
 from rollout.config import RolloutConfig
 from rollout.containment import open_containment
-from rollout.engine.driver.engine_opening import open_engines
-from rollout.engine.driver.pool import EnginePool
-from rollout.engine.driver.replica_supervisor import FactsGiver
+from rollout.engine.pool.opening import open_engines
+from rollout.engine.pool.pool import EnginePool
+from rollout.engine.pool.pool import ExpectationsGiver
 from rollout.errors import AgentError, ConfigError, RolloutError
 from rollout.function_refs import refuse_while_imported
 from rollout.interactions import InteractionRegistry
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 
 EngineOpener = Callable[
-    [RolloutConfig, FactsGiver, EventStream], AbstractAsyncContextManager[EnginePool]
+    [RolloutConfig, ExpectationsGiver, EventStream], AbstractAsyncContextManager[EnginePool]
 ]
 
 

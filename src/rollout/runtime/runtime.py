@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from rollout.chat.group import Group
     from rollout.chat.trajectory import Trajectory
     from rollout.config import GroupPolicy, RolloutConfig
-    from rollout.engine.driver.pool import EnginePool
+    from rollout.engine.pool.pool import EnginePool
     from rollout.engine.weights import UpdateMode, WeightSource
     from rollout.observe.explanation import Explanation
     from rollout.observe.tally import Tally

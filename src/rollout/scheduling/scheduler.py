@@ -397,7 +397,7 @@ class Scheduler:
                 self.runs.suspend(member)
         clocks = [member.clock for member in members if member.clock is not None]
         with anyio.move_on_after(self.config.limits.cleanup_s):
-            await self.engines.stop(clocks)
+            await self.engines.interrupt_carried(clocks)
 
     def drop_carried(self, group: MemberGroup) -> None:
         """End the carried members of a group whose prompt begins again."""

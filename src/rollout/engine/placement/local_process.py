@@ -118,13 +118,13 @@ class LocalProcess:
         except TimeoutError:
             reason = f"not ready after engine.start_timeout_s = {start_timeout_s:g} s"
         except (anyio.IncompleteRead, anyio.BrokenResourceError, anyio.ClosedResourceError):
-            reason = last_output.of_exit(await process.wait())
+            reason = last_output.describe_exit(await process.wait())
         else:
             if not ready.error:
                 return ready.port
             with anyio.move_on_after(READ_S):
                 await process.wait()
-            reason = last_output.of_error(ready.error)
+            reason = last_output.describe_error(ready.error)
         raise EngineError(f"{name}: {reason}")
 
 

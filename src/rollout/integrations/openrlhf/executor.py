@@ -15,7 +15,7 @@ from openrlhf.utils.agent import AgentExecutorBase
 
 from rollout.bridge import AsyncioThread
 from rollout.config import CustomEngine
-from rollout.engine.driver.engine_opening import open_engines
+from rollout.engine.pool.opening import open_engines
 from rollout.engine.placement.in_process import InProcess
 from rollout.errors import ConfigError, RolloutError
 from rollout.integrations.adapter import Adapter

@@ -23,13 +23,13 @@ from rollout.config.engines import SGLANG_OWN
 from rollout.config.placements import gpus_of
 from rollout.engine.channel.messages import ChannelSettings
 from rollout.engine.channel.sockets import TlsFiles
-from rollout.engine.driver.pool import EnginePool, open_pool
-from rollout.engine.driver.request_runner import last_answer_s
+from rollout.engine.pool.pool import EnginePool, ExpectationsGiver, expect_nothing
 from rollout.engine.model_files import model_path_fault
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.local_process import LocalProcess
 from rollout.engine.placement.placement import CoreSpec, Placement
 from rollout.engine.placement.ray import open_ray_actors
+from rollout.engine.pool.request_runner import limit_last_answer
 from rollout.engine.routing import Router
 from rollout.errors import EngineError
 from rollout.function_refs import refuse_while_imported
@@ -37,11 +37,10 @@ from rollout.function_refs import refuse_while_imported
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from rollout.engine.driver.replica_supervisor import FactsGiver
     from rollout.observe.event_stream import EventStream
 
 
-def core_spec(config: RolloutConfig, replica: int) -> CoreSpec:
+def build_core_spec(config: RolloutConfig, replica: int) -> CoreSpec:
     """Which core serves this configuration, with its arguments for one replica, by its slot.
 
     Raises:
@@ -150,17 +149,17 @@ def _http_options(config: RolloutConfig, engine: HttpEngine, replica: int) -> di
     }
 
 
-def replica_spec(config: RolloutConfig, replica: int) -> CoreSpec:
-    """`core_spec`, with what its connections are encrypted with."""
-    channel, spec = config.channel, core_spec(config, replica)
+def build_replica_spec(config: RolloutConfig, replica: int) -> CoreSpec:
+    """`build_core_spec`, with what its connections are encrypted with."""
+    channel, spec = config.channel, build_core_spec(config, replica)
     if not (channel.tls_certificate and channel.tls_key and channel.tls_authority):
         return spec
     files = TlsFiles(channel.tls_certificate, channel.tls_key, channel.tls_authority)
     return attrs.evolve(spec, tls=files)
 
 
-def channel_terms(config: RolloutConfig) -> ChannelSettings:
-    """What both sides of the channels keep to."""
+def build_channel_settings(config: RolloutConfig) -> ChannelSettings:
+    """How the channels of this configuration are run."""
     channel = config.channel
     return ChannelSettings(
         heartbeat_s=channel.heartbeat_s,
@@ -174,7 +173,7 @@ def channel_terms(config: RolloutConfig) -> ChannelSettings:
 
 @asynccontextmanager
 async def open_placement(config: RolloutConfig) -> AsyncIterator[Placement]:
-    """Where the engines of this configuration live.
+    """The placement of this configuration.
 
     Raises:
         EngineError: Engines cannot be placed there.
@@ -199,43 +198,45 @@ async def open_placement(config: RolloutConfig) -> AsyncIterator[Placement]:
 @asynccontextmanager
 async def open_engines(
     config: RolloutConfig,
-    facts: FactsGiver | None = None,
+    expectations: ExpectationsGiver = expect_nothing,
     events: EventStream | None = None,
     *,
     placement: Placement | None = None,
 ) -> AsyncIterator[EnginePool]:
-    """The engines of a configuration, all serving; none is left when the block has been left.
+    """The engines of a configuration, serving; none is left when the block has been left.
+
+    As many serve as `engine.min_replicas` says; the others join later.
 
     Args:
-        facts: Gives what the driver takes for granted of them; awaited before each connects.
+        expectations: Gives what the driver assumes about the model; awaited before each connect.
         events: Takes what happens to them.
         placement: Where they live; None: where the configuration says.
 
     Raises:
-        EngineError: One of them did not start, with what it said.
+        EngineError: Too many of them did not start, with what one said.
     """
     refuse_while_imported("open_engines")
-    specs = [replica_spec(config, replica) for replica in range(config.engine.replicas)]
-    router = Router(
-        strategy=config.router.strategy,
-        move_margin=config.router.move_margin,
-        move_margin_s=config.router.move_margin_s,
-    )
+    engine, router, recovery = config.engine, config.router, config.recovery
     async with open_placement(config) if placement is None else nullcontext(placement) as place:
         pool = EnginePool(
             placement=place,
-            specs=specs,
-            router=router,
-            start_timeout_s=config.engine.start_timeout_s,
-            load_shares=config.router.weights,
-            spec_of=partial(replica_spec, config),
-            policy=config.recovery.policy,
-            wait_s=config.recovery.wait_s,
-            terms=channel_terms(config),
-            facts=facts,
-            backoff_s=config.recovery.backoff_s,
-            last_answer_s=last_answer_s(config.limits.cleanup_s),
+            specs=[build_replica_spec(config, replica) for replica in range(engine.replicas)],
+            router=Router(
+                strategy=router.strategy,
+                move_margin=router.move_margin,
+                move_margin_s=router.move_margin_s,
+            ),
+            start_timeout_s=engine.start_timeout_s,
+            load_shares=router.weights,
+            make_spec=partial(build_replica_spec, config),
+            min_replicas=engine.min_replicas,
+            policy=recovery.policy,
+            wait_s=recovery.wait_s,
+            settings=build_channel_settings(config),
+            expectations=expectations,
+            backoff_s=recovery.backoff_s,
+            last_answer_s=limit_last_answer(config.limits.cleanup_s),
             events=events,
         )
-        async with open_pool(pool):
+        async with pool.serving():
             yield pool

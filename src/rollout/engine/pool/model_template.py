@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rollout.config import ModelConfig, RolloutConfig
 
 
-def template_of(config: RolloutConfig) -> ChatTemplate:
+def load_model_template(config: RolloutConfig) -> ChatTemplate:
     """The tokenizer and chat format of a configuration's model.
 
     Raises:

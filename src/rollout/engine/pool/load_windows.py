@@ -10,7 +10,7 @@ import attrs
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from rollout.engine.driver.replica import Replica
+    from rollout.engine.pool.replica import Replica
     from rollout.observe.events import ReplicaSampled
 
 
@@ -94,6 +94,11 @@ class LoadWindows:
             yield window
         finally:
             del self._open[window]
+
+    @property
+    def are_open(self) -> bool:
+        """Whether any is."""
+        return bool(self._open)
 
     def take(self, sample: ReplicaSampled, waiting_requests: int) -> None:
         """An engine has reported."""

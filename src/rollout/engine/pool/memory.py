@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterable
 
     from rollout.engine.channel.channel import Channel
-    from rollout.engine.driver.replica import Replica
-    from rollout.engine.driver.request_runner import RequestRunner
+    from rollout.engine.pool.replica import Replica
+    from rollout.engine.pool.requests import RequestRunner
 
     Work = Callable[[Replica, Channel], Awaitable[None]]
 
@@ -24,25 +24,15 @@ class MemoryManager:
     """Puts all replicas to sleep and wakes them; requests wait meanwhile.
 
     Args:
-        changed: Called when requests may resume.
         limit_s: How long a replica may take.
-
-    Attributes:
-        asleep: What is released now, by its tags; empty while the replicas are awake.
     """
 
     def __init__(
-        self,
-        requests: RequestRunner,
-        replicas: Collection[Replica],
-        *,
-        changed: Callable[[], None],
-        limit_s: float,
+        self, requests: RequestRunner, replicas: Collection[Replica], *, limit_s: float
     ) -> None:
-        self.asleep: frozenset[str] = frozenset()
+        self._released: frozenset[str] = frozenset()  # by tags; empty while the replicas are awake
         self._requests = requests
         self._replicas = replicas
-        self._changed = changed
         self._limit_s = limit_s
 
     async def sleep(self, level: int) -> None:
@@ -61,13 +51,15 @@ class MemoryManager:
         if not self._requests.is_admission_blocked:
             self._requests.is_admission_blocked = True
             self._requests.pause_deadlines(running=True)
-        self.asleep |= frozenset(TAGS_OF_LEVEL[level])
+        self._released |= frozenset(TAGS_OF_LEVEL[level])
         try:
-            await self._each(partial(self._put_to_sleep, level))
+            await self._do_on_each(partial(_sleep, level))
         except EngineError:
-            self.asleep = frozenset()
-            await self._each(_wake_all)
-            self._resume_requests()
+            self._released = frozenset()
+            try:
+                await self._do_on_each(_wake_all)
+            finally:
+                self._resume_requests()
             raise
 
     async def wake_up(self, tags: Iterable[str]) -> None:
@@ -80,12 +72,12 @@ class MemoryManager:
         unknown = sorted(wanted - frozenset(ALL_TAGS))
         if unknown:
             raise EngineError(f"tags: {unknown[0]!r}; expected {', '.join(ALL_TAGS)}")
-        woken, self.asleep = self.asleep & wanted, self.asleep - wanted
+        woken, self._released = self._released & wanted, self._released - wanted
         try:
             if woken:
-                await self._each(partial(_wake, tuple(sorted(woken))))
+                await self._do_on_each(partial(_wake, woken))
         finally:
-            if not self.asleep:
+            if not self._released:
                 self._resume_requests()
 
     async def flush_cache(self) -> None:
@@ -94,30 +86,26 @@ class MemoryManager:
         Raises:
             EngineError: A replica could not.
         """
-        await self._each(_flush)
+        await self._do_on_each(_flush)
 
-    async def bring_up(self, channel: Channel) -> None:
-        """A replica that starts while the others sleep sleeps too."""
-        released: frozenset[str] = frozenset()
-        while released != self.asleep:  # they may wake meanwhile
-            wanted = self.asleep
-            if released - wanted:
-                await channel.command(WakeUp(tuple(sorted(released - wanted))))
+    async def bring_up(self, replica: Replica, channel: Channel) -> None:
+        """Have a replica that does not serve yet release what the others have released."""
+        while replica.released != self._released:  # they may wake meanwhile
+            wanted = self._released
+            surplus = replica.released - wanted
+            if surplus:
+                await replica.command(channel, WakeUp(tuple(sorted(surplus))))
             else:
-                await channel.command(Sleep(2 if "weights" in wanted else 1))
-            released = wanted
+                await replica.command(channel, Sleep(2 if "weights" in wanted else 1))
+            replica.released = wanted
 
     def _resume_requests(self) -> None:
         if self._requests.is_admission_blocked:
             self._requests.is_admission_blocked = False
             self._requests.resume_deadlines()
-        self._changed()
+        self._requests.queue.call_next()
 
-    async def _put_to_sleep(self, level: int, replica: Replica, channel: Channel) -> None:
-        await self._requests.interrupt(replica)
-        await channel.command(Sleep(level))
-
-    async def _each(self, work: Work) -> None:
+    async def _do_on_each(self, work: Work) -> None:
         """Do it on every replica that serves, side by side.
 
         Raises:
@@ -126,16 +114,15 @@ class MemoryManager:
         errors: list[EngineError] = []
         async with anyio.create_task_group() as tasks:
             for replica in self._replicas:
-                channel = replica.channel
-                if channel is not None and replica.is_serving:
-                    tasks.start_soon(self._one, work, replica, channel, errors)
+                if replica.channel is not None and replica.is_serving:
+                    tasks.start_soon(self._do_on_one, work, replica, replica.channel, errors)
         if errors:
             raise errors[0]
 
-    async def _one(
+    async def _do_on_one(
         self, work: Work, replica: Replica, channel: Channel, errors: list[EngineError]
     ) -> None:
-        """`channel` is that by which it served: it may be removed before this task begins."""
+        """Do it; `channel`: that by which it served, for it may be removed before."""
         try:
             with anyio.fail_after(self._limit_s):
                 await work(replica, channel)
@@ -149,23 +136,33 @@ class MemoryManager:
             errors.append(error)
 
 
-async def _wake(tags: tuple[str, ...], replica: Replica, channel: Channel) -> None:
+async def _sleep(level: int, replica: Replica, channel: Channel) -> None:
+    await replica.interrupt_requests()
+    await replica.command(channel, Sleep(level))
+    replica.released |= frozenset(TAGS_OF_LEVEL[level])
+
+
+async def _wake(tags: frozenset[str], replica: Replica, channel: Channel) -> None:
     try:
-        await channel.command(WakeUp(tags))
+        await replica.command(channel, WakeUp(tuple(sorted(tags))))
+    except ChannelError:
+        raise
     except EngineError as error:
         replica.restart(channel, f"it does not wake up: {error}")
         raise
+    replica.released -= tags
 
 
 async def _wake_all(replica: Replica, channel: Channel) -> None:
-    """A replica that cannot wake up never slept."""
+    """Wake a replica, whose refusal means that it had not been put to sleep."""
     try:
-        await channel.command(WakeUp(ALL_TAGS))
+        await replica.command(channel, WakeUp(ALL_TAGS))
     except ChannelError:
         raise
     except EngineError:
-        return
+        pass
+    replica.released = frozenset()
 
 
 async def _flush(replica: Replica, channel: Channel) -> None:
-    await channel.command(FlushCache())
+    await replica.command(channel, FlushCache())

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import anyio
 import msgspec
 
-from rollout.engine.channel.operations import DropWeights, LoadWeights, ReceiveWeights
 from rollout.engine.weights import DiskWeights, DistributedWeights
+from rollout.engine.channel.operations import DropWeights, LoadWeights, ReceiveWeights
 from rollout.errors import ChannelError, EngineError
 from rollout.limits import cleanup_scope
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rollout.engine.channel.channel import Channel
-    from rollout.engine.driver.replica import Replica
+    from rollout.engine.pool.replica import Replica
 
 #: To remove the files that engines have loaded.
 DROP_S = 10.0
@@ -105,7 +105,7 @@ class WeightBroadcast:
         try:
             path, error = "", None
             try:
-                path = await channel.command(ReceiveWeights(source))
+                path = await replica.command(channel, ReceiveWeights(source))
             except BaseException as failure:
                 error = (
                     failure if isinstance(failure, Exception) else EngineError("it was given up")
@@ -114,6 +114,7 @@ class WeightBroadcast:
             finally:
                 if is_owner:
                     machine.settle(path, error)
-            await channel.command(LoadWeights(version, DiskWeights(await machine.path())))
+            received = DiskWeights(await machine.path())
+            await replica.command(channel, LoadWeights(version, received))
         finally:
             await machine.leave(channel)
