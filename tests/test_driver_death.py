@@ -16,9 +16,9 @@ import pytest
 
 from fake_core import CountingCore
 from own_processes import python_process
-from rollout.engine.pool.pool import EnginePool
 from rollout.engine.placement.local_process import LocalProcess, child_command
 from rollout.engine.placement.placement import CoreSpec
+from rollout.engine.pool.pool import EnginePool
 from rollout.engine.routing import Router
 from slow_cases import slow_but
 

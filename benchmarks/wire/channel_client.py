@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import anyio
 
 from rollout.bridge import loop_clock
-from rollout.engine.core import SamplingParams
 from rollout.engine.channel.channel import connect_channel
-from rollout.engine.pool.generation import Generation
 from rollout.engine.channel.messages import Submit
+from rollout.engine.core import SamplingParams
+from rollout.engine.pool.generation import Generation
 from rollout.seeds import RequestIds
 from rollout.token_prefix import TokenPrefix
 from wire.payload import ANSWER, Result, cpu_s, prompt_ids, wall_s

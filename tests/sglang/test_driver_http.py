@@ -20,7 +20,7 @@ from rollout.config import HttpEngine, InProcessPlacement, ModelConfig, RolloutC
 from rollout.engine import open_engines
 from rollout.engine.cores.http import HttpCore
 from rollout.engine.cores.sglang.plugin import CPU_VARIABLE
-from rollout.engine.guardian import mapped_files, remove, shared_files
+from rollout.engine.cores.sglang.shared_memory import mapped_files, remove, shared_files
 from test_vision_core import Reference, image
 
 if TYPE_CHECKING:
