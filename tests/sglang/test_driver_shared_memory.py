@@ -9,7 +9,7 @@ import pytest
 from driver import ask, prompts, schedulers, sglang, shares_an_engine
 
 from rollout.engine import open_engines
-from rollout.engine.cores.sglang.shared_memory import shared_files
+from rollout.engine.cores.sglang.shared_memory import list_shared_files
 from rollout.engine.pool.generation import Generation
 from rollout.errors import EngineError
 
@@ -19,15 +19,15 @@ pytestmark = [pytest.mark.anyio, shares_an_engine]
 async def until_as_before(before: set[str]) -> None:
     """What SGLang's processes remove by themselves goes a moment later."""
     with anyio.fail_after(60):
-        while not shared_files() <= before:
+        while not list_shared_files() <= before:
             await anyio.sleep(0.01)
 
 
 @pytest.mark.slow
 async def test_closed_engine_whose_scheduler_was_killed_before(models: list[str]) -> None:
-    before, known = shared_files(), set(schedulers())
+    before, known = list_shared_files(), set(schedulers())
     async with open_engines(sglang(models[0])) as pool:
-        assert shared_files() > before
+        assert list_shared_files() > before
         (scheduler,) = set(schedulers()) - known
         scheduler.kill()
         while pool.statistics()[0].starts < 2:
@@ -37,7 +37,7 @@ async def test_closed_engine_whose_scheduler_was_killed_before(models: list[str]
 
 
 async def test_start_that_fails(tmp_path: Path) -> None:
-    before = shared_files()
+    before = list_shared_files()
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(EngineError):
         async with open_engines(sglang(str(tmp_path))):
