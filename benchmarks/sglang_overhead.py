@@ -49,8 +49,8 @@ from rollout.config import (
     SchedulingConfig,
     SGLangEngine,
 )
-from rollout.engine.pool.opening import build_core_spec
 from rollout.engine.model_files import resolve_model
+from rollout.engine.pool.opening import build_core_spec
 from rollout.testing import simulated_tokenizer
 from rollout.tools import function_tool
 from rollout.tools.calculator import calculate, format_number

@@ -17,9 +17,9 @@ import faulty_cores
 from rollout.engine import weight_broadcasting
 from rollout.engine.channel.operations import ReceiveWeights, carry_out
 from rollout.engine.cores.devices import gpu_of
-from rollout.engine.pool.pool import EnginePool
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
+from rollout.engine.pool.pool import EnginePool
 from rollout.engine.routing import Router
 from rollout.engine.weight_broadcasting import describe_tensors, receive_weights
 from rollout.engine.weight_staging import PREFIX

@@ -16,9 +16,9 @@ import pytest
 
 from fake_core import CountingCore
 from own_processes import python_process
-from rollout.engine.pool.pool import EnginePool
-from rollout.engine.placement.local_process import LocalProcess, child_command
+from rollout.engine.placement.local_process import LocalProcess
 from rollout.engine.placement.placement import CoreSpec
+from rollout.engine.pool.pool import EnginePool
 from rollout.engine.routing import Router
 from slow_cases import slow_but
 
@@ -180,7 +180,8 @@ def test_driver_dies_before_it_says_what_to_run_the_child_ends(tmp_path: Path) -
     """A fork of the driver holds the pipe: the child sees that its parent has changed."""
     program = (
         "import os, signal, subprocess\n"
-        f"command = {child_command(None)!r}\n"
+        "from rollout.engine.placement.local_process import child_command\n"
+        "command = child_command(None)\n"
         "child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)\n"
         "os.fork() or signal.pause()\n"
         "print(child.pid, flush=True)\n"

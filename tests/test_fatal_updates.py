@@ -18,10 +18,10 @@ import rollout
 from harness import Recorder
 from rollout.config import CustomEngine, InProcessPlacement, SimulatedEngine
 from rollout.engine.core import SamplingParams
-from rollout.engine.pool.generation import Generation
-from rollout.engine.pool.pool import EnginePool
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec
+from rollout.engine.pool.generation import Generation
+from rollout.engine.pool.pool import EnginePool
 from rollout.engine.routing import Router
 from rollout.engine.weights import UPDATE_MODES, DiskWeights, TensorWeights
 from rollout.errors import EngineError

@@ -204,6 +204,7 @@ def test_fault_under_200_trajectories_loses_nothing(
         run_disturbed, network, config_of(), *FAULTS[name], backend=backend
     )
     check(batch, statistics, undisturbed)
+    assert network[0].cuts == 0, "all cuts have been made"
 
 
 def test_engines_that_say_everything_twice_and_talk_to_nobody_lose_nothing(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import anyio
 import pytest
+from anyio.abc import SocketAttribute, SocketStream
 from trio.testing import MockClock
 
+from fake_core import CountingCore
 from rollout.engine.channel import messages
+from rollout.engine.channel.channel import connect_channel
 from rollout.engine.channel.framing import FrameStream
 from rollout.engine.channel.handshake import (
     authenticate_client,
@@ -29,6 +34,8 @@ from rollout.engine.channel.messages import (
     decode_from_client,
     decode_from_server,
 )
+from rollout.engine.channel.server import EngineServer
+from rollout.engine.channel.sockets import connect_engine
 from rollout.engine.core import Chunk, EngineInfo
 from rollout.engine.placement.memory import MemoryByteStream, memory_stream_pair
 
@@ -207,3 +214,24 @@ async def test_handshake_client_sends_something_else_first_is_refused() -> None:
     hello, answer = await shake(serve, rude)
     assert hello is None
     assert answer == Refused("expected a hello, got Abort")
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
+async def test_server_has_the_system_end_connections_of_vanished_machines() -> None:
+    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener:
+        async with anyio.create_task_group() as tasks:
+            server = EngineServer(CountingCore(), SECRET)
+            accepted: list[socket.socket] = []
+
+            async def serve(stream: SocketStream) -> None:
+                accepted.append(stream.extra(SocketAttribute.raw_socket))
+                await server.serve_connection(stream)
+
+            tasks.start_soon(listener.serve, serve)
+            port = listener.extra(SocketAttribute.local_port)
+            connect = partial(connect_engine, "127.0.0.1", port)
+            async with connect_channel("engine-0", connect, SECRET) as channel:
+                assert channel.info.core == "counting"
+                option = socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT
+                assert accepted[0].getsockopt(*option) == 10_000
+            tasks.cancel_scope.cancel()

@@ -12,10 +12,10 @@ import fake_core
 from fake_core import CountingCore
 from rollout.engine.channel.core_hosting import LAST_ANSWERS_S, watch_core
 from rollout.engine.core import SamplingParams
-from rollout.engine.pool.generation import Generation
-from rollout.engine.pool.pool import EnginePool
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec
+from rollout.engine.pool.generation import Generation
+from rollout.engine.pool.pool import EnginePool
 from rollout.engine.routing import Router
 
 pytestmark = pytest.mark.anyio

@@ -14,12 +14,12 @@ import psutil
 import pytest
 
 from rollout.engine.core import SamplingParams
-from rollout.engine.pool.generation import Generation
-from rollout.engine.pool.pool import EnginePool
-from rollout.engine.pool.request_runner import RecoveryPolicy
 from rollout.engine.placement.last_output import LastOutput
 from rollout.engine.placement.local_process import LocalProcess
 from rollout.engine.placement.placement import CoreSpec
+from rollout.engine.pool.generation import Generation
+from rollout.engine.pool.pool import EnginePool
+from rollout.engine.pool.request_runner import RecoveryPolicy
 from rollout.engine.routing import Router
 from rollout.errors import EngineError
 from slow_cases import slow_after

@@ -14,10 +14,10 @@ from trio.testing import MockClock
 import fake_core
 from fake_core import CountingCore
 from rollout.engine.core import Chunk, GenerationRequest, SamplingParams
-from rollout.engine.pool.generation import Generation
-from rollout.engine.pool.pool import EnginePool
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec
+from rollout.engine.pool.generation import Generation
+from rollout.engine.pool.pool import EnginePool
 from rollout.engine.routing import Router
 from rollout.errors import EngineError, LimitExceeded
 from rollout.limits import NEVER, Clock, Deadline

@@ -14,10 +14,10 @@ import pytest
 
 from fake_core import CountingCore
 from rollout.engine.core import Chunk, SamplingParams
-from rollout.engine.pool.generation import Generation
-from rollout.engine.pool.pool import EnginePool
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec
+from rollout.engine.pool.generation import Generation
+from rollout.engine.pool.pool import EnginePool
 from rollout.engine.routing import Router
 from rollout.engine.weights import DiskWeights, TensorWeights
 from rollout.errors import EngineError
@@ -78,7 +78,6 @@ async def test_update_whose_caller_left_fails_the_log_has_its_error(
     assert any("caller was cancelled" in text and "no weights in bad" in text for text in told)
 
 
-
 def test_generation_takes_many_chunks_in_time_that_grows_with_their_number() -> None:
     def seconds(chunks: int) -> float:
         generation = Generation()
@@ -137,7 +136,9 @@ def test_stage_leaves_weights_of_another_container_alone(
         elsewhere.setattr(os, "getpid", lambda: 2**22 + 1)
         other = SimpleNamespace(st_ino=7)
         elsewhere.setattr(
-            os, "stat", lambda path, **how: other if str(path).endswith("/ns/pid") else real(path, **how)
+            os,
+            "stat",
+            lambda path, **how: other if str(path).endswith("/ns/pid") else real(path, **how),
         )
         theirs = stage(weights)
     ours = stage(weights)

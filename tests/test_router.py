@@ -465,7 +465,9 @@ def test_strategies_of_the_configuration_are_those_of_the_router() -> None:
     assert CONFIG_STRATEGIES == STRATEGIES
     for name in STRATEGIES:
         Router(strategy=name)
-    with pytest.raises(ConfigError, match=r"^router\.strategy = 'consistent_hash': expected one of"):
+    with pytest.raises(
+        ConfigError, match=r"^router\.strategy = 'consistent_hash': expected one of"
+    ):
         Router(strategy="consistent_hash")
 
 

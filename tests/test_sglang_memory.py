@@ -15,10 +15,10 @@ from rollout.config import LocalProcessPlacement, RayPlacement, RolloutConfig, S
 from rollout.config.engines import SGLANG_OWN
 from rollout.engine.cores.sglang import SGLangCore
 from rollout.engine.cores.sglang.server_arguments import NO_MEMORY_SAVER, SGLangOptions
-from rollout.engine.pool.opening import build_core_spec
-from rollout.engine.pool.pool import EnginePool
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec
+from rollout.engine.pool.opening import build_core_spec
+from rollout.engine.pool.pool import EnginePool
 from rollout.engine.routing import Router
 from rollout.errors import ConfigError, EngineError
 from test_pool import ask

@@ -30,12 +30,12 @@ from rollout.engine.core import Chunk, GenerationRequest, SamplingParams
 from rollout.engine.cores.pacing import DecodeSpeed
 from rollout.engine.cores.sglang.stream_hook import Gatherer, name_versions
 from rollout.engine.cores.simulated.simulated_core import SimulatedCore
-from rollout.engine.pool.opening import build_core_spec
-from rollout.engine.pool.generation import Generation
-from rollout.engine.pool.pool import EnginePool
-from rollout.engine.pool.request_runner import LAST_ANSWER_S, limit_last_answer
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec
+from rollout.engine.pool.generation import Generation
+from rollout.engine.pool.opening import build_core_spec
+from rollout.engine.pool.pool import EnginePool
+from rollout.engine.pool.request_runner import LAST_ANSWER_S, limit_last_answer
 from rollout.engine.routing import Router
 from rollout.testing import Scenario
 from wires import Requester, Wire

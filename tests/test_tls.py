@@ -9,10 +9,10 @@ import trustme
 
 from rollout.config import ChannelConfig, InProcessPlacement, RolloutConfig, SimulatedEngine
 from rollout.engine.channel.sockets import TlsFiles
-from rollout.engine.pool.generation import Generation
-from rollout.engine.pool.pool import EnginePool
 from rollout.engine.placement.local_process import LocalProcess
 from rollout.engine.placement.placement import CoreSpec
+from rollout.engine.pool.generation import Generation
+from rollout.engine.pool.pool import EnginePool
 from rollout.engine.routing import Router
 from rollout.errors import ConfigError, EngineError
 from test_local_process import ask

@@ -15,8 +15,8 @@ from harness.watched_core import WatchedCore
 from harness.watched_runtime import WatchedRuntime
 from harness.watched_tools import FaultInjector, WatchedInteractions, WatchedTool
 from rollout.config import InProcessPlacement
-from rollout.engine.pool.opening import open_engines
 from rollout.engine.placement.in_process import InProcess
+from rollout.engine.pool.opening import open_engines
 from rollout.errors import EngineError
 from rollout.runtime.opening import open_rollout_on
 from rollout.scheduling.rewards.functions import GivenRewards
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from rollout.config import RolloutConfig
     from rollout.engine.core import EngineCore, SamplingParams
     from rollout.engine.pool.generation import Generation
-    from rollout.engine.pool.pool import EnginePool
-    from rollout.engine.pool.pool import ExpectationsGiver
+    from rollout.engine.pool.pool import EnginePool, ExpectationsGiver
     from rollout.observe.event_stream import EventStream
     from rollout.scheduling.rewards.signatures import GroupRewardFunction, RewardFunction
     from rollout.token_prefix import TokenPrefix

@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 
 from rollout.config import LocalProcessPlacement, ModelConfig, RolloutConfig, SGLangEngine
 from rollout.engine import open_engines
-from rollout.engine.pool.generation import Generation
 from rollout.engine.model_files import resolve_model
+from rollout.engine.pool.generation import Generation
 from rollout.engine.weight_broadcasting import describe_tensors
 from rollout.errors import EngineError
 

@@ -14,9 +14,9 @@ from rollout.config import CustomEngine, SimulatedEngine
 from rollout.config.sections import SIMULATED_MODEL
 from rollout.engine.channel.messages import ClientExpectations
 from rollout.engine.cores.simulated.vocabulary import FINGERPRINT
-from rollout.engine.pool.model_template import load_model_template
 from rollout.engine.model_files import resolve_model
 from rollout.engine.model_identity import end_ids, model_fingerprint
+from rollout.engine.pool.model_template import load_model_template
 from rollout.errors import TemplateError
 from rollout.worker_threads import may_leave_loop
 

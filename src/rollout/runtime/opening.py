@@ -20,8 +20,7 @@ from rollout.chat.parsers import stop_token_ids
 from rollout.config import RolloutConfig
 from rollout.containment import open_containment
 from rollout.engine.pool.opening import open_engines
-from rollout.engine.pool.pool import EnginePool
-from rollout.engine.pool.pool import ExpectationsGiver
+from rollout.engine.pool.pool import EnginePool, ExpectationsGiver
 from rollout.errors import AgentError, ConfigError, RolloutError
 from rollout.function_refs import refuse_while_imported
 from rollout.interactions import InteractionRegistry

@@ -1,4 +1,6 @@
-"""The process of one engine, which placements start: ``python -m rollout.engine.channel.child``.
+"""The process of one engine, which placements start.
+
+    python -m rollout.engine.channel.child PID_OF_THE_DRIVER
 
 It reads one line of JSON from standard input (what to run, and the secret), answers one line on
 standard output (the port, or why it failed), and serves until it is told to end: by another line,
@@ -146,6 +148,23 @@ def _answer(descriptor: int, ready: ChildReady) -> None:
     os.close(descriptor)
 
 
+def _find_parent(driver: int) -> int:
+    """Return the pid of our parent; end where the driver has ended while we were starting.
+
+    Another process may be between them: a script around the interpreter, or one of another pid
+    namespace, whose number is 0 here.
+    """
+    parent = os.getppid()
+    if parent not in (driver, 0):
+        try:
+            os.kill(driver, 0)
+        except ProcessLookupError:
+            raise SystemExit(0) from None
+        except PermissionError:
+            pass  # it lives, and is somebody else's
+    return parent
+
+
 def _read_line(parent: int) -> bytes:
     """Read one line of standard input, byte by byte: nothing of what follows is taken."""
     line = bytearray()
@@ -162,7 +181,7 @@ def _read_line(parent: int) -> bytes:
 
 def main() -> None:
     """Run until it is time to end."""
-    parent = os.getppid()
+    parent = _find_parent(int(sys.argv[1]))
     answer = _take_standard_output()
     spec = msgspec.json.decode(_read_line(parent), type=ChildSpec)
     sys.path[:] = spec.sys_path or sys.path

@@ -39,7 +39,7 @@ MAX_ANSWER = 65536
 
 def child_command(python: str | None) -> list[str]:
     """What runs an engine for this process; with its own interpreter where none is named."""
-    return [python or sys.executable, "-m", "rollout.engine.channel.child"]
+    return [python or sys.executable, "-m", "rollout.engine.channel.child", str(os.getpid())]
 
 
 class LocalProcess:

@@ -23,12 +23,12 @@ from rollout.config.engines import SGLANG_OWN
 from rollout.config.placements import gpus_of
 from rollout.engine.channel.messages import ChannelSettings
 from rollout.engine.channel.sockets import TlsFiles
-from rollout.engine.pool.pool import EnginePool, ExpectationsGiver, expect_nothing
 from rollout.engine.model_files import model_path_fault
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.local_process import LocalProcess
 from rollout.engine.placement.placement import CoreSpec, Placement
 from rollout.engine.placement.ray import open_ray_actors
+from rollout.engine.pool.pool import EnginePool, ExpectationsGiver, expect_nothing
 from rollout.engine.pool.request_runner import limit_last_answer
 from rollout.engine.routing import Router
 from rollout.errors import EngineError

@@ -8,7 +8,7 @@ import math
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import anyio
 import attrs

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import anyio
 import msgspec
 
-from rollout.engine.weights import DiskWeights, DistributedWeights
 from rollout.engine.channel.operations import DropWeights, LoadWeights, ReceiveWeights
+from rollout.engine.weights import DiskWeights, DistributedWeights
 from rollout.errors import ChannelError, EngineError
 from rollout.limits import cleanup_scope
 
