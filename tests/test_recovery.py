@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 import faulty_cores
@@ -279,6 +280,59 @@ async def test_request_that_was_there_at_two_losses_completes(cores: list[Any]) 
             assert list(generation.ids) == list(range(101 + number, 161 + number))
         assert pool.recoveries.failed == 0
         assert pool.recoveries.resumed >= 30
+
+
+def cut(pool: EnginePool) -> None:
+    """Break the connection of a replica, whose engine lives on."""
+    channel = pool._replicas["engine-0"].channel
+    assert channel is not None
+    channel.lose("the connection broke", "connection")
+
+
+async def test_cut_connection_is_replaced_and_the_engine_lives_on(cores: list[Any]) -> None:
+    async with updatable(replicas=1).serving() as pool:
+        await pool.update_weights(4, DiskWeights("w4"))
+        generation = Generation()
+        await disturbed(pool, lambda: cut(pool), 2.5, generation)
+        assert list(generation.ids) == list(range(101, 111))
+        assert generation.versions == [[4, 10]]
+        assert (generation.resumes, generation.discarded_tokens) == (1, 0)
+        (core,) = cores
+        assert core.loaded == ["w4"]
+        assert pool.statistics()[0].starts == 2
+        assert not core._aborted
+
+
+async def test_connection_that_is_cut_again_and_again_ends_the_request_at_twenty(
+    cores: list[Any],
+) -> None:
+    async with pool_of(1).serving() as pool:
+        generation = Generation()
+
+        async def cut_often() -> None:
+            while generation.finish_reason != "error":
+                await anyio.sleep(1.5)
+                if pool.statistics()[0].state == "serving":
+                    cut(pool)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(cut_often)
+            with pytest.raises(EngineError, match=r"^20 connections were lost with the ") as caught:
+                await ask(pool, [5, 100], 500, generation)
+        assert caught.value.reason == "lost_engines"
+        assert len(cores) == 1
+        assert list(generation.ids) == list(range(101, 101 + generation.count))
+
+
+async def test_engine_whose_weights_are_not_those_it_was_sent_is_restarted(
+    cores: list[Any],
+) -> None:
+    async with updatable(replicas=1).serving() as pool:
+        await pool.update_weights(4, DiskWeights("w4"))
+        cores[0].info = msgspec.structs.replace(cores[0].info, weight_version=3)
+        cut(pool)
+        assert (await ask(pool, [5, 100], 2)).versions == [[4, 2]]
+        assert [core.loaded for core in cores] == [["w4"], ["w4"]]
 
 
 async def test_removed_replicas_and_weights_count_for_no_request(cores: list[Any]) -> None:

@@ -40,6 +40,24 @@ if TYPE_CHECKING:
     from rollout.observe.event_stream import EventStream
 
 
+#: Fields of a kind of engine that its core takes under the same names.
+_CORE_OPTIONS = {
+    TransformersEngine: "dtype device threads max_running max_queued context_length",
+    SimulatedEngine: "routed_experts",
+    SGLangEngine: (
+        "dtype device threads tensor_parallel memory_fraction max_running max_queued "
+        "context_length deterministic routed_experts"
+    ),
+    HttpEngine: "api api_key_variable max_requests",
+}
+_CORES = {
+    TransformersEngine: "rollout.engine.cores.transformers:TransformersCore",
+    SimulatedEngine: "rollout.engine.cores.simulated.simulated_core:SimulatedCore",
+    SGLangEngine: "rollout.engine.cores.sglang:SGLangCore",
+    HttpEngine: "rollout.engine.cores.http:HttpCore",
+}
+
+
 def build_core_spec(config: RolloutConfig, replica: int) -> CoreSpec:
     """Which core serves this configuration, with its arguments for one replica, by its slot.
 
@@ -48,56 +66,41 @@ def build_core_spec(config: RolloutConfig, replica: int) -> CoreSpec:
             of `engine.urls` has a replica.
     """
     engine, model = config.engine, config.model
-    match engine:
-        case TransformersEngine():
-            fault = model_path_fault(model.path)
-            if fault:
-                raise EngineError(fault)
-            return CoreSpec(
-                "rollout.engine.cores.transformers:TransformersCore",
-                {
-                    "model": model.path,
-                    "revision": model.revision,
-                    "trust_remote_code": model.trust_remote_code,
-                    "dtype": engine.dtype,
-                    "device": engine.device,
-                    "threads": engine.threads,
-                    "max_running": engine.max_running,
-                    "max_queued": engine.max_queued,
-                    "context_length": engine.context_length,
-                    "stream_interval": engine.stream_interval,
-                    "stream_interval_s": config.channel.stream_interval_s,
-                },
-            )
-        case SimulatedEngine():
-            options = {
-                "stream_interval": engine.stream_interval,
-                "stream_interval_s": config.channel.stream_interval_s,
-                "replica": replica,
-                "routed_experts": engine.routed_experts,
-            }
-            return CoreSpec(
-                "rollout.engine.cores.simulated.simulated_core:SimulatedCore",
-                {**options, **engine.scenario},
-            )
-        case SGLangEngine():
-            return CoreSpec(
-                "rollout.engine.cores.sglang:SGLangCore", _sglang_options(config, engine, replica)
-            )
-        case HttpEngine():
-            return CoreSpec(
-                "rollout.engine.cores.http:HttpCore", _http_options(config, engine, replica)
-            )
-        case CustomEngine():
-            return CoreSpec(engine.core, dict(engine.options))
-    raise EngineError(f"engine.kind = {engine.kind!r}: this version has no core for it")
-
-
-def _sglang_options(config: RolloutConfig, engine: SGLangEngine, replica: int) -> dict[str, Any]:
-    model = config.model
+    if isinstance(engine, CustomEngine):
+        return CoreSpec(engine.core, dict(engine.options))
+    kind = type(engine)
+    if kind not in _CORES:
+        raise EngineError(f"engine.kind = {engine.kind!r}: this version has no core for it")
+    options: dict[str, Any] = {
+        **{name: getattr(engine, name) for name in _CORE_OPTIONS[kind].split()},
+        "stream_interval": engine.stream_interval,
+        "stream_interval_s": config.channel.stream_interval_s,
+    }
+    if isinstance(engine, SimulatedEngine):
+        return CoreSpec(_CORES[kind], {**options, "replica": replica, **engine.scenario})
+    options.update(
+        model=model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
+    )
+    if isinstance(engine, HttpEngine):
+        options["url"] = _find_url(engine, replica)
+        return CoreSpec(_CORES[kind], options)
     fault = model_path_fault(model.path)
     if fault:
         raise EngineError(fault)
+    if isinstance(engine, SGLangEngine):
+        options["server_args"] = _build_server_args(config, engine, replica)
+    return CoreSpec(_CORES[kind], options)
+
+
+def _find_url(engine: HttpEngine, replica: int) -> str:
+    if replica >= len(engine.urls):
+        raise EngineError(
+            f"engine.urls names {len(engine.urls)} servers, and each has a replica; none is left"
+        )
+    return engine.urls[replica]
+
+
+def _build_server_args(config: RolloutConfig, engine: SGLangEngine, replica: int) -> dict[str, Any]:
     server_args = dict(engine.server_args)
     own = sorted(SGLANG_OWN & server_args.keys())
     if replica > 0 and own:  # it was added; a configuration with several is refused
@@ -111,42 +114,7 @@ def _sglang_options(config: RolloutConfig, engine: SGLangEngine, replica: int) -
     shares_gpus = isinstance(config.placement, RayPlacement) and bool(config.placement.colocate)
     if engine.device == "cuda" and (engine.sleep_between_batches or shares_gpus):
         server_args.setdefault("enable_memory_saver", True)
-    return {
-        "model": model.path,
-        "revision": model.revision,
-        "trust_remote_code": model.trust_remote_code,
-        "dtype": engine.dtype,
-        "device": engine.device,
-        "threads": engine.threads,
-        "tensor_parallel": engine.tensor_parallel,
-        "memory_fraction": engine.memory_fraction,
-        "max_running": engine.max_running,
-        "max_queued": engine.max_queued,
-        "context_length": engine.context_length,
-        "stream_interval": engine.stream_interval,
-        "stream_interval_s": config.channel.stream_interval_s,
-        "deterministic": engine.deterministic,
-        "routed_experts": engine.routed_experts,
-        "server_args": server_args,
-    }
-
-
-def _http_options(config: RolloutConfig, engine: HttpEngine, replica: int) -> dict[str, Any]:
-    if replica >= len(engine.urls):
-        raise EngineError(
-            f"engine.urls names {len(engine.urls)} servers, and each has a replica; none is left"
-        )
-    return {
-        "url": engine.urls[replica],
-        "api": engine.api,
-        "api_key_variable": engine.api_key_variable,
-        "max_requests": engine.max_requests,
-        "stream_interval": engine.stream_interval,
-        "stream_interval_s": config.channel.stream_interval_s,
-        "model": config.model.path,
-        "revision": config.model.revision,
-        "trust_remote_code": config.model.trust_remote_code,
-    }
+    return server_args
 
 
 def build_replica_spec(config: RolloutConfig, replica: int) -> CoreSpec:
