@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 import attrs
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -40,6 +41,7 @@ MIN_REPORT_S = 0.2
 COMPARISON_S = 1.0
 #: Expected tokens of a request before any has ended, and how many requests the mean remembers.
 FIRST_NEW_TOKENS, MEAN_REQUESTS = 256, 512
+Row = npt.NDArray[np.float64]
 #: Orders replicas of equal load by whose turn it is, and no others.
 TIE = 1e-9
 
@@ -156,10 +158,21 @@ class ReplicaSet:
         self._compared_at = 0.0
         self._states: dict[str, ReplicaState] = {}
         self._by_slot: list[ReplicaState] = []
-        self._loads = np.full(8, math.inf)  # tokens (or requests) by weight; inf: gets nothing
-        self._paces = np.zeros(8)  # measured steps per second, as if alone; 0: not known
-        self._prices = np.ones(8)  # seconds for a token
-        self._scores = np.zeros(8)
+        self._use_rows(np.full(8, math.inf), np.zeros(8), np.ones(8))
+
+    def _use_rows(self, loads: Row, paces: Row, prices: Row) -> None:
+        """Keep the numbers of all replicas in these rows, by slot.
+
+        Args:
+            loads: Tokens (or requests) in flight, by weight; infinite where a replica gets nothing.
+            paces: Measured steps per second, as if alone; 0 where that is not known.
+            prices: Seconds for a token.
+        """
+        self._loads, self._paces, self._prices = loads, paces, prices
+        self._scores = np.zeros(len(loads))
+        # They read and write single numbers several times as fast as the arrays do.
+        self._load = memoryview(loads)
+        self._price, self._score = memoryview(prices), memoryview(self._scores)
 
     # Which replicas there are.
 
@@ -183,10 +196,11 @@ class ReplicaSet:
             replica = self._states[name] = ReplicaState(name, slot, capacity)
             self._by_slot.append(replica)
             if slot == len(self._loads):
-                self._loads = np.concatenate([self._loads, np.full(slot, math.inf)])
-                self._paces = np.concatenate([self._paces, np.zeros(slot)])
-                self._prices = np.concatenate([self._prices, np.ones(slot)])
-                self._scores = np.zeros(2 * slot)
+                self._use_rows(
+                    np.concatenate([self._loads, np.full(slot, math.inf)]),
+                    np.concatenate([self._paces, np.zeros(slot)]),
+                    np.concatenate([self._prices, np.ones(slot)]),
+                )
         replica.capacity, replica.weight = capacity, weight
         replica.is_offered, replica.is_draining = True, False
         replica.kv_used, replica.last_report, replica.was_idle = 0.0, None, True
@@ -259,7 +273,7 @@ class ReplicaSet:
             self.open_count += 1 if is_open else -1
         load = replica.in_flight if self._by_requests else replica.tokens
         load = load / replica.weight + replica.turn * TIE
-        self._loads[replica.slot] = load if is_open else math.inf
+        self._load[replica.slot] = load if is_open else math.inf
 
     # How fast they are.
 
@@ -310,11 +324,11 @@ class ReplicaSet:
 
     def load_s(self, replica: ReplicaState) -> float:
         """Seconds until a replica should have done what it has in flight."""
-        return replica.tokens * float(self._prices[replica.slot])
+        return replica.tokens * self._price[replica.slot]
 
     def speed(self, replica: ReplicaState) -> float:
         """How fast a replica is beside the median one, as far as that is known."""
-        return self.token_s / float(self._prices[replica.slot])
+        return self.token_s / self._price[replica.slot]
 
     # Choosing.
 
@@ -325,28 +339,28 @@ class ReplicaSet:
 
         The pinned one, unless another is better by more than `margin`.
         """
-        scores, pinned = self._scores, dispatch.pinned
+        scores, score, price, pinned = self._scores, self._score, self._price, dispatch.pinned
         if self._by_requests:
             np.copyto(scores, self._loads)
         else:
             steps = dispatch.new_tokens * (1 + DOUBLING_BATCH)  # the request's own time
             request = steps + PREFILL_WEIGHT * dispatch.prompt_tokens
-            np.add(self._loads, request, out=scores)
-            np.multiply(scores, self._prices, out=scores)
-            bonus = PREFILL_WEIGHT * dispatch.shared_tokens
+            np.add(self._loads, request, scores)
+            np.multiply(scores, self._prices, scores)
+            shared, warm = dispatch.shared_tokens, dispatch.warm_tokens
             for holder in dispatch.holders:
                 if holder is not pinned:
-                    scores[holder.slot] -= bonus * self._prices[holder.slot]
+                    slot = holder.slot
+                    score[slot] -= PREFILL_WEIGHT * shared * price[slot]
             if pinned is not None:
-                warm = PREFILL_WEIGHT * dispatch.warm_tokens
-                scores[pinned.slot] -= warm * self._prices[pinned.slot]
+                score[pinned.slot] -= PREFILL_WEIGHT * warm * price[pinned.slot]
         if avoid is not None:
-            scores[avoid.slot] = math.inf
+            score[avoid.slot] = math.inf
         slot = int(scores.argmin())
-        least = scores[slot]
+        least = score[slot]
         if least == math.inf:
             return None
-        if pinned is not None and scores[pinned.slot] <= least + margin:
+        if pinned is not None and score[pinned.slot] <= least + margin:
             return pinned
         return self._by_slot[slot]
 
