@@ -130,12 +130,17 @@ async def measure(replicas: int, trajectories: int) -> dict[str, Any]:
     return result
 
 
+def count_in_flight(runtime: Any) -> int:
+    """Requests in flight on all replicas."""
+    return sum(replica.in_flight for replica in runtime.statistics().replicas)
+
+
 async def run_batch(runtime: Any, groups: int, result: dict[str, Any]) -> None:
     """Run all trajectories, and change the weights while they are in flight."""
     prompts = [Prompt(messages=[{"role": "user", "content": "go"}]) for _ in range(groups)]
 
     async def update() -> None:
-        while sum(r.in_flight for r in runtime.statistics().replicas) < groups * SAMPLES:
+        while count_in_flight(runtime) < groups * SAMPLES:  # noqa: ASYNC110
             await anyio.sleep(0.2)
         cpu, began = time.process_time(), anyio.current_time()
         await runtime.update_weights(version=1, source=DiskWeights("."))

@@ -16,9 +16,9 @@ each workload is repeated on `SimulatedCore` itself in virtual time, and both mu
 The last line is the result as JSON: `us_per_decision_256`, for each workload and policy
 `makespan_over_bound` and `prefix_hit`, the `split`, `against_best_other` (the default's makespan
 over that of the best other policy, paired by seed, with its interval), `behind`, the workloads
-where that is more than 3 % above 1 beyond the interval, and `equal_replicas_gain`: on equal replicas,
-with agents of 2 to 8 turns in groups and heavy tails, the best other policy's makespan over the
-default's, with its interval.
+where that is more than 3 % above 1 beyond the interval, and `equal_replicas_gain`: on equal
+replicas, with agents of 2 to 8 turns in groups and heavy tails, the best other policy's makespan
+over the default's, with its interval.
 
     python benchmarks/router.py [--seeds 8] [--quick]
 """
@@ -243,7 +243,9 @@ def main() -> None:
     seeds, sizes = (3, SIZES[:1]) if options.quick else (options.seeds, SIZES)
     workloads, comparisons, equal = compare(seeds, sizes)
     gain = equal_replicas_gain(equal)
-    print(f"\non equal replicas the best other policy takes {gain['gain']:.3f} ± {gain['ci95']:.3f}")
+    print(
+        f"\non equal replicas the best other policy takes {gain['gain']:.3f} ± {gain['ci95']:.3f}"
+    )
     over_best = {}
     for title, rows in workloads.items():
         best = min(row["makespan_over_bound"] for row in rows.values())

@@ -60,7 +60,7 @@ async def ask(pool: EnginePool, last: int, count: int) -> list[int]:
 
 async def test_sleep_fails_and_the_wake_up_hangs_requests_go_on(rollout_clock: Any) -> None:
     async with pool_of("test_pool_mends:TiredCore", token_s=1.0).serving() as pool:
-        with pytest.raises(EngineError, match="no memory saver|no answer after"):
+        with pytest.raises(EngineError, match=r"no memory saver|no answer after"):
             await pool.sleep()
         with anyio.fail_after(60):
             assert await ask(pool, 100, 3) == [101, 102, 103]

@@ -7,6 +7,7 @@ up to date, serve until the session is lost; connect anew, or restart the engine
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,9 +15,12 @@ import anyio
 import attrs
 
 from rollout.engine.channel.channel import Channel, connect_channel
+from rollout.engine.channel.handshake import CONNECT_S
 from rollout.engine.channel.messages import ChannelSettings, ClientExpectations
+from rollout.engine.core import EngineLoad
 from rollout.engine.placement.placement import CoreSpec, Placement, ReplicaHandle
 from rollout.engine.pool.generation import TokenCounts
+from rollout.engine.routing import Router
 from rollout.engine.weights import DiskWeights, DistributedWeights
 from rollout.errors import ChannelError, EngineError
 from rollout.limits import cleanup_scope
@@ -25,11 +29,10 @@ from rollout.observe.events import ReplicaChanged, ReplicaSampled
 from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+    from collections.abc import AsyncIterator, Iterable
 
     from rollout.engine.channel.operations import Operation
-    from rollout.engine.core import EngineLoad
-    from rollout.engine.routing import ReplicaState, Router
+    from rollout.engine.routing import ReplicaState
 
 logger = logging.getLogger("rollout.engine")
 
@@ -265,6 +268,7 @@ class Replica:
         expectations = await self._settings.expectations()
         give_up_at = anyio.current_time() + patience_s
         while True:
+            left_s = give_up_at - anyio.current_time()
             async with AsyncExitStack() as stack:
                 connecting = connect_channel(
                     self.name,
@@ -272,6 +276,7 @@ class Replica:
                     handle.secret,
                     settings=self._settings.channel,
                     expectations=expectations,
+                    timeout_s=max(left_s, RECONNECT_PAUSE_S) if patience_s else CONNECT_S,
                 )
                 try:
                     channel = await stack.enter_async_context(connecting)

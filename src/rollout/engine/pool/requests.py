@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import anyio
 import attrs
@@ -15,14 +14,12 @@ from rollout.engine.core import Chunk, EngineInfo, FinishReason, SamplingParams
 from rollout.engine.pool.generation import ChunkFault, Generation
 from rollout.engine.pool.replica import Loss, Replica
 from rollout.engine.pool.request_checks import describe_outside_id
+from rollout.engine.routing import Dispatch
 from rollout.errors import EngineError
 from rollout.limits import Clock, Limit
 from rollout.medium import PlacedMedia
 from rollout.observe.explanation import Wait
 from rollout.token_prefix import TokenPrefix
-
-if TYPE_CHECKING:
-    from rollout.engine.routing import Dispatch
 
 #: Fields of the sampling whose state is not in the tokens: a request that resumes elsewhere would
 #: be sampled by other rules than before.

@@ -8,17 +8,15 @@ and one search, and does not walk over objects.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, cast
+from collections.abc import Collection
+from typing import Any, cast
 
 import attrs
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from rollout.engine.core import EngineLoad
+from rollout.engine.core import EngineLoad
 
 #: A prompt token that must be computed counts as so many tokens to generate: the request waits for
 #: it, the replica's other requests wait meanwhile, and it pushes other prefixes out of the cache.
@@ -171,8 +169,8 @@ class ReplicaSet:
         self._loads, self._paces, self._prices = loads, paces, prices
         self._scores = np.zeros(len(loads))
         # They read and write single numbers several times as fast as the arrays do.
-        self._load = memoryview(loads)
-        self._price, self._score = memoryview(prices), memoryview(self._scores)
+        self._load, self._price = _view(loads), _view(prices)
+        self._score = _view(self._scores)
 
     # Which replicas there are.
 
@@ -368,3 +366,7 @@ class ReplicaSet:
         """The open replica whose turn it is."""
         able = [each for each in self.offered if each.is_open and each is not avoid]
         return min(able, key=lambda each: each.turn, default=None)
+
+
+def _view(row: Any) -> memoryview[float]:
+    return cast("memoryview[float]", memoryview(row))
