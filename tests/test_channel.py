@@ -327,24 +327,26 @@ async def test_core_whose_iterator_cannot_be_closed_serves_and_is_told_to_abort(
             )
 
     class PlainCore(CountingCore):
-        aborted: tuple[str, ...] = ()
+        def __init__(self) -> None:
+            super().__init__()
+            self.aborted: list[str] = []
 
         def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
             return Plain(self, request)
 
         def abort_nowait(self, request_id: str) -> None:
-            self.aborted += (request_id,)
+            self.aborted.append(request_id)
 
     core = PlainCore()
     wire = Wire(core)
     async with wire.channel() as channel:
         assert await Requester(channel).generate([1], 5) == [0, 1, 2]
-        assert core.aborted == ()
+        assert core.aborted == []
         submit(channel, [1], 5, request_id="f" * 32)
         await anyio.sleep(0.7)
         wire.cut()
         await anyio.sleep(0.01)
-        assert core.aborted == ("f" * 32,)
+        assert core.aborted == ["f" * 32]
 
 
 async def test_writer_has_much_to_write_callers_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -525,6 +527,7 @@ async def test_accept_without_descriptors_is_tried_again() -> None:
         theirs, ours = wire.make_pair()
         full = OSError(24, "Too many open files")
         async with open_task_group() as tasks:
-            tasks.start_soon(server.serve, [FullListener(full, full, theirs)])
+            listeners: Any = [FullListener(full, full, theirs)]
+            tasks.start_soon(server.serve, listeners)
             assert (await ours.receive())[4:6] == b"\x93\x01", "a challenge"
             await ours.aclose()

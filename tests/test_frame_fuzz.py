@@ -37,41 +37,39 @@ def anyio_backend() -> object:
 def client_messages(dice: random.Random) -> msgspec.Struct:
     """Something that a client might say."""
     request_id = dice.choice(IDS)
-    return dice.choice(
-        [
-            lambda: messages.Submit(
-                request_id,
-                packed([dice.randrange(1000)] * dice.randrange(1, 5)),
-                SamplingParams(max_new_tokens=dice.choice([1, 2, 3])),
-                dice.choice(["s", "t", ""]),
-                remaining_s=dice.choice([None, 0.0, 1e-3, 1e300]),
-                media=dice.choice([(), (), (("d", 0, 1),)]),
-            ),
-            lambda: messages.Abort(request_id),
-            lambda: messages.MediaPart(digest="d", content=b"x", is_last=True),
-            lambda: messages.Hello(2, b"", b""),
-        ]
-    )()
+    makers: list[Callable[[], msgspec.Struct]] = [
+        lambda: messages.Submit(
+            request_id,
+            packed([dice.randrange(1000)] * dice.randrange(1, 5)),
+            SamplingParams(max_new_tokens=dice.choice([1, 2, 3])),
+            dice.choice(["s", "t", ""]),
+            remaining_s=dice.choice([None, 0.0, 1e-3, 1e300]),
+            media=dice.choice([(), (), (("d", 0, 1),)]),
+        ),
+        lambda: messages.Abort(request_id),
+        lambda: messages.MediaPart(digest="d", content=b"x", is_last=True),
+        lambda: messages.Hello(2, b"", b""),
+    ]
+    return dice.choice(makers)()
 
 
 def server_messages(dice: random.Random) -> msgspec.Struct:
     """Something that an engine might say."""
     request_id = dice.choice(IDS)
-    return dice.choice(
-        [
-            lambda: Chunk(
-                request_id=request_id,
-                offset=dice.choice([0, 0, 1, 2, 2**53]),
-                ids=packed([dice.randrange(1000)] * dice.randrange(3)),
-                log_probs=packed([0] * dice.randrange(3)),
-                weight_version=dice.choice([0, 2**31 - 1]),
-                finish_reason=dice.choice([None, None, "stop", "abort", "error", "rejected"]),
-            ),
-            lambda: messages.LoadReport(EngineLoad(running=1, kv_used=dice.choice([0.5, 1e308]))),
-            lambda: messages.SendMedia(request_id, dice.choice([(), ("d",)])),
-            lambda: messages.Refused("no"),
-        ]
-    )()
+    makers: list[Callable[[], msgspec.Struct]] = [
+        lambda: Chunk(
+            request_id=request_id,
+            offset=dice.choice([0, 0, 1, 2, 2**53]),
+            ids=packed([dice.randrange(1000)] * dice.randrange(3)),
+            log_probs=packed([0] * dice.randrange(3)),
+            weight_version=dice.choice([0, 2**31 - 1]),
+            finish_reason=dice.choice([None, None, "stop", "abort", "error", "rejected"]),
+        ),
+        lambda: messages.LoadReport(EngineLoad(running=1, kv_used=dice.choice([0.5, 1e308]))),
+        lambda: messages.SendMedia(request_id, dice.choice([(), ("d",)])),
+        lambda: messages.Refused("no"),
+    ]
+    return dice.choice(makers)()
 
 
 def frames(dice: random.Random, message: Callable[[random.Random], msgspec.Struct]) -> bytes:

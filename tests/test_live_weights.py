@@ -154,9 +154,10 @@ def test_stage_without_room_or_tensors_leaves_nothing(tmp_path: Path) -> None:
         stage(TensorWeights({}, directory=str(tmp_path)))
     with pytest.raises(EngineError, match="no weights can be staged in /nowhere"):
         stage(TensorWeights({}, directory="/nowhere"))
-    orphan = tmp_path / f"{PREFIX}4194305-x"  # past the largest process id
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    orphan = tmp_path / f"{PREFIX}{namespace}-4194305-x"  # past the largest process id
+    own = tmp_path / f"{PREFIX}{namespace}-{os.getpid()}-x"
     orphan.mkdir()
-    own = tmp_path / f"{PREFIX}{os.getpid()}-x"
     own.mkdir()
     with pytest.raises(EngineError):
         stage(TensorWeights({"a": 1}, directory=str(tmp_path)))

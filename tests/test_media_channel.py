@@ -143,7 +143,7 @@ async def test_channel_request_aborted_while_its_media_come_ends_and_others_get_
 async def test_channel_deadline_passes_while_media_come_ends_the_request() -> None:
     core = SeeingCore()
     async with Wire(core).channel() as channel:
-        channel._media.queue = lambda media, digests: None  # they never come
+        channel._media.queue = lambda media, digests: None  # type: ignore[method-assign]  # none come
         request = Seer(channel).about(medium(1), remaining_s=0.2)
         await request.done.wait()
         assert request.finish_reason == "abort"

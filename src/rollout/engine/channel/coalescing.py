@@ -36,6 +36,9 @@ class ChunkCoalescer:
 
     def add(self, chunk: Chunk) -> list[Chunk]:
         """Return what is to be sent now that this chunk has come; the rest waits."""
+        is_enough = chunk.finish_reason is not None or len(chunk.ids) >= 4 * self._interval
+        if is_enough and not self._waiting:
+            return [chunk]
         if not _is_sound(chunk):  # the client refuses it, and must not refuse others with it
             return [*self.flush(), chunk]
         ready: list[Chunk] = []
@@ -43,7 +46,7 @@ class ChunkCoalescer:
             ready = self.flush()
         self._waiting.append(chunk)
         count = sum(len(each.ids) for each in self._waiting) // 4
-        if chunk.finish_reason is not None or count >= self._interval:
+        if is_enough or count >= self._interval:
             ready += self.flush()
         return ready
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from typing import TYPE_CHECKING
 
 import anyio
@@ -45,12 +46,22 @@ class _ServerRequest:
 
     Attributes:
         deadline: Clock time at which it is aborted.
-        preparing: Scope of what comes before the core has it: its media are on their way.
+        media: Of its prompt; see `Submit.media`.
+        collecting: Scope of its wait for them, while it lasts.
         is_started: The core has it.
+        is_aborted: It was aborted before the core had it.
         coalescer: Tokens of its answer that wait for more.
     """
 
-    __slots__ = ("coalescer", "deadline", "is_started", "preparing", "request")
+    __slots__ = (
+        "coalescer",
+        "collecting",
+        "deadline",
+        "is_aborted",
+        "is_started",
+        "media",
+        "request",
+    )
 
     def __init__(self, submit: Submit, interval: int) -> None:
         self.request = GenerationRequest(
@@ -64,8 +75,9 @@ class _ServerRequest:
         )
         remaining_s = submit.remaining_s
         self.deadline = math.inf if remaining_s is None else anyio.current_time() + remaining_s
-        self.preparing = anyio.CancelScope()
-        self.is_started = False
+        self.media = submit.media
+        self.collecting: anyio.CancelScope | None = None
+        self.is_started = self.is_aborted = False
         self.coalescer = ChunkCoalescer(interval)
 
 
@@ -85,6 +97,9 @@ class ServerSession:
         self._settings = settings
         self._carry_out = carry_out
         self._requests: dict[str, _ServerRequest] = {}
+        self._queue: deque[_ServerRequest] = deque()
+        self._idle_workers: list[anyio.Event] = []
+        self._is_worker_due = False
         self._media = MediaReceiver(frames, media_cache_bytes)
         self._interval = 1 if getattr(core, "is_gathering", False) else settings.stream_interval
         self._has_waiting_tokens = anyio.Event()
@@ -150,14 +165,17 @@ class ServerSession:
             self._fail(request_id, f"{len(submit.ids)} bytes of ids; expected packed int32")
         else:
             request = self._requests[request_id] = _ServerRequest(submit, self._interval)
-            tasks.start_soon(self._serve_request, request, submit.media)
+            self._queue.append(request)
+            self._wake_worker(tasks)
 
     def _abort(self, request: _ServerRequest) -> None:
         """Ask for the end of a request; it is over when its last chunk has been sent."""
         if request.is_started:
             self._core.abort_nowait(request.request.request_id)
-        else:
-            request.preparing.cancel()
+            return
+        request.is_aborted = True
+        if request.collecting is not None:
+            request.collecting.cancel()
 
     async def _run_command(self, command: Command) -> None:
         error, fatal, result = "", False, ""
@@ -170,15 +188,39 @@ class ServerSession:
 
     # --- requests
 
-    async def _serve_request(
-        self, request: _ServerRequest, places: tuple[tuple[str, int, int], ...]
-    ) -> None:
+    def _wake_worker(self, tasks: anyio.abc.TaskGroup) -> None:
+        """Have a task serve what is queued, unless one is about to.
+
+        Requests run side by side: a worker wakes another one before it may have to wait within the
+        core. A core that answers at once thus needs no task switch for each request.
+        """
+        if self._is_worker_due:
+            return
+        self._is_worker_due = True
+        if self._idle_workers:
+            self._idle_workers.pop().set()
+        else:
+            tasks.start_soon(self._work, tasks)
+
+    async def _work(self, tasks: anyio.abc.TaskGroup) -> None:
+        while True:
+            self._is_worker_due = False
+            while self._queue:
+                request = self._queue.popleft()
+                if self._queue:
+                    self._wake_worker(tasks)
+                await self._serve_request(request)
+            woken = anyio.Event()
+            self._idle_workers.append(woken)
+            await woken.wait()
+
+    async def _serve_request(self, request: _ServerRequest) -> None:
         request_id = request.request.request_id
         try:
-            with request.preparing:
-                if places:
-                    request.request.media = await self._media.collect(request_id, places)
-            if request.preparing.cancel_called:
+            if request.media and not request.is_aborted:
+                with anyio.CancelScope() as request.collecting:
+                    request.request.media = await self._media.collect(request_id, request.media)
+            if request.is_aborted:
                 self._send(Chunk(request_id=request_id, finish_reason="abort"))
                 return
             request.is_started = True
