@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from rollout.engine.channel.channel import Channel
     from rollout.engine.pool.replica import Replica
-    from rollout.engine.pool.requests import RequestRunner
+    from rollout.engine.pool.request_runner import RequestRunner
 
     Work = Callable[[Replica, Channel], Awaitable[None]]
 

@@ -118,6 +118,9 @@ class SentRequest(Protocol):
     def interrupt(self) -> None:
         """It is cut off by the driver, and resumes later from the tokens that it has."""
 
+    def resume(self) -> None:
+        """Its trajectory's time counts again."""
+
 
 @attrs.frozen(kw_only=True)
 class ReplicaSettings:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from rollout.engine.channel.channel import Channel
-    from rollout.engine.pool.requests import RequestRunner
+    from rollout.engine.pool.request_runner import RequestRunner
     from rollout.engine.routing import Router
     from rollout.engine.weights import UpdateMode
 
