@@ -64,6 +64,7 @@ class EngineServer:
         self._unauthenticated = anyio.CapacityLimiter(MAX_UNAUTHENTICATED)
         self._operations = anyio.Lock()
         self._operation_scope = anyio.CancelScope()
+        self._is_closing = False
 
     async def serve(self, listeners: Sequence[Listener[SocketStream]]) -> None:
         """Serve every connection that comes, until cancelled.
@@ -80,15 +81,19 @@ class EngineServer:
                 self.cancel_operation()
 
     async def _accept(self, listener: Listener[SocketStream], tasks: anyio.abc.TaskGroup) -> None:
+        is_failing = False
         while True:
             async with self._unauthenticated:
                 pass  # accept no more than may wait for their handshake
             try:
                 stream = await listener.accept()  # type: ignore[attr-defined]  # sockets' have it
             except OSError as error:
-                logger.warning("a connection cannot be accepted now: %s", error)
+                if not is_failing:  # it may fail ten times a second
+                    logger.warning("connections cannot be accepted now: %s", error)
+                is_failing = True
                 await anyio.sleep(ACCEPT_BACKOFF_S)
             else:
+                is_failing = False
                 tasks.start_soon(self.serve_connection, stream)
 
     async def serve_connection(self, stream: ByteStream) -> None:
@@ -133,10 +138,12 @@ class EngineServer:
             EngineError: The core cannot do it, or the engine closes; or whatever the core raises.
         """
         async with self._operations:
-            with anyio.CancelScope(shield=True) as self._operation_scope:
-                return await carry_out(self._core, operation)
+            if not self._is_closing:
+                with anyio.CancelScope(shield=True) as self._operation_scope:
+                    return await carry_out(self._core, operation)
         raise EngineError("the engine closes")
 
     def cancel_operation(self) -> None:
-        """Have the operation that is under way end at once: the engine closes."""
+        """Have the operation that is under way end at once, and start none: the engine closes."""
+        self._is_closing = True
         self._operation_scope.cancel()
