@@ -49,8 +49,8 @@ from rollout.config import (
     SchedulingConfig,
     SGLangEngine,
 )
-from rollout.engine.driver.engine_opening import core_spec
 from rollout.engine.model_files import resolve_model
+from rollout.engine.pool.opening import build_core_spec
 from rollout.testing import simulated_tokenizer
 from rollout.tools import function_tool
 from rollout.tools.calculator import calculate, format_number
@@ -146,7 +146,7 @@ class Straight:
     """`straight_sglang.py` in a process of its own."""
 
     def __init__(self, python: str, config: RolloutConfig) -> None:
-        options = dict(core_spec(config, 0).options)
+        options = dict(build_core_spec(config, 0).options)
         options["model"] = resolve_model(config.model.path, config.model.revision)
         program = Path(__file__).with_name("straight_sglang.py")
         self._process = subprocess.Popen(

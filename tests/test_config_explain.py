@@ -48,7 +48,8 @@ def test_config_explained_says_what_runs_where_and_how_long() -> None:
         "in flight   at most 1,024 trajectories",
         "journal     none: a run that dies is not resumed (`rollout run` writes one into --out)",
         "seed        none: every run samples afresh",
-        "not set     seed, model.revision, model.chat_template, engine.context_length, "
+        "not set     seed, model.revision, model.chat_template, engine.min_replicas, "
+        "engine.context_length, "
         "placement.python, channel.tls_certificate, channel.tls_key, channel.tls_authority, "
         "sampling.max_new_tokens, validation_sampling.max_new_tokens, lengths.turn, "
         "agent.interaction, sandbox.image, sandbox.workdir, sandbox.setup, sandbox.user, "

@@ -45,8 +45,8 @@ SAMPLING_KEYS = (
     "greedy, max_new_tokens, stop_token_ids, top_log_probs"
 )
 TRANSFORMERS_KEYS = (
-    "kind, replicas, start_timeout_s, stream_interval, sleep_between_batches, dtype, device, "
-    "threads, max_running, max_queued, context_length"
+    "kind, replicas, min_replicas, start_timeout_s, stream_interval, sleep_between_batches, dtype, "
+    "device, threads, max_running, max_queued, context_length"
 )
 LIMITS_AFTER = "generation_s = 60.0\ntool_s = 100\nturn_s = 60\n"
 
@@ -344,7 +344,15 @@ WRONG: dict[tuple[type, str], tuple[object, ...]] = {
     ),
     (RayPlacement, "gpus_per_replica"): (-1, math.inf, *NUMBERS),
     (LocalProcessPlacement, "python"): STRINGS,
-    (RouterConfig, "strategy"): (None, "random", 1, "", "module:", "a b:C", ["round_robin"]),
+    (RouterConfig, "strategy"): (
+        None,
+        "random",
+        1,
+        "",
+        "consistent_hash",
+        "a.b:C",
+        ["round_robin"],
+    ),
     (RouterConfig, "move_margin_s"): (None, -0.1, math.nan, math.inf, *NUMBERS),
     (RouterConfig, "weights"): (None, 1, "1", [0], [-1.0], [True], ["1"], [1.0, math.inf], {1: 2}),
     (RouterConfig, "move_margin"): (None, -1, 0.0, *NUMBERS),

@@ -19,8 +19,8 @@ from rollout.config import (
     TransformersEngine,
 )
 from rollout.engine import SamplingParams, open_engines
-from rollout.engine.driver.generation import Generation
-from rollout.engine.driver.pool import EnginePool
+from rollout.engine.pool.generation import Generation
+from rollout.engine.pool.pool import EnginePool
 
 #: Ray's client opens connections when it needs them and keeps them.
 pytestmark = [

@@ -18,10 +18,10 @@ import rollout
 from harness import Recorder
 from rollout.config import CustomEngine, InProcessPlacement, SimulatedEngine
 from rollout.engine.core import SamplingParams
-from rollout.engine.driver.generation import Generation
-from rollout.engine.driver.pool import EnginePool, open_pool
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec
+from rollout.engine.pool.generation import Generation
+from rollout.engine.pool.pool import EnginePool
 from rollout.engine.routing import Router
 from rollout.engine.weights import UPDATE_MODES, DiskWeights, TensorWeights
 from rollout.errors import EngineError
@@ -88,7 +88,7 @@ async def all_serve(pool: EnginePool) -> None:
 async def test_update_every_replica_breaks_of_it_the_call_raises_and_names_each(
     cores: list[Any], mode: Any, replicas: int
 ) -> None:
-    async with open_pool(pool_of(replicas)) as pool:
+    async with pool_of(replicas).serving() as pool:
         await pool.update_weights(3, DiskWeights("w3"))
         running = [Generation() for _ in range(replicas)]
         async with anyio.create_task_group() as tasks:
@@ -105,13 +105,13 @@ async def test_update_every_replica_breaks_of_it_the_call_raises_and_names_each(
         await all_serve(pool)
         assert [core.loaded for core in cores] == [["w3"]] * replicas * 2
         assert {replica.weight_version for replica in pool.router.replicas} == {3}
-        assert pool.recoveries.quarantined == 0
+        assert pool.recoveries.failed == 0
 
 
 async def test_update_first_of_all_breaks_every_replica_they_serve_what_they_started_with(
     cores: list[Any],
 ) -> None:
-    async with open_pool(pool_of(2)) as pool:
+    async with pool_of(2).serving() as pool:
         with pytest.raises(EngineError, match="half of fatal is in place"):
             await pool.update_weights(8, FATAL)
         assert pool.weight_version == 0
@@ -128,7 +128,7 @@ async def test_update_first_of_all_breaks_every_replica_they_serve_what_they_sta
 async def test_update_some_break_of_it_the_others_have_it_and_those_come_back_with_it(
     cores: list[Any], mode: Any
 ) -> None:
-    async with open_pool(pool_of(2)) as pool:
+    async with pool_of(2).serving() as pool:
         cores[0]._name = "fragile"
         running = [Generation() for _ in range(4)]
         async with anyio.create_task_group() as tasks:
@@ -141,11 +141,11 @@ async def test_update_some_break_of_it_the_others_have_it_and_those_come_back_wi
         assert all([version for version, _ in each.versions] in ([0], [0, 8]) for each in running)
         await all_serve(pool)
         assert [core.loaded for core in cores] == [[], ["odd"], ["odd"]]
-        assert pool.recoveries.quarantined == 0
+        assert pool.recoveries.failed == 0
 
 
 async def test_update_one_refuses_and_one_breaks_the_call_names_both(cores: list[Any]) -> None:
-    async with open_pool(pool_of(2)) as pool:
+    async with pool_of(2).serving() as pool:
         for core in cores:
             core._name = ("fragile", "picky")[core.index]
         with pytest.raises(EngineError) as caught:
@@ -159,7 +159,7 @@ async def test_update_one_refuses_and_one_breaks_the_call_names_both(cores: list
 
 async def test_update_every_replica_dies_while_it_loads_the_call_raises(cores: list[Any]) -> None:
     """Of whatever reason: nobody has the weights."""
-    async with open_pool(pool_of(2)) as pool, anyio.create_task_group() as tasks:
+    async with pool_of(2).serving() as pool, anyio.create_task_group() as tasks:
 
         async def kill() -> None:
             await anyio.sleep(1)
@@ -179,7 +179,7 @@ async def test_update_that_is_tried_again_while_none_serves_is_judged_as_well(
     cores: list[Any],
 ) -> None:
     """The engines that the first try broke are about to start again."""
-    async with open_pool(pool_of(2)) as pool:
+    async with pool_of(2).serving() as pool:
         for _ in range(2):
             with pytest.raises(EngineError, match="half of fatal is in place"):
                 await pool.update_weights(8, FATAL)
@@ -191,7 +191,7 @@ async def test_update_that_is_tried_again_while_none_serves_is_judged_as_well(
 
 
 async def test_update_while_none_serves_returns_once_one_has_the_weights(cores: list[Any]) -> None:
-    async with open_pool(pool_of(1)) as pool:
+    async with pool_of(1).serving() as pool:
         cores[0].on_death()
         await anyio.sleep(0.5)
         start = anyio.current_time()
@@ -203,7 +203,7 @@ async def test_update_while_none_serves_returns_once_one_has_the_weights(cores: 
 async def test_update_in_place_breaks_the_engine_twice_its_request_is_not_blamed(
     cores: list[Any],
 ) -> None:
-    async with open_pool(pool_of(1)) as pool:
+    async with pool_of(1).serving() as pool:
         generation = Generation()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask, pool, 100, 12, generation)
@@ -212,11 +212,11 @@ async def test_update_in_place_breaks_the_engine_twice_its_request_is_not_blamed
                 with pytest.raises(EngineError, match="half of fatal is in place"):
                     await pool.update_weights(8, FATAL, "in_place")
         assert generation.versions == [[0, 12]]
-        assert pool.recoveries.quarantined == 0
+        assert pool.recoveries.failed == 0
 
 
 async def test_update_too_slow_in_place_its_request_is_not_blamed(cores: list[Any]) -> None:
-    async with open_pool(pool_of(1)) as pool:
+    async with pool_of(1).serving() as pool:
         generation = Generation()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask, pool, 100, 200, generation)
@@ -235,7 +235,7 @@ async def test_update_with_tensors_breaks_every_replica_the_old_files_are_loaded
     old.mkdir()
     new.mkdir()
     tensors = {"w": torch.ones(1)}
-    async with open_pool(pool_of(1, load_s=0.0)) as pool:
+    async with pool_of(1, load_s=0.0).serving() as pool:
         with hold_clock():
             await pool.update_weights(8, TensorWeights(tensors, directory=str(old)))
             with pytest.raises(EngineError, match="is in place"):

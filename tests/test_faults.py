@@ -75,7 +75,7 @@ def engines() -> list[psutil.Process]:
     return [
         process
         for process in psutil.Process().children(recursive=True)
-        if "rollout.engine.process.child" in process.as_dict(["cmdline"], ad_value=[])["cmdline"]
+        if "rollout.engine.channel.child" in process.as_dict(["cmdline"], ad_value=[])["cmdline"]
     ]
 
 
@@ -107,7 +107,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FaultyProcesses]]:
         made.append(FaultyProcesses(**options))
         return made[-1]
 
-    monkeypatch.setattr("rollout.engine.driver.engine_opening.LocalProcess", make)
+    monkeypatch.setattr("rollout.engine.pool.opening.LocalProcess", make)
     yield made
     assert engines() == []
 
@@ -158,7 +158,7 @@ def check(batch: RolloutBatch, statistics: Any, expected: Any) -> None:
     assert tokens_of(batch) == expected
     assert all(t.metrics["attempts"] == 1 for t in batch.trajectories)
     assert batch.metrics["tokens/discarded"] == 0
-    assert statistics.recoveries.quarantined == statistics.recoveries.restarted == 0
+    assert statistics.recoveries.failed == statistics.recoveries.restarted == 0
     assert all(r.in_flight == r.zombies == 0 for r in statistics.replicas)
     assert engines() == []
 
@@ -167,15 +167,28 @@ def strike(fault: Any, name: str = "engine-1") -> Act:
     return lambda network: network.strike(name, fault)
 
 
+def cut_at_random(cuts: int) -> Act:
+    """Cut all connections, and so many of those that take their places, each at some byte."""
+
+    def act(network: FaultyProcesses) -> None:
+        network.cuts = cuts
+        for name in network.streams:
+            network.strike(name, "cut")
+
+    return act
+
+
 FAULTS: dict[str, tuple[Act | str, ...]] = {
     "kill -9": (kill,),
     "SIGSTOP for 10 s": ("suspend",),
     "cut in mid-frame": (strike("cut"),),
+    "6 cuts at random bytes": (cut_at_random(6),),
+    "40 cuts at random bytes": (cut_at_random(40),),
     "never answers": (strike("mute"),),
     "garbage": (strike("garbage"),),
     "all of them": (strike("cut", "engine-0"), kill, strike("garbage", "engine-2"), "suspend"),
 }
-IN_CI = (("kill -9", "asyncio"), ("all of them", "trio"))
+IN_CI = (("kill -9", "asyncio"), ("6 cuts at random bytes", "trio"), ("all of them", "trio"))
 CASES = [
     pytest.param(name, backend, marks=() if (name, backend) in IN_CI else pytest.mark.slow)
     for name in FAULTS
@@ -191,6 +204,7 @@ def test_fault_under_200_trajectories_loses_nothing(
         run_disturbed, network, config_of(), *FAULTS[name], backend=backend
     )
     check(batch, statistics, undisturbed)
+    assert network[0].cuts == 0, "all cuts have been made"
 
 
 def test_engines_that_say_everything_twice_and_talk_to_nobody_lose_nothing(

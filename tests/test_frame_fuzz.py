@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import random  # noqa: TID251  (a seed determines the frames)
 import struct
-from array import array
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import suppress
-from typing import Any
+from collections.abc import AsyncIterator, Callable
 
 import anyio
 import anyio.lowlevel
@@ -16,11 +13,10 @@ import pytest
 from trio.testing import MockClock
 
 from fake_core import CountingCore
+from rollout.engine.channel import messages
+from rollout.engine.channel.messages import encoder
 from rollout.engine.core import Chunk, EngineLoad, GenerationRequest, SamplingParams
-from rollout.engine.wire import protocol
-from rollout.engine.wire.protocol import FrameError, Terms, encoder
-from rollout.token_prefix import TokenPrefix
-from wires import SECRET, Asker, Wire, packed
+from wires import Requester, Wire, packed
 
 pytestmark = pytest.mark.anyio
 
@@ -41,47 +37,39 @@ def anyio_backend() -> object:
 def client_messages(dice: random.Random) -> msgspec.Struct:
     """Something that a client might say."""
     request_id = dice.choice(IDS)
-    return dice.choice(
-        [
-            lambda: protocol.Submit(
-                request_id,
-                packed([dice.randrange(1000)] * dice.randrange(1, 5)),
-                SamplingParams(max_new_tokens=dice.choice([1, 2, 3])),
-                dice.choice(["s", "t", ""]),
-                kept=dice.choice([0, 0, 0, 2, 2**40]),
-                kept_sum=dice.randrange(10),
-                has_prefix=dice.random() < 0.5,
-                remaining_s=dice.choice([None, 0.0, 1e-3, 1e300]),
-            ),
-            lambda: protocol.Abort(request_id),
-            lambda: protocol.Ping(dice.randrange(-(2**63), 2**63)),
-            lambda: protocol.Pong(1),
-            lambda: protocol.Ack(dice.choice([0, 1, 2**53])),
-            lambda: protocol.Hello(2, "data", "s", b"", b""),
-        ]
-    )()
+    makers: list[Callable[[], msgspec.Struct]] = [
+        lambda: messages.Submit(
+            request_id,
+            packed([dice.randrange(1000)] * dice.randrange(1, 5)),
+            SamplingParams(max_new_tokens=dice.choice([1, 2, 3])),
+            dice.choice(["s", "t", ""]),
+            remaining_s=dice.choice([None, 0.0, 1e-3, 1e300]),
+            media=dice.choice([(), (), (("d", 0, 1),)]),
+        ),
+        lambda: messages.Abort(request_id),
+        lambda: messages.MediaPart(digest="d", content=b"x", is_last=True),
+        lambda: messages.Hello(2, b"", b""),
+    ]
+    return dice.choice(makers)()
 
 
 def server_messages(dice: random.Random) -> msgspec.Struct:
     """Something that an engine might say."""
     request_id = dice.choice(IDS)
-    return dice.choice(
-        [
-            lambda: Chunk(
-                request_id=request_id,
-                offset=dice.choice([0, 0, 1, 2, 2**53]),
-                ids=packed([dice.randrange(1000)] * dice.randrange(3)),
-                log_probs=packed([0] * dice.randrange(3)),
-                weight_version=dice.choice([0, 2**31 - 1]),
-                finish_reason=dice.choice([None, None, "stop", "abort", "error", "rejected"]),
-            ),
-            lambda: protocol.Pong(3, EngineLoad(running=1, kv_used=dice.choice([0.5, 1e308]))),
-            lambda: protocol.Ping(7),
-            lambda: protocol.Ack(dice.choice([0, 1, 2**53])),
-            lambda: protocol.SendWhole(request_id),
-            lambda: protocol.Refused("no"),
-        ]
-    )()
+    makers: list[Callable[[], msgspec.Struct]] = [
+        lambda: Chunk(
+            request_id=request_id,
+            offset=dice.choice([0, 0, 1, 2, 2**53]),
+            ids=packed([dice.randrange(1000)] * dice.randrange(3)),
+            log_probs=packed([0] * dice.randrange(3)),
+            weight_version=dice.choice([0, 2**31 - 1]),
+            finish_reason=dice.choice([None, None, "stop", "abort", "error", "rejected"]),
+        ),
+        lambda: messages.LoadReport(EngineLoad(running=1, kv_used=dice.choice([0.5, 1e308]))),
+        lambda: messages.SendMedia(request_id, dice.choice([(), ("d",)])),
+        lambda: messages.Refused("no"),
+    ]
+    return dice.choice(makers)()
 
 
 def frames(dice: random.Random, message: Callable[[random.Random], msgspec.Struct]) -> bytes:
@@ -108,6 +96,12 @@ class BriefCore(CountingCore):
         return super().generate(request)
 
 
+def framed(dice: random.Random, message: Callable[[random.Random], msgspec.Struct]) -> bytes:
+    """So many frames that the peer reads one after the other, until one is faulty."""
+    payloads = [frames(dice, message) for _ in range(AT_ONCE)]
+    return b"".join(struct.pack("<I", len(payload)) + payload for payload in payloads)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 async def test_frames_of_a_mad_client_leave_the_server_serving(seed: int) -> None:
     dice = random.Random(seed)
@@ -115,13 +109,11 @@ async def test_frames_of_a_mad_client_leave_the_server_serving(seed: int) -> Non
     async with wire.channel() as sane:
         for _ in range(FRAMES // 2 // AT_ONCE):
             async with wire.channel_again() as channel:
-                session = wire.server._sessions[channel._greeter.session]
-                for _ in range(AT_ONCE):  # those after a faulty one had arrived with it
-                    with suppress(FrameError):
-                        session.take(dice.choice(protocol.ROLES), frames(dice, client_messages))
-                    if dice.random() < 0.1 and not session._over.is_set():
-                        await anyio.lowlevel.checkpoint()
-        assert list((await Asker(sane).ask([7], 2)).ids) == [8, 9]
+                channel._frames._outgoing += framed(dice, client_messages)
+                channel._frames._has_outgoing.set()
+                for _ in range(dice.randrange(20)):
+                    await anyio.lowlevel.checkpoint()
+        assert await Requester(sane).generate([7], 2) == [8, 9]
         assert not wire.core._aborted
 
 
@@ -132,34 +124,20 @@ async def test_frames_of_a_mad_engine_end_its_channel_at_most(seed: int) -> None
     async with wire.channel():
         for _ in range(FRAMES // 2 // AT_ONCE):
             async with wire.channel_again() as channel:
-                asker = Asker(channel)
-                pendings = list(submissions(asker, dice))
-                for _ in range(AT_ONCE):
-                    with suppress(FrameError):  # those after it had arrived with it
-                        channel.take(dice.choice(protocol.ROLES), frames(dice, server_messages))
-                    if dice.random() < 0.02:
-                        channel.abandon_nowait(dice.choice(pendings)[1])
-            assert len(asker.gone) == len(pendings), "each request is gone exactly once"
-            for generation, pending in pendings:
-                assert pending.done.is_set() or pending.generation is None
-                assert len(generation.ids) == len(generation.log_probs)
-                assert len(generation.ids) == sum(count for _, count in generation.versions)
-
-
-def submissions(asker: Asker, dice: random.Random) -> Iterator[Any]:
-    for request_id in IDS[:6]:
-        prompt: Any = [1]
-        if dice.random() < 0.5:
-            prompt = TokenPrefix()
-            prompt.extend(array("i", [1, 2]))
-        yield asker.submit(prompt, request_id=request_id)
+                requester = Requester(channel)
+                requests = [requester.submit([1], request_id=each) for each in IDS[:6]]
+                await wire.streams[-1].send(framed(dice, server_messages))
+                for _ in range(dice.randrange(20)):
+                    await anyio.lowlevel.checkpoint()
+                    channel.abort_nowait(dice.choice(IDS))
+            assert [len(request.ends) for request in requests] == [1] * 6, "each ends exactly once"
 
 
 @pytest.mark.parametrize("seed", range(10))
-async def test_bytes_of_strangers_are_dropped_and_the_server_goes_on(seed: int) -> None:
+async def test_bytes_of_strangers_are_dropped_and_the_server_continues(seed: int) -> None:
     dice = random.Random(seed)
     wire = Wire(CountingCore())
-    async with wire.channel(Terms()) as channel:
+    async with wire.channel() as channel:
         for _ in range(20):
             stream = await wire.connect()
             noise = frames(dice, client_messages)
@@ -169,5 +147,4 @@ async def test_bytes_of_strangers_are_dropped_and_the_server_goes_on(seed: int) 
                 await stream.send_eof()
             await anyio.sleep(dice.random() * 11)
             await stream.aclose()
-        assert list((await Asker(channel).ask([7], 2)).ids) == [8, 9]
-    assert wire.server._secret == SECRET
+        assert await Requester(channel).generate([7], 2) == [8, 9]

@@ -10,12 +10,12 @@ from trio.testing import MockClock
 
 import fake_core
 from fake_core import CountingCore
+from rollout.engine.channel.core_hosting import LAST_ANSWERS_S, watch_core
 from rollout.engine.core import SamplingParams
-from rollout.engine.driver.generation import Generation
-from rollout.engine.driver.pool import EnginePool, open_pool
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec
-from rollout.engine.process.core_watch import LAST_ANSWERS_S, watch_core
+from rollout.engine.pool.generation import Generation
+from rollout.engine.pool.pool import EnginePool
 from rollout.engine.routing import Router
 
 pytestmark = pytest.mark.anyio
@@ -57,7 +57,7 @@ async def test_pool_core_that_says_it_is_lost_is_replaced(monkeypatch: pytest.Mo
         router=Router(),
         start_timeout_s=5,
     )
-    async with open_pool(pool):
+    async with pool.serving():
         while pool.statistics()[0].starts < 2:
             await anyio.sleep(0.1)
         generation = Generation()

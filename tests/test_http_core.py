@@ -15,7 +15,7 @@ from rollout.config import HttpEngine, InProcessPlacement, ModelConfig, RolloutC
 from rollout.engine import GenerationRequest, SamplingParams, open_engines
 from rollout.engine.core import Chunk, pack_ids
 from rollout.engine.cores.http import HttpCore
-from rollout.engine.driver.generation import Generation
+from rollout.engine.pool.generation import Generation
 from rollout.errors import EngineError, TemplateError
 from rollout.medium import Media, PlacedMedia
 from rollout.testing import simulated_tokenizer

@@ -16,8 +16,8 @@ from recorded_server import HEAD, RecordedServer
 from rollout.config import HttpEngine, InProcessPlacement, ModelConfig, RolloutConfig
 from rollout.engine import SamplingParams, open_engines
 from rollout.engine.core import pack_ids
-from rollout.engine.driver.generation import Generation
 from rollout.engine.placement.memory import MemoryByteStream, memory_stream_pair
+from rollout.engine.pool.generation import Generation
 from test_trainer_settings import save_model
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from anyio.abc import SocketStream, TaskGroup
 
-    from rollout.engine.driver.pool import EnginePool
+    from rollout.engine.pool.pool import EnginePool
 
 pytestmark = pytest.mark.anyio
 Api = Literal["sglang", "vllm"]

@@ -1,18 +1,16 @@
-"""What a trajectory holds while it waits, and that what is not held can be made again."""
+"""What a trajectory holds while it waits."""
 
 from __future__ import annotations
 
 import gc
 import tracemalloc
-from typing import Any
 
 import anyio
 import pytest
 
 import rollout
-from rollout import Prompt, function_tool
-from rollout.engine.process.session_prefixes import PrefixStore
-from rollout.testing import Scenario, tool_call
+from rollout import Prompt
+from rollout.testing import Scenario
 
 pytestmark = pytest.mark.anyio
 
@@ -20,7 +18,15 @@ FEW, MANY = 50, 200
 #: The driver's: without what the engine, which lives in this process, holds.
 DRIVER = [
     tracemalloc.Filter(inclusive=True, filename_pattern=f"*/rollout/{part}/*.py")
-    for part in ("agents", "chat", "engine/driver", "engine/routing", "scheduling", "tools")
+    for part in (
+        "agents",
+        "chat",
+        "engine/driver",
+        "engine/channel",
+        "engine/routing",
+        "scheduling",
+        "tools",
+    )
 ]
 #: The driver's Python objects alone, 5,070 as it is; with stacks of tasks it may hold 20 KB in all.
 MOST_BYTES = 10_000
@@ -58,33 +64,3 @@ async def test_trajectories_await_their_engine_each_holds_few_bytes() -> None:
     finally:
         tracemalloc.stop()
     assert (many - few) / (MANY - FEW) < MOST_BYTES
-
-
-@function_tool
-async def look() -> str:
-    """Look."""
-    return "there it is"
-
-
-async def test_engine_lacks_a_prefix_the_request_is_made_again_and_the_tokens_are_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def run() -> list[bytes]:
-        scenario = Scenario(seed=1).reply("", tool_call("look")).then(tool_call("look")).then("ok")
-        async with rollout.open_rollout(scenario.config(), [look]) as runtime:
-            batch = await runtime.generate(prompts(3), step=1)
-        assert [t.outcome for t in batch.trajectories] == ["completed"] * 3
-        return [t.transcript.ids_bytes() for t in batch.trajectories]
-
-    undisturbed, refused = await run(), []
-    real = PrefixStore.prompt_of
-
-    def forget(store: PrefixStore, key: Any, request_id: str, kept: int, *rest: Any) -> Any:
-        if kept:
-            refused.append(request_id)
-            return None
-        return real(store, key, request_id, kept, *rest)
-
-    monkeypatch.setattr(PrefixStore, "prompt_of", forget)
-    assert await run() == undisturbed
-    assert len(refused) == len(set(refused)) == 6

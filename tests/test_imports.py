@@ -37,7 +37,7 @@ def test_import_rollout_loads_nothing_heavy() -> None:
 
 def test_engine_side_loads_msgspec_and_anyio_only() -> None:
     loaded = loaded_by(
-        "import rollout.engine.process.child, rollout.engine.cores.simulated.simulated_core"
+        "import rollout.engine.channel.child, rollout.engine.cores.simulated.simulated_core"
     )
     assert not loaded & (HEAVY - {"anyio"})
 

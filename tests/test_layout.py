@@ -42,14 +42,15 @@ FLOORS = (
     "batch",
     "engine.weights",
     "engine.core",
-    "engine.guardian",
     "engine.model_identity",
-    "engine.wire",
+    "engine.weight_staging",
+    "engine.weight_broadcasting",
+    "engine.channel.operations",
     "engine.cores",
-    "engine.process",
+    "engine.channel",
     "engine.placement",
     "engine.routing",
-    "engine.driver",
+    "engine.pool",
     "engine",
     "interactions",
     "sandbox",
@@ -66,7 +67,7 @@ FLOORS = (
     "testing",
 )
 #: What an engine's process needs beside its core.
-ENGINE_SIDE = ("engine.process", "engine.wire", "engine.core", "engine.weights", "engine.guardian")
+ENGINE_SIDE = ("engine.channel", "engine.core", "engine.weights", "engine.weight_staging")
 ENGINE_SIDE_PACKAGES = {"rollout", "msgspec", "anyio"}
 
 Graph = dict[str, set[str]]

@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 from rollout.config import ModelConfig, RolloutConfig, TransformersEngine
 from rollout.engine import DiskWeights, TensorWeights, open_engines
 from rollout.engine.core import SamplingParams, pack_ids
-from rollout.engine.driver.generation import Generation
-from rollout.engine.driver.pool import EnginePool
-from rollout.engine.wire.broadcasting import describe_tensors, receive_weights, send_weights
-from rollout.engine.wire.staging import PREFIX, stage
+from rollout.engine.pool.generation import Generation
+from rollout.engine.pool.pool import EnginePool
+from rollout.engine.weight_broadcasting import describe_tensors, receive_weights, send_weights
+from rollout.engine.weight_staging import PREFIX, stage
 from rollout.errors import EngineError
 
 pytestmark = pytest.mark.process
@@ -154,9 +154,10 @@ def test_stage_without_room_or_tensors_leaves_nothing(tmp_path: Path) -> None:
         stage(TensorWeights({}, directory=str(tmp_path)))
     with pytest.raises(EngineError, match="no weights can be staged in /nowhere"):
         stage(TensorWeights({}, directory="/nowhere"))
-    orphan = tmp_path / f"{PREFIX}4194305-x"  # past the largest process id
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    orphan = tmp_path / f"{PREFIX}{namespace}-4194305-x"  # past the largest process id
+    own = tmp_path / f"{PREFIX}{namespace}-{os.getpid()}-x"
     orphan.mkdir()
-    own = tmp_path / f"{PREFIX}{os.getpid()}-x"
     own.mkdir()
     with pytest.raises(EngineError):
         stage(TensorWeights({"a": 1}, directory=str(tmp_path)))
@@ -167,7 +168,7 @@ def test_stage_without_room_or_tensors_leaves_nothing(tmp_path: Path) -> None:
 SENDER = """
 import sys, msgspec
 from safetensors.torch import load_file
-from rollout.engine.wire.broadcasting import send_weights
+from rollout.engine.weight_broadcasting import send_weights
 from rollout.engine.weights import DistributedWeights
 weights = msgspec.json.decode(sys.argv[2], type=DistributedWeights)
 send_weights(load_file(sys.argv[1]), weights)

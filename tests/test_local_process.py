@@ -14,12 +14,12 @@ import psutil
 import pytest
 
 from rollout.engine.core import SamplingParams
-from rollout.engine.driver.generation import Generation
-from rollout.engine.driver.pool import EnginePool, open_pool
-from rollout.engine.driver.recovery import RecoveryPolicy
 from rollout.engine.placement.last_output import LastOutput
 from rollout.engine.placement.local_process import LocalProcess
 from rollout.engine.placement.placement import CoreSpec
+from rollout.engine.pool.generation import Generation
+from rollout.engine.pool.pool import EnginePool
+from rollout.engine.pool.request_runner import RecoveryPolicy
 from rollout.engine.routing import Router
 from rollout.errors import EngineError
 from slow_cases import slow_after
@@ -38,7 +38,7 @@ def children() -> list[psutil.Process]:
     return [
         process
         for process in psutil.Process().children(recursive=True)
-        if "rollout.engine.process.child" in process.as_dict(["cmdline"], ad_value=[])["cmdline"]
+        if "rollout.engine.channel.child" in process.as_dict(["cmdline"], ad_value=[])["cmdline"]
     ]
 
 
@@ -67,7 +67,7 @@ async def ask(pool: EnginePool, generation: Generation, last: int, count: int) -
 
 
 async def test_generate_many_requests_over_two_processes_each_gets_its_own_tokens() -> None:
-    async with open_pool(pool_of(replicas=2)) as pool:
+    async with pool_of(replicas=2).serving() as pool:
         generations = [Generation() for _ in range(100)]
         async with anyio.create_task_group() as tasks:
             for last, generation in enumerate(generations):
@@ -81,7 +81,7 @@ async def test_generate_many_requests_over_two_processes_each_gets_its_own_token
 
 async def test_open_core_does_not_start_error_carries_its_words() -> None:
     with pytest.raises(EngineError, match=r"^engine-0: FileNotFoundError: no weights here$"):
-        async with open_pool(pool_of("BrokenCore")):
+        async with pool_of("BrokenCore").serving():
             pytest.fail("opened")
     assert children() == []
 
@@ -89,7 +89,7 @@ async def test_open_core_does_not_start_error_carries_its_words() -> None:
 @pytest.mark.slow
 async def test_open_worker_of_a_core_fails_error_carries_its_exception_too() -> None:
     with pytest.raises(EngineError) as raised:
-        async with open_pool(pool_of("BrokenWorkerCore")):
+        async with pool_of("BrokenWorkerCore").serving():
             pytest.fail("opened")
     assert str(raised.value) == (
         "engine-0: RuntimeError: the worker died; before that was said:\n"
@@ -114,7 +114,7 @@ def test_last_output_tells_exceptions_that_the_error_does_not(line: str, *, is_t
     output.add("Traceback (most recent call last):")
     output.add(line)
     error = "it did not start: RuntimeError: Rank 0 died\nmore"
-    assert (line.rpartition("] ")[2] in output.of_error(error).removeprefix(error)) is is_told
+    assert (line.rpartition("] ")[2] in output.describe_error(error).removeprefix(error)) is is_told
 
 
 async def test_open_interpreter_does_not_exist_is_named() -> None:
@@ -125,7 +125,7 @@ async def test_open_interpreter_does_not_exist_is_named() -> None:
         start_timeout_s=30,
     )
     with pytest.raises(EngineError, match=r"^engine-0: cannot run '/nowhere/python'"):
-        async with open_pool(pool):
+        async with pool.serving():
             pytest.fail("opened")
 
 
@@ -134,7 +134,7 @@ async def test_open_cancelled_while_starting_leaves_no_process() -> None:
         async with anyio.create_task_group() as tasks:
 
             async def open_it() -> None:
-                async with open_pool(pool_of("EndlessStartCore", replicas=2)):
+                async with pool_of("EndlessStartCore", replicas=2).serving():
                     pytest.fail("opened")
 
             tasks.start_soon(open_it)
@@ -145,7 +145,7 @@ async def test_open_cancelled_while_starting_leaves_no_process() -> None:
 
 
 async def test_child_killed_in_mid_request_fails_it_and_is_replaced() -> None:
-    async with open_pool(pool_of(token_s=0.01, policy="fail")) as pool:
+    async with pool_of(token_s=0.01, policy="fail").serving() as pool:
         generation = Generation()
 
         async def kill_soon() -> None:
@@ -165,7 +165,7 @@ async def test_child_killed_in_mid_request_fails_it_and_is_replaced() -> None:
 
 
 async def test_child_frozen_is_given_up_after_the_heartbeat_timeout_and_replaced() -> None:
-    async with open_pool(pool_of(token_s=0.01, policy="fail")) as pool:
+    async with pool_of(token_s=0.01, policy="fail").serving() as pool:
         (child,) = children()
         child.suspend()
         start = anyio.current_time()
@@ -182,9 +182,9 @@ async def test_child_frozen_is_given_up_after_the_heartbeat_timeout_and_replaced
 DRIVER = """
 import anyio, sys
 sys.path.insert(0, {here!r})
-from test_local_process import open_pool, pool_of
+from test_local_process import pool_of
 async def main():
-    async with open_pool(pool_of(replicas=2)):
+    async with pool_of(replicas=2).serving():
         print("ready", flush=True)
         await anyio.sleep_forever()
 anyio.run(main)

@@ -12,10 +12,10 @@ import pytest
 import faulty_cores
 from faulty_cores import UpdatableCore
 from rollout.engine.core import SamplingParams, pack_ids
-from rollout.engine.driver.generation import Generation
-from rollout.engine.driver.pool import EnginePool, open_pool
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec
+from rollout.engine.pool.generation import Generation
+from rollout.engine.pool.pool import EnginePool
 from rollout.engine.routing import Router
 from rollout.engine.weights import DiskWeights
 from rollout.errors import EngineError
@@ -97,7 +97,7 @@ async def ask(pool: EnginePool, *media: Media, session: str = "s", count: int = 
 
 async def test_pool_eight_turns_send_each_medium_once(cores: list[Any]) -> None:
     a, *others = (medium(number) for number in range(8))
-    async with open_pool(pool_of(["image"])) as pool:
+    async with pool_of(["image"]).serving() as pool:
         for turn in range(8):
             await ask(pool, a, *others[:turn])
         (replica,) = pool.statistics()
@@ -109,7 +109,7 @@ async def test_pool_replica_dies_request_resumes_elsewhere_with_its_media(
     cores: list[Any],
 ) -> None:
     a, b = medium(1), medium(2)
-    async with open_pool(pool_of(["image"], ["image"])) as pool:
+    async with pool_of(["image"], ["image"]).serving() as pool:
         answers: list[Generation] = []
 
         async def one() -> None:
@@ -131,7 +131,7 @@ async def test_pool_weights_change_request_resumes_with_media_that_are_there(
     cores: list[Any],
 ) -> None:
     a = medium(1)
-    async with open_pool(pool_of(["image"])) as pool, anyio.create_task_group() as tasks:
+    async with pool_of(["image"]).serving() as pool, anyio.create_task_group() as tasks:
         generation = Generation()
 
         async def one() -> None:
@@ -154,7 +154,7 @@ async def test_pool_weights_change_request_resumes_with_media_that_are_there(
 
 
 async def test_pool_kind_that_no_engine_takes_is_refused_by_name(cores: list[Any]) -> None:
-    async with open_pool(pool_of(["image"], no_media="no video processor")) as pool:
+    async with pool_of(["image"], no_media="no video processor").serving() as pool:
         said = "counting takes no videos; it takes images: no video processor"
         assert pool.media_fault("image") == ""
         assert pool.media_fault("video") == said
@@ -165,7 +165,7 @@ async def test_pool_kind_that_no_engine_takes_is_refused_by_name(cores: list[Any
 
 async def test_pool_engines_that_take_other_media_are_not_mixed(cores: list[Any]) -> None:
     with pytest.raises(EngineError) as caught:
-        async with open_pool(pool_of(["image"], [])):
+        async with pool_of(["image"], []).serving():
             pass
     assert "the other engines" in str(caught.value)
     assert "expected the same of all" in str(caught.value)

@@ -568,7 +568,7 @@ async def test_tool_that_shows_media_is_seen_by_the_model(folder: Path, answer: 
     first, *others = transcript.media
     assert first.start < transcript.prompt_length
     assert others
-    template = template_of(folder)
+    template = load_model_template(folder)
     assert template.processor is not None
     shown = [each for each in trajectory.messages[2].parts if not isinstance(each, str)]
     assert [each.medium for each in others] == shown
@@ -664,7 +664,7 @@ async def show_two() -> Any:
 show_two.schema["function"]["name"] = show_two.name = "show"
 
 
-def template_of(folder: Path) -> ChatTemplate:
+def load_model_template(folder: Path) -> ChatTemplate:
     from rollout.chat.processors import load_media_processor
 
     return load_chat_template(str(folder), processor=load_media_processor(str(folder)))
@@ -726,7 +726,7 @@ async def test_placeholder_that_the_model_samples_ends_its_turn_before_it(
 
     config = config_of(folder, (f"{CALL}{token}{token} dropped", "I see"))
     batch = await play(config, image(picture()), "go on", samples=2, tools=[show])
-    template = template_of(folder)
+    template = load_model_template(folder)
     assert template.processor is not None
     (unreal,) = template.text_ids(token)
     for trajectory in batch.trajectories:

@@ -16,13 +16,12 @@ import pytest
 from rollout.agents.identity import Identity
 from rollout.chat.transcript import Transcript
 from rollout.containment import Contained
+from rollout.engine.channel import server_session as host_module
+from rollout.engine.channel.server_session import ServerSession
 from rollout.engine.cores.simulated.simulated_model import SimulatedModel
-from rollout.engine.driver.channel import Channel
-from rollout.engine.driver.generation import Generation
-from rollout.engine.driver.pool import EnginePool
-from rollout.engine.driver.recovery import Attempt
-from rollout.engine.process import client_session as host_module
-from rollout.engine.process.client_session import ClientSession
+from rollout.engine.pool.generation import Generation
+from rollout.engine.pool.pool import EnginePool
+from rollout.engine.pool.requests import Request
 from rollout.limits import Deadline
 from rollout.scheduling import trajectory as trajectory_module
 from rollout.scheduling.batch_call import StreamCall
@@ -65,7 +64,7 @@ def bug(name: str, found_as: str) -> Callable[[Plant], Plant]:
 
 @bug("lost abort", r"in flight, \d+ zombies")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ClientSession, "abort", lambda self, request_id: None)
+    patch.setattr(ServerSession, "_abort", lambda self, request: None)
 
 
 @bug("doubled chunk", "the engine gave it|are not those")
@@ -85,36 +84,26 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("unreleased load", r"\d+ in flight, 0 zombies")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = Channel.submit_nowait
+    real = Request.end
 
-    def submit_nowait(
-        self: Channel, request: Any, generation: Any, on_gone: Any, **options: Any
-    ) -> Any:
-        def release(pending: Any) -> None:
-            if generation.finish_reason != "length":
-                on_gone(pending)
+    def end(self: Request, lost_reason: str) -> None:
+        if self.finish_reason == "length":
+            self.on_end = lambda _: None
+        real(self, lost_reason)
 
-        return real(self, request, generation, release, **options)
-
-    patch.setattr(Channel, "submit_nowait", submit_nowait)
+    patch.setattr(Request, "end", end)
 
 
 @bug("late reply taken", "ids that are not the")
 def _(patch: pytest.MonkeyPatch) -> None:
-    abandoned: dict[str, Generation] = {}
-    real_abandon, real_on_chunk = Channel.abandon_nowait, Channel._on_chunk
+    real = Request.take
 
-    def abandon_nowait(self: Channel, pending: Any) -> None:
-        abandoned[pending.request_id] = pending.generation
-        real_abandon(self, pending)
+    def take(self: Request, chunk: Any) -> bool:
+        if self.is_abandoned:
+            self.generation.take(chunk)
+        return real(self, chunk)
 
-    def on_chunk(self: Channel, chunk: Any) -> None:
-        if chunk.request_id in abandoned:
-            abandoned[chunk.request_id].take(chunk)
-        real_on_chunk(self, chunk)
-
-    patch.setattr(Channel, "abandon_nowait", abandon_nowait)
-    patch.setattr(Channel, "_on_chunk", on_chunk)
+    patch.setattr(Request, "take", take)
 
 
 @bug("mask shifted by one", "mask at .* expected")
@@ -396,18 +385,20 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("another seed where a request resumes elsewhere", "was given seed = .*; expected")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real: Any = Attempt.sampling
+    real = Request.build_submit
 
-    def sampling(self: Attempt) -> Any:
-        asked = real.fget(self)
-        return msgspec.structs.replace(asked, seed=asked.seed + self.generation.resumes)
+    def build_submit(self: Request, *arguments: Any) -> Any:
+        submit = real(self, *arguments)
+        seed = submit.sampling.seed + self.generation.resumes
+        sampling = msgspec.structs.replace(submit.sampling, seed=seed)
+        return msgspec.structs.replace(submit, sampling=sampling)
 
-    patch.setattr(Attempt, "sampling", property(sampling))
+    patch.setattr(Request, "build_submit", build_submit)
 
 
 @bug("whole budget where a request resumes elsewhere", "was given max_new_tokens = .*; expected")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Attempt, "tokens_left", property(lambda self: self.max_new_tokens))
+    patch.setattr(Request, "tokens_left", property(lambda self: self.sampling.max_new_tokens))
 
 
 @bug("prompt's own sampling ignored", "was given top_p = 1.0; expected 0.9")

@@ -19,7 +19,7 @@ from rollout.cli.progress import ProgressDisplay, ProgressMeter, show_progress
 from rollout.cli.summary import summary_lines
 from rollout.cli.time_left import TimeLeft, time_left_words
 from rollout.cli.transcript_view import print_transcript
-from rollout.engine.driver.replica_statistics import ReplicaStatistics
+from rollout.engine.pool.replica import ReplicaStatistics
 from rollout.observe.explanation import CallWaits, Explanation, TrajectoryWaits, Wait
 from rollout.testing import decode_ids, encode_text
 from rollout.types import Cause

@@ -24,8 +24,8 @@ from rollout import RolloutConfig
 from rollout.config import CustomEngine, RayPlacement, SGLangEngine, SimulatedEngine
 from rollout.engine import gpu_slots_of, open_engines
 from rollout.engine.core import SamplingParams
-from rollout.engine.driver.generation import Generation
-from rollout.engine.driver.pool import EnginePool
+from rollout.engine.pool.generation import Generation
+from rollout.engine.pool.pool import EnginePool
 from rollout.errors import ConfigError, EngineError
 
 #: On a machine that others load, Ray takes minutes to start what takes seconds on an idle one.
@@ -78,7 +78,7 @@ def engines() -> list[psutil.Process]:
     for pid in marked():
         with suppress(psutil.Error):
             process = psutil.Process(pid)
-            if "rollout.engine.process.child" in process.cmdline():
+            if "rollout.engine.channel.child" in process.cmdline():
                 found.append(process)
     return found
 

@@ -46,7 +46,7 @@ def engines() -> list[psutil.Process]:
     return [
         process
         for process in psutil.Process().children(recursive=True)
-        if "rollout.engine.process.child" in process.as_dict(["cmdline"], ad_value=[])["cmdline"]
+        if "rollout.engine.channel.child" in process.as_dict(["cmdline"], ad_value=[])["cmdline"]
     ]
 
 

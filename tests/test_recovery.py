@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 import faulty_cores
@@ -16,10 +17,10 @@ from harness import Recorder
 from rollout import Outcome, Prompt
 from rollout.config import RecoveryConfig, SchedulingConfig, SimulatedEngine
 from rollout.engine.core import Chunk, GenerationRequest, SamplingParams, unpack_ids
-from rollout.engine.driver.generation import Generation
-from rollout.engine.driver.pool import EnginePool, open_pool
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec
+from rollout.engine.pool.generation import Generation
+from rollout.engine.pool.pool import EnginePool
 from rollout.engine.routing import Router
 from rollout.engine.weights import DiskWeights
 from rollout.errors import EngineError
@@ -53,7 +54,7 @@ def pool_of(
     return EnginePool(
         placement=InProcess(max_read=11),
         specs=[spec_of(index) for index in range(replicas)],
-        spec_of=spec_of,
+        make_spec=spec_of,
         router=Router(),
         start_timeout_s=5,
         **pool,
@@ -104,7 +105,7 @@ def killing(cores: list[Any], generation: Generation) -> Callable[[], None]:
 
 
 async def test_resume_goes_on_elsewhere_from_the_tokens_that_it_has(cores: list[Any]) -> None:
-    async with open_pool(pool_of(2)) as pool:
+    async with pool_of(2).serving() as pool:
         generation, start = Generation(), anyio.current_time()
         await disturbed(pool, killing(cores, generation), 3.5, generation)
         took = anyio.current_time() - start
@@ -123,7 +124,7 @@ async def test_resume_goes_on_elsewhere_from_the_tokens_that_it_has(cores: list[
 
 
 async def test_restart_begins_anew_and_says_so(cores: list[Any]) -> None:
-    async with open_pool(pool_of(2, policy="restart")) as pool:
+    async with pool_of(2, policy="restart").serving() as pool:
         generation = Generation()
         await disturbed(pool, killing(cores, generation), 3.5, generation)
         assert pool.recoveries.restarted == 1
@@ -138,7 +139,7 @@ async def test_restart_begins_anew_and_says_so(cores: list[Any]) -> None:
 async def test_resume_with_state_beyond_the_tokens_begins_anew(
     penalty: str, cores: list[Any]
 ) -> None:
-    async with open_pool(pool_of(2)) as pool:
+    async with pool_of(2).serving() as pool:
         generation = Generation()
         await disturbed(pool, killing(cores, generation), 3.5, generation, **{penalty: 0.5})
     assert list(generation.ids) == list(range(101, 111))
@@ -147,7 +148,7 @@ async def test_resume_with_state_beyond_the_tokens_begins_anew(
 
 
 async def test_fail_fails_the_request_and_keeps_its_tokens(cores: list[Any]) -> None:
-    async with open_pool(pool_of(2, policy="fail")) as pool:
+    async with pool_of(2, policy="fail").serving() as pool:
         generation = Generation()
         with pytest.raises(BaseExceptionGroup) as caught:
             await disturbed(pool, killing(cores, generation), 3.5, generation)
@@ -173,7 +174,7 @@ async def test_cut_at_the_very_end_asks_for_no_token_more(
             )
         await anyio.sleep_forever()  # the last chunk, with the finish reason, is still to come
 
-    async with open_pool(pool_of(2)) as pool:
+    async with pool_of(2).serving() as pool:
         for core in cores:
             monkeypatch.setattr(core, "generate", generate.__get__(core))
         generation = Generation()
@@ -190,36 +191,35 @@ async def test_cut_at_the_very_end_asks_for_no_token_more(
 
 
 @pytest.mark.parametrize("poison", ["memory", "broken", "fatal"])
-async def test_engine_says_that_it_is_broken_it_is_started_again_and_others_go_on(
+async def test_engine_says_that_it_is_broken_it_is_restarted_at_once(
     poison: str, cores: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     options = {"token_s": 1.0, "poison": poison}
-    async with open_pool(pool_of(1, options=options)) as pool:
+    async with pool_of(2, options=options).serving() as pool:
         bystander = Generation()
-        with pytest.raises(EngineError) as caught:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(ask, pool, [5, 100], 4, bystander)
-                await anyio.sleep(2.5)
-                assert list(bystander.ids) == [101, 102]
-                tasks.start_soon(_expect_quarantine, pool)
-            raise EngineError("quarantined, as it should be")
-        assert str(caught.value) == "quarantined, as it should be"
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask, pool, [5, 100], 4, bystander)
+            await anyio.sleep(2.5)
+            tasks.start_soon(_ask_poison, pool, Generation())
         assert list(bystander.ids) == [101, 102, 103, 104]
         assert bystander.discarded_tokens == 0
-        words = {"memory": "no room for 13", "broken": "fallen off", "fatal": "CUDA out of"}
-        lost = [message for message in caplog.messages if message.startswith("lost engine-0: ")]
-        assert lost
-        assert all(words[poison] in message for message in lost)
+    words = {"memory": "no room for 13", "broken": "fallen off", "fatal": "CUDA out of"}
+    lost = [message for message in caplog.messages if message.startswith("lost engine-")]
+    assert len(lost) == 3
+    assert all(words[poison] in message for message in lost)
 
 
-async def _expect_quarantine(pool: EnginePool) -> None:
+async def _ask_poison(pool: EnginePool, generation: Generation) -> None:
     with pytest.raises(EngineError) as caught:
-        await ask(pool, [POISON, 7], 4)
-    assert caught.value.reason == "quarantined"
+        await ask(pool, [POISON, 7], 40, generation)
+    assert caught.value.reason == "lost_engines"
+    text = str(caught.value)
+    assert text.startswith("3 engines were lost with the request of s7 in flight (engine-")
+    assert all(part.replica in text for part in generation.parts)
 
 
 async def test_old_engine_is_closed_before_a_new_one_starts(cores: list[Any]) -> None:
-    async with open_pool(pool_of(1)) as pool:
+    async with pool_of(1).serving() as pool:
         for life in range(3):
             cores[life].on_death()
             while len(cores) < life + 2:
@@ -233,7 +233,7 @@ async def test_deaths_in_a_row_the_pauses_grow_until_it_has_served_for_a_minute(
     cores: list[Any],
 ) -> None:
     pauses = []
-    async with open_pool(pool_of(1)) as pool:
+    async with pool_of(1).serving() as pool:
         for served_s in (0.0, 0.0, 0.0, 70.0):
             await anyio.sleep(served_s)
             died_at = anyio.current_time()
@@ -245,43 +245,30 @@ async def test_deaths_in_a_row_the_pauses_grow_until_it_has_served_for_a_minute(
     assert [int(pause) for pause in pauses] == [1, 2, 4, 1]
 
 
-# Poison.
+# Requests that engines are lost with.
 
 
 @pytest.mark.parametrize("poison", ["exit", "late", "fatal"])
 @pytest.mark.parametrize("siblings", [0, 1, 12])
-async def test_poison_is_quarantined_and_its_siblings_complete(
+async def test_poison_fails_after_three_engines_and_its_siblings_go_on(
     poison: str, siblings: int, cores: list[Any]
 ) -> None:
-    options = {"token_s": 0.1, "poison": poison}
-    async with open_pool(pool_of(3, options=options)) as pool:
+    async with pool_of(4, options={"token_s": 0.1, "poison": poison}).serving() as pool:
         others = [Generation() for _ in range(siblings)]
         doomed = Generation()
         async with anyio.create_task_group() as tasks:
             for number, other in enumerate(others):
                 tasks.start_soon(ask, pool, [5, 100 + number], 30, other)
-            tasks.start_soon(_quarantined, pool, doomed)
+            tasks.start_soon(_ask_poison, pool, doomed)
         for number, other in enumerate(others):
             assert list(other.ids) == list(range(101 + number, 131 + number))
-        deaths = sum(replica.starts for replica in pool.statistics()) - 3
-        assert sum(len(part.replica) > 0 for part in doomed.parts) in (2, 3)
         await anyio.sleep(10)
-        assert len(doomed.parts) == sum(r.starts for r in pool.statistics()) - 3 >= deaths
-        assert pool.recoveries.quarantined == 1
-        assert (siblings > 0) or len(doomed.parts) == 2
+        assert len(doomed.parts) == sum(r.starts for r in pool.statistics()) - 4 == 3
+        assert pool.recoveries.failed == 1
 
 
-async def _quarantined(pool: EnginePool, generation: Generation) -> None:
-    with pytest.raises(EngineError) as caught:
-        await ask(pool, [POISON, 7], 40, generation)
-    assert caught.value.reason == "quarantined"
-    text = str(caught.value)
-    assert text.startswith("the request of s7 is quarantined: engines died ")
-    assert all(part.replica in text for part in generation.parts)
-
-
-async def test_innocent_requests_share_two_deaths_and_complete(cores: list[Any]) -> None:
-    async with open_pool(pool_of(2, options={"token_s": 0.1})) as pool:
+async def test_request_that_was_there_at_two_losses_completes(cores: list[Any]) -> None:
+    async with pool_of(2, options={"token_s": 0.1}).serving() as pool:
         generations = [Generation() for _ in range(20)]
         async with anyio.create_task_group() as tasks:
             for number, generation in enumerate(generations):
@@ -291,32 +278,81 @@ async def test_innocent_requests_share_two_deaths_and_complete(cores: list[Any])
                 next(core for core in cores if not core.is_closed).on_death()
         for number, generation in enumerate(generations):
             assert list(generation.ids) == list(range(101 + number, 161 + number))
-        assert pool.recoveries.quarantined == 0
+        assert pool.recoveries.failed == 0
         assert pool.recoveries.resumed >= 30
 
 
-async def test_suspect_starts_where_nobody_else_does(cores: list[Any]) -> None:
-    """Those that died before they had a token start one by one on each replica."""
-    async with open_pool(pool_of(2, options={"token_s": 1.0})) as pool:
-        generations = [Generation() for _ in range(8)]
+def cut(pool: EnginePool) -> None:
+    """Break the connection of a replica, whose engine lives on."""
+    channel = pool._replicas["engine-0"].channel
+    assert channel is not None
+    channel.lose("the connection broke", "connection")
+
+
+async def test_cut_connection_is_replaced_and_the_engine_lives_on(cores: list[Any]) -> None:
+    async with updatable(replicas=1).serving() as pool:
+        await pool.update_weights(4, DiskWeights("w4"))
+        generation = Generation()
+        await disturbed(pool, lambda: cut(pool), 2.5, generation)
+        assert list(generation.ids) == list(range(101, 111))
+        assert generation.versions == [[4, 10]]
+        assert (generation.resumes, generation.discarded_tokens) == (1, 0)
+        (core,) = cores
+        assert core.loaded == ["w4"]
+        assert pool.statistics()[0].starts == 2
+        assert not core._aborted
+
+
+async def test_connection_that_is_cut_again_and_again_ends_the_request_at_twenty(
+    cores: list[Any],
+) -> None:
+    async with pool_of(1).serving() as pool:
+        generation = Generation()
+
+        async def cut_often() -> None:
+            while generation.finish_reason != "error":
+                await anyio.sleep(1.5)
+                if pool.statistics()[0].state == "serving":
+                    cut(pool)
+
         async with anyio.create_task_group() as tasks:
-            for number, generation in enumerate(generations):
-                tasks.start_soon(ask, pool, [5, 100 + number], 3, generation)
-            await anyio.sleep(0.5)
-            moved = [g for g in generations if g.replica == generations[0].replica]
-            killing(cores, generations[0])()
-            await anyio.sleep(0.01)
-            assert pool.router.replicas[0].state == "held"
-            await anyio.sleep(0.98)
-            assert len([g for g in moved if g.resumes and len(g.parts) == 2]) == 1
-    assert all(len(g.ids) == 3 for g in generations)
+            tasks.start_soon(cut_often)
+            with pytest.raises(EngineError, match=r"^20 connections were lost with the ") as caught:
+                await ask(pool, [5, 100], 500, generation)
+        assert caught.value.reason == "lost_engines"
+        assert len(cores) == 1
+        assert list(generation.ids) == list(range(101, 101 + generation.count))
+
+
+async def test_engine_whose_weights_are_not_those_it_was_sent_is_restarted(
+    cores: list[Any],
+) -> None:
+    async with updatable(replicas=1).serving() as pool:
+        await pool.update_weights(4, DiskWeights("w4"))
+        cores[0].info = msgspec.structs.replace(cores[0].info, weight_version=3)
+        cut(pool)
+        assert (await ask(pool, [5, 100], 2)).versions == [[4, 2]]
+        assert [core.loaded for core in cores] == [["w4"], ["w4"]]
+
+
+async def test_removed_replicas_and_weights_count_for_no_request(cores: list[Any]) -> None:
+    async with updatable(replicas=1).serving() as pool:
+        generation = Generation()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask, pool, [5, 100], 60, generation)
+            for number in range(5):
+                await anyio.sleep(3)
+                await pool.add_replica()
+                await pool.remove_replica(f"engine-{number}", drain_s=0.0)
+        assert list(generation.ids) == list(range(101, 161))
+        assert generation.resumes == 5
 
 
 # Replicas at run time.
 
 
 async def test_no_replica_left_one_that_is_added_takes_over(cores: list[Any]) -> None:
-    async with open_pool(pool_of(1, backoff_s=1000.0)) as pool:
+    async with pool_of(1, backoff_s=1000.0).serving() as pool:
         generation = Generation()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask, pool, [5, 100], 4, generation)
@@ -331,7 +367,7 @@ async def test_no_replica_left_one_that_is_added_takes_over(cores: list[Any]) ->
 async def test_no_replica_left_the_request_fails_at_the_deadline_with_the_reason(
     cores: list[Any],
 ) -> None:
-    async with open_pool(pool_of(1, wait_s=20.0, backoff_s=1000.0)) as pool:
+    async with pool_of(1, wait_s=20.0, backoff_s=1000.0).serving() as pool:
         generation = Generation()
         with anyio.move_on_after(2.5):
             await ask(pool, [5, 100], 4, generation)
@@ -347,7 +383,7 @@ async def test_add_replica_gets_work_and_does_not_start_twice_under_one_name(
     cores: list[Any],
 ) -> None:
     options = {"token_s": 1.0, "max_requests": 1}
-    async with open_pool(pool_of(1, options=options)) as pool:
+    async with pool_of(1, options=options).serving() as pool:
         generations = [Generation(), Generation()]
         async with anyio.create_task_group() as tasks:
             for number, generation in enumerate(generations):
@@ -365,8 +401,8 @@ async def test_add_replica_gets_work_and_does_not_start_twice_under_one_name(
 async def test_add_replica_that_does_not_start_leaves_nothing(
     cores: list[Any], monkeypatch: Any
 ) -> None:
-    async with open_pool(pool_of(1)) as pool:
-        pool._spec_of = lambda _: CoreSpec("fake_core:BrokenCore", {})
+    async with pool_of(1).serving() as pool:
+        pool._make_spec = lambda _: CoreSpec("fake_core:BrokenCore", {})
         with pytest.raises(EngineError, match=r"^engine-1: FileNotFoundError: no weights here$"):
             await pool.add_replica()
         assert [r.name for r in pool.statistics()] == ["engine-0"]
@@ -374,7 +410,7 @@ async def test_add_replica_that_does_not_start_leaves_nothing(
 
 
 async def test_remove_replica_lets_its_requests_end(cores: list[Any]) -> None:
-    async with open_pool(pool_of(2)) as pool:
+    async with pool_of(2).serving() as pool:
         generation = Generation()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask, pool, [5, 100], 4, generation)
@@ -387,7 +423,7 @@ async def test_remove_replica_lets_its_requests_end(cores: list[Any]) -> None:
 
 
 async def test_remove_replica_in_a_hurry_its_requests_go_on_elsewhere(cores: list[Any]) -> None:
-    async with open_pool(pool_of(2)) as pool:
+    async with pool_of(2).serving() as pool:
         generation = Generation()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask, pool, [5, 100], 6, generation)
@@ -400,7 +436,7 @@ async def test_remove_replica_in_a_hurry_its_requests_go_on_elsewhere(cores: lis
 async def test_remove_replica_cancelled_while_it_drains_the_replica_stays(
     cores: list[Any],
 ) -> None:
-    async with open_pool(pool_of(1)) as pool:
+    async with pool_of(1).serving() as pool:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask, pool, [5, 100], 6)
             await anyio.sleep(1.5)
@@ -410,7 +446,7 @@ async def test_remove_replica_cancelled_while_it_drains_the_replica_stays(
 
 
 async def test_drained_replica_dies_it_comes_back_drained(cores: list[Any]) -> None:
-    async with open_pool(pool_of(2)) as pool:
+    async with pool_of(2).serving() as pool:
         pool.drain("engine-0")
         core_of(cores, "engine-0").on_death()
         await anyio.sleep(5)
@@ -432,7 +468,7 @@ def updatable(replicas: int = 2, **options: Any) -> EnginePool:
 
 
 async def test_update_weights_every_replica_has_them_and_tokens_say_so(cores: list[Any]) -> None:
-    async with open_pool(updatable(load_s=2.2)) as pool:
+    async with updatable(load_s=2.2).serving() as pool:
         generation = Generation()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask, pool, [5, 100], 6, generation)
@@ -446,7 +482,7 @@ async def test_update_weights_every_replica_has_them_and_tokens_say_so(cores: li
 async def test_restarted_replica_has_the_current_weights_before_it_serves(
     cores: list[Any],
 ) -> None:
-    async with open_pool(updatable(1, load_s=3.0)) as pool:
+    async with updatable(1, load_s=3.0).serving() as pool:
         await pool.update_weights(8, DiskWeights("w8"))
         generation = Generation()
         async with anyio.create_task_group() as tasks:
@@ -464,7 +500,7 @@ async def test_restarted_replica_has_the_current_weights_before_it_serves(
 async def test_replica_starts_while_weights_change_it_gets_the_last_ones(
     cores: list[Any],
 ) -> None:
-    async with open_pool(updatable(1, load_s=3.0)) as pool:
+    async with updatable(1, load_s=3.0).serving() as pool:
         await pool.update_weights(1, DiskWeights("w1"))
         cores[0].on_death()
         await anyio.sleep(2.0)  # it loads w1 again
@@ -477,7 +513,7 @@ async def test_replica_starts_while_weights_change_it_gets_the_last_ones(
 
 
 async def test_update_weights_nobody_can_load_the_old_ones_stay(cores: list[Any]) -> None:
-    async with open_pool(updatable()) as pool:
+    async with updatable().serving() as pool:
         await pool.update_weights(1, DiskWeights("w1"))
         with pytest.raises(EngineError) as caught:
             await pool.update_weights(2, DiskWeights("bad"))
@@ -491,7 +527,7 @@ async def test_update_weights_nobody_can_load_the_old_ones_stay(cores: list[Any]
 async def test_update_weights_one_cannot_load_it_is_started_again(
     cores: list[Any],
 ) -> None:
-    async with open_pool(updatable()) as pool:
+    async with updatable().serving() as pool:
         cores[0]._name = "picky"
         async with anyio.create_task_group() as tasks:
             generations = [Generation(), Generation()]
@@ -502,11 +538,11 @@ async def test_update_weights_one_cannot_load_it_is_started_again(
         assert sorted(r.starts for r in pool.statistics()) == [1, 2]
         assert [g.versions[-1][0] for g in generations] == [2, 2]
         assert sorted(g.resumes for g in generations) == [0, 1]
-        assert pool.recoveries.quarantined == 0
+        assert pool.recoveries.failed == 0
 
 
 async def test_update_weights_core_that_cannot_says_so(cores: list[Any]) -> None:
-    async with open_pool(pool_of(1)) as pool:
+    async with pool_of(1).serving() as pool:
         with pytest.raises(EngineError) as caught:
             await pool.update_weights(1, DiskWeights("w"))
     assert str(caught.value) == "engine-0: MortalCore cannot change its weights"
@@ -515,7 +551,7 @@ async def test_update_weights_core_that_cannot_says_so(cores: list[Any]) -> None
 async def test_update_weights_cancelled_caller_leaves_the_engines_to_it(
     cores: list[Any],
 ) -> None:
-    async with open_pool(updatable(load_s=4.0)) as pool:
+    async with updatable(load_s=4.0).serving() as pool:
         with anyio.move_on_after(1):
             await pool.update_weights(1, DiskWeights("w1"))
         assert (await ask(pool, [5, 1], 1)).versions == [[1, 1]]
@@ -559,10 +595,10 @@ async def test_trajectory_whose_request_kills_engines_fails_and_is_not_run_again
     async with rollout.open_rollout(config) as runtime:
         batch = await runtime.generate([user("go")])
     (trajectory,) = batch.trajectories
-    assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "quarantined")
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "lost_engines")
     assert trajectory.metrics["attempts"] == 1
     assert trajectory.cause is not None
-    assert "engines died 2 times with it in flight (engine-" in trajectory.cause.message
+    assert "3 engines were lost with the request of " in trajectory.cause.message
     assert trajectory.transcript.generated_length > 0
 
 

@@ -26,10 +26,10 @@ from rollout.config import (
 )
 from rollout.engine import open_engines
 from rollout.engine.core import SamplingParams
-from rollout.engine.driver.generation import Generation
-from rollout.engine.driver.pool import EnginePool
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
+from rollout.engine.pool.generation import Generation
+from rollout.engine.pool.pool import EnginePool
 from rollout.errors import ConfigError, EngineError
 from rollout.testing import Scenario
 

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from collections import Counter
-from types import ModuleType
 from typing import Any
 
 import anyio
@@ -18,23 +14,19 @@ from hypothesis import strategies as st
 from rollout.config.checks import STRATEGIES as CONFIG_STRATEGIES
 from rollout.engine import EngineLoad, Router
 from rollout.engine.core import SamplingParams, pack_ids
-from rollout.engine.driver.generation import Generation
-from rollout.engine.driver.pool import EnginePool, open_pool
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec
-from rollout.engine.routing import Dispatch, ReplicaSet, ReplicaState, sessions
-from rollout.engine.routing.cost_model import CostModel, SpeedEstimate, Work
-from rollout.engine.routing.strategies import STRATEGIES
-from rollout.errors import ConfigError, EngineError
+from rollout.engine.pool.generation import Generation
+from rollout.engine.pool.pool import EnginePool
+from rollout.engine.routing import STRATEGIES, Dispatch, sessions
+from rollout.engine.routing.replicas import PREFILL_WEIGHT, PROMPT_LOAD
+from rollout.errors import ConfigError
 from rollout.testing import run_virtual
 
-pytestmark = pytest.mark.process
-
-#: What a request of 256 expected tokens adds to a load, in seconds, at the costs before reports.
-REQUEST_S = 256 * 1e-4
-PROMPT_TOKEN_S = 5e-5
-#: How often a prompt token counts that has to be computed.
-PREFILL_WEIGHT = 3
+#: Seconds for a token in a large batch, before any replica has reported.
+TOKEN_S = 1e-4
+#: What a request of 256 expected tokens adds to a load.
+REQUEST_S = 256 * TOKEN_S
 
 
 def router_of(*names: str, capacity: int = 1000, **options: Any) -> Router:
@@ -89,13 +81,13 @@ def test_assign_pinned_moves_past_the_margin_and_what_its_prefix_costs(
 ) -> None:
     router = router_of("home", "other", move_margin_s=0.5)
     router.drain("other")
-    router.release(send(router, "s", prompt_tokens=744), generated=256, now=1.0)
+    router.release(send(router, "s", prompt_tokens=744), generated=256)
     router.resume("other")
     crowd(router, "home", busier)
     # A thousand tokens of prefix would have to be computed again.
-    threshold_s = 0.5 + PREFILL_WEIGHT * 1000 * PROMPT_TOKEN_S
+    threshold_s = 0.5 + PREFILL_WEIGHT * 1000 * TOKEN_S
     assert (busier * REQUEST_S > threshold_s) is moves
-    dispatch = send(router, "s", prompt_tokens=1100, now=1.0)
+    dispatch = send(router, "s", prompt_tokens=1100)
     assert dispatch.replica.name == ("other" if moves else "home")
     assert dispatch.fresh_tokens == (1100 if moves else 100)
     assert router.statistics().moves == moves
@@ -134,14 +126,13 @@ def test_forget_a_trajectory_it_is_new_again() -> None:
 
 def test_assign_the_oldest_trajectories_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "MAX_SESSIONS", 3)
-    monkeypatch.setattr(sessions, "SURPLUS", 1)
     router = router_of("a")
     for number in range(10):
         send(router, f"s{number}", group_id="g", prompt_tokens=5)
     assert (router.statistics().sessions, router.statistics().groups) == (3, 1)
 
 
-# Load in estimated seconds.
+# Load in expected tokens.
 
 
 def test_assign_new_ones_go_where_the_tokens_in_flight_take_least_time() -> None:
@@ -164,109 +155,13 @@ def test_expected_tokens_are_the_mean_of_those_generated_and_bounded_by_the_requ
     assert send(router, "s").new_tokens == 40
 
 
-def test_assign_prompts_sent_count_until_they_should_be_computed() -> None:
-    router = router_of("a", "b")
-    send(router, "long", prompt_tokens=20_000, now=0.0)  # a second of prefill on a
-    assert [place(router, f"s{n}", now=0.0) for n in range(20)] == ["b"] * 20
-    assert router.statistics().replicas[0].load_s == pytest.approx(1.0 + REQUEST_S)
-    router.report("a", EngineLoad(running=1), now=1.0)
-    assert place(router, "later", now=1.0) == "a"
-    assert router.statistics().replicas[0].load_s == pytest.approx(2 * REQUEST_S)
-
-
-def test_report_of_waiting_requests_counts_their_prompts_and_their_turns() -> None:
-    router = router_of("a", "b")
-    for number in range(20):
-        send(router, f"s{number}", prompt_tokens=1000, now=0.0)
-    loads = {r.name: r.load_s for r in router.statistics().replicas}
-    assert loads["a"] == pytest.approx(loads["b"])
-    # Ten seconds on, all prompts should be computed; a has eight that still wait for two.
-    router.report("a", EngineLoad(running=2, queued=8), now=10.0)
-    router.report("b", EngineLoad(running=10), now=10.0)
-    a, b = router.statistics().replicas
-    waiting_s = 8 * 1000 * PROMPT_TOKEN_S + (10 / 2 - 1) * 256 * 0.02
-    assert a.load_s - b.load_s == pytest.approx(waiting_s)
-
-
-def test_report_without_a_queue_keeps_what_a_full_batch_was() -> None:
-    router = router_of("a", "b")
-    crowd(router, "a", 12)
-
-    def beyond_s(running: int, queued: int, now: float) -> float:
-        """What requests beyond a full batch add to the load of a."""
-        router.report("a", EngineLoad(running=running, queued=queued), now=now)
-        return router.statistics().replicas[0].load_s - 12 * REQUEST_S
-
-    assert beyond_s(running=8, queued=4, now=1.0) == pytest.approx((12 / 8 - 1) * 256 * 0.02)
-    # The next report finds nobody in the queue: the batch is not larger for it.
-    assert beyond_s(running=7, queued=0, now=2.0) == pytest.approx((12 / 8 - 1) * 256 * 0.02)
-    # One that runs more at once has room for more.
-    assert beyond_s(running=10, queued=0, now=3.0) == pytest.approx((12 / 10 - 1) * 256 * 0.02)
-    assert beyond_s(running=12, queued=0, now=4.0) == pytest.approx(0.0)
-    # A new engine of the same name may be another one.
-    router.remove("a")
-    router.add("a", 1000)
-    crowd(router, "a", 12)
-    assert router.statistics().replicas[0].load_s == pytest.approx(24 * REQUEST_S)
-
-
-def test_report_of_prompts_that_wait_they_are_not_priced_as_computed() -> None:
-    step_s, prompt_token_s, prompt_tokens, batch, queued = 0.02, 2e-5, 8192, 10, 20
-    router = router_of("a")
-    names = map(str, range(10**6))
-    held = [send(router, next(names), prompt_tokens=prompt_tokens) for _ in range(batch + queued)]
-    generated = 0
-    for second in range(1, 90):
-        # One, two or three requests end, as many leave the queue, as many come.
-        count = 1 + second % 3
-        for place in range(count):
-            now = second - 1 + place / count
-            router.release(held.pop(0), generated=256, now=now)
-            held.append(send(router, next(names), prompt_tokens=prompt_tokens, now=now))
-        decode_s = 1 - count * prompt_tokens * prompt_token_s
-        generated += round(decode_s / step_s * batch)
-        load = EngineLoad(running=batch, queued=queued, generated_tokens=generated)
-        router.report("a", load, now=float(second))
-    costs = router.statistics()
-    assert costs.prompt_s == pytest.approx(prompt_token_s, rel=0.15)
-    assert costs.step_s + batch * costs.token_s == pytest.approx(step_s, rel=0.15)
-
-
-def test_release_of_one_in_a_full_batch_lets_the_next_prompt_be_computed() -> None:
-    router = router_of("a")
-    held = [send(router, f"s{n}", prompt_tokens=10_000, now=0.0) for n in range(4)]
-    router.report("a", EngineLoad(running=2, queued=2), now=10.0)
-
-    def prompts_s() -> float:
-        """What prompts that are not computed yet add to the load."""
-        beyond_s = (256 * len(held) / 2 - 256) * 0.02
-        return router.statistics().replicas[0].load_s - len(held) * REQUEST_S - beyond_s
-
-    assert prompts_s() == pytest.approx(2 * 10_000 * PROMPT_TOKEN_S)
-    router.release(held.pop(), now=10.0)
-    # There is time for many prompts, but the other one has had no place in the batch until now.
-    router.release(held.pop(), now=60.0)
-    assert prompts_s() == pytest.approx(10_000 * PROMPT_TOKEN_S)
-
-
-@pytest.mark.parametrize(("used", "count"), [(0.5, 5), (0.9, 52)])
-def test_report_of_a_filling_kv_cache_makes_a_replica_cost_more(used: float, count: int) -> None:
-    router = router_of("full", "empty")
-    router.report("full", EngineLoad(running=1, kv_used=used), now=1.0)
-    penalty_s = 0.15 * used / (1 - used)
-    assert count == int(penalty_s / REQUEST_S)
-    names = [place(router, f"s{n}", now=1.0) for n in range(count + 2)]
-    assert names[: count + 1] == ["empty"] * (count + 1)
-    assert names[-1] == "full"
-
-
 def test_report_between_two_of_them_own_dispatches_spread_over_the_least_loaded() -> None:
     router = router_of("a", "b", "c")
     crowd(router, "c", 40)
     for name, running in (("a", 0), ("b", 0), ("c", 40)):
         router.report(name, EngineLoad(running=running), now=1.0)
     for number in range(60):  # all before the next report: no herd on the one that looked idle
-        send(router, f"s{number}", now=1.0)
+        send(router, f"s{number}")
     assert in_flight(router) == {"a": 30, "b": 30, "c": 40}
 
 
@@ -284,10 +179,10 @@ def test_report_measures_who_is_slow_and_new_ones_go_elsewhere() -> None:
         send(router, f"busy {number}")
     feed_reports(router, {"slow": 1500, "fast": 3000, "usual": 3000}, seconds=60)
     slow, fast, usual = router.statistics().replicas
-    assert slow.slowness / usual.slowness == pytest.approx(2, rel=0.1)
+    assert usual.speed / slow.speed == pytest.approx(2, rel=0.1)
     assert (slow.tokens_per_s, fast.tokens_per_s) == (1500, 3000)
     for number in range(300):
-        send(router, f"s{number}", now=60.0)
+        send(router, f"s{number}")
     counts = in_flight(router)
     assert abs(counts["fast"] - counts["usual"]) <= 1
     assert counts["slow"] < 0.55 * counts["fast"]
@@ -299,58 +194,9 @@ def test_report_noise_of_speed_breaks_no_tie() -> None:
         send(router, f"busy {number}")
     feed_reports(router, {"a": 2900, "b": 3000, "c": 3100}, seconds=30)
     for number in range(300):
-        router.release(send(router, f"s{number}", now=30.0), generated=10)
+        router.release(send(router, f"s{number}"), generated=10)
     served = [r.served for r in router.statistics().replicas]
     assert max(served) - min(served) <= 1
-
-
-def test_report_of_another_driver_s_requests_counts_once_two_reports_have_them() -> None:
-    router = router_of("shared", "ours")
-    router.report("shared", EngineLoad(running=12), now=1.0)
-    assert router.statistics().replicas[0].load_s == 0  # ours may just have ended
-    router.report("shared", EngineLoad(running=9, queued=1), now=2.0)
-    load_s = router.statistics().replicas[0].load_s
-    assert load_s >= 10 * REQUEST_S
-    assert [place(router, f"s{n}", now=2.0) for n in range(9)] == ["ours"] * 9
-
-
-def test_report_that_waited_to_be_read_says_nothing_of_the_engine() -> None:
-    speed = SpeedEstimate()
-    speed.report(EngineLoad(running=10, generated_tokens=0, measured_at_s=100.0), 5.0)
-    # Our loop stood still for a minute; the engine took this a second after the first.
-    speed.report(EngineLoad(running=10, generated_tokens=500, measured_at_s=101.0), 65.0)
-    assert speed.latest == Work(seconds=1.0, steps=50.0, tokens=500, prompt_tokens=0.0)
-    assert speed.tokens_per_s == 500
-
-
-def test_report_of_an_idle_or_restarted_replica_is_no_measurement() -> None:
-    speed = SpeedEstimate()
-
-    def measured(tokens: int, now: float) -> bool:
-        speed.report(EngineLoad(running=5, generated_tokens=tokens), now)
-        return speed.latest is not None
-
-    assert not measured(100, 1.0)  # the first
-    speed.was_idle = True
-    assert not measured(200, 2.0)
-    assert not measured(50, 3.0)  # a new engine
-    assert not measured(60, 3.1)  # too soon
-    assert measured(150, 4.0)
-
-
-def test_report_order_within_a_round_does_not_matter() -> None:
-    slownesses = []
-    for order in ("abc", "cba"):
-        router = router_of(*"abc")
-        for number in range(3):
-            send(router, f"busy {number}")
-        for now in range(1, 4):
-            for name in order:
-                load = EngineLoad(running=50, generated_tokens=3000 * now)
-                router.report(name, load, now=now + 0.01 * order.index(name))
-        slownesses.append([r.slowness for r in router.statistics().replicas])
-    assert slownesses[0] == pytest.approx(slownesses[1])
-    assert max(slownesses[0]) == pytest.approx(min(slownesses[0]))
 
 
 def test_report_of_one_replica_is_silent_the_others_are_priced_without_it() -> None:
@@ -358,33 +204,36 @@ def test_report_of_one_replica_is_silent_the_others_are_priced_without_it() -> N
     for number in range(3):
         send(router, f"busy {number}")
     feed_reports(router, {"slow": 1000, "usual": 3000}, seconds=30)
-    slow, usual, silent = (r.slowness for r in router.statistics().replicas)
-    assert slow > 2 * usual
+    slow, usual, silent = (r.speed for r in router.statistics().replicas)
+    assert slow < 0.5 * usual
     assert silent == 1.0
 
 
-@settings(max_examples=30, deadline=None)
-@given(
-    step_ms=st.floats(2, 60),
-    token_ms=st.floats(0.02, 5),
-    prompt_ms=st.floats(0.01, 1),
-)
-def test_costs_fit_finds_what_an_engine_costs(
-    step_ms: float, token_ms: float, prompt_ms: float
-) -> None:
-    costs = CostModel()
-    for second in range(60):
-        for replica in range(8):
-            batch, prompt = 1 + (7 * second + 13 * replica) % 60, 100 * ((second + replica) % 5)
-            decode_s = max(0.1, 1 - prompt * prompt_ms / 1000)
-            steps = decode_s / ((step_ms + token_ms * batch) / 1000)
-            seconds = decode_s + prompt * prompt_ms / 1000
-            costs.observe(Work(seconds, steps, steps * batch, prompt), 1.0)
-        costs.fit()
-    for batch in (4, 40):
-        work = Work(0.0, 100, 100 * batch, 1000)
-        true_s = 0.1 * (step_ms + token_ms * batch) + prompt_ms
-        assert costs.seconds(work) == pytest.approx(true_s, rel=0.1)
+def speed_after(reports: list[tuple[float, EngineLoad]]) -> float:
+    """Of the first of three replicas, of which the others make 3000 tokens a second."""
+    router = router_of("a", "b", "c")
+    for number in range(3):
+        send(router, f"busy {number}")
+    feed_reports(router, {"b": 3000, "c": 3000}, seconds=10)
+    for now, load in reports:
+        router.report("a", load, now=now)
+    router.report("b", EngineLoad(running=50, generated_tokens=39_000), now=13.0)
+    return router.statistics().replicas[0].speed
+
+
+def test_report_that_waited_to_be_read_says_nothing_of_the_engine() -> None:
+    # Our loop stood still for a while; the engine took the second a second after the first.
+    first = EngineLoad(running=50, generated_tokens=1000, measured_at_s=100.0)
+    second = EngineLoad(running=50, generated_tokens=4000, measured_at_s=101.0)
+    assert speed_after([(11.0, first), (12.9, second)]) == 1.0
+
+
+@pytest.mark.parametrize(("tokens", "now"), [(100, 11.5), (900, 10.6), (1000, 12.5)])
+def test_report_of_an_idle_or_restarted_replica_is_no_measurement(tokens: int, now: float) -> None:
+    running = 0 if tokens == 1000 else 50
+    first = EngineLoad(running=50, generated_tokens=1000 if tokens != 900 else 800)
+    second = EngineLoad(running=running, generated_tokens=tokens)
+    assert speed_after([(10.5, first), (now, second)]) == 1.0
 
 
 # The prompt of a group.
@@ -392,37 +241,17 @@ def test_costs_fit_finds_what_an_engine_costs(
 
 def test_assign_a_group_gathers_where_its_prompt_is_until_that_is_too_busy() -> None:
     router = router_of("a", "b")
-    first = send(router, "m0", group_id="g", prompt_tokens=4000, now=0.0)
+    first = send(router, "m0", group_id="g", prompt_tokens=4000)
     home = first.replica.name
-    router.release(first, generated=256, now=10.0)
-    saved_s = PREFILL_WEIGHT * 4000 * PROMPT_TOKEN_S
+    router.release(first, generated=256)
+    saved_s = PREFILL_WEIGHT * 4000 * TOKEN_S
     stay = 1 + int(saved_s / REQUEST_S)
-    group: dict[str, Any] = {"group_id": "g", "prompt_tokens": 4000, "now": 10.0}
+    group: dict[str, Any] = {"group_id": "g", "prompt_tokens": 4000}
     members = [send(router, f"m{n}", **group) for n in range(1, stay + 2)]
     assert [m.replica.name == home for m in members] == [True] * stay + [False]
     assert [m.fresh_tokens for m in members] == [0] * stay + [4000]
     # Now both hold it.
-    assert send(router, "last", group_id="g", prompt_tokens=4000, now=20.0).fresh_tokens == 0
-
-
-def test_assign_a_prefix_counts_twice_where_the_batch_is_full() -> None:
-    def members_at_home(queued: int) -> int:
-        """How many of a group follow its prompt, with all replicas as busy as each other."""
-        router = router_of("a", "b")
-        for number in range(8):
-            send(router, f"other {number}", now=0.0)
-        for name in ("a", "b"):
-            router.report(name, EngineLoad(running=4 - queued, queued=queued), now=100.0)
-        group: dict[str, Any] = {"group_id": "g", "prompt_tokens": 20_000, "now": 100.0}
-        home = send(router, "m0", **group).replica
-        router.report(home.name, EngineLoad(running=5 - queued, queued=queued), now=110.0)
-        names = [send(router, f"m{n}", **group).replica.name for n in range(1, 300)]
-        return next(n for n, name in enumerate(names) if name != home.name)
-
-    # A place beyond the batch costs the steps of a share of an answer too, and so much less room.
-    price_s, place_s = 20_000 * PROMPT_TOKEN_S, REQUEST_S + 256 * 0.02 / 3
-    assert members_at_home(queued=0) == pytest.approx(PREFILL_WEIGHT * price_s / REQUEST_S, abs=2)
-    assert members_at_home(queued=1) == pytest.approx(2 * PREFILL_WEIGHT * price_s / place_s, abs=2)
+    assert send(router, "last", group_id="g", prompt_tokens=4000).fresh_tokens == 0
 
 
 def test_assign_other_groups_are_not_drawn_there() -> None:
@@ -448,10 +277,10 @@ def test_assign_a_moving_member_pays_only_what_the_group_does_not_share() -> Non
 
 def test_assign_branch_of_a_trajectory_in_no_group_goes_where_its_trunk_is() -> None:
     router = router_of("a", "b")
-    trunk = send(router, "m0", prompt_tokens=4000, now=0.0)
+    trunk = send(router, "m0", prompt_tokens=4000)
     home = trunk.replica.name
-    router.release(trunk, generated=256, now=10.0)
-    branches: dict[str, Any] = {"group_id": "m0", "prompt_tokens": 4100, "now": 10.0}
+    router.release(trunk, generated=256)
+    branches: dict[str, Any] = {"group_id": "m0", "prompt_tokens": 4100}
     sent = [send(router, f"m0#{number}", **branches) for number in range(2)]
     assert [(each.replica.name, each.fresh_tokens) for each in sent] == [(home, 0)] * 2
     router.drain(home)
@@ -463,15 +292,15 @@ def test_assign_branch_of_a_trajectory_in_no_group_goes_where_its_trunk_is() -> 
 # Ties and weights.
 
 
-@pytest.mark.parametrize("strategy", ["estimated_seconds", "least_requests", "round_robin"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ties_are_fair_on_an_idle_set(strategy: str) -> None:
     router = router_of(*"abcd", strategy=strategy)
     for number in range(400):
-        router.release(send(router, f"s{number}", prompt_tokens=10), generated=5, now=number)
+        router.release(send(router, f"s{number}", prompt_tokens=10), generated=5)
     assert [r.served for r in router.statistics().replicas] == [100] * 4
 
 
-@pytest.mark.parametrize("strategy", ["estimated_seconds", "least_requests", "round_robin"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ties_are_fair_on_a_busy_set(strategy: str) -> None:
     router = router_of(*"abcd", strategy=strategy)
     for round_number in range(1, 6):
@@ -480,18 +309,18 @@ def test_ties_are_fair_on_a_busy_set(strategy: str) -> None:
         assert set(in_flight(router).values()) == {round_number}
 
 
-@pytest.mark.parametrize("strategy", ["estimated_seconds", "least_requests", "round_robin"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ties_are_shared_by_weight_on_an_idle_set(strategy: str) -> None:
     router = Router(strategy=strategy)
     for name, weight in (("light", 1.0), ("heavy", 3.0), ("middle", 2.0)):
         router.add(name, 100, weight=weight)
     for number in range(600):
-        router.release(send(router, f"s{number}", prompt_tokens=10), generated=5, now=number)
+        router.release(send(router, f"s{number}", prompt_tokens=10), generated=5)
     served = [r.served for r in router.statistics().replicas]
     assert served == pytest.approx([100, 300, 200], abs=1)
 
 
-@pytest.mark.parametrize("strategy", ["estimated_seconds", "least_requests", "round_robin"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ties_who_was_passed_over_is_not_flooded_afterwards(strategy: str) -> None:
     router = router_of("a", "b", strategy=strategy)
     router.drain("b")
@@ -502,11 +331,11 @@ def test_ties_who_was_passed_over_is_not_flooded_afterwards(strategy: str) -> No
     assert sorted(names) == ["a"] * 5 + ["b"] * 5
 
 
-@pytest.mark.parametrize("strategy", ["estimated_seconds", "least_requests", "round_robin"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ties_a_new_replica_is_not_flooded_by_those_before_it(strategy: str) -> None:
     router = router_of("a", "b", strategy=strategy)
     for number in range(1000):
-        router.release(send(router, f"s{number}"), generated=100, now=number)
+        router.release(send(router, f"s{number}"), generated=100)
     router.add("new", 1000)
     for number in range(30):
         router.release(send(router, f"t{number}"), generated=100)
@@ -521,8 +350,7 @@ def test_weights_share_the_load(strategy: str) -> None:
     for number in range(4000):
         send(router, f"s{number}")
     counts = in_flight(router)
-    tolerance = 0.15 if strategy == "consistent_hash" else 0.01
-    assert counts["heavy"] / 4000 == pytest.approx(0.75, rel=tolerance)
+    assert counts["heavy"] / 4000 == pytest.approx(0.75, rel=0.01)
 
 
 # Who may get something.
@@ -633,126 +461,14 @@ def test_many_replicas_are_added_at_run_time() -> None:
     assert set(in_flight(router).values()) == {1}
 
 
-# Consistent hashing.
-
-HASH_SCRIPT = """
-from rollout.engine import Router
-router = Router(strategy="consistent_hash")
-for number in range(8):
-    router.add(f"engine-{number}", 1000)
-print([router.assign(f"7/prompt-{n}/{n % 4}").replica.name for n in range(50)])
-"""
-
-
-def test_consistent_hash_is_the_same_in_every_process() -> None:
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", HASH_SCRIPT],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            check=True,
-            text=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert len(outputs) == 1
-    assert len(set(eval(outputs.pop()))) == 8
-
-
-def test_consistent_hash_removing_a_replica_moves_only_its_own() -> None:
-    router = router_of(*"abcdefgh", capacity=10_000, strategy="consistent_hash")
-    before = {f"s{n}": place(router, f"s{n}") for n in range(2000)}
-    counts = Counter(before.values())
-    assert max(counts.values()) < 1.5 * min(counts.values())
-    router.remove("c")
-    after = {session: place(router, session) for session in before}
-    assert all(after[s] == home for s, home in before.items() if home != "c")
-    assert len({after[s] for s, home in before.items() if home == "c"}) > 3
-    router.add("c", 10_000)
-    assert {session: place(router, session) for session in before} == before
-
-
-# Strategies of one's own.
-
-
-class Last:
-    """The last candidate."""
-
-    def choose(self, dispatch: Dispatch, replica_set: ReplicaSet) -> ReplicaState | None:
-        candidates = replica_set.candidates(dispatch)
-        return candidates[-1] if candidates else None
-
-
-class Stubborn:
-    """The first replica, whatever its state."""
-
-    def choose(self, dispatch: Dispatch, replica_set: ReplicaSet) -> ReplicaState | None:
-        return replica_set.replicas[0]
-
-
-class Broken:
-    def __init__(self) -> None:
-        raise RuntimeError("no table")
-
-
-@pytest.fixture
-def strategy_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("my_strategies")
-    vars(module).update(Last=Last, Stubborn=Stubborn, Broken=Broken, Nothing=dict)
-    monkeypatch.setitem(sys.modules, "my_strategies", module)
-
-
-@pytest.mark.usefixtures("strategy_module")
-def test_custom_strategy_chooses_among_the_candidates() -> None:
-    router = router_of(*"abc", capacity=2, strategy="my_strategies:Last")
-    assert [place(router, f"s{n}") for n in range(5)] == ["c", "c", "b", "b", "a"]
-    assert place(router, "s5") == "a"
-    assert router.assign("s6") is None
-    assert repr(router).startswith("<Router my_strategies:Last: a 2/2")
-
-
-@pytest.mark.usefixtures("strategy_module")
-def test_custom_strategy_that_chooses_one_without_room_is_an_error() -> None:
-    router = router_of("a", "b", capacity=1, strategy="my_strategies:Stubborn")
-    send(router, "s")
-    with pytest.raises(EngineError) as caught:
-        router.assign("t")
-    assert str(caught.value) == (
-        "router.strategy = 'my_strategies:Stubborn' chose a, which may get nothing now (full)"
-    )
-    assert in_flight(router) == {"a": 1, "b": 0}
-
-
-UNKNOWN = (
-    "expected one of 'estimated_seconds', 'least_requests', 'round_robin', 'consistent_hash', "
-    "or a string like 'package.module:Class'"
-)
-
-
-@pytest.mark.usefixtures("strategy_module")
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [
-        ("fastest", UNKNOWN),
-        ("my_strategies:", UNKNOWN),
-        ("no_such:Class", "ModuleNotFoundError: No module named 'no_such'"),
-        ("my_strategies:Absent", "module 'my_strategies' has no class 'Absent'"),
-        ("my_strategies:Broken", "RuntimeError: no table"),
-        ("my_strategies:Nothing", "Nothing has no method 'choose'"),
-    ],
-)
-def test_custom_strategy_that_cannot_be_used_is_a_config_error_with_its_path(
-    name: str, problem: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        Router(strategy=name)
-    assert caught.value.faults == (f"router.strategy = {name!r}: {problem}",)
-
-
 def test_strategies_of_the_configuration_are_those_of_the_router() -> None:
     assert CONFIG_STRATEGIES == STRATEGIES
     for name in STRATEGIES:
         Router(strategy=name)
+    with pytest.raises(
+        ConfigError, match=r"^router\.strategy = 'consistent_hash': expected one of"
+    ):
+        Router(strategy="consistent_hash")
 
 
 # What it says of itself.
@@ -777,10 +493,10 @@ def test_statistics_are_a_snapshot_of_everything() -> None:
     router.release(dispatch, generated=40)
     assert (before.strategy, before.decisions, before.moves) == ("estimated_seconds", 1, 0)
     assert (before.in_flight, before.sessions, before.groups) == (1, 1, 1)
-    assert (before.step_s, before.token_s, before.prompt_s) == (0.02, 1e-4, PROMPT_TOKEN_S)
+    assert before.token_s == pytest.approx(TOKEN_S)
     a = before.replicas[0]
     assert (a.name, a.state, a.weight, a.in_flight, a.capacity) == ("a", "serving", 1.0, 1, 9)
-    assert a.load_s == pytest.approx(REQUEST_S + 100 * PROMPT_TOKEN_S)
+    assert a.load_s == pytest.approx((256 + 100 * PROMPT_LOAD) * TOKEN_S)
     assert router.statistics().in_flight == 0
 
 
@@ -838,24 +554,24 @@ def check_counts(strategy: str, steps: list[tuple[str, Any]]) -> None:
         match action:
             case "assign":
                 group = f"g{value % 3}"
-                dispatch = router.assign(f"s{value}", group_id=group, prompt_tokens=50, now=now)
-                usable = [r for r in router.replicas if r.is_usable]
+                dispatch = router.assign(f"s{value}", group_id=group, prompt_tokens=50)
+                usable = [r for r in router.replicas if r.state in ("serving", "full")]
                 if dispatch is None:
-                    assert not any(r.has_room for r in usable)
+                    assert not any(r.state == "serving" for r in usable)
                 else:
                     held.append(dispatch)
-                    assert dispatch.replica in usable
+                    assert dispatch.replica.name in {r.name for r in usable}
                     assert dispatch.replica.name in offered
                     assert required in (None, dispatch.replica.weight_version)
             case "release" if held:
-                router.release(held.pop(value % len(held)), generated=value, now=now)
+                router.release(held.pop(value % len(held)), generated=value)
             case "forget":
                 router.forget(f"s{value}")
             case "weights":
                 required = value or None
                 router.require_weights(required)
             case "add" if value not in offered:
-                router.add(value, 3, weight_version=1, now=now)
+                router.add(value, 3, weight_version=1)
                 offered.add(value)
             case "remove" if value in offered:
                 router.remove(value)
@@ -875,11 +591,11 @@ def check_counts(strategy: str, steps: list[tuple[str, Any]]) -> None:
         assert router.statistics().in_flight == len(held)
         assert all(0 <= replica.load_s < math.inf for replica in router.statistics().replicas)
         for replica in router.replicas:
-            mine = [dispatch.new_tokens for dispatch in held if dispatch.replica is replica]
-            assert replica.new_tokens == sum(mine)
-        assert router.has_room is any(r.is_usable and r.has_room for r in router.replicas)
+            mine = [dispatch.load for dispatch in held if dispatch.replica is replica]
+            assert replica.tokens == pytest.approx(sum(mine))
+        assert router.has_room is any(r.state == "serving" for r in router.replicas)
     for dispatch in held:
-        router.release(dispatch, now=1e6)
+        router.release(dispatch)
     for name in NAMES:
         router.report(name, EngineLoad(), now=2e6)
     assert {(r.in_flight, r.load_s) for r in router.statistics().replicas} <= {(0, 0.0)}
@@ -913,7 +629,7 @@ async def ask(pool: EnginePool, session: str, prompt: bytes, count: int) -> Gene
 
 def test_pool_tells_the_router_what_engines_report_and_requests_need() -> None:
     async def main() -> tuple[Any, Any, set[str]]:
-        async with open_pool(simulated_pool((2.0, 1.0, 1.0))) as pool:
+        async with simulated_pool((2.0, 1.0, 1.0)).serving() as pool:
             prompt = pack_ids([97] * 400)
 
             async def converse(number: int) -> None:
@@ -923,7 +639,7 @@ def test_pool_tells_the_router_what_engines_report_and_requests_need() -> None:
             async with anyio.create_task_group() as tasks:
                 for number in range(30):
                     tasks.start_soon(converse, number)
-                await anyio.sleep(5)
+                await anyio.sleep(9)
                 busy = pool.router.statistics()
             pool.drain("engine-1")
             late = {(await ask(pool, f"t{n}", prompt, 5)).replica for n in range(5)}
@@ -934,9 +650,8 @@ def test_pool_tells_the_router_what_engines_report_and_requests_need() -> None:
     assert busy.in_flight == 30
     assert (busy.sessions, busy.groups) == (30, 1)
     slow, *usual = sorted(busy.replicas, key=lambda replica: replica.name)
-    assert slow.slowness > 1.3 * max(replica.slowness for replica in usual)
+    assert slow.speed < 0.77 * min(replica.speed for replica in usual)
     assert slow.tokens_per_s < min(replica.tokens_per_s for replica in usual)
-    assert busy.mean_new_tokens == 256  # nothing has ended
     assert (idle.in_flight, idle.decisions) == (0, 65)
     assert idle.mean_new_tokens > 600
     assert idle.moves > 0  # away from the slow one
@@ -945,7 +660,7 @@ def test_pool_tells_the_router_what_engines_report_and_requests_need() -> None:
 
 def test_pool_gives_each_replica_its_weight() -> None:
     async def main() -> dict[str, float]:
-        async with open_pool(simulated_pool((1.0, 1.0), load_shares=(1.0, 2.5))) as pool:
+        async with simulated_pool((1.0, 1.0), load_shares=(1.0, 2.5)).serving() as pool:
             return {replica.name: replica.weight for replica in pool.router.replicas}
 
     assert run_virtual(main) == {"engine-0": 1.0, "engine-1": 2.5}

@@ -14,7 +14,7 @@ from rollout.engine.core import EngineInfo, GenerationRequest, SamplingParams, p
 from rollout.engine.cores.sglang.answers import AnswerReader
 from rollout.engine.cores.sglang.generate_requests import refusal_of, request_fields, salt_of
 from rollout.engine.cores.sglang.server_arguments import SGLangOptions, engine_arguments
-from rollout.engine.driver.generation import Generation
+from rollout.engine.pool.generation import Generation
 from rollout.errors import ConfigError, EngineError
 
 INFO = EngineInfo(vocab_size=100, eos_ids=(2,), context_length=50, fingerprint="f", max_requests=4)

@@ -15,10 +15,10 @@ from rollout.config import LocalProcessPlacement, RayPlacement, RolloutConfig, S
 from rollout.config.engines import SGLANG_OWN
 from rollout.engine.cores.sglang import SGLangCore
 from rollout.engine.cores.sglang.server_arguments import NO_MEMORY_SAVER, SGLangOptions
-from rollout.engine.driver.engine_opening import core_spec
-from rollout.engine.driver.pool import EnginePool, open_pool
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec
+from rollout.engine.pool.opening import build_core_spec
+from rollout.engine.pool.pool import EnginePool
 from rollout.engine.routing import Router
 from rollout.errors import ConfigError, EngineError
 from test_pool import ask
@@ -114,7 +114,7 @@ async def test_sleep_that_an_engine_cannot_do_is_refused_before_requests_are_cut
     monkeypatch.setattr(fake_core, "SleeplessCore", SleeplessCore, raising=False)
     specs = [CoreSpec("fake_core:SleeplessCore", {"token_s": 0.01})]
     pool = EnginePool(placement=InProcess(), specs=specs, router=Router(), start_timeout_s=5)
-    async with open_pool(pool), anyio.create_task_group() as tasks:
+    async with pool.serving(), anyio.create_task_group() as tasks:
         tasks.start_soon(ask, pool, 5, 20)
         while not pool.tokens_under_way:
             await anyio.sleep(0.01)
@@ -147,7 +147,7 @@ def config_of(placement: Any = None, **engine: Any) -> RolloutConfig:
 def test_memory_saver_is_on_where_engines_are_to_sleep(
     config: RolloutConfig, expected: bool | None
 ) -> None:
-    server_args = core_spec(config, 0).options["server_args"]
+    server_args = build_core_spec(config, 0).options["server_args"]
     assert server_args.get("enable_memory_saver") is expected
 
 
@@ -173,16 +173,16 @@ def test_argument_that_replicas_cannot_share_is_a_fault(name: str) -> None:
 
 def test_argument_that_replicas_cannot_share_is_refused_to_one_that_is_added() -> None:
     config = config_of(server_args={"nccl_port": 3})
-    assert core_spec(config, 0).options["server_args"]["nccl_port"] == 3
+    assert build_core_spec(config, 0).options["server_args"]["nccl_port"] == 3
     with pytest.raises(EngineError) as caught:
-        core_spec(config, 1)
+        build_core_spec(config, 1)
     assert str(caught.value) == (
         "engine.server_args.nccl_port = 3: expected none for a second replica: each needs its own"
     )
 
 
 def test_device_of_an_engine_is_its_first_gpu() -> None:
-    specs = [core_spec(config_of(tensor_parallel=2), replica) for replica in range(2)]
+    specs = [build_core_spec(config_of(tensor_parallel=2), replica) for replica in range(2)]
     devices = [SGLangOptions(**spec.options).torch_device for spec in specs]
     assert devices == ["cuda:0", "cuda:2"]
     assert SGLangOptions(model="m", device="cpu").torch_device == "cpu"

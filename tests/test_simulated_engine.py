@@ -875,7 +875,7 @@ def test_engine_process_dies_with_its_engine() -> None:
         "from rollout.engine.cores.simulated.simulated_core import SimulatedCore\n"
         "from rollout.engine.core import GenerationRequest, SamplingParams\n"
         "sys.modules['__main__'].__spec__ = sys.modules['anyio'].__spec__.__class__("
-        "'rollout.engine.process.child', None)\n"
+        "'rollout.engine.channel.child', None)\n"
         "async def main():\n"
         "    core = SimulatedCore(faults={'die_after_tokens': 3}, timing={'base_s': 0})\n"
         "    await core.start()\n"

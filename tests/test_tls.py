@@ -8,12 +8,12 @@ import pytest
 import trustme
 
 from rollout.config import ChannelConfig, InProcessPlacement, RolloutConfig, SimulatedEngine
-from rollout.engine.driver.generation import Generation
-from rollout.engine.driver.pool import EnginePool, open_pool
+from rollout.engine.channel.sockets import TlsFiles
 from rollout.engine.placement.local_process import LocalProcess
 from rollout.engine.placement.placement import CoreSpec
+from rollout.engine.pool.generation import Generation
+from rollout.engine.pool.pool import EnginePool
 from rollout.engine.routing import Router
-from rollout.engine.wire.tls import TlsFiles
 from rollout.errors import ConfigError, EngineError
 from test_local_process import ask
 
@@ -46,7 +46,7 @@ def pool_with(files: TlsFiles | None) -> EnginePool:
 
 
 async def test_tls_tokens_arrive_over_an_encrypted_channel(files: TlsFiles) -> None:
-    async with open_pool(pool_with(files)) as pool:
+    async with pool_with(files).serving() as pool:
         generation = Generation()
         await ask(pool, generation, 5, 200)
         assert list(generation.ids) == list(range(6, 206))
@@ -56,14 +56,14 @@ async def test_tls_engine_of_another_authority_is_refused(files: TlsFiles, tmp_p
     trustme.CA().cert_pem.write_to_path(str(tmp_path / "other.pem"))
     other = TlsFiles(files.certificate, files.key, str(tmp_path / "other.pem"))
     with pytest.raises(EngineError, match="certificate verify failed"):
-        async with open_pool(pool_with(other)):
+        async with pool_with(other).serving():
             pytest.fail("opened")
 
 
 async def test_tls_engine_without_its_key_says_which_file(files: TlsFiles) -> None:
     missing = TlsFiles(files.certificate, "/nowhere/key.pem", files.authority)
     with pytest.raises(EngineError) as caught:
-        async with open_pool(pool_with(missing)):
+        async with pool_with(missing).serving():
             pytest.fail("opened")
     assert str(caught.value) == (
         f"engine-0: channel.tls_certificate = {files.certificate!r} with channel.tls_key = "

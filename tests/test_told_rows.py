@@ -13,7 +13,7 @@ import hypothesis.strategies as st
 import trio
 from hypothesis import given
 
-from rollout.engine.driver.generation import Generation
+from rollout.engine.pool.generation import Generation
 from rollout.scheduling.journal.entries import AnswersEntry, GivenAnswers, Key, TurnEntry, decode
 from rollout.scheduling.journal.frames import Frame, FrameBuffer, frames, records_of
 from rollout.scheduling.journal.journal_writer import JournalWriter

@@ -339,13 +339,13 @@ async def test_core_and_driver_read_media_of_a_model_that_is_in_the_hubs_cache(
     models: Any, hub: Path
 ) -> None:
     from rollout.config import ModelConfig, RolloutConfig
-    from rollout.engine.driver.model_template import template_of
+    from rollout.engine.pool.model_template import load_model_template
 
     name = cached_in(hub, "owner/tiny-vl", models("qwen2_5_vl"))
     reference = Reference(models("qwen2_5_vl"))
     a = image(1)
     inputs = reference.inputs("Look: ", a, "?")
-    template = template_of(RolloutConfig(model=ModelConfig(path=name)))
+    template = load_model_template(RolloutConfig(model=ModelConfig(path=name)))
     assert template.processor is not None
     assert template.processor.kinds == {"image", "video"}
     assert template.processor.position_rows == 3

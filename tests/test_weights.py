@@ -18,10 +18,10 @@ import rollout
 from harness import Recorder
 from rollout.config import SchedulingConfig, SimulatedEngine
 from rollout.engine.core import SamplingParams
-from rollout.engine.driver.generation import Generation
-from rollout.engine.driver.pool import EnginePool, open_pool
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
+from rollout.engine.pool.generation import Generation
+from rollout.engine.pool.pool import EnginePool
 from rollout.engine.routing import Router
 from rollout.engine.weights import UPDATE_MODES, DiskWeights, DistributedWeights, TensorWeights
 from rollout.errors import EngineError
@@ -90,7 +90,7 @@ async def comes_back(pool: EnginePool) -> None:
 async def test_update_every_token_has_the_version_that_sampled_it(
     cores: list[Any], mode: Any, versions: list[list[int]], done_s: float
 ) -> None:
-    async with open_pool(pool_of(1)) as pool:
+    async with pool_of(1).serving() as pool:
         running, late = Generation(), Generation()
         start = anyio.current_time()
         async with anyio.create_task_group() as tasks:
@@ -114,7 +114,7 @@ async def test_update_every_token_has_the_version_that_sampled_it(
 async def test_update_engine_dies_while_it_loads_it_comes_back_with_the_new_ones(
     cores: list[Any], mode: Any
 ) -> None:
-    async with open_pool(pool_of(2)) as pool:
+    async with pool_of(2).serving() as pool:
         generations = [Generation() for _ in range(4)]
         async with anyio.create_task_group() as tasks:
             for number, generation in enumerate(generations):
@@ -135,7 +135,7 @@ async def test_update_engine_dies_while_it_loads_it_comes_back_with_the_new_ones
 async def test_update_one_refuses_it_serves_again_once_it_has_them(
     cores: list[Any], mode: Any
 ) -> None:
-    async with open_pool(pool_of(2)) as pool:
+    async with pool_of(2).serving() as pool:
         cores[0]._name = "picky"
         generations = [Generation() for _ in range(4)]
         async with anyio.create_task_group() as tasks:
@@ -148,14 +148,14 @@ async def test_update_one_refuses_it_serves_again_once_it_has_them(
             assert [version for version, _ in generation.versions] in ([0], [0, 8])
         await comes_back(pool)
         assert [core.loaded for core in cores] == [[], ["odd"], ["odd"]]
-        assert pool.recoveries.quarantined == 0
+        assert pool.recoveries.failed == 0
 
 
 @pytest.mark.parametrize("mode", UPDATE_MODES)
 async def test_update_all_refuse_requests_go_on_under_the_old_ones(
     cores: list[Any], mode: Any
 ) -> None:
-    async with open_pool(pool_of(2)) as pool:
+    async with pool_of(2).serving() as pool:
         await pool.update_weights(3, DiskWeights("w3"))
         generation = Generation()
         async with anyio.create_task_group() as tasks:
@@ -172,7 +172,7 @@ async def test_update_all_refuse_requests_go_on_under_the_old_ones(
 async def test_update_request_cancelled_meanwhile_keeps_its_tokens(
     cores: list[Any], mode: Any
 ) -> None:
-    async with open_pool(pool_of(1)) as pool:
+    async with pool_of(1).serving() as pool:
         generation = Generation()
         async with anyio.create_task_group() as tasks:
             with anyio.move_on_after(3.5):
@@ -194,7 +194,7 @@ async def _update_at(seconds: float, pool: EnginePool, mode: Any) -> None:
 async def test_update_too_slow_the_engine_is_started_again_since_nobody_knows_what_it_has(
     cores: list[Any],
 ) -> None:
-    async with open_pool(pool_of(1)) as pool:
+    async with pool_of(1).serving() as pool:
         cores[0]._load_s = 100.0
         with pytest.raises(EngineError) as caught:
             await pool.update_weights(8, W8)
@@ -210,7 +210,7 @@ async def test_update_too_slow_the_engine_is_started_again_since_nobody_knows_wh
 async def test_update_to_the_same_version_nothing_runs_before_they_are_loaded(
     cores: list[Any],
 ) -> None:
-    async with open_pool(pool_of(1)) as pool:
+    async with pool_of(1).serving() as pool:
         await pool.update_weights(8, W8)
         start, generation = anyio.current_time(), Generation()
         async with anyio.create_task_group() as tasks:
@@ -224,7 +224,7 @@ async def test_update_to_the_same_version_nothing_runs_before_they_are_loaded(
 async def test_update_abort_is_lost_it_is_sent_again(
     cores: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with open_pool(pool_of(1)) as pool:
+    async with pool_of(1).serving() as pool:
         real, asked = cores[0].abort_nowait, []
 
         def deaf_once(request_id: str) -> None:
@@ -245,7 +245,7 @@ async def test_update_abort_is_lost_it_is_sent_again(
 async def test_update_with_state_beyond_the_tokens_begins_anew_and_says_so(
     cores: list[Any],
 ) -> None:
-    async with open_pool(pool_of(1)) as pool:
+    async with pool_of(1).serving() as pool:
         generation = Generation()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(lambda: ask(pool, 100, 4, generation, presence_penalty=0.5))
@@ -276,7 +276,7 @@ async def test_update_with_state_beyond_the_tokens_begins_anew_and_says_so(
 async def test_update_wrong_argument_nothing_changes(
     cores: list[Any], arguments: Any, message: str
 ) -> None:
-    async with open_pool(pool_of(1)) as pool:
+    async with pool_of(1).serving() as pool:
         with pytest.raises(EngineError) as caught:
             await pool.update_weights(*arguments)
         assert str(caught.value) == message
@@ -302,7 +302,7 @@ class Elsewhere(InProcess):
 async def test_update_with_tensors_of_a_replica_elsewhere_is_refused_before_they_are_copied(
     cores: list[Any], tmp_path: Path
 ) -> None:
-    async with open_pool(pool_of(1, placement=Elsewhere())) as pool:
+    async with pool_of(1, placement=Elsewhere()).serving() as pool:
         with pytest.raises(EngineError) as caught:
             await pool.update_weights(8, TensorWeights({}, directory=str(tmp_path)))
         assert str(caught.value) == (
@@ -319,7 +319,7 @@ async def test_update_by_broadcast_of_a_replica_over_two_machines_is_refused(
     placement = Elsewhere()
     placement.machines = 2
     sent = DistributedWeights(host="10.0.0.1", port=1, world_size=2, names=(), dtypes=(), shapes=())
-    async with open_pool(pool_of(1, placement=placement)) as pool:
+    async with pool_of(1, placement=placement).serving() as pool:
         with pytest.raises(EngineError) as caught:
             await pool.update_weights(8, sent)
         assert str(caught.value) == (
@@ -334,7 +334,7 @@ async def test_update_with_tensors_replica_that_moves_away_waits_for_the_next_we
 ) -> None:
     placement = Elsewhere()
     placement.is_here = True
-    async with open_pool(pool_of(2, placement=placement, load_s=0.0)) as pool:
+    async with pool_of(2, placement=placement, load_s=0.0).serving() as pool:
         with hold_clock():  # they are copied in a thread, and loaded at once
             await pool.update_weights(
                 8, TensorWeights({"w": torch.ones(1)}, directory=str(tmp_path))

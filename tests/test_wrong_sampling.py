@@ -13,7 +13,7 @@ from rollout import AgentContext, AgentLoop, EngineError, Outcome, Prompt, regis
 from rollout.agents.turn_options import TurnOptions
 from rollout.config import AgentConfig, SchedulingConfig
 from rollout.engine.core import SamplingParams
-from rollout.engine.driver.sampling_faults import check_sampling
+from rollout.engine.pool.request_checks import check_sampling
 from rollout.testing import Scenario
 
 pytestmark = pytest.mark.anyio

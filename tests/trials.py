@@ -342,7 +342,7 @@ def _network(dice: Dice) -> Iterator[None]:
         max_read=dice.pick("max read", (None, None, 7, 100)),
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rollout.engine.driver.engine_opening.InProcess", slow)
+        patch.setattr("rollout.engine.pool.opening.InProcess", slow)
         yield
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import math
 from array import array
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -13,19 +11,16 @@ import anyio
 import msgspec
 from anyio.abc import ByteStream
 
-from rollout.engine.core import SamplingParams
-from rollout.engine.driver.channel import Channel
-from rollout.engine.driver.channel_connecting import connect_channel
-from rollout.engine.driver.generation import Generation
-from rollout.engine.driver.pending_request import PendingRequest
+from rollout.engine.channel.channel import Channel, connect_channel
+from rollout.engine.channel.messages import ChannelSettings, ClientExpectations, Submit
+from rollout.engine.channel.server import EngineServer
+from rollout.engine.core import Chunk, SamplingParams
 from rollout.engine.placement.memory import MemoryByteStream, memory_stream_pair
-from rollout.engine.process.server import EngineServer
-from rollout.engine.wire.protocol import DriverFacts, Role, Submit, Terms
+from rollout.medium import PlacedMedia
 from rollout.scopes import open_task_group
-from rollout.token_prefix import TokenPrefix
 
 SECRET = b"s" * 32
-TERMS = Terms()
+SETTINGS = ChannelSettings()
 
 
 class Wire:
@@ -34,13 +29,14 @@ class Wire:
     Attributes:
         streams: The server's ends, in the order in which they were opened.
         is_down: New connections fail.
-        sent: Messages of the client by role, where a test listens.
+        connections: That the server serves now.
     """
 
     def __init__(self, core: Any, **options: Any) -> None:
         self.core = core
         self.streams: list[MemoryByteStream] = []
         self.is_down = False
+        self.connections = 0
         self.latency_s = 0.0
         self.max_read: int | None = None
         self.server = EngineServer(core, SECRET, **options)
@@ -50,11 +46,20 @@ class Wire:
         await anyio.lowlevel.checkpoint()
         if self.is_down:
             raise anyio.BrokenResourceError
-        ours, theirs = memory_stream_pair(latency_s=self.latency_s, max_read=self.max_read)
+        theirs, ours = self.make_pair()
         self.streams.append(theirs)
         assert self._tasks is not None
-        self._tasks.start_soon(self.server.serve_connection, theirs)
+        self._tasks.start_soon(self._serve, theirs)
         return ours
+
+    def make_pair(self) -> tuple[MemoryByteStream, MemoryByteStream]:
+        """The server's end and the client's of a connection."""
+        return memory_stream_pair(latency_s=self.latency_s, max_read=self.max_read)
+
+    async def _serve(self, stream: MemoryByteStream) -> None:
+        self.connections += 1
+        await self.server.serve_connection(stream)
+        self.connections -= 1
 
     def cut(self, after: Callable[[int], int] = lambda unread: unread) -> None:
         """Break every connection; `after` says how much of what is under way still arrives."""
@@ -64,93 +69,116 @@ class Wire:
 
     @asynccontextmanager
     async def channel(
-        self, terms: Terms = TERMS, facts: DriverFacts | None = None
+        self,
+        settings: ChannelSettings = SETTINGS,
+        expectations: ClientExpectations | None = None,
     ) -> AsyncIterator[Channel]:
-        """A channel that runs; nothing is left of it afterwards."""
+        """A channel; nothing is left of its session afterwards."""
         async with open_task_group() as self._tasks:
-            async with self.channel_again(terms, facts) as channel:
+            async with self.channel_again(settings, expectations) as channel:
                 yield channel
-            with anyio.move_on_after(terms.reconnect_s + 20) as scope:
-                while self.server._sessions:
+            with anyio.move_on_after(20) as scope:
+                while self.connections:
                     await anyio.sleep(0.01)
-            assert not scope.cancelled_caught, "the server keeps a session of a client that left"
+            assert not scope.cancelled_caught, "the server serves a client that left"
 
     @asynccontextmanager
     async def channel_again(
-        self, terms: Terms = TERMS, facts: DriverFacts | None = None
+        self,
+        settings: ChannelSettings = SETTINGS,
+        expectations: ClientExpectations | None = None,
     ) -> AsyncIterator[Channel]:
-        """A channel beside the one of `channel`."""
-        async with (
-            connect_channel("engine-0", self.connect, SECRET, terms=terms, facts=facts) as channel,
-            open_task_group() as tasks,
-        ):
-            tasks.start_soon(channel.run)
-            try:
-                yield channel
-            finally:
-                tasks.cancel_scope.cancel()
+        """A channel beside or after the one of `channel`."""
+        async with connect_channel(
+            "engine-0", self.connect, SECRET, settings=settings, expectations=expectations
+        ) as channel:
+            yield channel
 
 
-class Asker:
+class Request:
+    """A record of a request, as small as a channel allows; takes what comes.
+
+    Attributes:
+        ids: That have arrived.
+        ends: Why the channel was lost, or "", for each time that it ended.
+    """
+
+    def __init__(self, media: tuple[PlacedMedia, ...] = ()) -> None:
+        self.media = media
+        self.ids: list[int] = []
+        self.finish_reason: str | None = None
+        self.error = ""
+        self.ends: list[str] = []
+        self.done = anyio.Event()
+
+    def take(self, chunk: Chunk) -> bool:
+        """Take the ids; False where some are missing before them."""
+        if chunk.ids and chunk.offset != len(self.ids):
+            return False
+        self.ids += array("i", chunk.ids)
+        self.finish_reason, self.error = chunk.finish_reason, chunk.error
+        return True
+
+    def end(self, lost_reason: str) -> None:
+        """Note it."""
+        self.ends.append(lost_reason)
+        self.error = self.error or lost_reason
+        self.done.set()
+
+
+def submit(
+    channel: Channel,
+    prompt: list[int],
+    count: int = 4,
+    *,
+    request_id: str,
+    remaining_s: float | None = None,
+    media: tuple[PlacedMedia, ...] = (),
+) -> Request:
+    """Send a request."""
+    request = Request(media)
+    places = tuple((each.medium.digest, each.start, each.count) for each in media)
+    sampling = SamplingParams(max_new_tokens=count)
+    channel.submit_nowait(
+        Submit(request_id, packed(prompt), sampling, "s", remaining_s=remaining_s, media=places),
+        request,
+    )
+    return request
+
+
+class Requester:
     """Makes requests with ids of their own."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self.gone: list[str] = []
         self._count = 0
 
-    def submit(
-        self,
-        prompt: list[int] | TokenPrefix,
-        count: int = 4,
-        *,
-        session: str = "s",
-        deadline: float = math.inf,
-        request_id: str = "",
-    ) -> tuple[Generation, PendingRequest]:
+    def submit(self, prompt: list[int], count: int = 4, **options: Any) -> Request:
+        """Send a request."""
         self._count += 1
-        prefix = prompt if isinstance(prompt, TokenPrefix) else None
-        request_id = request_id or f"{self._count:032x}"
-        generation = Generation()
-        pending = self.channel.submit_nowait(
-            Submit(
-                request_id,
-                b"" if isinstance(prompt, TokenPrefix) else packed(prompt),
-                SamplingParams(max_new_tokens=count),
-                session,
-            ),
-            generation,
-            lambda gone: self.gone.append(gone.request_id),
-            prefix=prefix,
-            deadline=deadline,
-        )
-        return generation, pending
+        options.setdefault("request_id", f"{self._count:032x}")
+        return submit(self.channel, prompt, count, **options)
 
-    async def ask(self, prompt: list[int] | TokenPrefix, count: int = 4, **options: Any) -> Any:
-        generation, pending = self.submit(prompt, count, **options)
-        await pending.done.wait()
-        assert not pending.error, pending.error
-        return generation
+    async def generate(self, prompt: list[int], count: int = 4, **options: Any) -> list[int]:
+        """Send a request and wait for its answer."""
+        request = self.submit(prompt, count, **options)
+        await request.done.wait()
+        assert not request.error, request.error
+        return request.ids
 
 
 def packed(ids: list[int]) -> bytes:
     return array("i", ids).tobytes()
 
 
-def prefix_of(ids: list[int]) -> TokenPrefix:
-    prefix = TokenPrefix()
-    prefix.extend(array("i", ids))
-    return prefix
-
-
-def messages_of(channel: Channel, role: Role) -> list[msgspec.Struct]:
+def record_messages(channel: Channel) -> list[msgspec.Struct]:
     """What the channel sends from here on, as it queues it."""
-    frames = channel._frames[role]
+    frames = channel._frames
     sent: list[msgspec.Struct] = []
     real = frames.send_nowait
 
     def send_nowait(message: msgspec.Struct) -> None:
-        sent.append(copy.copy(message))
+        sent.append(message)
         real(message)
 
     frames.send_nowait = send_nowait  # type: ignore[method-assign]

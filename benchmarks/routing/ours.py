@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from rollout.engine.routing import Router
+from rollout.engine.routing import STRATEGIES, Router
 
 if TYPE_CHECKING:
     from rollout.engine.core import EngineLoad
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
     from .workloads import Session
 
-STRATEGIES = ("estimated_seconds", "least_requests", "round_robin", "consistent_hash")
+__all__ = ["STRATEGIES", "Ours"]
+
 #: What a request may generate at most, as `lengths` would say it.
 MAX_NEW_TOKENS = 4096
 
@@ -29,7 +30,7 @@ class Ours:
         self._seed = seed
         self._open: dict[str, Dispatch] = {}
         for name in self._names:
-            self._router.add(name, 4096, now=0.0)
+            self._router.add(name, 4096)
 
     def assign(self, now: float, session: Session, prompt_tokens: int, turn: int) -> int:
         """See `rollout.engine.Router.assign`."""
@@ -38,7 +39,6 @@ class Ours:
             group_id=session.group,
             prompt_tokens=prompt_tokens,
             max_new_tokens=MAX_NEW_TOKENS,
-            now=now,
         )
         assert dispatch is not None
         self._open[session.name] = dispatch
@@ -47,7 +47,7 @@ class Ours:
     def release(self, now: float, replica: int, session: Session, turn: int, cached: int) -> None:
         """See `rollout.engine.Router.release`."""
         generated = session.turns[turn].generated
-        self._router.release(self._open.pop(session.name), generated=generated, now=now)
+        self._router.release(self._open.pop(session.name), generated=generated)
 
     def report(self, now: float, loads: list[EngineLoad]) -> None:
         """See `rollout.engine.Router.report`."""

@@ -223,7 +223,33 @@ WORKLOADS: dict[str, Shape] = {
         sessions=96,
         machines=one_at_double_speed,
     ),
+    # Equal replicas, the normal cluster: agents of several turns, in groups, with heavy tails.
+    "equal_agents": Shape(
+        group=8,
+        prompt=1024,
+        turns=(2, 8),
+        lengths=((1.0, 200.0, 1.0),),
+        tool=(1.0, 1.0),
+        observed=256,
+        sessions=48,
+        in_flight=32,
+        machines=mix_of(Machine()),
+    ),
+    "equal_agents_queued": Shape(
+        group=16,
+        prompt=2048,
+        turns=(2, 8),
+        lengths=((0.8, 150.0, 0.6), (0.2, 900.0, 0.8)),
+        tool=(0.5, 0.8),
+        observed=256,
+        sessions=64,
+        in_flight=48,
+        machines=mix_of(Machine(max_running=32)),
+        is_held_out=True,
+    ),
 }
+#: Those on which `equal_replicas_gain` is measured.
+EQUAL = ("equal_agents", "equal_agents_queued")
 #: Those that constants of the router were tuned on, and those that nothing was tuned on: other
 #: shapes, other machines, other seeds.
 TRAIN = [name for name, shape in WORKLOADS.items() if not shape.is_held_out]

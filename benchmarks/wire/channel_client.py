@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from rollout.bridge import loop_clock
+from rollout.engine.channel.channel import connect_channel
+from rollout.engine.channel.messages import Submit
 from rollout.engine.core import SamplingParams
-from rollout.engine.driver.channel_connecting import connect_channel
-from rollout.engine.driver.generation import Generation
-from rollout.engine.wire.protocol import Submit
+from rollout.engine.pool.generation import Generation
 from rollout.seeds import RequestIds
 from rollout.token_prefix import TokenPrefix
 from wire.payload import ANSWER, Result, cpu_s, prompt_ids, wall_s
@@ -22,7 +21,8 @@ from wire.payload import ANSWER, Result, cpu_s, prompt_ids, wall_s
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from rollout.engine.driver.channel import Channel
+    from rollout.engine.channel.channel import Channel
+    from rollout.engine.core import Chunk
 
 SAMPLING = SamplingParams(max_new_tokens=ANSWER)
 GENERATION_S = 600.0
@@ -33,46 +33,52 @@ OBSERVATION = 100
 TRAJECTORIES = 64
 
 
-class Asker:
+class Request:
+    """The record of one request, as small as a channel allows."""
+
+    media = ()
+
+    def __init__(self) -> None:
+        self.generation = Generation()
+        self.done = anyio.Event()
+
+    def take(self, chunk: Chunk) -> bool:
+        """Take its tokens."""
+        self.generation.take(chunk)
+        return True
+
+    def end(self, lost_reason: str) -> None:
+        """Wake the caller."""
+        self.done.set()
+
+
+class Requester:
     """Makes requests over one channel."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._ids, self._now = RequestIds(), loop_clock()
+        self._ids = RequestIds()
 
-    async def ask(
-        self, prompt: bytes, prefix: TokenPrefix | None = None, session_id: str = ""
-    ) -> Generation:
+    async def generate(self, prompt: bytes, session_id: str = "") -> Generation:
         """One generation, as a pool makes it."""
-        generation = Generation()
-        request = Submit(self._ids.new(), prompt, SAMPLING, session_id)
-        deadline = self._now() + GENERATION_S
+        request = Request()
         if self._channel.is_full:
-            size = len(prompt) // 4 if prefix is None else len(prefix)
-            await self._channel.wait_for_room(size)
-        pending = self._channel.submit_nowait(
-            request, generation, _nothing, prefix=prefix, deadline=deadline
+            await self._channel.wait_for_room()
+        self._channel.submit_nowait(
+            Submit(self._ids.new(), prompt, SAMPLING, session_id, remaining_s=GENERATION_S),
+            request,
         )
-        await pending.done.wait()
-        assert len(generation.ids) == ANSWER, pending.error
-        return generation
-
-
-def _nothing(_: object) -> None:
-    pass
+        await request.done.wait()
+        assert len(request.generation.ids) == ANSWER
+        return request.generation
 
 
 @asynccontextmanager
-async def open_asker(port: int, secret: bytes) -> AsyncIterator[Asker]:
-    """A channel that runs."""
+async def open_requester(port: int, secret: bytes) -> AsyncIterator[Requester]:
+    """A channel to the server of this port."""
     connect = partial(anyio.connect_tcp, "127.0.0.1", port)
-    async with (
-        connect_channel("engine", connect, secret) as channel,
-        anyio.create_task_group() as tasks,
-    ):
-        tasks.start_soon(channel.run)
-        yield Asker(channel)
-        tasks.cancel_scope.cancel()
+    async with connect_channel("engine", connect, secret) as channel:
+        yield Requester(channel)
 
 
 def measure(
@@ -86,11 +92,11 @@ async def _measure(
     port: int, secret: bytes, pid: int, tokens: int, in_flight: int, count: int, rounds: int
 ) -> list[Result]:
     prompt, results = prompt_ids(tokens).tobytes(), []
-    async with open_asker(port, secret) as asker:
+    async with open_requester(port, secret) as requester:
 
         async def work(times: int) -> None:
             for _ in range(times):
-                await asker.ask(prompt)
+                await requester.generate(prompt)
 
         for _ in range(1 + rounds):
             cpu, wall = cpu_s(pid), wall_s()
@@ -120,10 +126,10 @@ async def _turns(port: int, secret: bytes, pid: int) -> tuple[float, float]:
     prefixes = [TokenPrefix() for _ in range(TRAJECTORIES)]
     for prefix in prefixes:
         prefix.extend(prompt)
-    async with open_asker(port, secret) as asker:
+    async with open_requester(port, secret) as requester:
 
         async def turn(number: int, prefix: TokenPrefix) -> None:
-            generation = await asker.ask(b"", prefix, f"{number}")
+            generation = await requester.generate(prefix.packed(), f"{number}")
             prefix.extend(generation.ids)
             prefix.extend(observation)
 

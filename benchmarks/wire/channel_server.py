@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from rollout.engine.channel.server import EngineServer
 from rollout.engine.core import Chunk, EngineInfo, EngineLoad, GenerationRequest
-from rollout.engine.process.server import EngineServer
 from wire.payload import ANSWER_IDS, ANSWER_LOG_PROBS, READINGS, VOCABULARY, send_port
 
 if TYPE_CHECKING:

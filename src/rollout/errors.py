@@ -44,8 +44,8 @@ class EngineError(RolloutError):
     """An engine could not start, refused a request or lost it.
 
     `reason` is that of a trajectory that fails by it: "engine", after which its member may run
-    again; "quarantined", since engines died of its request; "no_engine", since none is left; or
-    "sampling", since an agent asked for what no engine can read.
+    again; "lost_engines", since too many engines were lost with its requests; "no_engine", since
+    none is left; or "sampling", since an agent asked for what no engine can read.
     """
 
     def __init__(self, message: str, *, reason: str | None = None) -> None:

@@ -1,8 +1,7 @@
 """Token ids that only ever grow: what a trajectory's requests are made of.
 
-A request for turn 64 must not cost more than one for turn 2 with as many new tokens. So no code
-copies or scans the whole prefix at a turn: it is checked once, summed once, as far as replicas have
-it, and a replica is sent only what it does not have.
+Each id is checked and summed once, however many turns the trajectory has; only the message that
+asks a replica copies all of them.
 """
 
 from __future__ import annotations
@@ -34,10 +33,6 @@ class TokenPrefix(msgspec.Struct, eq=False, gc=False):
     pieces: list[bytes] = []
     _sum: int = 0  # of the first `_summed` ids
     _summed: int = 0
-    #: What the replica has that was asked last; of earlier ones in `_others`.
-    _session: str = ""
-    _sent: int = 0
-    _others: dict[str, int] | None = None
 
     def __len__(self) -> int:
         return self.length
@@ -92,15 +87,3 @@ class TokenPrefix(msgspec.Struct, eq=False, gc=False):
             begun -= len(pieces[at]) // 4
         found = pieces[at] if last == at + 1 else b"".join(pieces[at:last])
         return found[4 * (start - begun) : 4 * (stop - begun)]
-
-    def sent_to(self, session: str) -> int:
-        """How many of the first ids a channel's replica has, by the channel's key."""
-        if session == self._session:
-            return self._sent
-        return 0 if self._others is None else self._others.get(session, 0)
-
-    def note_sent(self, session: str, count: int) -> None:
-        """A channel's replica has the first `count` ids now."""
-        if self._session not in ("", session):
-            self._others = {**(self._others or {}), self._session: self._sent}
-        self._session, self._sent = session, count

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rollout.batch import RolloutBatch
     from rollout.chat.trajectory import Trajectory
     from rollout.engine.core import SamplingParams
-    from rollout.engine.driver.generation import Generation
+    from rollout.engine.pool.generation import Generation
     from rollout.tensor_layout import Layout, Trim
     from rollout.types import Prompt
 

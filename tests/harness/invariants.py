@@ -29,7 +29,7 @@ from harness.transcript_checks import (
     trajectory_anomalies,
 )
 from rollout.engine.core import CORE_CLOSE_S
-from rollout.engine.driver.request_runner import last_answer_s
+from rollout.engine.pool.request_runner import limit_last_answer
 from rollout.scheduling.endings import CLOSED
 from rollout.seeds import session_name
 
@@ -143,7 +143,7 @@ def _request_anomalies(
     if limits.generation_s is not None:
         took = record.ended - record.started - record.generation.held_s
         # One that is cut off waits a moment for what has been sampled already.
-        slack = last_answer_s(limits.cleanup_s) + slack_s
+        slack = limit_last_answer(limits.cleanup_s) + slack_s
         if took > limits.generation_s + slack:
             yield f"{session}: a generation took {took:g} s; limits.generation_s = " + (
                 f"{limits.generation_s:g}"

@@ -15,8 +15,8 @@ from harness.watched_core import WatchedCore
 from harness.watched_runtime import WatchedRuntime
 from harness.watched_tools import FaultInjector, WatchedInteractions, WatchedTool
 from rollout.config import InProcessPlacement
-from rollout.engine.driver.engine_opening import open_engines
 from rollout.engine.placement.in_process import InProcess
+from rollout.engine.pool.opening import open_engines
 from rollout.errors import EngineError
 from rollout.runtime.opening import open_rollout_on
 from rollout.scheduling.rewards.functions import GivenRewards
@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from harness.call_records import CallRecord
     from rollout.config import RolloutConfig
     from rollout.engine.core import EngineCore, SamplingParams
-    from rollout.engine.driver.generation import Generation
-    from rollout.engine.driver.pool import EnginePool
-    from rollout.engine.driver.replica_supervisor import FactsGiver
+    from rollout.engine.pool.generation import Generation
+    from rollout.engine.pool.pool import EnginePool, ExpectationsGiver
     from rollout.observe.event_stream import EventStream
     from rollout.scheduling.rewards.signatures import GroupRewardFunction, RewardFunction
     from rollout.token_prefix import TokenPrefix
@@ -166,7 +165,7 @@ class _WatchedEngines:
 
 @asynccontextmanager
 async def _open_watched_engines(
-    watched: WatchedRuntime, config: RolloutConfig, facts: FactsGiver, events: EventStream
+    watched: WatchedRuntime, config: RolloutConfig, facts: ExpectationsGiver, events: EventStream
 ) -> AsyncIterator[EnginePool]:
     """The engines of a configuration on the driver's own loop, each core a watched one."""
 

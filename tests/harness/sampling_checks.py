@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from harness.watched_core import WatchedCore
     from rollout.config import RolloutConfig
     from rollout.engine.core import SamplingParams
-    from rollout.engine.driver.generation import Part
+    from rollout.engine.pool.generation import Part
     from rollout.types import Prompt
 
 #: Agents that do not assign `context.sampling`.

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from rollout.engine.driver.generation import Generation, Part, TokenCounts
+from rollout.engine.pool.generation import Generation, Part, TokenCounts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
     from rollout.chat.transcript import Transcript
     from rollout.config import RolloutConfig
-    from rollout.engine.driver.generation import Generation
+    from rollout.engine.pool.generation import Generation
 
 _expert_of = np.frompyfunc(expert_of, 5, 1)
 

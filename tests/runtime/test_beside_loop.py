@@ -14,7 +14,7 @@ import rollout
 import rollout.batch
 from rollout import Prompt, TensorWeights
 from rollout.config import LengthsConfig, SchedulingConfig
-from rollout.engine.driver import replica as replica_module
+from rollout.engine.pool import weight_update
 from rollout.errors import LimitExceeded, PromptError
 from rollout.testing import Scenario
 
@@ -166,8 +166,8 @@ async def test_generate_many_prompts_of_which_one_is_wrong_start_nothing_and_do_
 async def test_update_weights_those_before_are_removed_beside_the_loop(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    removing = Threads(replica_module.unstage)
-    monkeypatch.setattr(replica_module, "unstage", removing)
+    removing = Threads(weight_update.unstage)
+    monkeypatch.setattr(weight_update, "unstage", removing)
     weights = TensorWeights({"w": torch.ones(1)}, directory=str(tmp_path))
     async with rollout.open_rollout(SCENARIO.config()) as runtime:
         await runtime.update_weights(version=1, source=weights)

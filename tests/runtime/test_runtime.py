@@ -934,7 +934,7 @@ async def test_engine_dies_in_mid_trajectory_it_fails_with_its_tokens() -> None:
     scenario = Scenario(seed=1).reply("", filler=500).fault(die_after_tokens=100)
     batch = await generate(scenario, [user("go")])
     (trajectory,) = batch.trajectories
-    assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "quarantined")
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "lost_engines")
     assert trajectory.reward is None
     assert not trajectory.trainable
     assert trajectory.transcript.generated_length > 0

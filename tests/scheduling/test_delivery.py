@@ -14,16 +14,16 @@ import msgspec
 import pytest
 
 import faulty_cores
+from rollout.engine import weight_broadcasting
+from rollout.engine.channel.operations import ReceiveWeights, carry_out
 from rollout.engine.cores.devices import gpu_of
-from rollout.engine.driver.pool import EnginePool, open_pool
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
+from rollout.engine.pool.pool import EnginePool
 from rollout.engine.routing import Router
+from rollout.engine.weight_broadcasting import describe_tensors, receive_weights
+from rollout.engine.weight_staging import PREFIX
 from rollout.engine.weights import DiskWeights, DistributedWeights
-from rollout.engine.wire import broadcasting
-from rollout.engine.wire.broadcasting import describe_tensors, receive_weights
-from rollout.engine.wire.operations import ReceiveWeights, carry_out
-from rollout.engine.wire.staging import PREFIX
 from rollout.errors import EngineError
 from rollout.testing import hold_clock
 
@@ -76,7 +76,7 @@ def received(monkeypatch: pytest.MonkeyPatch) -> list[DistributedWeights]:
             raise EngineError("the weights were not received: no sender")
         return tempfile.mkdtemp(prefix=PREFIX, dir=weights.directory)
 
-    monkeypatch.setattr(broadcasting, "receive_weights", receive)
+    monkeypatch.setattr(weight_broadcasting, "receive_weights", receive)
     return told
 
 
@@ -110,7 +110,7 @@ def sent(directory: Path, replicas: int = 4, host: str = "h", **options: Any) ->
 async def test_broadcast_is_written_down_once_on_each_machine(
     cores: list[Any], received: list[DistributedWeights], tmp_path: Path
 ) -> None:
-    async with open_pool(pool_of({}, {}, {}, {})) as pool:
+    async with pool_of({}, {}, {}, {}).serving() as pool:
         with hold_clock():  # engines receive in threads, and load at once
             await pool.update_weights(8, sent(tmp_path))
         paths = loaded(cores)
@@ -129,7 +129,7 @@ async def test_broadcast_is_written_down_once_on_each_machine(
 async def test_broadcast_that_its_keeper_does_not_get_leaves_all_with_the_old_weights(
     cores: list[Any], received: list[DistributedWeights], tmp_path: Path
 ) -> None:
-    async with open_pool(pool_of({}, {}, {}, {})) as pool:
+    async with pool_of({}, {}, {}, {}).serving() as pool:
         with hold_clock(), pytest.raises(EngineError) as caught:
             await pool.update_weights(8, sent(tmp_path, host="lost"))
         assert "the weights were not received: no sender" in str(caught.value)
@@ -142,7 +142,7 @@ async def test_broadcast_that_one_replica_cannot_load_is_removed_all_the_same(
 ) -> None:
     directory = tmp_path / "odd"
     directory.mkdir()
-    async with open_pool(pool_of({"name": "picky"}, {}, {}, {})) as pool:
+    async with pool_of({"name": "picky"}, {}, {}, {}).serving() as pool:
         with hold_clock():
             await pool.update_weights(8, sent(directory))
         assert list(map(bool, loaded(cores))) == [False, True, True, True]
@@ -153,7 +153,7 @@ async def test_broadcast_over_nccl_to_two_replicas_on_one_gpu_is_refused(
     cores: list[Any], received: list[DistributedWeights], tmp_path: Path
 ) -> None:
     gpus = ({"gpu": "0"}, {"gpu": "0"}, {"gpu": "0"}, {"gpu": "1"})
-    async with open_pool(pool_of(*gpus)) as pool:
+    async with pool_of(*gpus).serving() as pool:
         with pytest.raises(EngineError) as caught:
             await pool.update_weights(8, sent(tmp_path, backend="nccl"))
         assert str(caught.value) == (
@@ -173,7 +173,7 @@ async def test_receiver_over_nccl_is_the_gpu_of_the_engine(monkeypatch: pytest.M
         devices.append(device)
         return ""
 
-    monkeypatch.setattr(broadcasting, "receive_weights", receive)
+    monkeypatch.setattr(weight_broadcasting, "receive_weights", receive)
     for device in ("cuda:1", "cpu", ""):
         core = faulty_cores.UpdatableCore()
         core.info = msgspec.structs.replace(core.info, device=device)

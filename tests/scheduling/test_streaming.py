@@ -25,20 +25,20 @@ from rollout.config import (
     SimulatedEngine,
     TransformersEngine,
 )
+from rollout.engine.channel.messages import ChannelSettings
 from rollout.engine.core import Chunk, GenerationRequest, SamplingParams
 from rollout.engine.cores.pacing import DecodeSpeed
 from rollout.engine.cores.sglang.stream_hook import Gatherer, name_versions
 from rollout.engine.cores.simulated.simulated_core import SimulatedCore
-from rollout.engine.driver.engine_opening import core_spec
-from rollout.engine.driver.generation import Generation
-from rollout.engine.driver.pool import EnginePool, open_pool
-from rollout.engine.driver.request_runner import LAST_ANSWER_S, last_answer_s
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec
+from rollout.engine.pool.generation import Generation
+from rollout.engine.pool.opening import build_core_spec
+from rollout.engine.pool.pool import EnginePool
+from rollout.engine.pool.request_runner import LAST_ANSWER_S, limit_last_answer
 from rollout.engine.routing import Router
-from rollout.engine.wire.protocol import Terms
 from rollout.testing import Scenario
-from wires import Asker, Wire
+from wires import Requester, Wire
 
 pytestmark = pytest.mark.anyio
 INTERVAL_S = 0.25
@@ -113,7 +113,7 @@ async def cut_after(pool: EnginePool, seconds: float) -> Generation:
 
 
 async def test_cancelled_request_keeps_what_its_last_answer_brings(hoarding: None) -> None:
-    async with open_pool(pool_of(token_s=0.1)) as pool:
+    async with pool_of(token_s=0.1).serving() as pool:
         generation = await cut_after(pool, 5.05)
         assert list(generation.ids) == list(range(8, 58))
         assert generation.finish_reason == "abort"
@@ -125,7 +125,7 @@ async def test_cancelled_request_keeps_what_its_last_answer_brings(hoarding: Non
 async def test_cancelled_request_waits_for_its_last_answer_no_longer_than_a_moment(
     hoarding: None,
 ) -> None:
-    async with open_pool(pool_of(token_s=0.1, answer_s=30.0)) as pool:
+    async with pool_of(token_s=0.1, answer_s=30.0).serving() as pool:
         began = anyio.current_time()
         generation = await cut_after(pool, 5.05)
         assert anyio.current_time() - began == pytest.approx(5.05 + LAST_ANSWER_S)
@@ -137,7 +137,7 @@ async def test_cancelled_request_waits_for_its_last_answer_no_longer_than_a_mome
 
 
 async def test_cancelled_request_waits_less_where_clean_up_is_to_be_short() -> None:
-    assert last_answer_s(5.0) == LAST_ANSWER_S
+    assert limit_last_answer(5.0) == LAST_ANSWER_S
     frozen = Scenario(seed=1).reply("", filler=1000).fault(freeze_at_s=0.5)
     config = frozen.config(
         limits=LimitsConfig(generation_s=2.0, cleanup_s=0.2),
@@ -229,30 +229,31 @@ async def test_simulated_tokens_leave_before_their_request_goes_back_to_the_queu
 
 async def test_server_sends_what_a_core_has_gathered_at_once() -> None:
     wire = Wire(ChunkyCore())
-    async with wire.channel(Terms(stream_interval=64, stream_interval_s=100.0)) as channel:
-        generation, pending = Asker(channel).submit([1], 9)
+    async with wire.channel(
+        ChannelSettings(stream_interval=64, stream_interval_s=100.0)
+    ) as channel:
+        request = Requester(channel).submit([1], 9)
         await anyio.sleep(1.5)
-        assert list(generation.ids) == [1, 2, 3]
-        await pending.done.wait()
+        assert request.ids == [1, 2, 3]
+        await request.done.wait()
 
 
 async def test_server_tokens_that_come_shortly_after_each_other_leave_together() -> None:
     wire = Wire(CountingCore(token_s=1.0))
-    async with wire.channel(Terms(stream_interval=64, stream_interval_s=10.0)) as channel:
-        asker = Asker(channel)
-        first, _ = asker.submit([1], 50)
+    async with wire.channel(ChannelSettings(stream_interval=64, stream_interval_s=10.0)) as channel:
+        requester = Requester(channel)
+        first = requester.submit([1], 50)
         await anyio.sleep(0.5)
-        second, pending = asker.submit([1], 50)
-        await anyio.sleep(10.75)  # the second one's first token has waited for 9.75 s
-        assert len(first.ids) >= 9  # the tenth comes as the others leave
-        assert len(second.ids) == 10
-        await pending.done.wait()
+        second = requester.submit([1], 50)
+        await anyio.sleep(10.75)  # the first one's first token has waited for 10 s
+        assert len(first.ids) == len(second.ids) == 10
+        await second.done.wait()
 
 
 @pytest.mark.parametrize("engine", [TransformersEngine(), SGLangEngine(), SimulatedEngine()])
 def test_core_spec_says_how_long_tokens_may_wait(engine: Any) -> None:
     config = RolloutConfig(engine=engine, channel=ChannelConfig(stream_interval_s=0.1))
-    assert core_spec(config, 0).options["stream_interval_s"] == 0.1
+    assert build_core_spec(config, 0).options["stream_interval_s"] == 0.1
 
 
 # --- SGLang's scheduler

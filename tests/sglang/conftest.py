@@ -20,7 +20,7 @@ from rollout.engine.cores.sglang import plugin
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from rollout.engine.driver.pool import EnginePool
+    from rollout.engine.pool.pool import EnginePool
 
 #: This directory looks like a package `sglang` too, but one without a file.
 IS_DRIVER = getattr(importlib.util.find_spec("sglang"), "origin", None) is None

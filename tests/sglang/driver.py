@@ -30,7 +30,7 @@ from rollout.config import (
 )
 from rollout.engine import SamplingParams
 from rollout.engine.core import pack_ids
-from rollout.engine.driver.generation import Generation
+from rollout.engine.pool.generation import Generation
 from rollout.testing import simulated_tokenizer
 from rollout.tools import function_tool
 from rollout.types import Message, Prompt, ToolCall
@@ -38,7 +38,7 @@ from rollout.types import Message, Prompt, ToolCall
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rollout.engine.driver.pool import EnginePool
+    from rollout.engine.pool.pool import EnginePool
 
 #: Made by `make sglang-cpu`; the variable names another one.
 PYTHON = os.environ.get(

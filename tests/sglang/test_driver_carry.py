@@ -15,7 +15,7 @@ from rollout.engine import DiskWeights
 
 if TYPE_CHECKING:
     from rollout import Trajectory
-    from rollout.engine.driver.pool import EnginePool
+    from rollout.engine.pool.pool import EnginePool
 
 pytestmark = [pytest.mark.anyio, shares_an_engine]
 

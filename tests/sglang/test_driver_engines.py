@@ -33,8 +33,8 @@ from rollout.config import (
     TransformersEngine,
 )
 from rollout.engine import open_engines
-from rollout.engine.driver.generation import Generation
-from rollout.engine.driver.pool import EnginePool
+from rollout.engine.pool.generation import Generation
+from rollout.engine.pool.pool import EnginePool
 from rollout.errors import EngineError
 
 pytestmark = [pytest.mark.anyio, shares_an_engine]
@@ -155,7 +155,7 @@ async def test_engines_scheduler_killed_is_replaced_and_its_requests_go_on(
 async def test_engines_termination_drains_what_is_under_way(pool: EnginePool) -> None:
     generation = Generation()
     starts = pool.statistics()[0].starts
-    (engine,) = [p for p in processes() if "rollout.engine.process.child" in command(p)]
+    (engine,) = [p for p in processes() if "rollout.engine.channel.child" in command(p)]
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(
             partial(ask, pool, [5, 6], generation, max_new_tokens=900, ignore_eos=True)

@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 
 from rollout.config import LocalProcessPlacement, ModelConfig, RolloutConfig, SGLangEngine
 from rollout.engine import open_engines
-from rollout.engine.driver.generation import Generation
 from rollout.engine.model_files import resolve_model
-from rollout.engine.wire.broadcasting import describe_tensors
+from rollout.engine.pool.generation import Generation
+from rollout.engine.weight_broadcasting import describe_tensors
 from rollout.errors import EngineError
 
 
@@ -100,7 +100,7 @@ async def test_sleep_without_the_memory_saver_is_refused() -> None:
 SENDER = """
 import sys, msgspec
 from safetensors.torch import load_file
-from rollout.engine.wire.broadcasting import send_weights
+from rollout.engine.weight_broadcasting import send_weights
 from rollout.engine.weights import DistributedWeights
 send_weights(load_file(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=DistributedWeights))
 """

@@ -8,24 +8,20 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import anyio
-import numpy as np
 import pytest
-import torch
-from asking import collect
 from driver import PYTHON, ask_all, check_pair, processes, prompts, shares_an_engine
-from test_engine_vision import ask
 
-import vision_models
 from rollout.config import HttpEngine, InProcessPlacement, ModelConfig, RolloutConfig
 from rollout.engine import open_engines
-from rollout.engine.cores.http import HttpCore
 from rollout.engine.cores.sglang.plugin import CPU_VARIABLE
-from rollout.engine.guardian import mapped_files, remove, shared_files
-from test_vision_core import Reference, image
+from rollout.engine.cores.sglang.shared_memory import (
+    list_mapped_files,
+    list_shared_files,
+    remove_files,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from pathlib import Path
 
     from rollout.engine.driver.pool import EnginePool
 
@@ -49,7 +45,7 @@ async def sglang_server(model: str, *arguments: str) -> AsyncIterator[str]:
         *arguments,
     ]
     environment = {**os.environ, CPU_VARIABLE: "1", "OMP_NUM_THREADS": "1"}
-    before = shared_files()
+    before = list_shared_files()
     process = await anyio.open_process(
         command, env=environment, start_new_session=True, stdout=None, stderr=None
     )
@@ -57,10 +53,10 @@ async def sglang_server(model: str, *arguments: str) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         with anyio.CancelScope(shield=True):
-            left = mapped_files(each.pid for each in processes()) - before
+            left = list_mapped_files(each.pid for each in processes()) - before
             os.killpg(process.pid, 9)
             await process.aclose()
-            remove(left)
+            remove_files(left)
 
 
 @pytest.mark.parametrize("extra", [(), pytest.param((INCREMENTAL,), marks=pytest.mark.slow)])
@@ -81,38 +77,3 @@ async def test_http_real_sglang_answers_like_the_engine(
         assert answer.ids == own.ids
         assert answer.log_probs.tolist() == pytest.approx(own.log_probs.tolist(), abs=1e-4)
         assert answer.versions == [[3, len(answer.ids)]]
-
-
-@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
-async def test_http_real_sglang_sees_images_beside_the_ids_of_their_prompt(
-    family: str, tmp_path: Path
-) -> None:
-    """Token for token what transformers says, on ids that text would not give back."""
-    model = vision_models.save(family, tmp_path)
-    reference = Reference(model)
-    a, b = image(1), image(2, 130, 50)
-    precise = () if family == "qwen2_5_vl" else ("--enable-precise-embedding-interpolation",)
-    async with sglang_server(model, *precise) as url:
-        core = HttpCore(url=url, model=model)
-        with anyio.fail_after(300):
-            await core.start()
-        try:
-            assert core.info.modalities == ("image",)
-            assert core.info.media_fault(["video"]).startswith(
-                "http: sglang takes no videos; it takes images: SGLang's HTTP server turns the ids"
-            )
-            for parts, media in (
-                (("Look: ", a, "?"), (a,)),
-                ((b, " and ", a, " and ", b), (b, a, b)),
-            ):
-                inputs = reference.inputs(*parts)
-                answer = await collect(core, ask(reference, inputs, *media))
-                assert answer.ids == reference.greedy(inputs, 16), answer.last.error
-                assert np.abs(reference.ratios(inputs, media, answer) - 1).max() < 1e-3
-            # Bytes that are no text: written out as text they would be others.
-            ids = [*inputs["input_ids"][0].tolist(), 200, 201, 202]
-            inputs = {**inputs, "input_ids": torch.tensor([ids])}
-            answer = await collect(core, ask(reference, inputs, b, a, b))
-            assert answer.last.finish_reason == "length", answer.last.error
-        finally:
-            await core.aclose()

@@ -30,7 +30,7 @@ from driver import (
 from rollout import open_rollout
 from rollout.config import RayPlacement
 from rollout.engine import DiskWeights, open_engines
-from rollout.engine.driver.pool import EnginePool
+from rollout.engine.pool.pool import EnginePool
 from rollout.errors import EngineError
 
 pytestmark = [pytest.mark.anyio, shares_an_engine]
@@ -59,7 +59,7 @@ def engines() -> list[psutil.Process]:
     return [
         process
         for process in processes()
-        if "rollout.engine.process.child" in command(process) and _actor_above(process)
+        if "rollout.engine.channel.child" in command(process) and _actor_above(process)
     ]
 
 

@@ -12,12 +12,12 @@ from driver import ask, prompts, sglang, shares_an_engine
 
 from rollout.config import ChannelConfig
 from rollout.engine import DiskWeights, open_engines
-from rollout.engine.driver.generation import Generation
+from rollout.engine.pool.generation import Generation
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from rollout.engine.driver.pool import EnginePool
+    from rollout.engine.pool.pool import EnginePool
 
 pytestmark = [pytest.mark.anyio, shares_an_engine]
 

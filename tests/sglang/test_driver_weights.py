@@ -23,15 +23,15 @@ from driver import (
 from safetensors.torch import load_file
 
 from rollout.engine import DiskWeights, TensorWeights
-from rollout.engine.driver.generation import Generation
-from rollout.engine.wire.broadcasting import describe_tensors, send_weights
+from rollout.engine.pool.generation import Generation
+from rollout.engine.weight_broadcasting import describe_tensors, send_weights
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from rollout.batch import RolloutBatch
-    from rollout.engine.driver.pool import EnginePool
+    from rollout.engine.pool.pool import EnginePool
     from rollout.engine.weights import WeightSource
 
 pytestmark = [pytest.mark.anyio, shares_an_engine]

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from rollout.chat.drift import Drift
     from rollout.config import AgentConfig
     from rollout.engine.core import SamplingParams
-    from rollout.engine.driver.generation import Generation
+    from rollout.engine.pool.generation import Generation
     from rollout.interactions import Interaction, InteractionTurn
     from rollout.limits import Clock, Deadline
     from rollout.observe.event_stream import EventStream

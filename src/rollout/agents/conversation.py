@@ -21,8 +21,8 @@ from rollout.chat.reward_values import BadRewardError, finite_number
 from rollout.chat.row_beginnings import common_length
 from rollout.chat.trajectory import MAIN
 from rollout.containment import UnresponsiveError
-from rollout.engine.driver.generation import Generation
-from rollout.engine.driver.sampling_faults import sampling_fault
+from rollout.engine.pool.generation import Generation
+from rollout.engine.pool.request_checks import describe_sampling_fault
 from rollout.errors import AgentError, EngineError, LimitExceeded
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ class Conversation(OpeningConversation):
             )
             return drawn
         except (TypeError, AttributeError):
-            fault = sampling_fault(sampling)  # which agents assign
+            fault = describe_sampling_fault(sampling)  # which agents assign
             if not fault:
                 raise
             raise EngineError(fault, reason="sampling") from None
@@ -271,7 +271,6 @@ class Conversation(OpeningConversation):
             session_id=self._session_id,
             prompt_ids=transcript.prefix,
             sampling=self._drawn(generation, sampling, seed),
-            like=sampling,
             priority=state.given.priority,
             known_experts=transcript.routed_length,
             group_id=self._group_id,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rollout.agents.trajectory_state import TrajectoryState
     from rollout.agents.turn import AssistantTurn
     from rollout.agents.wording import Given, Wording
-    from rollout.engine.driver.generation import Generation
+    from rollout.engine.pool.generation import Generation
 
 
 class ListeningConversation(ConversationView):

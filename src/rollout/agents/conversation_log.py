@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rollout.agents.kept_messages import TurnReader
     from rollout.agents.turn import AssistantTurn
     from rollout.agents.wording import Worded
-    from rollout.engine.driver.generation import Generation
+    from rollout.engine.pool.generation import Generation
 
 
 _SEED = struct.Struct("=q")

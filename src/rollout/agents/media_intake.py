@@ -26,7 +26,7 @@ from rollout.worker_threads import WorkerThreads, may_leave_loop
 if TYPE_CHECKING:
     from rollout.chat.processors import MediaProcessor
     from rollout.config import MediaConfig
-    from rollout.engine.driver.generation import Generation
+    from rollout.engine.pool.generation import Generation
 
 Given = Sequence[Message | Mapping[str, Any]]
 #: ``await fetcher(url) -> bytes``; sync ones run in a thread.

@@ -13,7 +13,7 @@ from rollout.chat import ChatTemplate, ToolParser
 from rollout.chat.shared_beginnings import SharedBeginnings
 from rollout.config import RolloutConfig
 from rollout.containment import Containment
-from rollout.engine.driver.pool import EnginePool
+from rollout.engine.pool.pool import EnginePool
 from rollout.errors import AgentError
 from rollout.interactions import InteractionRegistry
 from rollout.observe.event_stream import EventStream

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rollout.chat.transcript import Transcript
     from rollout.config import AgentConfig
     from rollout.engine.core import SamplingParams
-    from rollout.engine.driver.generation import Generation
+    from rollout.engine.pool.generation import Generation
     from rollout.limits import Clock, Limit
     from rollout.tools import ToolResult, TrajectoryTools
 

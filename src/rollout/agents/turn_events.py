@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from rollout.agents.identity import Identity
     from rollout.agents.turn_end import TurnEnd
-    from rollout.engine.driver.generation import Generation
+    from rollout.engine.pool.generation import Generation
     from rollout.observe.event_stream import EventStream
 
 

@@ -11,7 +11,7 @@ from rollout.token_prefix import TokenPrefix
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollout.engine.driver.generation import Generation
+    from rollout.engine.pool.generation import Generation
     from rollout.tools import ToolResult
     from rollout.tools.answers import Answers, States
     from rollout.types import InvalidToolCall, ToolCall

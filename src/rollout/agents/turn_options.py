@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
-    from rollout.engine.driver.generation import Generation
+    from rollout.engine.pool.generation import Generation
 
 
 class TurnStop(Protocol):

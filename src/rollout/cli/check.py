@@ -22,8 +22,8 @@ from rollout.config import (
     TransformersEngine,
 )
 from rollout.config.sections import SIMULATED_MODEL
-from rollout.engine.driver.engine_opening import core_spec
 from rollout.engine.model_files import model_path_fault
+from rollout.engine.pool.opening import build_core_spec
 from rollout.errors import AgentError, ConfigError, EngineError, SandboxError
 from rollout.interactions import InteractionRegistry
 from rollout.runtime.opening import needs_sandbox
@@ -99,7 +99,7 @@ def _template_faults(model: ModelConfig) -> Iterator[str]:
 
 def _opening_faults(config: RolloutConfig) -> Iterator[str]:
     try:
-        core_spec(config, 0)
+        build_core_spec(config, 0)
     except (EngineError, ConfigError) as error:
         yield str(error)
 

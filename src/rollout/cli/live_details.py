@@ -10,7 +10,7 @@ from rollout.observe.explanation import KINDS, short_seconds
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from rollout.engine.driver.replica_statistics import ReplicaStatistics
+    from rollout.engine.pool.replica import ReplicaStatistics
     from rollout.observe.explanation import Explanation, TrajectoryWaits
 
 #: Lines of replicas, of tools and of trajectories at most.

@@ -19,13 +19,13 @@ class ChannelConfig(Section):
     """The connections between driver and engines; ``docs/engines.md`` explains the protocol."""
 
     section: ClassVar[str] = "channel"
-    #: Between two heartbeats, in either direction.
-    heartbeat_s: Positive = 1.0
-    #: Silence after which an engine is given up; time in which the driver's own loop was blocked
+    #: Between two load reports of an engine, which are its heartbeat.
+    heartbeat_s: Positive = 2.0
+    #: Silence after which a connection is given up; time in which the driver's own loop was blocked
     #: does not count.
     heartbeat_timeout_s: Positive = 5.0
-    #: How long a broken connection may be replaced, and how long an engine keeps the requests of
-    #: a driver that has none; 0 never waits.
+    #: How long the driver tries to connect anew after a break before it restarts the engine; 0
+    #: restarts it at once.
     reconnect_s: NonNegative = 5.0
     #: How long a sampled token waits at most for others, up to `engine.stream_interval`, before
     #: it is sent.

@@ -71,12 +71,13 @@ def is_class_path(text: str) -> bool:
 
 
 ClassPath = Annotated[str, Rule("a string like 'package.module:Class'", is_class_path)]
-STRATEGIES = ("estimated_seconds", "least_requests", "round_robin", "consistent_hash")
+STRATEGIES = ("estimated_seconds", "least_requests", "round_robin")
 StrategyName = Annotated[
     str,
     Rule(
-        f"one of {', '.join(map(repr, STRATEGIES))}, or a string like 'package.module:Class'",
-        lambda text: text in STRATEGIES or is_class_path(text),
+        f"one of {', '.join(map(repr, STRATEGIES))} (the first one replaces 'consistent_hash' and "
+        "classes of yours)",
+        STRATEGIES.__contains__,
     ),
 ]
 Weights = Annotated[tuple[Positive, ...], Rule("a list of numbers > 0", lambda _: True)]

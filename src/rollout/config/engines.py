@@ -31,6 +31,9 @@ class EngineConfig(Section):
     loads_weights: ClassVar[bool] = False
     #: Engines behind the router.
     replicas: Count = 1
+    #: So many must serve before the runtime opens; the others join later, with the weights that are
+    #: current then. None: all of them.
+    min_replicas: Count | None = None
     #: From the start of a replica to its answer to the hello.
     start_timeout_s: Positive = 300.0
     #: Tokens gathered at most before a partial answer is sent; `channel.stream_interval_s` bounds
@@ -39,6 +42,13 @@ class EngineConfig(Section):
     #: Engines release KV cache and weights after their start and after every batch, and take them
     #: back before the next one: for a trainer on the same GPUs.
     sleep_between_batches: Flag = False
+
+    def relation_faults(self, sound: Collection[str]) -> Iterator[Fault]:
+        """No more replicas can serve than there are."""
+        least = self.min_replicas
+        if {"min_replicas", "replicas"} <= set(sound) and least and least > self.replicas:
+            text = f"expected at most engine.replicas = {self.replicas}"
+            yield Fault("min_replicas", text, least)
 
     @classmethod
     def homes_of(cls, key: str) -> list[str]:
@@ -111,6 +121,7 @@ class SGLangEngine(EngineConfig):
 
     def relation_faults(self, sound: Collection[str]) -> Iterator[Fault]:
         """`server_args` leaves alone what has a key of its own; a CPU is not deterministic."""
+        yield from super().relation_faults(sound)
         yield from self._faults_of_sharing(sound)
         if self.device == "cpu" and self.deterministic is True:
             expected = "expected false for engine.device = 'cpu': SGLang does that on GPUs only"
@@ -205,6 +216,7 @@ class HttpEngine(EngineConfig):
 
     def relation_faults(self, sound: Collection[str]) -> Iterator[Fault]:
         """One replica for each URL, whose memory is not ours."""
+        yield from super().relation_faults(sound)
         if "sleep_between_batches" in sound and self.sleep_between_batches:
             text = "expected false: servers that somebody else runs keep their memory"
             yield Fault("sleep_between_batches", text, self.sleep_between_batches)

@@ -85,11 +85,11 @@ class ModelConfig(Section):
 
 @attrs.frozen(kw_only=True)
 class RouterConfig(Section):
-    """How requests are spread over replicas; ``docs/routing.md`` says how each strategy decides."""
+    """How requests are spread over replicas; ``docs/routing.md`` says how that is decided."""
 
     section: ClassVar[str] = "router"
-    #: ``estimated_seconds``, ``least_requests``, ``round_robin``, ``consistent_hash``, or a class
-    #: of yours, ``package.module:Class``.
+    #: ``estimated_seconds``: the least tokens in flight, by each replica's measured speed;
+    #: ``least_requests``; ``round_robin``. In all three a trajectory stays where it is at first.
     strategy: StrategyName = "estimated_seconds"
     #: With ``estimated_seconds``: a trajectory moves when another replica should answer more than
     #: this much sooner, even though it has to compute the prefix again.

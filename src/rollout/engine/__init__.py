@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from rollout.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from rollout.engine.channel.channel import connect_channel
+    from rollout.engine.channel.server import EngineServer
     from rollout.engine.core import (
         Chunk,
         EngineCore,
@@ -19,15 +21,13 @@ if TYPE_CHECKING:
         GenerationRequest,
         SamplingParams,
     )
-    from rollout.engine.driver.channel_connecting import connect_channel
-    from rollout.engine.driver.engine_opening import open_engines
     from rollout.engine.placement.gpu_slots import gpu_slots_of
-    from rollout.engine.process.server import EngineServer
+    from rollout.engine.pool.opening import open_engines
     from rollout.engine.routing import Router
     from rollout.engine.weights import DiskWeights, DistributedWeights, TensorWeights
 
 _HOMES = {
-    "rollout.engine.driver.channel_connecting": ("connect_channel",),
+    "rollout.engine.channel.channel": ("connect_channel",),
     "rollout.engine.core": (
         "Chunk",
         "EngineCore",
@@ -36,10 +36,10 @@ _HOMES = {
         "GenerationRequest",
         "SamplingParams",
     ),
-    "rollout.engine.driver.engine_opening": ("open_engines",),
+    "rollout.engine.pool.opening": ("open_engines",),
     "rollout.engine.placement.gpu_slots": ("gpu_slots_of",),
     "rollout.engine.routing": ("Router",),
-    "rollout.engine.process.server": ("EngineServer",),
+    "rollout.engine.channel.server": ("EngineServer",),
     "rollout.engine.weights": ("DiskWeights", "DistributedWeights", "TensorWeights"),
 }
 __all__ = [

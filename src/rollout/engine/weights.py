@@ -38,7 +38,7 @@ class DistributedWeights(
 ):
     """Tensors that a trainer's process broadcasts to the engines.
 
-    `rollout.engine.wire.broadcasting` makes one, and sends them.
+    `rollout.engine.weight_broadcasting` makes one, and sends them.
 
     They are sent once: a replica that starts later waits for the next weights.
 

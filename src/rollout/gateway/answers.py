@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rollout.agents import AssistantTurn, Conversation
-    from rollout.engine.driver.generation import Generation
+    from rollout.engine.pool.generation import Generation
     from rollout.gateway.calls import Finish, GatewayCall
 
 

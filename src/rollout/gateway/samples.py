@@ -12,7 +12,7 @@ from rollout.gateway.answers import Told, told
 if TYPE_CHECKING:
     from rollout.agents import AssistantTurn, Conversation
     from rollout.engine.core import SamplingParams
-    from rollout.engine.driver.generation import Generation
+    from rollout.engine.pool.generation import Generation
     from rollout.gateway.placing import Places
     from rollout.gateway.request import Request
     from rollout.gateway.seeding import Seeding

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import attrs
 
 from rollout.config import RolloutConfig
-from rollout.engine.driver.engine_opening import open_engines
+from rollout.engine.pool.opening import open_engines
 from rollout.errors import ConfigError
 from rollout.integrations.row_policy import RowPolicy
 from rollout.runtime.blocking import BlockingRollout

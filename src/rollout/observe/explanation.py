@@ -145,12 +145,14 @@ class Explanation:
         carried: Trajectories that wait for the next call.
         replicas: A line for each replica.
         blocked_s: For how long the event loop has not come round, where that is longer than 0.1 s.
+        missing: Names of the replicas that do not serve.
     """
 
     calls: tuple[CallWaits, ...]
     carried: tuple[TrajectoryWaits, ...] = ()
     replicas: tuple[str, ...] = ()
     blocked_s: float = 0.0
+    missing: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [line for call in self.calls for line in call.lines()]
@@ -160,7 +162,8 @@ class Explanation:
         if not lines:
             lines.append("nothing runs")
         if self.replicas:
-            lines += ["engines", *_tree([iter([line]) for line in self.replicas])]
+            missing = f" without {', '.join(self.missing)}" if self.missing else ""
+            lines += [f"engines{missing}", *_tree([iter([line]) for line in self.replicas])]
         return "\n".join(lines)
 
 

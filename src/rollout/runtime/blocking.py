@@ -33,7 +33,7 @@ import anyio
 from rollout.bridge import Post, loop_poster, wait_future
 from rollout.chat.group import Group
 from rollout.chat.trajectory import Trajectory
-from rollout.engine.driver.pool import EnginePool
+from rollout.engine.pool.pool import EnginePool
 from rollout.errors import ConfigError, RolloutError
 from rollout.function_refs import refuse_while_imported
 from rollout.runtime.calls import GroupStream

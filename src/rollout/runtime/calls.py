@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from rollout.chat.trajectory import Trajectory
-    from rollout.engine.driver.pool import EnginePool
+    from rollout.engine.pool.pool import EnginePool
     from rollout.scheduling.group_call import GroupCall
 
 

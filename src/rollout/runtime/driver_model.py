@@ -12,11 +12,11 @@ import attrs
 from rollout.chat import ChatTemplate
 from rollout.config import CustomEngine, SimulatedEngine
 from rollout.config.sections import SIMULATED_MODEL
+from rollout.engine.channel.messages import ClientExpectations
 from rollout.engine.cores.simulated.vocabulary import FINGERPRINT
-from rollout.engine.driver.model_template import template_of
 from rollout.engine.model_files import resolve_model
 from rollout.engine.model_identity import end_ids, model_fingerprint
-from rollout.engine.wire.protocol import DriverFacts
+from rollout.engine.pool.model_template import load_model_template
 from rollout.errors import TemplateError
 from rollout.worker_threads import may_leave_loop
 
@@ -38,7 +38,7 @@ class DriverModel:
     """
 
     template: ChatTemplate
-    facts: DriverFacts
+    facts: ClientExpectations
 
 
 async def load_driver_model(config: RolloutConfig, threads: WorkerThreads) -> DriverModel:
@@ -53,7 +53,7 @@ async def load_driver_model(config: RolloutConfig, threads: WorkerThreads) -> Dr
 
 
 def _load(config: RolloutConfig) -> DriverModel:
-    template = template_of(config)
+    template = load_model_template(config)
     model = DriverModel(template, _facts(template, config))
     _prepare(template)
     if config.journal.path is not None:
@@ -80,7 +80,7 @@ def _prepare(template: ChatTemplate) -> None:
             prepare()
 
 
-def _facts(template: ChatTemplate, config: RolloutConfig) -> DriverFacts:
+def _facts(template: ChatTemplate, config: RolloutConfig) -> ClientExpectations:
     """Whatever the engine, its vocabulary must hold the tokenizer's.
 
     Engines of ours read their end tokens and fingerprint off the same model; what others call
@@ -115,7 +115,7 @@ def _facts(template: ChatTemplate, config: RolloutConfig) -> DriverFacts:
     has_ends = engine.loads_weights or isinstance(engine, SimulatedEngine)
     if has_ends and template.eos_token_id is not None:
         ends = {*ends, template.eos_token_id}
-    return DriverFacts(
+    return ClientExpectations(
         vocab_size=template.vocab_size,
         eos_ids=tuple(sorted(ends)),
         fingerprint=fingerprint,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rollout.agents.interacting import USER
+from rollout.engine.pool.replica import find_missing
 from rollout.observe.explanation import CallWaits, Explanation, TrajectoryWaits, Wait
 from rollout.scheduling.rewards.score import RewardCall
 from rollout.scheduling.trajectory import TrajectoryRun
@@ -12,8 +13,8 @@ from rollout.scheduling.trajectory import TrajectoryRun
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from rollout.engine.driver.pool import EnginePool
-    from rollout.engine.driver.replica_statistics import ReplicaStatistics
+    from rollout.engine.pool.pool import EnginePool
+    from rollout.engine.pool.replica import ReplicaStatistics
     from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
     from rollout.scheduling.calls import Call
     from rollout.scheduling.member_group import Member
@@ -51,8 +52,9 @@ def explain(
         for call in open_calls
     ]
     held = [_member_waits(member, requests, now, None) for member in carried]
-    replicas = tuple(map(_describe_replica, engines.statistics()))
-    return Explanation(tuple(calls), tuple(held), replicas, blocked_s)
+    replicas = engines.statistics()
+    lines = tuple(map(_describe_replica, replicas))
+    return Explanation(tuple(calls), tuple(held), lines, blocked_s, find_missing(replicas))
 
 
 def _member_waits(

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import anyio
 import attrs
 
-from rollout.engine.driver.load_windows import LoadWindow
-from rollout.engine.driver.pool import EnginePool
-from rollout.engine.driver.recovery import RecoveryCounts
-from rollout.engine.driver.replica_statistics import ReplicaStatistics
+from rollout.engine.pool.load_windows import LoadWindow
+from rollout.engine.pool.pool import EnginePool
+from rollout.engine.pool.replica import ReplicaStatistics, find_missing
+from rollout.engine.pool.request_runner import RecoveryCounts
 from rollout.observe.events import BatchEnded, BatchStarted, RuntimeSampled
 from rollout.observe.loop_lag import LagWindow
 from rollout.sandbox.pool import PoolStatistics
@@ -185,3 +185,8 @@ class RuntimeStatistics:
     loop_starved_s: float
     journal: JournalStatistics | None = None
     sandboxes: PoolStatistics | None = None
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Names of the replicas that do not serve now; `replicas` says why."""
+        return find_missing(self.replicas)

@@ -18,9 +18,8 @@ from rollout.chat import get_tool_parser, tool_parser_names
 from rollout.chat.parsers import stop_token_ids
 from rollout.config import RolloutConfig
 from rollout.containment import open_containment
-from rollout.engine.driver.engine_opening import open_engines
-from rollout.engine.driver.pool import EnginePool
-from rollout.engine.driver.replica_supervisor import FactsGiver
+from rollout.engine.pool.opening import open_engines
+from rollout.engine.pool.pool import EnginePool, ExpectationsGiver
 from rollout.errors import AgentError, ConfigError, RolloutError
 from rollout.function_refs import refuse_while_imported
 from rollout.interactions import InteractionRegistry
@@ -51,13 +50,13 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from rollout.chat import ToolParser
+    from rollout.engine.channel.messages import ClientExpectations
     from rollout.engine.core import EngineInfo
-    from rollout.engine.wire.protocol import DriverFacts
     from rollout.scheduling.rewards.signatures import GroupRewardFunction, RewardFunction
 
 
 EngineOpener = Callable[
-    [RolloutConfig, FactsGiver, EventStream], AbstractAsyncContextManager[EnginePool]
+    [RolloutConfig, ExpectationsGiver, EventStream], AbstractAsyncContextManager[EnginePool]
 ]
 
 
@@ -221,7 +220,7 @@ async def _open(
             except anyio.TaskFailed as error:  # as itself
                 raise (error.__cause__ or error) from None
 
-        async def facts() -> DriverFacts:
+        async def facts() -> ClientExpectations:
             return (await model()).facts
 
         engines = await stack.enter_async_context(opener(config, facts, events))

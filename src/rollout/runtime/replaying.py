@@ -20,7 +20,7 @@ from rollout.chat.parsers import stop_token_ids
 from rollout.config import LimitsConfig, RolloutConfig, config_from_dict
 from rollout.containment import Containment, open_containment
 from rollout.engine.core import EngineInfo
-from rollout.engine.driver.model_template import template_of
+from rollout.engine.pool.model_template import load_model_template
 from rollout.errors import AgentError, ConfigError, EngineError, ToolError
 from rollout.interactions import InteractionRegistry
 from rollout.observe.tally import Tally
@@ -199,7 +199,7 @@ async def replay(
             "or --config the configuration that does"
         ) from None
     threads = WorkerThreads(max_threads=config.tools.max_threads, max_abandoned=1)
-    template = template_of(config)
+    template = load_model_template(config)
     with closing(threads):
         async with open_containment(config.limits.cleanup_s) as containment:
             services = _services(

@@ -12,7 +12,7 @@ import anyio
 import attrs
 
 from rollout.bridge import loop_clock
-from rollout.engine.wire.operations import ALL_TAGS
+from rollout.engine.channel.operations import ALL_TAGS
 from rollout.errors import RolloutError, SourceEnded
 from rollout.limits import Deadline
 from rollout.observe.loop_lag import LoopLag
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from rollout.chat.group import Group
     from rollout.chat.trajectory import Trajectory
     from rollout.config import GroupPolicy, RolloutConfig
-    from rollout.engine.driver.pool import EnginePool
+    from rollout.engine.pool.pool import EnginePool
     from rollout.engine.weights import UpdateMode, WeightSource
     from rollout.observe.explanation import Explanation
     from rollout.observe.tally import Tally

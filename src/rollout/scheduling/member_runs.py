@@ -174,7 +174,7 @@ class MemberRuns:
                 self._tally.carried += 1
         clocks = [member.clock for member in members if member.clock is not None]
         with anyio.move_on_after(self._cleanup_s):
-            await self._engines.stop(clocks)
+            await self._engines.interrupt_carried(clocks)
 
     def continue_carried(self, member: Member, deadline: Deadline) -> None:
         """Let a carried member, which has a slot again, continue with this deadline."""

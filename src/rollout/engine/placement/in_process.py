@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from rollout.engine.channel.core_hosting import describe_error, load_core, watch_core
+from rollout.engine.channel.server import EngineServer
 from rollout.engine.core import CORE_CLOSE_S, EngineCore
 from rollout.engine.placement.memory import MemoryByteStream, memory_stream_pair
 from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
-from rollout.engine.process.core_loading import load_core, start_error_text
-from rollout.engine.process.core_watch import watch_core
-from rollout.engine.process.server import EngineServer
 from rollout.errors import EngineError
 from rollout.limits import cleanup_scope
 from rollout.scopes import open_task_group
@@ -94,6 +93,7 @@ class InProcess:
             try:
                 yield ReplicaHandle(connect, secret, died)
             finally:
+                server.cancel_operation()
                 with cleanup_scope(CORE_CLOSE_S):
                     await core.aclose()
 
@@ -109,5 +109,5 @@ class InProcess:
             reason = f"not ready after engine.start_timeout_s = {start_timeout_s:g} s"
             raise EngineError(f"{name}: {reason}") from None
         except Exception as error:
-            raise EngineError(f"{name}: {start_error_text(error)}") from error
+            raise EngineError(f"{name}: {describe_error(error)}") from error
         return core

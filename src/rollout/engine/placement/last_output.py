@@ -27,10 +27,10 @@ class LastOutput:
         self._lines: deque[str] = deque(maxlen=_KEPT)
         self.add = self._lines.append
 
-    def of_exit(self, code: int) -> str:
+    def describe_exit(self, code: int) -> str:
         """Why a process ended that was to start an engine."""
         shown = [*self._lines][-_SHOWN:]
-        said = f"; it said last:{_listed(shown)}" if shown else ""
+        said = f"; it said last:{_list_lines(shown)}" if shown else ""
         lacking = _LACKING.search("\n".join(shown))
         if lacking is not None:
             said += (
@@ -39,7 +39,7 @@ class LastOutput:
             )
         return f"the engine's process ended with exit code {code} while starting{said}"
 
-    def of_error(self, error: str) -> str:
+    def describe_error(self, error: str) -> str:
         """An engine's own error, and exceptions before it: a process of the engine's may know more.
 
         Args:
@@ -52,8 +52,8 @@ class LastOutput:
             if match is not None and match[2] not in error and not match[1].endswith(known):
                 found[match[1][:_WIDTH]] = None
         causes = [*found][-_CAUSES:]
-        return f"{error}; before that was said:{_listed(causes)}" if causes else error
+        return f"{error}; before that was said:{_list_lines(causes)}" if causes else error
 
 
-def _listed(lines: list[str]) -> str:
+def _list_lines(lines: list[str]) -> str:
     return "".join(f"\n    {line}" for line in lines)

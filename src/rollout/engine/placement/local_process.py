@@ -15,11 +15,10 @@ import msgspec
 from anyio.streams.buffered import BufferedByteReceiveStream
 from anyio.streams.text import TextReceiveStream
 
-from rollout.engine.guardian import name_of
+from rollout.engine.channel.child import ChildReady, ChildSpec
+from rollout.engine.channel.sockets import connect_engine
 from rollout.engine.placement.last_output import READ_S, LastOutput
 from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
-from rollout.engine.process.child import ChildReady, ChildSpec
-from rollout.engine.wire.tls import encrypted
 from rollout.errors import EngineError
 from rollout.scopes import open_task_group
 
@@ -40,7 +39,7 @@ MAX_ANSWER = 65536
 
 def child_command(python: str | None) -> list[str]:
     """What runs an engine for this process; with its own interpreter where none is named."""
-    return [python or sys.executable, "-m", "rollout.engine.process.child", name_of(os.getpid())]
+    return [python or sys.executable, "-m", "rollout.engine.channel.child", str(os.getpid())]
 
 
 class LocalProcess:
@@ -79,7 +78,7 @@ class LocalProcess:
                 patience_s = STOP_S
 
                 async def connect() -> ByteStream:
-                    return await encrypted(await anyio.connect_tcp("127.0.0.1", port), spec.tls)
+                    return await connect_engine("127.0.0.1", port, spec.tls)
 
                 yield ReplicaHandle(connect, secret, died)
         finally:
@@ -119,13 +118,13 @@ class LocalProcess:
         except TimeoutError:
             reason = f"not ready after engine.start_timeout_s = {start_timeout_s:g} s"
         except (anyio.IncompleteRead, anyio.BrokenResourceError, anyio.ClosedResourceError):
-            reason = last_output.of_exit(await process.wait())
+            reason = last_output.describe_exit(await process.wait())
         else:
             if not ready.error:
                 return ready.port
             with anyio.move_on_after(READ_S):
                 await process.wait()
-            reason = last_output.of_error(ready.error)
+            reason = last_output.describe_error(ready.error)
         raise EngineError(f"{name}: {reason}")
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import anyio
 import attrs
 
-from rollout.engine.wire.greeting import Connect
-from rollout.engine.wire.tls import TlsFiles
+from rollout.engine.channel.channel import OpenStream
+from rollout.engine.channel.sockets import TlsFiles
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -45,7 +45,7 @@ class ReplicaHandle:
         machine: Where the first part of it is; those with the same name see each other's files.
     """
 
-    connect: Connect
+    connect: OpenStream
     secret: bytes
     died: anyio.Event
     machines: int = 1

@@ -13,28 +13,27 @@ import os
 import secrets
 import sys
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import attrs
 import msgspec
 
+from rollout.bridge import wait_future
+from rollout.engine.channel.child import ChildReady, ChildSpec
+from rollout.engine.channel.sockets import connect_engine
 from rollout.engine.placement.gpu_slots import GpuSlot
 from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
 from rollout.engine.placement.ray_cluster import (
     CLOSE_S,
     NAMESPACE,
-    address_of,
-    answer_of,
-    gpu_ids_of,
+    RayCalls,
+    find_address,
+    find_gpu_ids,
     import_ray,
-    in_thread,
-    member_of,
+    join_cluster,
 )
-from rollout.engine.placement.ray_host import EngineHost, child_spec
-from rollout.engine.process.child import ChildReady
-from rollout.engine.wire.tls import encrypted
+from rollout.engine.placement.ray_host import EngineHost
 from rollout.errors import EngineError
 from rollout.limits import cleanup_scope
 from rollout.scopes import open_task_group, unwrap_group
@@ -50,8 +49,6 @@ logger = logging.getLogger("rollout.engine")
 LOOPBACK = "127.0.0.1"
 #: Seconds between two lines that say what a replica waits for.
 PROGRESS_S = 10.0
-#: Seconds of one look at whether a replica has been placed; a cancelled one lasts as long.
-WAIT_S = 0.5
 #: A method that waits for the engine's end, one that starts or stops it, and one to spare.
 CONCURRENT_METHODS = 3
 
@@ -65,8 +62,8 @@ class RayActors:
         nodes: Addresses of machines; slot i is on the i-th, counted round. Empty: anywhere.
         colocate: One `GpuSlot` text for each machine of each replica; nothing is then asked of Ray.
         machines: That each replica spreads over. Each has an actor with its share of `resources`;
-            the first one's engine is connected to, and the cores are told their place by the
-            options ``nodes``, ``node_rank`` and ``rendezvous`` (an address on the first machine).
+            the first one's engine is connected to, and the cores learn their rank by the options
+            ``nodes``, ``node_rank`` and ``rendezvous`` (an address on the first machine).
     """
 
     def __init__(
@@ -79,6 +76,7 @@ class RayActors:
         machines: int = 1,
     ) -> None:
         self._ray = import_ray()
+        self._calls = RayCalls()
         self._python = python
         self._machines = machines
         self._resources = {name: amount / machines for name, amount in resources.items() if amount}
@@ -86,26 +84,29 @@ class RayActors:
         self._gpu_slots = [GpuSlot.parse(text) for text in colocate]
         self._run = secrets.token_hex(4)
         self._groups: dict[str, Any] = {}
-        self._here = self._ray.util.get_node_ip_address()
+        self._own_address = self._ray.util.get_node_ip_address()
 
     @asynccontextmanager
     async def open_replica(
         self, name: str, spec: CoreSpec, start_timeout_s: float
     ) -> AsyncIterator[ReplicaHandle]:
         """See `Placement.open_replica`."""
-        secret = secrets.token_bytes(32)
-        died = anyio.Event()
+        secret, died = secrets.token_bytes(32), anyio.Event()
         async with open_task_group() as tasks:
             actors: list[Any] = []
             try:
                 try:
                     with anyio.fail_after(start_timeout_s):
-                        node = await self._place(name, spec.slot)
+                        node = await self._reserve(name, spec.slot)
                         while len(actors) < self._machines:
                             actors.append(await self._start_actor(name, spec.slot, len(actors)))
-                        host, port = await self._start(name, actors, spec, secret)
+                        host, port = await self._start_engine(name, actors, spec, secret)
                 except TimeoutError:
-                    raise EngineError(await self._lateness(name, start_timeout_s)) from None
+                    raise EngineError(await self._describe_delay(name, start_timeout_s)) from None
+                except self._ray.exceptions.RayActorError as error:
+                    raise EngineError(
+                        f"{name}: its Ray actor died while starting: {error}"
+                    ) from error
                 except self._ray.exceptions.RayError as error:
                     raise EngineError(f"{name}: {error}") from error
                 logger.info("%s serves on %s:%d (Ray node %s)", name, host, port, node)
@@ -113,7 +114,7 @@ class RayActors:
                     tasks.start_soon(self._watch, actor, died)
 
                 async def connect() -> ByteStream:
-                    return await encrypted(await anyio.connect_tcp(host, port), spec.tls)
+                    return await connect_engine(host, port, spec.tls)
 
                 is_here = host == LOOPBACK and self._machines == 1
                 yield ReplicaHandle(connect, secret, died, self._machines, is_here, node)
@@ -128,88 +129,102 @@ class RayActors:
         if group is None:
             return
         try:
-            await in_thread(self._ray.util.remove_placement_group, group)
+            await self._calls.run(self._ray.util.remove_placement_group, group)
         except self._ray.exceptions.RayError as error:  # the cluster has ended, or soon will
             logger.warning("%s: Ray did not take its placement group back: %s", name, error)
 
-    async def _place(self, name: str, slot: int) -> str:
-        """Wait for the replica's resources; the node that has them."""
+    async def release_all(self) -> None:
+        """Give back the resources of all replicas."""
+        for name in [*self._groups]:
+            await self.release(name)
+
+    # Where a replica is to live.
+
+    async def _reserve(self, name: str, slot: int) -> str:
+        """Wait for the replica's resources; returns the node that has them."""
         if self._gpu_slots:
-            return self._node(self._gpu_slot(name, slot, 0).node, "NodeID")
+            return await self._find_node(self._find_gpu_slot(name, slot, 0).node, "NodeID")
         if name not in self._groups:
-            await in_thread(self._make_group, name, slot)
+            bundles = [await self._build_bundle(slot, rank) for rank in range(self._machines)]
+            self._groups[name] = await self._calls.run(
+                self._ray.util.placement_group,
+                bundles,
+                strategy="PACK" if self._machines == 1 else "STRICT_SPREAD",
+                name=f"{self._run}/{name}",
+            )
         group = self._groups[name]
         async with open_task_group() as tasks:
-            tasks.start_soon(self._say_waiting, name)
-            # Not `ready()`: that runs a task in the group, which waits for a worker of its own.
-            while not await in_thread(group.wait, WAIT_S):
-                pass
-        table = await in_thread(self._ray.util.placement_group_table, group)
+            tasks.start_soon(self._log_waiting, name)
+            ready = await self._calls.run(group.ready)
+            await wait_future(ready.future())
+        table = await self._calls.run(self._ray.util.placement_group_table, group)
         return str(table["bundles_to_node_id"][0])
 
-    def _make_group(self, name: str, slot: int) -> None:
-        bundles = [self._bundle(slot, rank) for rank in range(self._machines)]
-        strategy = "PACK" if self._machines == 1 else "STRICT_SPREAD"
-        self._groups[name] = self._ray.util.placement_group(
-            bundles, strategy=strategy, name=f"{self._run}/{name}"
-        )
-
-    def _bundle(self, slot: int, rank: int) -> dict[str, float]:
+    async def _build_bundle(self, slot: int, rank: int) -> dict[str, float]:
         bundle = dict(self._resources)
         if self._nodes:  # Ray gives each machine one unit of a resource with its address
-            node = self._nodes[self._part_number(slot, rank) % len(self._nodes)]
-            bundle[f"node:{self._node(node, 'NodeManagerAddress')}"] = 0.001
+            node = self._nodes[(slot * self._machines + rank) % len(self._nodes)]
+            bundle[f"node:{await self._find_node(node, 'NodeManagerAddress')}"] = 0.001
         return bundle or {"CPU": 0.001}  # an empty one is refused
+
+    def _find_gpu_slot(self, name: str, slot: int, rank: int) -> GpuSlot:
+        number = slot * self._machines + rank
+        if number >= len(self._gpu_slots):
+            raise EngineError(
+                f"{name}: placement.colocate names {len(self._gpu_slots)} places; none is left"
+            )
+        return self._gpu_slots[number]
+
+    async def _find_node(self, name: str, key: str) -> str:
+        """A node by its id or its address: its `key`."""
+        alive = [node for node in await self._calls.run(self._ray.nodes) if node["Alive"]]
+        for node in alive:
+            if name in (node["NodeID"], node["NodeManagerAddress"]):
+                return str(node[key])
+        known = ", ".join(f"{node['NodeManagerAddress']} ({node['NodeID']})" for node in alive)
+        raise EngineError(f"placement: the cluster has no live node {name!r}; it has {known}")
+
+    # Its actors and its engine.
 
     async def _start_actor(self, name: str, slot: int, rank: int) -> Any:
         """An actor on the replica's resources."""
         strategies = self._ray.util.scheduling_strategies
         if self._gpu_slots:
-            node = self._node(self._gpu_slot(name, slot, rank).node, "NodeID")
+            node = await self._find_node(self._find_gpu_slot(name, slot, rank).node, "NodeID")
             strategy = strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-            asked = {"num_cpus": 0.0, "num_gpus": 0.0}
+            amounts = {"num_cpus": 0.0, "num_gpus": 0.0}
         else:
             strategy = strategies.PlacementGroupSchedulingStrategy(
                 self._groups[name],
                 placement_group_bundle_index=rank,
                 placement_group_capture_child_tasks=False,
             )
-            asked = {
-                f"num_{kind.lower()}s": self._resources.get(kind, 0) for kind in ("CPU", "GPU")
-            }
+            kinds = ("CPU", "GPU")
+            amounts = {f"num_{kind.lower()}s": self._resources.get(kind, 0) for kind in kinds}
         host = self._ray.remote(EngineHost).options(
-            **asked,
+            **amounts,
             scheduling_strategy=strategy,
             name=f"{self._run}/{name}/{secrets.token_hex(2)}",
             namespace=NAMESPACE,
             max_restarts=0,
             max_concurrency=CONCURRENT_METHODS,
         )
-        return await in_thread(host.remote)
+        return await self._calls.run(host.remote)
 
-    async def _start(
+    async def _start_engine(
         self, name: str, actors: Sequence[Any], spec: CoreSpec, secret: bytes
     ) -> tuple[str, int]:
-        """Start the engine in its actor, or its parts in theirs; where it listens."""
+        """Start the engine in its actor, or its parts in theirs; returns where it listens."""
         if len(actors) == 1:
             return await self._start_rank(name, 0, actors[0], spec, secret)
-        try:
-            meeting_point = await answer_of(actors[0].__ray_call__, address_of)
-            port = await answer_of(actors[0].free_port)
-        except self._ray.exceptions.RayActorError as error:
-            raise EngineError(f"{name}: its Ray actor died while starting: {error}") from error
-        served: list[tuple[str, int]] = []
+        host = await self._calls.ask(actors[0].__ray_call__, find_address)
+        rendezvous = f"{host}:{await self._calls.ask(actors[0].free_port)}"
+        addresses: dict[int, tuple[str, int]] = {}
 
         async def start(rank: int) -> None:
-            place = {
-                "nodes": len(actors),
-                "node_rank": rank,
-                "rendezvous": f"{meeting_point}:{port}",
-            }
-            part = attrs.evolve(spec, options={**spec.options, **place})
-            address = await self._start_rank(name, rank, actors[rank], part, secret)
-            if rank == 0:
-                served.append(address)
+            ranks = {"nodes": len(actors), "node_rank": rank, "rendezvous": rendezvous}
+            part = attrs.evolve(spec, options={**spec.options, **ranks})
+            addresses[rank] = await self._start_rank(name, rank, actors[rank], part, secret)
 
         try:
             async with anyio.create_task_group() as tasks:
@@ -217,113 +232,86 @@ class RayActors:
                     tasks.start_soon(start, rank)
         except BaseExceptionGroup as group:
             raise unwrap_group(group) from None
-        return served[0]
+        return addresses[0]
 
     async def _start_rank(
         self, name: str, rank: int, actor: Any, spec: CoreSpec, secret: bytes
     ) -> tuple[str, int]:
-        exceptions = self._ray.exceptions
-        try:
-            address = await answer_of(actor.__ray_call__, address_of)
-            is_here = address == self._here
-            host = LOOPBACK if is_here else address
+        address = await self._calls.ask(actor.__ray_call__, find_address)
+        is_here = address == self._own_address
+        host = LOOPBACK if is_here else address
+        child = ChildSpec(
+            core=spec.core,
+            options=spec.options,
+            secret=secret.hex(),
+            host=host,
             # A module that only the driver's search path has is found on the driver's machine.
-            sys_path = [p or os.getcwd() for p in sys.path] if is_here and not self._python else []
-            line = child_spec(
-                spec.core, spec.options, secret, host, sys_path, spec.tls, is_follower=rank > 0
-            )
-            devices = (
-                self._gpu_slot(name, spec.slot, rank).gpu_ids
-                if self._gpu_slots
-                else await answer_of(actor.__ray_call__, gpu_ids_of)
-            )
-            # Ray does so only where it has not been told not to, as trainers do.
-            environment = {"CUDA_VISIBLE_DEVICES": devices}
-            answer = await answer_of(actor.start, line, self._python, environment)
-        except exceptions.RayActorError as error:
-            raise EngineError(f"{name}: its Ray actor died while starting: {error}") from error
+            sys_path=[p or os.getcwd() for p in sys.path] if is_here and not self._python else [],
+            tls=spec.tls,
+            is_follower=rank > 0,
+        )
+        if self._gpu_slots:
+            devices = self._find_gpu_slot(name, spec.slot, rank).gpu_ids
+        else:
+            devices = await self._calls.ask(actor.__ray_call__, find_gpu_ids)
+        # Ray does so only where it has not been told not to, as trainers do.
+        environment = {"CUDA_VISIBLE_DEVICES": devices}
+        line = msgspec.json.encode(child)
+        answer = await self._calls.ask(actor.start, line, self._python, environment)
         ready = msgspec.json.decode(answer, type=ChildReady)
         if ready.error:
             raise EngineError(f"{name}: {ready.error}")
         return host, ready.port
 
     async def _watch(self, actor: Any, died: anyio.Event) -> None:
-        """Fires when the engine's process, its actor or its machine has ended."""
+        """Fire `died` when the engine's process, its actor or its machine has ended."""
         with suppress(self._ray.exceptions.RayError):
-            await answer_of(actor.wait)
+            await self._calls.ask(actor.wait)
         died.set()
 
     async def _stop_actor(self, actor: Any) -> None:
         """End the engine, then its actor; the actor's death ends an engine that would not."""
         with cleanup_scope(CLOSE_S), suppress(self._ray.exceptions.RayError):
-            await answer_of(actor.stop)
+            await self._calls.ask(actor.stop)
         with cleanup_scope(CLOSE_S):
-            await in_thread(partial(self._ray.kill, actor, no_restart=True))
+            await self._calls.run(self._ray.kill, actor, no_restart=True)
 
-    async def _say_waiting(self, name: str) -> None:
+    # What is said while it waits.
+
+    async def _log_waiting(self, name: str) -> None:
         while True:
             await anyio.sleep(PROGRESS_S)
-            logger.warning("%s waits for Ray: %s", name, await self._shortage())
+            logger.warning("%s waits for Ray: %s", name, await self._describe_shortage())
 
-    async def _lateness(self, name: str, start_timeout_s: float) -> str:
+    async def _describe_delay(self, name: str, start_timeout_s: float) -> str:
         limit = f"engine.start_timeout_s = {start_timeout_s:g} s"
         group = self._groups.get(name)
-        if group is not None and not await in_thread(group.wait, 0):
-            return f"{name}: Ray did not place it within {limit}: {await self._shortage()}"
+        if group is not None and not await self._calls.run(group.wait, 0):
+            shortage = await self._describe_shortage()
+            return f"{name}: Ray did not place it within {limit}: {shortage}"
         return f"{name}: not ready after {limit}"
 
-    async def _shortage(self) -> str:
+    async def _describe_shortage(self) -> str:
         """What was asked, what is free, and what the largest machine has."""
-        free, nodes = await in_thread(self._ray.available_resources), self._ray.nodes
-        alive = [node["Resources"] for node in await in_thread(nodes) if node["Alive"]]
+        free = await self._calls.run(self._ray.available_resources)
+        nodes = await self._calls.run(self._ray.nodes)
+        alive = [node["Resources"] for node in nodes if node["Alive"]]
         kinds = sorted({"CPU", "GPU", *self._resources}, reverse=True)
-        asked = _amounts(self._resources, [kind for kind in kinds if kind in self._resources])
+        asked = _list_amounts(self._resources, [kind for kind in kinds if kind in self._resources])
         if self._machines > 1:
             asked = f"{asked} on each of {self._machines} machines"
         alive.sort(key=lambda has: [has.get(kind, 0) for kind in kinds], reverse=True)
-        machines = "; ".join(f"one with {_amounts(each, kinds)}" for each in alive)
-        place = f" on one of {', '.join(self._nodes)}" if self._nodes else ""
+        machines = "; ".join(f"one with {_list_amounts(each, kinds)}" for each in alive)
+        where = f" on one of {', '.join(self._nodes)}" if self._nodes else ""
         return (
-            f"asked for {asked}{place}; free in the cluster: {_amounts(free, kinds)}; "
+            f"asked for {asked}{where}; free in the cluster: {_list_amounts(free, kinds)}; "
             f"its machines: {machines}"
         )
-
-    def _part_number(self, slot: int, rank: int) -> int:
-        return slot * self._machines + rank
-
-    def _gpu_slot(self, name: str, slot: int, rank: int) -> GpuSlot:
-        number = self._part_number(slot, rank)
-        if number >= len(self._gpu_slots):
-            raise EngineError(
-                f"{name}: placement.colocate names {len(self._gpu_slots)} places; none is left"
-            )
-        return self._gpu_slots[number]
-
-    def _node(self, name: str, key: str) -> str:
-        """A node by its id or its address: its `key`."""
-        alive = [node for node in self._ray.nodes() if node["Alive"]]
-        for node in alive:
-            if name in (node["NodeID"], node["NodeManagerAddress"]):
-                return str(node[key])
-        known = ", ".join(f"{node['NodeManagerAddress']} ({node['NodeID']})" for node in alive)
-        raise EngineError(f"placement: the cluster has no live node {name!r}; it has {known}")
-
-    def forget_groups(self) -> None:
-        """Give back the resources; called from a thread when the placement closes."""
-        for group in self._groups.values():
-            self._ray.util.remove_placement_group(group)
-        self._groups.clear()
 
 
 @asynccontextmanager
 async def open_ray_actors(
-    *,
-    address: str | None,
-    python: str | None,
-    resources: Mapping[str, float],
-    nodes: Sequence[str] = (),
-    colocate: Sequence[str] = (),
-    machines: int = 1,
+    *, address: str | None, python: str | None, resources: Mapping[str, float], **options: Any
 ) -> AsyncIterator[RayActors]:
     """Join a Ray cluster, or start one here; it is left as it was found.
 
@@ -331,25 +319,20 @@ async def open_ray_actors(
         address: The cluster to join. None: the one that this process has joined already, the one
             that ``RAY_ADDRESS`` names or that runs on this machine, else a new one that ends with
             the block.
+        python, resources, options: As for `RayActors`.
 
     Raises:
         EngineError: Ray is not installed, or there is no cluster at the address.
     """
-    ray = import_ray()
-    async with member_of(ray, address):
-        actors = RayActors(
-            python=python,
-            resources=resources,
-            nodes=nodes,
-            colocate=colocate,
-            machines=machines,
-        )
+    ray = await anyio.to_thread.run_sync(import_ray)  # which takes a second
+    async with join_cluster(ray, address):
+        actors = RayActors(python=python, resources=resources, **options)
         try:
             yield actors
         finally:
             with cleanup_scope(CLOSE_S):
-                await in_thread(actors.forget_groups)
+                await actors.release_all()
 
 
-def _amounts(resources: Mapping[str, float], kinds: Sequence[str]) -> str:
+def _list_amounts(resources: Mapping[str, float], kinds: Sequence[str]) -> str:
     return ", ".join(f"{resources.get(kind, 0):g} {kind}" for kind in kinds) or "nothing"

@@ -23,14 +23,33 @@ if TYPE_CHECKING:
 NAMESPACE = "rollout"
 #: Bound of each step that ends an actor or a connection to the cluster.
 CLOSE_S = 10.0
+#: Calls of Ray that block a thread at once.
+RAY_THREADS = 8
+
+
+class RayCalls:
+    """Calls of Ray from the event loop: those that may block go to a few threads."""
+
+    def __init__(self) -> None:
+        self._limiter = anyio.CapacityLimiter(RAY_THREADS)
+
+    async def run(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call it in a thread; a cancelled wait leaves the thread to finish it."""
+        call = partial(function, *args, **options)
+        return await anyio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._limiter)
+
+    async def ask(self, method: Any, *args: Any) -> Any:
+        """The answer of an actor's method, which no thread waits for."""
+        answer = await self.run(method.remote, *args)
+        return await wait_future(answer.future())
 
 
 @asynccontextmanager
-async def member_of(ray: Any, address: str | None) -> AsyncIterator[None]:
-    """This process in a cluster, unless it is in one already.
+async def join_cluster(ray: Any, address: str | None) -> AsyncIterator[None]:
+    """Have this process in a cluster while the block lasts, unless it is in one already.
 
-    In a thread that lives as long: what Ray starts here ends with the thread that started it
-    (``PR_SET_PDEATHSIG``), and the loops' own worker threads end when they are idle.
+    Raises:
+        EngineError: There is no cluster at the address, or none can be started.
     """
     if ray.is_initialized():
         yield
@@ -40,8 +59,15 @@ async def member_of(ray: Any, address: str | None) -> AsyncIterator[None]:
     leave = threading.Event()
 
     def live() -> None:
+        # In a thread that lives as long: what Ray starts ends with the thread that started it
+        # (PR_SET_PDEATHSIG), and the loops' own worker threads end when they are idle.
         try:
-            _join(ray, address)
+            theirs = logging.getLogger("ray")
+            if theirs.level == logging.NOTSET:  # it warns of every thread that is not the main one
+                theirs.setLevel(logging.ERROR)
+            ray.init(
+                address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False
+            )
         except BaseException as error:
             joined.set_exception(error)
         else:
@@ -55,8 +81,8 @@ async def member_of(ray: Any, address: str | None) -> AsyncIterator[None]:
         try:
             await wait_future(joined)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-            place = "start a Ray cluster here" if address is None else f"join Ray at {address!r}"
-            raise EngineError(f"placement.address: cannot {place}: {error}") from error
+            what = "start a Ray cluster here" if address is None else f"join Ray at {address!r}"
+            raise EngineError(f"placement.address: cannot {what}: {error}") from error
         yield
     finally:
         leave.set()
@@ -64,14 +90,12 @@ async def member_of(ray: Any, address: str | None) -> AsyncIterator[None]:
             await wait_future(left)
 
 
-def _join(ray: Any, address: str | None) -> None:
-    theirs = logging.getLogger("ray")
-    if theirs.level == logging.NOTSET:  # it warns of every thread that is not the main one
-        theirs.setLevel(logging.ERROR)
-    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
-
-
 def import_ray() -> Any:
+    """The package Ray.
+
+    Raises:
+        EngineError: It is not installed.
+    """
     try:
         with importing:
             import ray
@@ -83,20 +107,11 @@ def import_ray() -> Any:
     return ray
 
 
-def address_of(_: object) -> str:
-    """Of the machine that this runs on: the actor's."""
+def find_address(_: object) -> str:
+    """The address of the machine that this runs on: called in an actor."""
     return str(import_ray().util.get_node_ip_address())
 
 
-def gpu_ids_of(_: object) -> str:
-    """What Ray gave to the actor that this runs in; empty where it was given none."""
+def find_gpu_ids(_: object) -> str:
+    """The GPUs that Ray gave to the actor that this runs in; empty where it gave none."""
     return ",".join(sorted(map(str, import_ray().get_gpu_ids()), key=lambda gpu: (len(gpu), gpu)))
-
-
-async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
-    """A call of Ray's that may block; a cancelled wait leaves the thread to finish it."""
-    return await anyio.to_thread.run_sync(partial(function, *args), abandon_on_cancel=True)
-
-
-async def answer_of(method: Any, *args: Any) -> Any:
-    return await wait_future(method.remote(*args).future())

@@ -14,16 +14,12 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import msgspec
 
+from rollout.engine.channel.child import ChildReady
 from rollout.engine.placement.last_output import READ_S, LastOutput
 from rollout.engine.placement.local_process import child_command
-from rollout.engine.process.child import ChildReady, ChildSpec
-
-if TYPE_CHECKING:
-    from rollout.engine.wire.tls import TlsFiles
 
 #: From telling the engine to leave to killing it.
 STOP_S = 1.0
@@ -70,12 +66,12 @@ class EngineHost:
         if not answer.endswith(b"\n"):
             code = process.wait()
             reader.join(READ_S)
-            reason = self._last_output.of_exit(code)
+            reason = self._last_output.describe_exit(code)
             return msgspec.json.encode(ChildReady(error=reason))
         ready = msgspec.json.decode(answer, type=ChildReady)
         if ready.error:
             reader.join(READ_S)
-            ready.error = self._last_output.of_error(ready.error)
+            ready.error = self._last_output.describe_error(ready.error)
         return msgspec.json.encode(ready)
 
     def free_port(self) -> int:
@@ -115,25 +111,3 @@ class EngineHost:
         with suppress(ProcessLookupError):  # also what the engine started and left behind
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def child_spec(
-    core: str,
-    options: dict[str, object],
-    secret: bytes,
-    host: str,
-    sys_path: list[str],
-    tls: TlsFiles | None = None,
-    is_follower: bool = False,
-) -> bytes:
-    """What `EngineHost.start` passes to the engine's process."""
-    spec = ChildSpec(
-        core=core,
-        options=options,
-        secret=secret.hex(),
-        host=host,
-        sys_path=sys_path,
-        tls=tls,
-        is_follower=is_follower,
-    )
-    return msgspec.json.encode(spec)

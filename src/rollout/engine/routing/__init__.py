@@ -1,25 +1,20 @@
 """Routing: which replica gets which request.
 
-`Router` is the whole; its parts are pure and know nothing of each other's work: `cost_model` (what
-an engine's time costs), `replica_state` and `replica_set` (what each has to do), `sessions` (who
-holds which prefix), `strategies` (the decision).
+`Router` is the whole. Its parts own no task and no clock: `replicas` (what each replica has in
+flight, and how fast it is) and `sessions` (which replica has which prefix in its cache).
 """
 
 from __future__ import annotations
 
-from rollout.engine.routing.dispatch import Dispatch
-from rollout.engine.routing.replica_set import ReplicaSet
-from rollout.engine.routing.replica_state import ReplicaState
-from rollout.engine.routing.router import Router
+from rollout.engine.routing.replicas import Dispatch, ReplicaState
+from rollout.engine.routing.router import STRATEGIES, Router
 from rollout.engine.routing.statistics import ReplicaLoad, RouterStatistics
-from rollout.engine.routing.strategies import Strategy
 
 __all__ = [
+    "STRATEGIES",
     "Dispatch",
     "ReplicaLoad",
-    "ReplicaSet",
     "ReplicaState",
     "Router",
     "RouterStatistics",
-    "Strategy",
 ]

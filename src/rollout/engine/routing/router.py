@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollout.engine.routing.dispatch import Dispatch
-from rollout.engine.routing.replica_set import ReplicaSet
+from rollout.engine.routing.replicas import Dispatch, ReplicaSet
 from rollout.engine.routing.sessions import Sessions
-from rollout.engine.routing.statistics import RouterStatistics, load_of
-from rollout.engine.routing.strategies import load_strategy
-from rollout.errors import EngineError
+from rollout.engine.routing.statistics import ReplicaLoad, RouterStatistics
+from rollout.errors import ConfigError
 
 if TYPE_CHECKING:
     from rollout.engine.core import EngineLoad
-    from rollout.engine.routing.replica_state import ReplicaState
+    from rollout.engine.routing.replicas import ReplicaState
 
+STRATEGIES = ("estimated_seconds", "least_requests", "round_robin")
+#: More than turns add to a number of requests.
+TIE_SLACK = 0.01
 #: Replicas that `repr` names.
 SHOWN = 8
 
@@ -23,11 +24,11 @@ class Router:
     """Which replica gets the next request; see ``docs/routing.md``.
 
     It owns no task and no clock: every method returns at once, and `now` is the caller's clock, in
-    seconds that never go back. Left out, `now` is the last one given.
+    seconds that never go back. Left out, `now` is the last one seen.
 
     Args:
-        strategy: ``estimated_seconds``, ``least_requests``, ``round_robin``, ``consistent_hash``,
-            or ``package.module:Class`` of a `Strategy`.
+        strategy: ``estimated_seconds`` (least tokens in flight, by measured speed),
+            ``least_requests`` or ``round_robin``.
         move_margin: With ``least_requests``, a trajectory moves when its replica has more than
             this many requests beyond the least loaded one.
         move_margin_s: With ``estimated_seconds``, a trajectory moves when another replica should
@@ -44,18 +45,21 @@ class Router:
         move_margin: int = 16,
         move_margin_s: float = 0.5,
     ) -> None:
-        self._strategy_name = strategy
-        self._strategy = load_strategy(
-            strategy, move_margin=move_margin, move_margin_s=move_margin_s
-        )
-        self._replica_set = ReplicaSet()
+        if strategy not in STRATEGIES:
+            known = ", ".join(map(repr, STRATEGIES))
+            fault = f"router.strategy = {strategy!r}: expected one of {known}"
+            raise ConfigError(fault, (fault,))
+        self._strategy = strategy
+        by_requests = strategy == "least_requests"
+        self._margin = move_margin + TIE_SLACK if by_requests else move_margin_s
+        self._replica_set = ReplicaSet(by_requests=by_requests)
         self._sessions = Sessions()
         self._weight_version: int | None = None
         self._now = 0.0
         self._decisions = self._moves = self._refusals = 0
 
     def __repr__(self) -> str:
-        replicas = self._replica_set.replicas
+        replicas = self._replica_set.offered
         shown = [
             f"{r.name} {r.in_flight}/{r.capacity} {self._replica_set.load_s(r):.1f} s"
             + ("" if r.state == "serving" else f" {r.state}")
@@ -63,12 +67,12 @@ class Router:
         ]
         if len(replicas) > SHOWN:
             shown.append(f"and {len(replicas) - SHOWN} more")
-        return f"<Router {self._strategy_name}: {', '.join(shown) or 'no replicas'}>"
+        return f"<Router {self._strategy}: {', '.join(shown) or 'no replicas'}>"
 
     @property
     def replicas(self) -> tuple[ReplicaState, ...]:
         """The replicas that are offered, in the order in which they were added first."""
-        return self._replica_set.replicas
+        return self._replica_set.offered
 
     @property
     def has_room(self) -> bool:
@@ -82,7 +86,6 @@ class Router:
         *,
         weight: float = 1.0,
         weight_version: int = 0,
-        now: float | None = None,
     ) -> ReplicaState:
         """Offer a replica for work. One that was here before comes back with its counts.
 
@@ -101,8 +104,7 @@ class Router:
                 f"replica {name!r}: capacity = {capacity}, weight = {weight}; expected at least "
                 "1 and more than 0"
             )
-        replica = self._replica_set.add(name, capacity, weight, self._tick(now))
-        self._sessions.cache_lost()
+        replica = self._replica_set.add(name, capacity, weight)
         self._check_weights(replica, weight_version)
         return replica
 
@@ -124,9 +126,7 @@ class Router:
         Raises:
             KeyError: There is no such replica.
         """
-        replica = self._replica_set.get(name)
-        replica.is_draining = True
-        self._replica_set.refresh(replica)
+        self._set_draining(name, is_draining=True)
 
     def resume(self, name: str) -> None:
         """End `drain`.
@@ -134,28 +134,17 @@ class Router:
         Raises:
             KeyError: There is no such replica.
         """
+        self._set_draining(name, is_draining=False)
+
+    def _set_draining(self, name: str, *, is_draining: bool) -> None:
         replica = self._replica_set.get(name)
-        replica.is_draining = False
+        replica.is_draining = is_draining
         self._replica_set.refresh(replica)
-
-    def isolate(self, name: str) -> None:
-        """Give a replica nothing until `end_isolation`, beside what `drain` says."""
-        self._set_isolated(name, is_isolated=True)
-
-    def end_isolation(self, name: str) -> None:
-        """End `isolate`; harmless where there is none."""
-        self._set_isolated(name, is_isolated=False)
-
-    def _set_isolated(self, name: str, *, is_isolated: bool) -> None:
-        replica = self._replica_set.find(name)
-        if replica is not None and replica.is_isolated is not is_isolated:
-            replica.is_isolated = is_isolated
-            self._replica_set.refresh(replica)
 
     def require_weights(self, version: int | None) -> None:
         """From now on only replicas with this version of the weights get work; None: all do."""
         self._weight_version = version
-        for replica in self._replica_set.replicas:
+        for replica in self._replica_set.offered:
             self._check_weights(replica, replica.weight_version)
 
     def set_weights(self, name: str, version: int) -> None:
@@ -167,8 +156,12 @@ class Router:
         replica = self._replica_set.get(name)
         if version != replica.weight_version:
             replica.cache_epoch += 1
-            self._sessions.cache_lost()
         self._check_weights(replica, version)
+
+    def _check_weights(self, replica: ReplicaState, version: int) -> None:
+        replica.weight_version = version
+        replica.is_stale = self._weight_version not in (None, version)
+        self._replica_set.refresh(replica)
 
     def assign(
         self,
@@ -178,7 +171,6 @@ class Router:
         prompt_tokens: int = 0,
         max_new_tokens: int | None = None,
         avoid: str | None = None,
-        now: float | None = None,
     ) -> Dispatch | None:
         """Choose a replica for a request and count it there; None: no replica has room.
 
@@ -192,36 +184,32 @@ class Router:
         Returns:
             The request with its `replica`; hand it to `release` when it is gone.
         """
-        replica_set, sessions = self._replica_set, self._sessions
-        new_tokens = replica_set.expected_tokens(max_new_tokens)
-        dispatch = Dispatch(session_id, prompt_tokens, new_tokens, prompt_tokens)
+        replicas, sessions = self._replica_set, self._sessions
+        dispatch = Dispatch(session_id, prompt_tokens, replicas.expect_tokens(max_new_tokens))
         sessions.recall(dispatch, group_id)
-        if avoid is not None:
-            dispatch.avoid = replica_set.find(avoid)
-        replica = self._strategy.choose(dispatch, replica_set)
+        replica = self._choose(dispatch, None if avoid is None else replicas.find(avoid))
         if replica is None:
             self._refusals += 1
             return None
-        if not replica.is_open:
-            raise EngineError(
-                f"router.strategy = {self._strategy_name!r} chose {replica.name}, which may get "
-                f"nothing now ({replica.state})"
-            )
-        dispatch.replica = replica
+        dispatch.replica, dispatch.fresh_tokens = replica, prompt_tokens
         if replica is dispatch.pinned:
-            dispatch.fresh_tokens = prompt_tokens - dispatch.warm_tokens
-        else:
-            self._moves += dispatch.pinned is not None
-            if replica in dispatch.holders:
-                dispatch.fresh_tokens = prompt_tokens - dispatch.shared_tokens
+            dispatch.fresh_tokens -= dispatch.warm_tokens
+        elif replica in dispatch.holders:
+            dispatch.fresh_tokens -= dispatch.shared_tokens
+        self._moves += replica is not dispatch.pinned and dispatch.pinned is not None
         self._decisions += 1
-        replica_set.send(dispatch, self._tick(now))
+        replicas.send(dispatch)
         sessions.note(dispatch, group_id)
         return dispatch
 
-    def release(
-        self, dispatch: Dispatch, *, generated: int | None = None, now: float | None = None
-    ) -> None:
+    def _choose(self, dispatch: Dispatch, avoid: ReplicaState | None) -> ReplicaState | None:
+        if self._strategy == "round_robin":
+            pinned = dispatch.pinned
+            may_stay = pinned is not None and pinned.is_open and pinned is not avoid
+            return pinned if may_stay else self._replica_set.choose_next(avoid)
+        return self._replica_set.choose(dispatch, self._margin, avoid)
+
+    def release(self, dispatch: Dispatch, *, generated: int | None = None) -> None:
         """A request is gone.
 
         Args:
@@ -233,15 +221,16 @@ class Router:
         """
         if not dispatch.is_counted:
             raise ValueError(f"{dispatch!r} is not in flight")
-        self._replica_set.end(dispatch, generated, self._tick(now))
+        self._replica_set.end(dispatch, generated)
         if generated is not None:
             self._sessions.grow(dispatch, generated)
 
     def report(self, name: str, load: EngineLoad, *, now: float | None = None) -> None:
-        """Take in what a replica says of itself; one that is not offered is not listened to."""
+        """Take in what a replica says of itself; a report of one that is not offered is ignored."""
         replica = self._replica_set.find(name)
+        self._now = max(self._now, 0.0 if now is None else now)
         if replica is not None:
-            self._replica_set.report(replica, load, self._tick(now))
+            self._replica_set.report(replica, load, self._now)
 
     def forget(self, session_id: str) -> None:
         """The trajectory has ended; nothing is kept for it."""
@@ -249,29 +238,32 @@ class Router:
 
     def statistics(self) -> RouterStatistics:
         """A snapshot of everything that decisions are made from."""
-        replica_set, costs = self._replica_set, self._replica_set.costs
-        replicas = tuple(load_of(replica, replica_set) for replica in replica_set.counted)
+        known = self._replica_set
+        replicas = tuple(
+            ReplicaLoad(
+                name=each.name,
+                state=each.state,
+                weight=each.weight,
+                in_flight=each.in_flight,
+                capacity=each.capacity,
+                served=each.served,
+                tokens=each.tokens,
+                load_s=known.load_s(each),
+                speed=known.speed(each),
+                tokens_per_s=each.tokens_per_s,
+                kv_used=each.kv_used,
+            )
+            for each in known.counted
+        )
         return RouterStatistics(
-            strategy=self._strategy_name,
+            strategy=self._strategy,
             decisions=self._decisions,
             moves=self._moves,
             refusals=self._refusals,
-            in_flight=replica_set.in_flight,
+            in_flight=sum(each.in_flight for each in known.counted),
             sessions=len(self._sessions),
             groups=self._sessions.group_count,
-            mean_new_tokens=replica_set.mean_new_tokens,
-            step_s=costs.step_s,
-            token_s=costs.token_s,
-            prompt_s=costs.prompt_s,
+            mean_new_tokens=known.mean_new_tokens,
+            token_s=known.token_s,
             replicas=replicas,
         )
-
-    def _check_weights(self, replica: ReplicaState, version: int) -> None:
-        replica.weight_version = version
-        replica.is_stale = self._weight_version not in (None, version)
-        self._replica_set.refresh(replica)
-
-    def _tick(self, now: float | None) -> float:
-        if now is not None and now > self._now:
-            self._now = now
-        return self._now

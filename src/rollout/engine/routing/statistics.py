@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import attrs
-
-if TYPE_CHECKING:
-    from rollout.engine.routing.replica_set import ReplicaSet
-    from rollout.engine.routing.replica_state import ReplicaState
 
 
 @attrs.frozen
@@ -16,14 +10,15 @@ class ReplicaLoad:
     """One replica as the router sees it.
 
     Attributes:
-        state: "serving", "full", "draining", "stale" (other weights than asked for), "held" (for
-            a request that starts alone) or "gone" (still with requests in flight).
+        state: "serving", "full", "draining", "stale" (other weights than required) or "gone"
+            (still with requests in flight).
         weight: Its share of the load beside replicas of weight 1.
         in_flight: Requests sent and not known to be gone.
         capacity: Requests that it accepts at once.
         served: Requests assigned since the start.
-        load_s: Estimated seconds until it has done what it has.
-        slowness: Seconds that it takes for what the usual replica does in one.
+        tokens: Tokens that its requests in flight are expected to compute.
+        load_s: Estimated seconds until it has computed them.
+        speed: How fast it is beside the median replica; 1 until that is known.
         tokens_per_s: Tokens that it generated per second, by its last two reports.
         kv_used: Share of its KV cache in use, by its last report.
     """
@@ -34,8 +29,9 @@ class ReplicaLoad:
     in_flight: int
     capacity: int
     served: int
+    tokens: float
     load_s: float
-    slowness: float
+    speed: float
     tokens_per_s: float
     kv_used: float
 
@@ -47,14 +43,12 @@ class RouterStatistics:
     Attributes:
         decisions: Requests assigned since the start.
         moves: Of these, requests of a trajectory that went elsewhere than the one before.
-        refusals: Questions that were answered with "no replica has room".
+        refusals: Requests for which no replica had room.
         in_flight: Requests sent and not known to be gone, over all replicas.
         sessions: Trajectories that are remembered.
         groups: Groups of which a trajectory is remembered.
         mean_new_tokens: What a request is expected to generate.
-        step_s: Seconds of a decoding step, whatever its batch.
-        token_s: Further seconds of a step for each request in the batch.
-        prompt_s: Seconds to compute a prompt token.
+        token_s: Seconds that a replica of median speed needs for a token.
         replicas: One entry for each replica, in the order in which they were added.
     """
 
@@ -66,23 +60,5 @@ class RouterStatistics:
     sessions: int
     groups: int
     mean_new_tokens: float
-    step_s: float
     token_s: float
-    prompt_s: float
     replicas: tuple[ReplicaLoad, ...]
-
-
-def load_of(replica: ReplicaState, replica_set: ReplicaSet) -> ReplicaLoad:
-    """A snapshot of one replica."""
-    return ReplicaLoad(
-        name=replica.name,
-        state=replica.state,
-        weight=replica.weight,
-        in_flight=replica.in_flight,
-        capacity=replica.capacity,
-        served=replica.served,
-        load_s=replica_set.load_s(replica),
-        slowness=replica.speed.slowness,
-        tokens_per_s=replica.speed.tokens_per_s,
-        kv_used=replica.kv_used,
-    )

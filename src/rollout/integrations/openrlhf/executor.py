@@ -14,8 +14,8 @@ import attrs
 from openrlhf.utils.agent import AgentExecutorBase
 
 from rollout.config import CustomEngine
-from rollout.engine.driver.engine_opening import open_engines
 from rollout.engine.placement.in_process import InProcess
+from rollout.engine.pool.opening import open_engines
 from rollout.errors import ConfigError, RolloutError
 from rollout.integrations.adapter import Adapter
 from rollout.integrations.openrlhf.llm_core import LlmCore

@@ -22,8 +22,8 @@ from verl.utils.ray_utils import auto_await
 from verl.utils.rollout_trace import RolloutTraceConfig
 from verl.utils.skip import SkipManager
 
-from rollout.engine.driver.engine_opening import open_engines
 from rollout.engine.placement.in_process import InProcess
+from rollout.engine.pool.opening import open_engines
 from rollout.errors import ConfigError
 from rollout.integrations.trainer_rows import trainer_rows
 from rollout.integrations.verl import agents

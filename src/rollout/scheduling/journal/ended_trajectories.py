@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from rollout.agents.kept_messages import TurnReader
 from rollout.chat import get_tool_parser
 from rollout.config import config_from_dict
-from rollout.engine.driver.model_template import template_of
+from rollout.engine.pool.model_template import load_model_template
 from rollout.errors import JournalError
 from rollout.scheduling.journal.journal_reading import (
     PromptKey,
@@ -46,7 +46,7 @@ class _LateTemplate:
 
     @cached_property
     def _template(self) -> ChatTemplate:
-        return template_of(self._config)
+        return load_model_template(self._config)
 
     def decode(self, ids: Sequence[int]) -> str:
         """As `ChatTemplate.decode`."""

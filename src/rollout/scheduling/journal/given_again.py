@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from rollout.agents.turn_log import Place
-    from rollout.engine.driver.generation import Generation
+    from rollout.engine.pool.generation import Generation
     from rollout.scheduling.journal.entries import AnswersEntry, TurnEntry
     from rollout.token_prefix import TokenPrefix
     from rollout.types import InvalidToolCall, ToolCall

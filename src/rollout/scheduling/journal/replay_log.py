@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from rollout.agents.turn_log import AskedCalls, Place
     from rollout.chat.trajectory import Trajectory
-    from rollout.engine.driver.generation import Generation
+    from rollout.engine.pool.generation import Generation
     from rollout.medium import Media
     from rollout.token_prefix import TokenPrefix
     from rollout.tools.answers import Answers

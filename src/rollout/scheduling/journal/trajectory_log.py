@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from rollout.agents.turn_log import AskedCalls
     from rollout.chat.trajectory import Trajectory
-    from rollout.engine.driver.generation import Generation
+    from rollout.engine.pool.generation import Generation
     from rollout.token_prefix import TokenPrefix
     from rollout.tools import ToolResult
     from rollout.tools.answers import Answers, States

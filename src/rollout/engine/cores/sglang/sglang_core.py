@@ -12,6 +12,7 @@ import msgspec
 from anyio.lowlevel import current_token
 
 from rollout.bridge import loop_poster
+from rollout.engine.channel.operations import TAGS_OF_LEVEL
 from rollout.engine.core import CORE_CLOSE_S, Chunk, EngineInfo, EngineLoad, GenerationRequest
 from rollout.engine.cores.checkpoints import check_checkpoint
 from rollout.engine.cores.open_request import OpenRequest
@@ -20,7 +21,6 @@ from rollout.engine.cores.sglang.answers import AnswerReader
 from rollout.engine.cores.sglang.generate_requests import refusal_of, request_fields, salt_of
 from rollout.engine.cores.sglang.server_arguments import SGLangOptions
 from rollout.engine.cores.sglang.server_thread import ServerThread
-from rollout.engine.wire.operations import TAGS_OF_LEVEL
 from rollout.errors import EngineError, RolloutError
 from rollout.limits import cleanup_scope
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
+from rollout.engine.channel.operations import TAGS_OF_LEVEL
 from rollout.engine.core import (
     Chunk,
     EngineInfo,
@@ -35,7 +36,6 @@ from rollout.engine.cores.simulated.vocabulary import (
     VOCAB_SIZE,
     first_bad_position,
 )
-from rollout.engine.wire.operations import TAGS_OF_LEVEL
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 #: Exit code of an engine process that a scenario lets die.
 DEATH_EXIT_CODE = 13
 #: The program of engine processes; one that simulates dies with its engine.
-_ENGINE_PROGRAM = "rollout.engine.process.child"
+_ENGINE_PROGRAM = "rollout.engine.channel.child"
 
 
 class SimulatedDeath(Exception):

@@ -10,6 +10,7 @@ import anyio
 import msgspec
 
 from rollout.bridge import loop_poster
+from rollout.engine.channel.operations import TAGS_OF_LEVEL
 from rollout.engine.core import (
     CORE_CLOSE_S,
     Chunk,
@@ -28,7 +29,6 @@ from rollout.engine.cores.transformers.worker import (
     WorkerSubmit,
     stop_text,
 )
-from rollout.engine.wire.operations import TAGS_OF_LEVEL
 from rollout.errors import EngineError
 from rollout.limits import cleanup_scope
 

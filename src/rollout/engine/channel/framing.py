@@ -1,0 +1,167 @@
+"""Messages over a byte stream: ``u32 length (little-endian) | msgpack``.
+
+Loaded in engine processes: imports msgspec and anyio only.
+"""
+
+from __future__ import annotations
+
+from struct import Struct
+from typing import TYPE_CHECKING
+
+import anyio
+
+from rollout.engine.channel.messages import FrameError, FrameTooLongError, encoder
+
+if TYPE_CHECKING:
+    import msgspec
+    from anyio.abc import ByteStream
+
+#: Bytes read at once: about a millisecond of work for the reader.
+READ_BYTES = 64 * 1024
+#: Bytes waiting to be written from which on callers should wait: eight prompts of 32k tokens.
+HIGH_WATER_BYTES = 1024 * 1024
+#: What reading or writing raises when a connection is of no more use.
+CONNECTION_ERRORS = (
+    anyio.EndOfStream,
+    anyio.BrokenResourceError,
+    anyio.ClosedResourceError,
+    OSError,
+)
+_length = Struct("<I")
+
+
+class FrameStream:
+    """Frames over a byte stream, read by one task and written by one task.
+
+    `send_nowait` only appends to a buffer; the task that runs `write_forever` sends what has
+    gathered. So a caller's cancellation never truncates a frame, and many small messages share a
+    system call.
+
+    Attributes:
+        max_frame_bytes: Longest message, either way.
+        arrivals: Counts reads that brought bytes; an arrival is a sign of life.
+        queued: Bytes that wait to be written.
+    """
+
+    def __init__(self, stream: ByteStream, *, max_frame_bytes: int) -> None:
+        self.max_frame_bytes = max_frame_bytes
+        self.arrivals = 0
+        self._stream = stream
+        self._incoming = bytearray()
+        self._outgoing = bytearray()
+        self._sending = 0
+        self._has_outgoing = anyio.Event()
+        self._written = anyio.Event()
+
+    @property
+    def queued(self) -> int:
+        """See the class."""
+        return len(self._outgoing) + self._sending
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much waits to be written that callers should wait too."""
+        return self.queued >= HIGH_WATER_BYTES
+
+    async def wait_for_room(self) -> None:
+        """Return when a caller may send more, or when nothing is written any more."""
+        while self.is_full:
+            await self._written.wait()
+
+    async def wait_until_written(self) -> None:
+        """Return when the system has taken what is queued."""
+        while self.queued:
+            await self._written.wait()
+
+    def send_nowait(self, message: msgspec.Struct) -> None:
+        """Queue one message; never waits.
+
+        Raises:
+            FrameTooLongError: It is past the maximum; nothing has been queued.
+            OverflowError: An integer does not fit into 64 bits; nothing has been queued.
+        """
+        buffer = self._outgoing
+        start = len(buffer)
+        buffer += b"\0\0\0\0"
+        try:
+            encoder.encode_into(message, buffer, -1)
+            length = len(buffer) - start - 4
+            if length > self.max_frame_bytes:
+                raise FrameTooLongError(
+                    f"{type(message).__name__} of {length} bytes; "
+                    f"{self.max_frame_bytes} are allowed"
+                )
+        except BaseException:
+            del buffer[start:]  # half a frame would end the connection
+            raise
+        _length.pack_into(buffer, start, length)
+        self._has_outgoing.set()
+
+    async def flush(self) -> None:
+        """Write what is queued; for the one task that writes."""
+        while self._outgoing:
+            data, self._outgoing = self._outgoing, bytearray()
+            self._sending = len(data)
+            await self._stream.send(data)  # type: ignore[arg-type]  # any buffer will do
+            self._sending = 0
+            written, self._written = self._written, anyio.Event()
+            written.set()
+
+    async def write_forever(self) -> None:
+        """Write messages as they are queued, until the stream breaks or the task is cancelled."""
+        while True:
+            self._has_outgoing = anyio.Event()
+            await self.flush()
+            await self._has_outgoing.wait()
+
+    async def read_one(self) -> bytearray:
+        """Return the next payload; what has arrived after it is left for later."""
+        (payload,) = await self.read(most=1)
+        return payload
+
+    async def read(self, most: int | None = None) -> list[bytearray]:
+        """Return the payloads that have arrived, at least one and at `most` so many.
+
+        Raises:
+            anyio.EndOfStream: The peer closed between two frames.
+            FrameError: It closed within one, or announced one past the maximum.
+        """
+        while not (frames := self._split_incoming(most)):
+            try:
+                self._incoming += await self._stream.receive(READ_BYTES)
+            except anyio.EndOfStream:
+                if self._incoming:
+                    raise FrameError("the connection ended in the middle of a frame") from None
+                raise
+            self.arrivals += 1
+        return frames
+
+    def _split_incoming(self, most: int | None) -> list[bytearray]:
+        """Take complete frames out of what has arrived."""
+        incoming, start = self._incoming, 0
+        frames: list[bytearray] = []
+        while len(incoming) >= start + 4 and len(frames) != most:
+            length: int = _length.unpack_from(incoming, start)[0]
+            if length > self.max_frame_bytes:
+                raise FrameError(
+                    f"a frame of {length} bytes was announced; {self.max_frame_bytes} at most"
+                )
+            stop = start + 4 + length
+            if len(incoming) < stop:
+                break
+            frames.append(incoming[start + 4 : stop])
+            start = stop
+        del incoming[:start]
+        return frames
+
+    def discard_outgoing(self) -> None:
+        """Write nothing more, and let callers that wait for that continue."""
+        self._outgoing = bytearray()
+        self._sending = 0
+        self._written.set()
+
+    async def aclose(self) -> None:
+        """Close the stream at once; safe in a cancelled scope."""
+        self.discard_outgoing()
+        with anyio.CancelScope(shield=True):  # or what comes after would be skipped
+            await anyio.aclose_forcefully(self._stream)

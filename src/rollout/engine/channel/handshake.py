@@ -1,0 +1,142 @@
+"""The proof of the shared secret, and the facts that both sides must agree on.
+
+It runs on each connection before anything else::
+
+    server -> Challenge(version, nonce)
+    client -> Hello(version, nonce, proof of both nonces, settings, expectations)
+    server -> Welcome(proof of both nonces, facts about the engine)  |  Refused(reason)
+
+Loaded in engine processes: imports msgspec and anyio only.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from typing import TYPE_CHECKING, Literal
+
+from rollout.engine.channel.framing import FrameStream
+from rollout.engine.channel.messages import (
+    PROTOCOL_VERSION,
+    Challenge,
+    ChannelSettings,
+    ClientExpectations,
+    FrameError,
+    FromClient,
+    Hello,
+    Refused,
+    Welcome,
+    decode_from_client,
+    decode_from_server,
+)
+
+if TYPE_CHECKING:
+    from anyio.abc import ByteStream
+
+    from rollout.engine.core import EngineInfo
+
+#: From the acceptance of a connection to its welcome.
+HANDSHAKE_S = 5.0
+#: The same for a driver, whose connection may have to wait until it is accepted.
+CONNECT_S = 2 * HANDSHAKE_S
+#: An unauthenticated peer cannot make us buffer more than this.
+HANDSHAKE_FRAME_BYTES = 64 * 1024
+NONCE_BYTES = 32
+
+
+class RefusedError(FrameError):
+    """The engine refused the connection, and would refuse it again."""
+
+
+def prove(secret: bytes, side: Literal["client", "server"], *nonces: bytes) -> bytes:
+    """HMAC-SHA256 over the side and both nonces: neither side can replay the other's proof."""
+    return hmac.digest(secret, side.encode() + b"".join(nonces), "sha256")
+
+
+def open_frames(stream: ByteStream) -> FrameStream:
+    """Wrap a connection that has proved nothing yet."""
+    return FrameStream(stream, max_frame_bytes=HANDSHAKE_FRAME_BYTES)
+
+
+async def authenticate_client(
+    frames: FrameStream, secret: bytes, info: EngineInfo
+) -> tuple[Hello, bytes] | None:
+    """Return a client's hello and our proof for it; None (it was refused) where it has none.
+
+    A client that expects another model is refused too.
+    """
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    frames.send_nowait(Challenge(PROTOCOL_VERSION, nonce))
+    await frames.flush()
+    hello = decode_from_client(await frames.read_one())
+    fault = _find_hello_fault(hello, secret, nonce, info)
+    if fault:
+        frames.send_nowait(Refused(fault))
+        await frames.flush()
+        return None
+    assert isinstance(hello, Hello)
+    return hello, prove(secret, "server", hello.nonce, nonce)
+
+
+def _find_hello_fault(hello: FromClient, secret: bytes, nonce: bytes, info: EngineInfo) -> str:
+    if not isinstance(hello, Hello):
+        return f"expected a hello, got {type(hello).__name__}"
+    if hello.version != PROTOCOL_VERSION:
+        return f"protocol version {hello.version}; this engine speaks {PROTOCOL_VERSION}"
+    if not hmac.compare_digest(hello.proof, prove(secret, "client", nonce, hello.nonce)):
+        return "the proof of the shared secret is wrong"
+    fault, remedy = find_mismatch(hello.expectations, info), hello.expectations.remedy
+    return f"{fault}; {remedy}" if fault and remedy else fault
+
+
+def find_mismatch(expected: ClientExpectations, info: EngineInfo) -> str:
+    """Say what the driver assumes and the engine knows to be otherwise; empty if nothing.
+
+    What either of them does not know is no mismatch.
+    """
+    if expected.vocab_size > info.vocab_size > 0:
+        return (
+            f"the driver's tokenizer knows {expected.vocab_size} ids, the engine's model "
+            f"{info.vocab_size}"
+        )
+    if expected.eos_ids and info.eos_ids and not set(expected.eos_ids) & set(info.eos_ids):
+        ours = list(info.eos_ids)
+        return f"the driver's end tokens are {list(expected.eos_ids)}, the engine's {ours}"
+    wanted, found = expected.fingerprint, info.fingerprint
+    if wanted and found and wanted != found:
+        return f"the driver expects model {wanted}, the engine serves {found}"
+    return ""
+
+
+async def authenticate_server(
+    frames: FrameStream,
+    secret: bytes,
+    settings: ChannelSettings,
+    expectations: ClientExpectations,
+) -> EngineInfo:
+    """Return the engine's facts, after each side has proved that it holds the secret.
+
+    Raises:
+        RefusedError: The engine refuses this driver, speaks another version, or does not hold the
+            secret.
+        FrameError: It is no engine of ours.
+    """
+    challenge = decode_from_server(await frames.read_one())
+    if not isinstance(challenge, Challenge):
+        raise FrameError(f"expected a challenge, got {type(challenge).__name__}")
+    if challenge.version != PROTOCOL_VERSION:
+        theirs, ours = challenge.version, PROTOCOL_VERSION
+        raise RefusedError(f"the engine speaks protocol version {theirs}; this driver {ours}")
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    proof = prove(secret, "client", challenge.nonce, nonce)
+    frames.send_nowait(Hello(PROTOCOL_VERSION, nonce, proof, settings, expectations))
+    await frames.flush()
+    # The engine may send on at once: what follows the answer stays in the stream's buffer.
+    answer = decode_from_server(await frames.read_one())
+    if isinstance(answer, Refused):
+        raise RefusedError(f"the engine refused the connection: {answer.reason}")
+    if not isinstance(answer, Welcome) or not hmac.compare_digest(
+        answer.proof, prove(secret, "server", nonce, challenge.nonce)
+    ):
+        raise RefusedError("the engine did not prove that it holds the shared secret")
+    return answer.info

@@ -1,0 +1,169 @@
+"""Images and videos on their way to an engine: each once a connection, by its digest.
+
+A request names the media of its prompt. The engine asks for those that it lacks, and starts the
+request when they have come.
+
+Loaded in engine processes: imports msgspec and anyio only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+import anyio
+import msgspec
+
+from rollout.engine.channel.messages import FrameError, MediaPart, SendMedia
+from rollout.medium import Media, PlacedMedia
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rollout.engine.channel.framing import FrameStream
+
+#: Of the content, in one frame: what a request that comes meanwhile waits for at most.
+PART_BYTES = 256 * 1024
+#: Of a frame, beside the content.
+FRAME_BYTES = 2048
+#: That an engine caches of each connection: a thousand pictures of a megapixel.
+CACHE_BYTES = 1024 * 1024 * 1024
+
+
+class MediaSender:
+    """The driver's side: sends media that the engine asks for, in parts.
+
+    A part is handed to the connection once all that waited there has been written, so requests
+    that come meanwhile go first. Several media take turns.
+
+    Attributes:
+        sent_bytes: Of the contents that were handed to the connection.
+    """
+
+    def __init__(self, frames: FrameStream) -> None:
+        self.sent_bytes = 0
+        self._frames = frames
+        self._part_bytes = max(1024, min(PART_BYTES, frames.max_frame_bytes - FRAME_BYTES))
+        self._queue, self._queued = anyio.create_memory_object_stream[tuple[Media, int]](math.inf)
+
+    def queue(self, media: Iterable[PlacedMedia], digests: Iterable[str]) -> None:
+        """Send what the engine lacks of the media of a request.
+
+        Raises:
+            FrameError: It asks for something else.
+        """
+        held = {placed.medium.digest: placed.medium for placed in media}
+        for digest in digests:
+            if digest not in held:
+                raise FrameError("the engine asks for media that its request does not have")
+            self._queue.send_nowait((held[digest], 0))
+
+    async def run(self) -> None:
+        """Send what is queued, until cancelled."""
+        with self._queue, self._queued:
+            async for medium, start in self._queued:
+                stop = start + self._part_bytes
+                self._send_part(medium, start, stop)
+                if stop < len(medium.content):
+                    self._queue.send_nowait((medium, stop))
+                await self._frames.wait_until_written()
+
+    def _send_part(self, medium: Media, start: int, stop: int) -> None:
+        part = medium.content[start:stop]
+        self._frames.send_nowait(
+            MediaPart(
+                digest=medium.digest,
+                content=part,
+                medium=None if start else msgspec.structs.replace(medium, content=b""),
+                is_last=stop >= len(medium.content),
+            )
+        )
+        self.sent_bytes += len(part)
+
+
+class _Arrival:
+    """A medium that was asked for."""
+
+    def __init__(self) -> None:
+        self.facts: Media | None = None
+        self.parts: list[bytes] = []
+        self.medium: Media | None = None
+        self.arrived = anyio.Event()
+
+
+class MediaReceiver:
+    """The engine's side of one connection: asks for media, and caches them for later requests.
+
+    Args:
+        frames: Of the connection.
+        cache_bytes: Of the contents that are cached; the least recently used ones go first, and
+            are asked for again where a later request names them.
+    """
+
+    def __init__(self, frames: FrameStream, cache_bytes: int) -> None:
+        self._frames = frames
+        self._cache_bytes = cache_bytes
+        self._cached: OrderedDict[str, Media] = OrderedDict()
+        self._bytes = 0
+        self._arriving: dict[str, _Arrival] = {}
+
+    async def collect(
+        self, request_id: str, places: tuple[tuple[str, int, int], ...]
+    ) -> tuple[PlacedMedia, ...]:
+        """Return the media of a request, once all of them are there.
+
+        Cancellation leaves what was asked for to other requests.
+
+        Args:
+            places: Digest, start and count of each; see `Submit.media`.
+        """
+        media: dict[str, Media] = {}
+        arrivals: dict[str, _Arrival] = {}
+        missing: list[str] = []
+        for digest in dict.fromkeys(digest for digest, _, _ in places):
+            if digest in self._cached:
+                self._cached.move_to_end(digest)
+                media[digest] = self._cached[digest]
+                continue
+            if digest not in self._arriving:
+                missing.append(digest)
+                self._arriving[digest] = _Arrival()
+            arrivals[digest] = self._arriving[digest]
+        if missing:
+            self._frames.send_nowait(SendMedia(request_id, tuple(missing)))
+        for digest, arrival in arrivals.items():
+            await arrival.arrived.wait()
+            assert arrival.medium is not None
+            media[digest] = arrival.medium
+        return tuple(PlacedMedia(media[digest], start, count) for digest, start, count in places)
+
+    def take(self, part: MediaPart) -> None:
+        """Take the next part of a medium.
+
+        Raises:
+            FrameError: Nobody asked for it, or it is out of order.
+        """
+        digest = part.digest
+        arrival = self._arriving.get(digest)
+        if arrival is None:
+            raise FrameError(f"a part of a medium that was not asked for: {digest[:12]!r}")
+        if (arrival.facts is None) != (part.medium is not None):
+            raise FrameError(f"parts of the medium {digest[:12]!r} out of their order")
+        arrival.facts = arrival.facts or part.medium
+        arrival.parts.append(part.content)
+        if part.is_last:
+            assert arrival.facts is not None
+            content = b"".join(arrival.parts)
+            medium = msgspec.structs.replace(arrival.facts, content=content, digest=digest)
+            del self._arriving[digest]
+            self._cache(medium)
+            arrival.medium = medium
+            arrival.arrived.set()
+
+    def _cache(self, medium: Media) -> None:
+        self._cached[medium.digest] = medium
+        self._bytes += len(medium.content)
+        while self._bytes > self._cache_bytes:
+            _, oldest = self._cached.popitem(last=False)
+            self._bytes -= len(oldest.content)

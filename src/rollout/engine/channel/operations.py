@@ -1,0 +1,101 @@
+"""Operations of an engine beside generating: weights and memory.
+
+Loaded in engine processes: imports msgspec and anyio only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from anyio import to_thread
+
+from rollout.engine.weights import DiskWeights, DistributedWeights
+from rollout.errors import EngineError
+
+#: What the levels of sleep release.
+TAGS_OF_LEVEL = {1: ("kv_cache",), 2: ("kv_cache", "weights")}
+ALL_TAGS = TAGS_OF_LEVEL[2]
+
+
+class LoadWeights(msgspec.Struct, frozen=True, array_like=True, tag="load_weights"):
+    """Load other weights; what is sampled from then on has this version."""
+
+    version: int
+    source: DiskWeights
+
+
+class ReceiveWeights(msgspec.Struct, frozen=True, array_like=True, tag="receive_weights"):
+    """Join a broadcast; the result is the directory of what came, or empty."""
+
+    source: DistributedWeights
+
+
+class DropWeights(msgspec.Struct, frozen=True, array_like=True, tag="drop_weights"):
+    """Remove a directory that came of `ReceiveWeights`."""
+
+    path: str
+
+
+class Sleep(msgspec.Struct, frozen=True, array_like=True, tag="sleep"):
+    """Release memory; see `SleepingCore.sleep`."""
+
+    level: int
+
+
+class WakeUp(msgspec.Struct, frozen=True, array_like=True, tag="wake_up"):
+    """Take memory back; see `SleepingCore.wake_up`."""
+
+    tags: tuple[str, ...]
+
+
+class FlushCache(msgspec.Struct, frozen=True, array_like=True, tag="flush_cache"):
+    """Forget what was computed of earlier requests."""
+
+
+Operation = LoadWeights | ReceiveWeights | DropWeights | Sleep | WakeUp | FlushCache
+
+
+async def carry_out(core: Any, operation: Operation) -> str:
+    """Have `core` do it; what came of it, where there is something to say.
+
+    Raises:
+        EngineError: It cannot; or whatever it raises.
+    """
+    match operation:
+        case LoadWeights(version, source):
+            await _method(core, "update_weights", "change its weights")(version, source)
+        case ReceiveWeights(sent):
+            return await _receive(core, sent)
+        case DropWeights(path):
+            await to_thread.run_sync(_drop, path)
+        case Sleep(level):
+            await _method(core, "sleep", "release its memory")(level)
+        case WakeUp(tags):
+            await _method(core, "wake_up", "release its memory")(tags)
+        case FlushCache():
+            await _method(core, "flush_cache", "flush its cache")()
+    return ""
+
+
+async def _receive(core: Any, sent: DistributedWeights) -> str:
+    _method(core, "update_weights", "change its weights")
+    from rollout.engine.weight_broadcasting import receive_weights  # torch
+
+    device = core.info.device or "cuda"
+    return await to_thread.run_sync(receive_weights, sent, device, abandon_on_cancel=True)
+
+
+def _drop(path: str) -> None:
+    from rollout.engine.weight_staging import is_staged, unstage
+
+    if not is_staged(path):
+        raise EngineError(f"{path} is no directory of received weights")
+    unstage(path)
+
+
+def _method(core: Any, name: str, ability: str) -> Any:
+    method = getattr(core, name, None)
+    if method is None:
+        raise EngineError(f"{type(core).__name__} cannot {ability}")
+    return method

@@ -1,0 +1,1 @@
+"""The driver's engines: replicas kept alive, requests placed on them, answers gathered."""

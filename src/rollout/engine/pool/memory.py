@@ -1,0 +1,168 @@
+"""The memory of a pool's engines: released while a trainer needs it, and taken back."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import anyio
+
+from rollout.engine.channel.operations import ALL_TAGS, TAGS_OF_LEVEL, FlushCache, Sleep, WakeUp
+from rollout.errors import ChannelError, EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Collection, Iterable
+
+    from rollout.engine.channel.channel import Channel
+    from rollout.engine.pool.replica import Replica
+    from rollout.engine.pool.request_runner import RequestRunner
+
+    Work = Callable[[Replica, Channel], Awaitable[None]]
+
+
+class MemoryManager:
+    """Puts all replicas to sleep and wakes them; requests wait meanwhile.
+
+    Args:
+        limit_s: How long a replica may take.
+    """
+
+    def __init__(
+        self, requests: RequestRunner, replicas: Collection[Replica], *, limit_s: float
+    ) -> None:
+        self._released: frozenset[str] = frozenset()  # by tags; empty while the replicas are awake
+        self._requests = requests
+        self._replicas = replicas
+        self._limit_s = limit_s
+
+    async def sleep(self, level: int) -> None:
+        """Cut running requests off, which resume when awake, and release memory.
+
+        Raises:
+            EngineError: A replica cannot, and nothing has been cut off; or it could not, and all
+                are awake, and requests resume.
+        """
+        if level not in TAGS_OF_LEVEL:
+            raise EngineError(f"level = {level!r}; expected 1 or 2")
+        for replica in self._replicas:
+            channel = replica.channel
+            if channel is not None and channel.info.no_sleep:
+                raise EngineError(f"{replica.name}: {channel.info.no_sleep}")
+        if not self._requests.is_admission_blocked:
+            self._requests.is_admission_blocked = True
+            self._requests.pause_deadlines(running=True)
+        self._released |= frozenset(TAGS_OF_LEVEL[level])
+        try:
+            await self._do_on_each(partial(_sleep, level))
+        except EngineError:
+            self._released = frozenset()
+            try:
+                await self._do_on_each(_wake_all)
+            finally:
+                self._resume_requests()
+            raise
+
+    async def wake_up(self, tags: Iterable[str]) -> None:
+        """Take memory back; once all of it is, requests resume.
+
+        Raises:
+            EngineError: A replica could not; it is restarted.
+        """
+        wanted = frozenset(tags)
+        unknown = sorted(wanted - frozenset(ALL_TAGS))
+        if unknown:
+            raise EngineError(f"tags: {unknown[0]!r}; expected {', '.join(ALL_TAGS)}")
+        woken, self._released = self._released & wanted, self._released - wanted
+        try:
+            if woken:
+                await self._do_on_each(partial(_wake, woken))
+        finally:
+            if not self._released:
+                self._resume_requests()
+
+    async def flush_cache(self) -> None:
+        """Have every replica forget what it computed of earlier requests.
+
+        Raises:
+            EngineError: A replica could not.
+        """
+        await self._do_on_each(_flush)
+
+    async def bring_up(self, replica: Replica, channel: Channel) -> None:
+        """Have a replica that does not serve yet release what the others have released."""
+        while replica.released != self._released:  # they may wake meanwhile
+            wanted = self._released
+            surplus = replica.released - wanted
+            if surplus:
+                await replica.command(channel, WakeUp(tuple(sorted(surplus))))
+            else:
+                await replica.command(channel, Sleep(2 if "weights" in wanted else 1))
+            replica.released = wanted
+
+    def _resume_requests(self) -> None:
+        if self._requests.is_admission_blocked:
+            self._requests.is_admission_blocked = False
+            self._requests.resume_deadlines()
+        self._requests.queue.call_next()
+
+    async def _do_on_each(self, work: Work) -> None:
+        """Do it on every replica that serves, side by side.
+
+        Raises:
+            EngineError: One of them could not, or took too long and is restarted.
+        """
+        errors: list[EngineError] = []
+        async with anyio.create_task_group() as tasks:
+            for replica in self._replicas:
+                if replica.channel is not None and replica.is_serving:
+                    tasks.start_soon(self._do_on_one, work, replica, replica.channel, errors)
+        if errors:
+            raise errors[0]
+
+    async def _do_on_one(
+        self, work: Work, replica: Replica, channel: Channel, errors: list[EngineError]
+    ) -> None:
+        """Do it; `channel`: that by which it served, for it may be removed before."""
+        try:
+            with anyio.fail_after(self._limit_s):
+                await work(replica, channel)
+        except ChannelError:
+            return  # it comes back as it is to be
+        except TimeoutError:
+            why = f"{replica.name}: no answer after engine.start_timeout_s = {self._limit_s:g} s"
+            replica.restart(channel, why)
+            errors.append(EngineError(why))
+        except EngineError as error:
+            errors.append(error)
+
+
+async def _sleep(level: int, replica: Replica, channel: Channel) -> None:
+    await replica.interrupt_requests()
+    await replica.command(channel, Sleep(level))
+    replica.released |= frozenset(TAGS_OF_LEVEL[level])
+
+
+async def _wake(tags: frozenset[str], replica: Replica, channel: Channel) -> None:
+    try:
+        await replica.command(channel, WakeUp(tuple(sorted(tags))))
+    except ChannelError:
+        raise
+    except EngineError as error:
+        replica.restart(channel, f"it does not wake up: {error}")
+        raise
+    replica.released -= tags
+
+
+async def _wake_all(replica: Replica, channel: Channel) -> None:
+    """Wake a replica, whose refusal means that it had not been put to sleep."""
+    try:
+        await replica.command(channel, WakeUp(ALL_TAGS))
+    except ChannelError:
+        raise
+    except EngineError:
+        pass
+    replica.released = frozenset()
+
+
+async def _flush(replica: Replica, channel: Channel) -> None:
+    await replica.command(channel, FlushCache())

@@ -1,0 +1,210 @@
+"""From a configuration to running engines."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from rollout.config import (
+    CustomEngine,
+    HttpEngine,
+    InProcessPlacement,
+    LocalProcessPlacement,
+    RayPlacement,
+    RolloutConfig,
+    SGLangEngine,
+    SimulatedEngine,
+    TransformersEngine,
+)
+from rollout.config.engines import SGLANG_OWN
+from rollout.config.placements import gpus_of
+from rollout.engine.channel.messages import ChannelSettings
+from rollout.engine.channel.sockets import TlsFiles
+from rollout.engine.model_files import model_path_fault
+from rollout.engine.placement.in_process import InProcess
+from rollout.engine.placement.local_process import LocalProcess
+from rollout.engine.placement.placement import CoreSpec, Placement
+from rollout.engine.placement.ray import open_ray_actors
+from rollout.engine.pool.pool import EnginePool, ExpectationsGiver, expect_nothing
+from rollout.engine.pool.request_runner import limit_last_answer
+from rollout.engine.routing import Router
+from rollout.errors import EngineError
+from rollout.function_refs import refuse_while_imported
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from rollout.observe.event_stream import EventStream
+
+
+#: Fields of a kind of engine that its core takes under the same names.
+_CORE_OPTIONS = {
+    TransformersEngine: "dtype device threads max_running max_queued context_length",
+    SimulatedEngine: "routed_experts",
+    SGLangEngine: (
+        "dtype device threads tensor_parallel memory_fraction max_running max_queued "
+        "context_length deterministic routed_experts"
+    ),
+    HttpEngine: "api api_key_variable max_requests",
+}
+_CORES = {
+    TransformersEngine: "rollout.engine.cores.transformers:TransformersCore",
+    SimulatedEngine: "rollout.engine.cores.simulated.simulated_core:SimulatedCore",
+    SGLangEngine: "rollout.engine.cores.sglang:SGLangCore",
+    HttpEngine: "rollout.engine.cores.http:HttpCore",
+}
+
+
+def build_core_spec(config: RolloutConfig, replica: int) -> CoreSpec:
+    """Which core serves this configuration, with its arguments for one replica, by its slot.
+
+    Raises:
+        EngineError: This installation has no core for it, the model's path leads nowhere, or each
+            of `engine.urls` has a replica.
+    """
+    engine, model = config.engine, config.model
+    if isinstance(engine, CustomEngine):
+        return CoreSpec(engine.core, dict(engine.options))
+    kind = type(engine)
+    if kind not in _CORES:
+        raise EngineError(f"engine.kind = {engine.kind!r}: this version has no core for it")
+    options: dict[str, Any] = {
+        **{name: getattr(engine, name) for name in _CORE_OPTIONS[kind].split()},
+        "stream_interval": engine.stream_interval,
+        "stream_interval_s": config.channel.stream_interval_s,
+    }
+    if isinstance(engine, SimulatedEngine):
+        return CoreSpec(_CORES[kind], {**options, "replica": replica, **engine.scenario})
+    options.update(
+        model=model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
+    )
+    if isinstance(engine, HttpEngine):
+        options["url"] = _find_url(engine, replica)
+        return CoreSpec(_CORES[kind], options)
+    fault = model_path_fault(model.path)
+    if fault:
+        raise EngineError(fault)
+    if isinstance(engine, SGLangEngine):
+        options["server_args"] = _build_server_args(config, engine, replica)
+    return CoreSpec(_CORES[kind], options)
+
+
+def _find_url(engine: HttpEngine, replica: int) -> str:
+    if replica >= len(engine.urls):
+        raise EngineError(
+            f"engine.urls names {len(engine.urls)} servers, and each has a replica; none is left"
+        )
+    return engine.urls[replica]
+
+
+def _build_server_args(config: RolloutConfig, engine: SGLangEngine, replica: int) -> dict[str, Any]:
+    server_args = dict(engine.server_args)
+    own = sorted(SGLANG_OWN & server_args.keys())
+    if replica > 0 and own:  # it was added; a configuration with several is refused
+        raise EngineError(
+            f"engine.server_args.{own[0]} = {server_args[own[0]]!r}: expected none for a second "
+            "replica: each needs its own"
+        )
+    if engine.device == "cuda" and isinstance(config.placement, LocalProcessPlacement):
+        # They share a machine: each replica takes the next GPUs of it.
+        server_args.setdefault("base_gpu_id", replica * engine.tensor_parallel)
+    shares_gpus = isinstance(config.placement, RayPlacement) and bool(config.placement.colocate)
+    if engine.device == "cuda" and (engine.sleep_between_batches or shares_gpus):
+        server_args.setdefault("enable_memory_saver", True)
+    return server_args
+
+
+def build_replica_spec(config: RolloutConfig, replica: int) -> CoreSpec:
+    """`build_core_spec`, with what its connections are encrypted with."""
+    channel, spec = config.channel, build_core_spec(config, replica)
+    if not (channel.tls_certificate and channel.tls_key and channel.tls_authority):
+        return spec
+    files = TlsFiles(channel.tls_certificate, channel.tls_key, channel.tls_authority)
+    return attrs.evolve(spec, tls=files)
+
+
+def build_channel_settings(config: RolloutConfig) -> ChannelSettings:
+    """How the channels of this configuration are run."""
+    channel = config.channel
+    return ChannelSettings(
+        heartbeat_s=channel.heartbeat_s,
+        heartbeat_timeout_s=channel.heartbeat_timeout_s,
+        reconnect_s=channel.reconnect_s,
+        max_frame_bytes=channel.max_frame_bytes,
+        stream_interval=config.engine.stream_interval,
+        stream_interval_s=channel.stream_interval_s,
+    )
+
+
+@asynccontextmanager
+async def open_placement(config: RolloutConfig) -> AsyncIterator[Placement]:
+    """The placement of this configuration.
+
+    Raises:
+        EngineError: Engines cannot be placed there.
+    """
+    match config.placement:
+        case InProcessPlacement():
+            yield InProcess()
+        case LocalProcessPlacement(python=python):
+            yield LocalProcess(python=python)
+        case RayPlacement() as ray:
+            async with open_ray_actors(
+                address=ray.address,
+                python=ray.python,
+                resources={"GPU": gpus_of(config.engine, ray), "CPU": ray.cpus_per_replica},
+                nodes=ray.nodes,
+                colocate=ray.colocate,
+                machines=ray.machines_per_replica,
+            ) as actors:
+                yield actors
+
+
+@asynccontextmanager
+async def open_engines(
+    config: RolloutConfig,
+    expectations: ExpectationsGiver = expect_nothing,
+    events: EventStream | None = None,
+    *,
+    placement: Placement | None = None,
+) -> AsyncIterator[EnginePool]:
+    """The engines of a configuration, serving; none is left when the block has been left.
+
+    As many serve as `engine.min_replicas` says; the others join later.
+
+    Args:
+        expectations: Gives what the driver assumes about the model; awaited before each connect.
+        events: Takes what happens to them.
+        placement: Where they live; None: where the configuration says.
+
+    Raises:
+        EngineError: Too many of them did not start, with what one said.
+    """
+    refuse_while_imported("open_engines")
+    engine, router, recovery = config.engine, config.router, config.recovery
+    async with open_placement(config) if placement is None else nullcontext(placement) as place:
+        pool = EnginePool(
+            placement=place,
+            specs=[build_replica_spec(config, replica) for replica in range(engine.replicas)],
+            router=Router(
+                strategy=router.strategy,
+                move_margin=router.move_margin,
+                move_margin_s=router.move_margin_s,
+            ),
+            start_timeout_s=engine.start_timeout_s,
+            load_shares=router.weights,
+            make_spec=partial(build_replica_spec, config),
+            min_replicas=engine.min_replicas,
+            policy=recovery.policy,
+            wait_s=recovery.wait_s,
+            settings=build_channel_settings(config),
+            expectations=expectations,
+            backoff_s=recovery.backoff_s,
+            last_answer_s=limit_last_answer(config.limits.cleanup_s),
+            events=events,
+        )
+        async with pool.serving():
+            yield pool

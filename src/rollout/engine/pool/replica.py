@@ -1,0 +1,518 @@
+"""One replica of the engine, from its first start to its end.
+
+`Replica.run` is its whole life, read from top to bottom: start the engine, connect to it, bring it
+up to date, serve until the session is lost; connect anew, or restart the engine; end.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Protocol
+
+import anyio
+import attrs
+
+from rollout.engine.channel.channel import Channel, connect_channel
+from rollout.engine.channel.handshake import CONNECT_S
+from rollout.engine.channel.messages import ChannelSettings, ClientExpectations
+from rollout.engine.core import EngineLoad
+from rollout.engine.placement.placement import CoreSpec, Placement, ReplicaHandle
+from rollout.engine.pool.generation import TokenCounts
+from rollout.engine.routing import Router
+from rollout.engine.weights import DiskWeights, DistributedWeights
+from rollout.errors import ChannelError, EngineError
+from rollout.limits import cleanup_scope
+from rollout.observe.event_stream import EventStream
+from rollout.observe.events import ReplicaChanged, ReplicaSampled
+from rollout.scopes import open_task_group
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable
+
+    from rollout.engine.channel.operations import Operation
+    from rollout.engine.routing import ReplicaState
+
+logger = logging.getLogger("rollout.engine")
+
+#: The longest pause before a replica is restarted, unless the first one is longer.
+MAX_BACKOFF_S = 30.0
+#: The pause is the longest one long before; a thousand times would be no float any more.
+MAX_DOUBLINGS = 30
+#: A replica that served this long was lost by something new: its next pause is the first again.
+STABLE_S = 60.0
+#: Between two attempts to connect anew.
+RECONNECT_PAUSE_S = 0.2
+#: To give back what a placement keeps for a replica.
+RELEASE_S = 10.0
+#: An abort can be lost within an engine: it is sent again as often.
+ABORT_AGAIN_S = 1.0
+
+
+class Notifier:
+    """Wakes all tasks that wait for a change; costs nothing where none does."""
+
+    def __init__(self) -> None:
+        self._changed: anyio.Event | None = None
+
+    async def wait(self) -> None:
+        """Return at the next `notify`."""
+        if self._changed is None:
+            self._changed = anyio.Event()
+        await self._changed.wait()
+
+    def notify(self) -> None:
+        """Wake all waiting tasks."""
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
+
+
+@attrs.define(eq=False)
+class Loss:
+    """A session that was lost, as the requests remember it that were in flight there.
+
+    Attributes:
+        reason: Why it was lost.
+        is_excused: The driver ended it, or an operation of the driver broke the engine: no request
+            is to blame.
+        is_process_lost: Whether the engine had to be restarted; known once `settled` has fired.
+    """
+
+    reason: str
+    is_excused: bool = False
+    is_process_lost: bool = False
+    settled: anyio.Event = attrs.field(factory=anyio.Event)
+
+    def settle(self, *, is_process_lost: bool) -> None:
+        """It is known now what became of the engine."""
+        self.is_process_lost = is_process_lost and not self.is_excused
+        self.settled.set()
+
+
+@attrs.frozen(eq=False)
+class SentWeights:
+    """Weights that replicas were told to load.
+
+    Attributes:
+        version: What the tokens sampled with them are stamped with.
+        source: Where they find them.
+        is_staged: Those are files of ours.
+    """
+
+    version: int
+    source: DiskWeights | DistributedWeights
+    is_staged: bool = False
+
+
+class SentRequest(Protocol):
+    """A request in flight on a replica."""
+
+    loss: Loss | None
+
+    @property
+    def request_id(self) -> str:
+        """Of the request that was sent."""
+
+    def interrupt(self) -> None:
+        """It is cut off by the driver, and resumes later from the tokens that it has."""
+
+    def resume(self) -> None:
+        """Its trajectory's time counts again."""
+
+
+@attrs.frozen(kw_only=True)
+class ReplicaSettings:
+    """How replicas are started and kept.
+
+    Attributes:
+        channel: How channels are run.
+        expectations: Gives what the driver assumes about the model; awaited before each connect.
+        start_timeout_s: From the start of the engine's process until it answers.
+        backoff_s: Pause before the first restart; doubled at each further loss or failed start.
+        prepare: Brings a connected replica up to date; raises an `EngineError` where that cannot
+            be, and the replica is restarted.
+        on_change: Called when a replica comes to serve, is lost, fails to start or ends.
+        on_load: Called with each load report of a replica that serves.
+    """
+
+    placement: Placement
+    router: Router
+    channel: ChannelSettings
+    expectations: Callable[[], Awaitable[ClientExpectations]]
+    start_timeout_s: float
+    backoff_s: float
+    prepare: Callable[[Replica, Channel], Awaitable[None]]
+    on_change: Callable[[Replica], None]
+    on_load: Callable[[Replica, EngineLoad], None]
+    events: EventStream
+
+
+class Replica:
+    """One engine over all of its starts and sessions.
+
+    Attributes:
+        state: "starting", "serving", "lost", "restarting", "removed" or "closed".
+        starts: How often it has come to serve.
+        last_error: Why it does not serve; empty while it does, and before its first start.
+        start_error: What its last start failed with.
+        channel, routed: While it serves.
+        requests: Those in flight there for which a caller waits.
+        weights: What it was sent last since its engine started; None: what it started with.
+        released: Memory that its engine has released, by tags.
+        machines, is_here, machine: As in `ReplicaHandle`.
+        tokens: What became of the tokens that arrived from it.
+        is_drained: It gets nothing new, also after a restart.
+        is_leaving: It is being removed.
+        changed: Notified when a request there is gone, and when it is lost.
+        tried: Fires when its first start has succeeded or failed.
+        gone: It has ended and is not restarted.
+        prompt_tokens, cached_tokens: Of the requests that it has answered, and those of them that
+            it had computed before.
+    """
+
+    def __init__(
+        self, name: str, spec: CoreSpec, load_share: float, settings: ReplicaSettings
+    ) -> None:
+        self.name, self.spec, self.load_share = name, spec, load_share
+        self.state = "starting"
+        self.starts = 0
+        self.last_error = ""
+        self.start_error: EngineError | None = None
+        self.channel: Channel | None = None
+        self.routed: ReplicaState | None = None
+        self.requests: dict[SentRequest, None] = {}
+        self.weights: SentWeights | None = None
+        self.released: frozenset[str] = frozenset()
+        self.machines, self.is_here, self.machine = 1, True, ""
+        self.tokens = TokenCounts()
+        self.prompt_tokens = self.cached_tokens = 0
+        self.is_drained = self.is_leaving = False
+        self.changed = Notifier()
+        self.tried = anyio.Event()
+        self.gone = anyio.Event()
+        self._settings = settings
+        self._scope = anyio.CancelScope()
+        self._loss: Loss | None = None
+        self._commands = 0
+        self._must_restart = False
+        self._media_bytes = 0
+        self._emit("starting")
+
+    # Its life.
+
+    async def run(self) -> None:
+        """Keep the engine serving until the replica is removed, or the pool closes.
+
+        A start that fails is tried again, after pauses that grow.
+        """
+        backoff_s, longest_s = self._settings.backoff_s, MAX_BACKOFF_S
+        losses = 0
+        try:
+            with self._scope:
+                while True:
+                    served_s = 0.0
+                    try:
+                        served_s = await self._run_engine()
+                    except EngineError as error:
+                        logger.error("%s did not start: %s", self.name, error)
+                        self._note_failed_start(error)
+                    losses = 0 if served_s >= STABLE_S else losses
+                    self._set_state("restarting")
+                    pause_s = backoff_s * 2 ** min(losses, MAX_DOUBLINGS)
+                    await anyio.sleep(min(pause_s, max(longest_s, backoff_s)))
+                    losses += 1
+        finally:
+            try:
+                with cleanup_scope(RELEASE_S):
+                    await self._settings.placement.release(self.name)
+            finally:
+                self.last_error = ""
+                self._set_state("removed" if self.is_leaving else "closed")
+                self.tried.set()
+                self.gone.set()
+                self._settings.on_change(self)
+
+    async def _run_engine(self) -> float:
+        """Start the engine and serve by it, session after session, until it must be restarted.
+
+        Returns for how long it served. An engine before it is gone: its context was left.
+
+        Raises:
+            EngineError: It did not start, or could not be brought up to date.
+        """
+        settings, served_s = self._settings, 0.0
+        self.weights, self.released, self._must_restart = None, frozenset(), False
+        placed = settings.placement.open_replica(self.name, self.spec, settings.start_timeout_s)
+        try:
+            async with placed as handle:
+                self.machines, self.is_here = handle.machines, handle.is_here
+                self.machine = handle.machine
+                patience_s = 0.0
+                while not (self._must_restart or handle.died.is_set()):
+                    try:
+                        async with self._connect(handle, patience_s) as channel:
+                            self._settle_loss(is_process_lost=False)
+                            served_s += await self._serve(channel, handle)
+                    except ChannelError as error:
+                        if served_s == 0.0:
+                            raise
+                        logger.warning("%s: %s", self.name, error)
+                        break
+                    patience_s = settings.channel.reconnect_s
+        finally:
+            self._settle_loss(is_process_lost=True)
+        return served_s
+
+    @asynccontextmanager
+    async def _connect(self, handle: ReplicaHandle, patience_s: float) -> AsyncIterator[Channel]:
+        """A session with the engine; for `patience_s` it is tried again while the engine lives."""
+        expectations = await self._settings.expectations()
+        give_up_at = anyio.current_time() + patience_s
+        while True:
+            left_s = give_up_at - anyio.current_time()
+            async with AsyncExitStack() as stack:
+                connecting = connect_channel(
+                    self.name,
+                    handle.connect,
+                    handle.secret,
+                    settings=self._settings.channel,
+                    expectations=expectations,
+                    timeout_s=max(left_s, RECONNECT_PAUSE_S) if patience_s else CONNECT_S,
+                )
+                try:
+                    channel = await stack.enter_async_context(connecting)
+                except ChannelError:
+                    if handle.died.is_set() or anyio.current_time() >= give_up_at:
+                        raise
+                else:
+                    yield channel
+                    return
+            await anyio.sleep(RECONNECT_PAUSE_S)
+
+    async def _serve(self, channel: Channel, handle: ReplicaHandle) -> float:
+        """Serve by one session until it is lost; returns for how long it served."""
+        async with open_task_group() as tasks:
+            tasks.start_soon(_lose_when_dead, channel, handle.died)
+            try:
+                await self._settings.prepare(self, channel)
+                if channel.lost.is_set():
+                    raise ChannelError(channel.lost_reason)
+                self._begin_serving(channel)
+                began = anyio.current_time()
+                await channel.lost.wait()
+            finally:
+                channel.close()
+                self._media_bytes += channel.media_bytes
+                self.channel = None
+        logger.warning("lost %s", channel.lost_reason)
+        if channel.lost_cause != "connection":
+            self._must_restart = True
+        return anyio.current_time() - began
+
+    def _begin_serving(self, channel: Channel) -> None:
+        """Let the router send requests to it, and close its books on the way to its loss."""
+        self.channel = channel
+        self.routed = self._settings.router.add(
+            self.name,
+            channel.info.max_requests,
+            weight=self.load_share,
+            weight_version=channel.info.weight_version,
+        )
+        if self.is_drained:
+            self._settings.router.drain(self.name)
+        # At once, so that no request is sent to a replica that is known to be lost.
+        channel.on_lost = self._note_loss
+        channel.on_load = self._report_load
+        self.starts += 1
+        self.last_error = ""
+        self._set_state("serving", capacity=channel.info.most_at_once)
+        self.tried.set()
+        self._settings.on_change(self)
+
+    def _note_loss(self) -> None:
+        """The session is lost: called before any of its requests learns of it."""
+        channel = self.channel
+        assert channel is not None
+        if self._commands:  # the engine may have done them, or half of one
+            self._must_restart = True
+        is_excused = channel.lost_cause in ("closed", "operation") or self._commands > 0
+        self._loss = Loss(channel.lost_reason, is_excused)
+        for request in self.requests:
+            request.loss = self._loss
+        self._settings.router.remove(self.name)
+        self.routed = None
+        self.note_error(channel.lost_reason)
+        self._set_state("lost", channel.lost_reason)
+        self._settings.on_change(self)
+
+    def _settle_loss(self, *, is_process_lost: bool) -> None:
+        if self._loss is not None:
+            self._loss.settle(is_process_lost=is_process_lost)
+            self._loss = None
+
+    def _note_failed_start(self, error: EngineError) -> None:
+        self.start_error = error
+        self.note_error(str(error))
+        self.tried.set()
+        self._settings.on_change(self)
+
+    def _set_state(self, state: str, why: str = "", *, capacity: int = 0) -> None:
+        self.state = state
+        self._emit(state, why, capacity)
+        self.changed.notify()
+
+    # What others ask of it.
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether the router may choose it: its session is not lost."""
+        return self.routed is not None
+
+    def restart(self, channel: Channel, why: str) -> None:
+        """Have the engine restarted, unless the session `channel` is over already."""
+        if channel.lost_cause is None:
+            self._must_restart = True
+            channel.close(why)
+
+    def remove(self) -> None:
+        """End it for good; its requests resume elsewhere."""
+        self.is_leaving = True
+        self._scope.cancel()
+
+    def note_error(self, why: str) -> None:
+        """Keep why it does not serve."""
+        self.last_error = self.add_name(why)
+
+    def add_name(self, why: str) -> str:
+        """An error with the replica's name."""
+        return why if why.startswith(self.name) else f"{self.name}: {why}"
+
+    async def command(self, channel: Channel, operation: Operation) -> str:
+        """Have the engine do something; see `Channel.command`.
+
+        An engine whose session is lost meanwhile is restarted: nobody knows what it has done.
+        """
+        self._commands += 1
+        try:
+            return await channel.command(operation)
+        finally:
+            self._commands -= 1
+
+    async def wait_empty(self) -> None:
+        """Return when nothing is in flight there, or when it is lost."""
+        routed = self.routed
+        while routed is not None and routed.in_flight and self.routed is routed:
+            await self.changed.wait()
+
+    async def interrupt_requests(self) -> None:
+        """Cut its requests off, which later resume from their tokens, and `wait_empty`."""
+        is_empty = False
+        while not is_empty:
+            for request in tuple(self.requests):
+                request.interrupt()
+                if self.channel is not None:
+                    self.channel.abort_nowait(request.request_id)
+            with anyio.move_on_after(ABORT_AGAIN_S):
+                await self.wait_empty()
+                is_empty = True
+
+    # What is known of it.
+
+    @property
+    def in_flight(self) -> int:
+        """Requests sent and not known to be gone, aborted ones included."""
+        return self.routed.in_flight if self.routed is not None else 0
+
+    @property
+    def media_bytes(self) -> int:
+        """Bytes of images and videos that it was sent, over all of its sessions."""
+        return self._media_bytes + (self.channel.media_bytes if self.channel else 0)
+
+    def statistics(self) -> ReplicaStatistics:
+        """A snapshot."""
+        return ReplicaStatistics(
+            name=self.name,
+            state=self.state,
+            in_flight=self.in_flight,
+            zombies=self.channel.aborting if self.channel else 0,
+            starts=self.starts,
+            tokens=attrs.evolve(self.tokens),
+            media_bytes=self.media_bytes,
+            last_error=self.last_error,
+        )
+
+    def _report_load(self, load: EngineLoad) -> None:
+        self._settings.router.report(self.name, load, now=anyio.current_time())
+        self._settings.on_load(self, load)
+
+    def sample(self, load: EngineLoad) -> ReplicaSampled:
+        """What it does, by its engine's report and by what was sent there."""
+        channel, routed = self.channel, self.routed
+        return ReplicaSampled(
+            at=self._settings.events.now(),
+            replica=self.name,
+            running=load.running,
+            queued=load.queued,
+            in_flight=self.in_flight,
+            zombies=channel.aborting if channel else 0,
+            capacity=channel.info.most_at_once if channel else 0,
+            kv_used=load.kv_used,
+            tokens_per_s=routed.tokens_per_s if routed else 0.0,
+            generated_tokens=load.generated_tokens,
+            preemptions=load.preemptions,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+        )
+
+    def _emit(self, state: str, why: str = "", capacity: int = 0) -> None:
+        events = self._settings.events
+        if events.is_on:
+            events.emit(
+                ReplicaChanged(
+                    at=events.now(), replica=self.name, state=state, why=why, capacity=capacity
+                )
+            )
+
+
+@attrs.frozen
+class ReplicaStatistics:
+    """One replica now.
+
+    Attributes:
+        state: "starting", "serving", "lost", "restarting" (it waits to be started again, or
+            starts), "removed" or "closed".
+        in_flight: Requests sent and not known to be gone, zombies included.
+        zombies: Cancelled requests whose end is not confirmed.
+        starts: How often it has come to serve.
+        tokens: What became of the tokens that arrived from it, over all of its starts.
+        media_bytes: Of images and videos that it was sent, over all of its starts.
+        last_error: Why it does not serve; empty while it does.
+    """
+
+    name: str
+    state: str
+    in_flight: int
+    zombies: int
+    starts: int
+    tokens: TokenCounts = attrs.field(factory=TokenCounts)
+    media_bytes: int = 0
+    last_error: str = ""
+
+
+def find_missing(replicas: Iterable[ReplicaStatistics]) -> tuple[str, ...]:
+    """Names of those that do not serve and were not removed."""
+    return tuple(r.name for r in replicas if r.state not in ("serving", "removed", "closed"))
+
+
+def describe_errors(replicas: Iterable[Replica]) -> str:
+    """Why each of them does not serve, without those that were removed."""
+    staying = [replica for replica in replicas if not replica.is_leaving]
+    errors = [each.last_error or f"{each.name}: {each.state}" for each in staying]
+    return "; ".join(errors) or "all were removed"
+
+
+async def _lose_when_dead(channel: Channel, died: anyio.Event) -> None:
+    await died.wait()
+    channel.lose("the engine died", "process")

@@ -1,0 +1,88 @@
+"""Checks of requests before they are sent, and of token ids that have arrived.
+
+An id outside the vocabulary can kill an engine, and a trainer. A sampling field of another type
+ends the connection to the engine for all requests on it; agents may assign what they like.
+"""
+
+from __future__ import annotations
+
+from typing import Any, get_type_hints
+
+import msgspec
+import numpy as np
+
+from rollout.engine.core import SamplingParams
+from rollout.errors import EngineError
+from rollout.token_prefix import TokenPrefix
+
+#: Negative ids are the largest of all.
+_UNSIGNED = np.dtype(np.uint32)
+_ENCODER = msgspec.msgpack.Encoder()
+#: As the engine's side reads it.
+_DECODER = msgspec.msgpack.Decoder(SamplingParams)
+_TYPES = get_type_hints(SamplingParams, include_extras=True)
+
+
+def describe_outside_id(ids: bytes, vocab_size: int, start: int = 0) -> str:
+    """Describe the first id that is not of the vocabulary; empty where all are.
+
+    Args:
+        ids: Packed int32.
+        vocab_size: Of the engine; 0 where it is not known, and only negative ids are outside.
+        start: Position of the first id.
+    """
+    if not ids:
+        return ""
+    values, end = np.frombuffer(ids, _UNSIGNED), vocab_size or 2**31
+    if values.item(values.argmax()) < end:
+        return ""
+    at = int(np.argmax(values >= end))
+    of = f" of {vocab_size} ids" if vocab_size else ""
+    return (
+        f"token id {values.view(np.int32)[at]} at position {start + at} is outside the engine's "
+        f"vocabulary{of}"
+    )
+
+
+def check_ids(prompt: bytes | TokenPrefix, vocab_size: int) -> None:
+    """Check the ids of a prompt; of a prefix, only those that were not checked before.
+
+    Raises:
+        EngineError: An id is outside the vocabulary; names it and its position.
+    """
+    if not isinstance(prompt, TokenPrefix):
+        fault = describe_outside_id(prompt, vocab_size)
+    else:
+        packed = prompt.packed(prompt.checked)
+        fault = describe_outside_id(packed, vocab_size, prompt.checked)
+        if not fault:
+            prompt.checked = prompt.length
+    if fault:
+        raise EngineError(fault)
+
+
+def check_sampling(sampling: SamplingParams) -> None:
+    """Check that an engine can read these.
+
+    Raises:
+        EngineError: A field has another type, or is out of its range; names it and its value.
+    """
+    try:
+        _DECODER.decode(_ENCODER.encode(sampling))
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        fault = describe_sampling_fault(sampling) or f"sampling: {error}"
+        raise EngineError(fault, reason="sampling") from None
+
+
+def describe_sampling_fault(sampling: Any) -> str:
+    """Describe which field is wrong, its value and what was expected; empty where none is."""
+    if not isinstance(sampling, SamplingParams):
+        return f"sampling = {sampling!r:.80}: expected SamplingParams"
+    for name, kind in _TYPES.items():
+        value = getattr(sampling, name)
+        try:
+            msgspec.convert(value, kind)
+        except msgspec.ValidationError as error:
+            expected = str(error).replace("Expected", "expected", 1)
+            return f"sampling.{name} = {value!r:.80}: {expected}"
+    return ""

@@ -1,0 +1,425 @@
+"""Runs generations: their requests are placed, sent, waited for, and made again where needed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, Literal
+
+import anyio
+import attrs
+
+from rollout.bridge import loop_clock
+from rollout.engine.core import WHOLE_ANSWERS
+from rollout.engine.pool.replica import describe_errors
+from rollout.engine.pool.wait_queue import WaitQueue
+from rollout.limits import cleanup_scope
+from rollout.observe.events import RequestEnded, RequestPlaced
+from rollout.seeds import RequestIds, split_session
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from rollout.engine.channel.channel import Channel
+    from rollout.engine.pool.replica import Replica
+    from rollout.engine.pool.requests import Request
+    from rollout.engine.routing import Dispatch, Router
+    from rollout.limits import Clock
+    from rollout.observe.event_stream import EventStream
+    from rollout.observe.explanation import Wait
+
+RecoveryPolicy = Literal["resume", "restart", "fail"]
+
+#: After so many engine processes, or broken connections, were lost with a request of a generation
+#: in flight, it fails: it may be what they die of.
+MAX_LOST_PROCESSES = 3
+MAX_CUTS = 20
+#: Malformed answers before a generation fails.
+MAX_MALFORMED = 3
+#: Reasons of trajectories whose requests are not made again, whatever `scheduling.max_retries` is.
+LOST_ENGINES, NO_ENGINE = "lost_engines", "no_engine"
+#: Seconds before a request that a full engine refused is placed again; doubled up to the second.
+REFUSED_BACKOFF_S = 0.05
+MAX_REFUSED_BACKOFF_S = 1.0
+#: It is past that second long before; a thousand times would be no float any more.
+MAX_DOUBLINGS = 10
+#: How long a cancelled request waits for its last answer. An engine gives it between two of its
+#: steps; `rollout run` gives up on trajectories somewhat later.
+LAST_ANSWER_S = 1.0
+#: Between two interruptions of the requests of carried trajectories.
+ABORT_AGAIN_S = 1.0
+
+
+def limit_last_answer(cleanup_s: float) -> float:
+    """How long a cancelled request waits, where whatever is cancelled has `cleanup_s` to end."""
+    return min(LAST_ANSWER_S, cleanup_s / 2)
+
+
+@attrs.define
+class RecoveryCounts:
+    """What was done about requests whose replica was lost.
+
+    Attributes:
+        resumed: Resumed elsewhere from the tokens that they had.
+        restarted: Restarted; the tokens that they had were dropped.
+        failed: Failed, because too many engines were lost with them in flight.
+    """
+
+    resumed: int = 0
+    restarted: int = 0
+    failed: int = 0
+
+
+class RequestRunner:
+    """Runs the requests of a pool.
+
+    Args:
+        policy: What becomes of a request whose replica is lost.
+        last_answer_s: How long a cancelled request waits for the tokens that it has not got yet.
+
+    Attributes:
+        is_open: Whether there is a pool; requests that wait for a place after that learn so.
+        is_admission_blocked: Whether none may be sent for now.
+        active: Requests that have not ended, also those that wait for a place.
+        queue: Those that wait.
+        counts: What was done about lost ones.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        replicas: Mapping[str, Replica],
+        policy: RecoveryPolicy,
+        last_answer_s: float,
+        events: EventStream,
+    ) -> None:
+        self.is_open = self.is_admission_blocked = False
+        self.active: dict[Request, None] = {}
+        self.queue = WaitQueue(lambda: router.has_room and not self.is_admission_blocked)
+        self.counts = RecoveryCounts()
+        self._router, self._replicas = router, replicas
+        self._policy: RecoveryPolicy = policy
+        self._last_answer_s = last_answer_s
+        self._events = events
+        self._ids = RequestIds()
+        self._now = loop_clock()
+        self._pauses = 0
+        self._paused_s = 0.0  # of pauses that are over
+        self._paused_since = 0.0
+
+    async def run(self, request: Request) -> None:
+        """Make requests until the generation has its answer; see `EnginePool.generate`.
+
+        Cancelled, it has the engine end the request, and waits a moment for the tokens that the
+        last answer brings: they have been sampled already.
+        """
+        avoid: str | None = None
+        self.active[request] = None
+        try:
+            while True:
+                await self._wait_carried(request)
+                dispatch = await self._place(request, avoid)
+                if dispatch is None:
+                    continue  # its trajectory was carried meanwhile
+                await self._send(request, dispatch)
+                if await self._is_over(request):
+                    return
+                is_only_one = len(self._router.replicas) == 1
+                is_cut_off = request.finish_reason == "abort"
+                avoid = None if is_cut_off or is_only_one else dispatch.replica.name
+        finally:
+            request.resume()
+            del self.active[request]
+
+    async def _wait_carried(self, request: Request) -> None:
+        """Wait until its trajectory continues; that time is charged to nobody."""
+        if request.clock.carried_since is None:
+            return
+        began = self._now()
+        try:
+            await request.clock.wait_carried()
+        finally:
+            request.generation.held_s += self._now() - began
+
+    # A place on a replica.
+
+    async def _place(self, request: Request, avoid: str | None) -> Dispatch | None:
+        """Find a replica, by priority where requests wait; None where the trajectory is carried.
+
+        Args:
+            avoid: A replica that gets it only where no other one does.
+
+        Raises:
+            EngineError: No replica serves, and none has for too long.
+        """
+        request.waits_since = self._now()
+        dispatch = None if self.queue else self._assign(request, avoid)
+        while dispatch is None:
+            if not self.is_open:
+                raise request.fail("the engines are closed", reason=NO_ENGINE)
+            if self._pauses:
+                request.pause()
+            is_called = await self.queue.wait(request)
+            if not is_called and self.queue.is_closed:
+                why = describe_errors(self._replicas.values())
+                raise request.fail(f"no engine is left: {why}", reason=NO_ENGINE)
+            if not is_called or request.clock.carried_since is not None:
+                self.queue.call_next()
+                return None
+            dispatch = self._assign(request, avoid)
+        self.queue.call_next()  # there may be room for the next one too
+        return dispatch
+
+    def _assign(self, request: Request, avoid: str | None) -> Dispatch | None:
+        request.placed_at = self._now()
+        if self.is_admission_blocked:
+            return None
+        dispatch = self._router.assign(
+            request.session_id,
+            group_id=request.group_id,
+            prompt_tokens=request.prompt_tokens,
+            max_new_tokens=request.tokens_left,
+            avoid=avoid,
+        )
+        return self._assign(request, None) if dispatch is None and avoid is not None else dispatch
+
+    # The request there.
+
+    async def _send(self, request: Request, dispatch: Dispatch) -> None:
+        """Send a request, and return when the engine no longer works on it."""
+        replica = self._replicas[dispatch.replica.name]
+        channel = replica.channel
+        assert channel is not None  # the router offers no other
+        request.begin(replica, dispatch)
+        try:
+            await self._submit(request, replica, channel)
+            try:
+                await request.done.wait()
+            except anyio.get_cancelled_exc_class():
+                request.is_cancelled = True
+                channel.abort_nowait(request.request_id)
+                with cleanup_scope(self._last_answer_s):
+                    await request.done.wait()
+                request.is_abandoned = True
+                raise
+            except BaseException:  # the coroutine is closed, and may not be awaited in
+                channel.abort_nowait(request.request_id)
+                request.is_abandoned = True
+                raise
+            finally:
+                if self._events.is_on:
+                    self._emit_ended(request)
+        finally:
+            request.is_running = False
+            replica.requests.pop(request, None)
+            replica.changed.notify()
+
+    async def _submit(self, request: Request, replica: Replica, channel: Channel) -> None:
+        try:
+            if channel.is_full:
+                await channel.wait_for_room()
+            request_id = self._ids.new()
+            submit = request.build_submit(request_id, self._now())
+            request.generation.begin(request_id, replica.name)
+            replica.requests[request] = None
+            channel.submit_nowait(submit, request)
+        except BaseException:  # nothing was sent
+            self.release(request)
+            raise
+        if self._events.tells_all:
+            self._emit_placed(request)
+
+    def release(self, request: Request) -> None:
+        """The engine does not work on a request, or no longer: give its place back."""
+        dispatch, replica, generated = request.dispatch, request.replica, None
+        assert dispatch is not None
+        assert replica is not None
+        if request.finish_reason in WHOLE_ANSWERS and not request.is_abandoned:
+            generation = request.generation
+            generated = generation.parts[-1].count
+            replica.prompt_tokens += dispatch.prompt_tokens
+            replica.cached_tokens += generation.cached_tokens
+        self._router.release(dispatch, generated=generated)
+        replica.changed.notify()
+        self.queue.call_next()
+
+    # What comes after it.
+
+    async def _is_over(self, request: Request) -> bool:
+        """Whether the generation has its answer; returns when the next request may be made.
+
+        Raises:
+            EngineError: There is no next request.
+        """
+        if request.is_lost or request.is_malformed:
+            await self._count_failure(request)
+            if self._policy == "fail":
+                raise request.fail(request.error)
+            if request.is_complete():
+                return True
+            self._resume_or_restart(request)
+            return False
+        match request.finish_reason:
+            case "abort" if self._was_aborted_early(request):
+                request.generation.finish_reason = None
+                if request.is_complete():
+                    return True
+                field = request.find_stateful_field()
+                if field:
+                    request.generation.restart(f"it was interrupted (sampling.{field})")
+                return False
+            case "rejected":
+                pause_s = REFUSED_BACKOFF_S * 2 ** min(request.refusals, MAX_DOUBLINGS)
+                request.refusals += 1
+                await anyio.sleep(min(pause_s, MAX_REFUSED_BACKOFF_S))
+                return False
+            case "error":
+                name = request.generation.replica
+                raise request.fail(request.error or f"{name}: the engine failed")
+        return True
+
+    def _was_aborted_early(self, request: Request) -> bool:
+        """Whether the abort was the driver's, or by a deadline that has been put off since."""
+        return request.is_interrupted or (
+            self._now() < request.limit.deadline.at != request.deadline
+        )
+
+    async def _count_failure(self, request: Request) -> None:
+        """Count a lost or malformed answer, and end a generation that has had too many."""
+        if request.is_malformed:
+            request.malformed += 1
+            if request.malformed > MAX_MALFORMED:
+                raise request.fail(request.error)
+        if request.loss is None:  # malformed, or never sent
+            return
+        lost, cuts = request.count_losses()
+        request.losses.append(request.loss)
+        if lost >= MAX_LOST_PROCESSES - 1:  # it matters what this one is
+            await request.loss.settled.wait()
+            lost, cuts = request.count_losses()
+        if lost >= MAX_LOST_PROCESSES or cuts >= MAX_CUTS:
+            self.counts.failed += 1
+            what = f"{lost} engines" if lost >= MAX_LOST_PROCESSES else f"{cuts} connections"
+            reasons = "; ".join(loss.reason for loss in request.losses[-MAX_LOST_PROCESSES:])
+            raise request.fail(
+                f"{what} were lost with the request of {request.session_id} in flight ({reasons})",
+                reason=LOST_ENGINES,
+            )
+
+    def _resume_or_restart(self, request: Request) -> None:
+        field = request.find_stateful_field()
+        if field or self._policy == "restart":
+            rule = f"sampling.{field}" if field else "recovery.policy"
+            request.generation.restart(f"{request.error} ({rule})")
+            self.counts.restarted += 1
+        else:
+            request.generation.resumes += 1
+            self.counts.resumed += 1
+
+    # All of them.
+
+    def pause_deadlines(self, *, running: bool) -> None:
+        """Time counts for `batch_s` only until `resume_deadlines`, or until a request is sent.
+
+        Args:
+            running: For those in flight too, and not only for those that wait for a place.
+        """
+        if not self._pauses:
+            self._paused_since = self._now()
+        self._pauses += 1
+        for request in self.active:
+            if running or not request.is_running:
+                request.pause()
+
+    def resume_deadlines(self) -> None:
+        """End one `pause_deadlines`."""
+        self._pauses -= 1
+        if not self._pauses:
+            self._paused_s += self._now() - self._paused_since
+            for request in self.active:
+                request.resume()
+
+    def paused_s(self) -> float:
+        """For how long that has been so, in all."""
+        return self._paused_s + (self._now() - self._paused_since if self._pauses else 0.0)
+
+    async def interrupt_carried(self, clocks: Collection[Clock]) -> None:
+        """Cut off the requests of carried trajectories; returns when none is in flight."""
+        carried = set(clocks)
+        requests = [each for each in self.active if each.clock in carried]
+        for request in requests:
+            if request.queue_scope is not None:
+                request.queue_scope.cancel()
+        while running := [each for each in requests if each.is_running]:
+            for request in running:
+                request.interrupt()
+                if request.replica is not None and request.replica.channel is not None:
+                    request.replica.channel.abort_nowait(request.request_id)
+            with anyio.move_on_after(ABORT_AGAIN_S):
+                for request in running:
+                    await request.done.wait()
+                return
+
+    def describe_waits(self, now: float) -> dict[str, list[Wait]]:
+        """What each generation waits for, by the name of its trajectory's main conversation."""
+        waits: dict[str, list[Wait]] = defaultdict(list)
+        for request in self.active:
+            trajectory, path = split_session(request.session_id)
+            waits[trajectory].append(request.describe_wait(path, now))
+        return waits
+
+    # Events.
+
+    def _emit_placed(self, request: Request) -> None:
+        self._events.emit(
+            RequestPlaced(
+                at=self._events.since_start(request.placed_at),
+                trajectory=request.trajectory,
+                session=request.session_id,
+                request=request.request_id,
+                replica=request.generation.replica,
+                queue_s=request.placed_at - request.waits_since,
+            )
+        )
+
+    def _emit_ended(self, request: Request) -> None:
+        part, dispatch = request.generation.parts[-1], request.dispatch
+        assert dispatch is not None
+        finish_reason: str | None = request.finish_reason
+        if finish_reason is None:
+            finish_reason = "lost" if request.is_lost else "cancelled"
+            finish_reason = "error" if request.is_malformed else finish_reason
+        facts = (
+            request.trajectory,
+            request.session_id,
+            part,
+            request.waits_since,
+            request.placed_at,
+            request.first_at,
+            self._now(),
+            dispatch.prompt_tokens,
+            request.generation.cached_tokens if request.finish_reason else 0,
+            finish_reason,
+        )
+        self._events.tell(_make_request_ended, facts)
+
+
+def _make_request_ended(start: float, facts: Sequence[Any]) -> tuple[RequestEnded, None]:
+    trajectory, session, part, began, placed, first, now = facts[:7]
+    prompt_tokens, cached_tokens, finish_reason = facts[7:]
+    first = now if first is None else first
+    event = RequestEnded(
+        at=now - start,
+        trajectory=trajectory,
+        session=session,
+        request=part.request_id,
+        replica=part.replica,
+        began=began - start,
+        queue_s=placed - began,
+        prefill_s=first - placed,
+        decode_s=now - first,
+        prompt_tokens=prompt_tokens,
+        cached_tokens=cached_tokens,
+        tokens=part.count,
+        finish_reason=finish_reason,
+    )
+    return event, None

@@ -1,0 +1,325 @@
+"""Which weights the replicas of a pool are to have, and how they get them."""
+
+from __future__ import annotations
+
+import logging
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import msgspec
+
+from rollout.engine.channel.operations import LoadWeights
+from rollout.engine.pool.replica import Notifier, Replica, SentWeights, describe_errors
+from rollout.engine.pool.weight_broadcast import WeightBroadcast, check_gpus
+from rollout.engine.weight_staging import stage, unstage
+from rollout.engine.weights import (
+    UPDATE_MODES,
+    DiskWeights,
+    DistributedWeights,
+    TensorWeights,
+    WeightSource,
+)
+from rollout.errors import EngineError
+from rollout.worker_threads import run_in_thread
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from rollout.engine.channel.channel import Channel
+    from rollout.engine.pool.request_runner import RequestRunner
+    from rollout.engine.routing import Router
+    from rollout.engine.weights import UpdateMode
+
+logger = logging.getLogger("rollout.engine")
+
+#: Why a replica that started waits.
+UNREACHED = "the current ones were sent once, or are in the memory of the driver's machine"
+#: What the router takes a replica's version for while it gets other weights: none is ever required.
+NO_WEIGHTS = -1
+
+
+class WeightUpdater:
+    """The current weights of a pool, and their changes, one after the other.
+
+    All replicas that serve have the current weights, or none of them has: one about which that is
+    not certain is restarted, and does not serve before it has them.
+
+    Args:
+        limit_s: How long a replica may load, and how long it may take to end requests before.
+        changes: Notified when a replica comes to serve, or failed to.
+
+    Attributes:
+        version: Of the last update that was completed; None before the first one.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        requests: RequestRunner,
+        replicas: Collection[Replica],
+        *,
+        limit_s: float,
+        changes: Notifier,
+    ) -> None:
+        self.version: int | None = None
+        self._router = router
+        self._requests = requests
+        self._replicas = replicas
+        self._limit_s = limit_s
+        self._changes = changes
+        self._current: SentWeights | None = None
+        self._staged: list[SentWeights] = []  # whose files are still there
+        self._errors: dict[Replica, EngineError] = {}  # of those that did not load the current ones
+        self._updates = Notifier()
+        self._broadcast: WeightBroadcast | None = None  # how the current ones reach replicas
+
+    async def bring_up(self, replica: Replica, channel: Channel) -> None:
+        """Give a replica that does not serve yet the current weights.
+
+        Raises:
+            EngineError: It cannot load them, or has others than it was sent.
+            ChannelError: It was lost.
+        """
+        has = replica.weights  # of an engine that lives on after its connection broke
+        if has is not None and channel.info.weight_version != has.version:
+            raise EngineError(
+                f"{replica.name} has weights of version {channel.info.weight_version}; "
+                f"expected {has.version}"
+            )
+        while self._current is not replica.weights:  # they may change meanwhile
+            wanted = self._current
+            if wanted is None:
+                raise EngineError(f"{replica.name}: the weights that it has were taken back")
+            try:
+                if not _can_reach(replica, wanted):
+                    why = f"{replica.name} waits for the next weights: {UNREACHED}"
+                    logger.warning(why)
+                    replica.note_error(why)
+                    await self._updates.wait()
+                else:
+                    await self._load(replica, channel, wanted)
+            except EngineError as error:
+                if wanted is self._current:
+                    self._errors[replica] = error
+                    raise
+                if channel.lost.is_set():
+                    raise
+
+    async def update(self, version: int, source: WeightSource, mode: UpdateMode) -> None:
+        """Have the replicas that serve load new weights, side by side.
+
+        A replica gets new requests when it has them. Where none serves, the first one that comes
+        to serve has them.
+
+        Raises:
+            EngineError: None of them could; all have the weights that they had, those that broke
+                after their restart.
+        """
+        self._check_reach(source)
+        weights = await _stage(version, source)
+        self._requests.pause_deadlines(running=mode != "wait")
+        try:
+            await self._change(weights, mode)
+            self.version = version
+        finally:
+            self._requests.resume_deadlines()
+
+    def _check_reach(self, source: WeightSource) -> None:
+        """Raise an `EngineError` where a replica that serves could not load them."""
+        serving = [replica for replica in self._replicas if replica.is_serving]
+        count = len(serving)
+        is_broadcast = isinstance(source, DistributedWeights)
+        if isinstance(source, DistributedWeights) and source.world_size != count + 1:
+            raise EngineError(
+                f"world_size = {source.world_size}; expected {count + 1}: the sender and "
+                f"{count} replicas that serve"
+            )
+        for replica in serving:
+            where = ""
+            if is_broadcast and replica.machines > 1:
+                where = f"spread over {replica.machines} machines"
+            elif isinstance(source, TensorWeights) and not replica.is_here:
+                where = "on another machine than the driver"
+            if where:
+                raise EngineError(
+                    f"{replica.name} is {where}, where {type(source).__name__} do not reach; "
+                    "expected DiskWeights in a directory that every machine sees"
+                )
+        if isinstance(source, DistributedWeights) and source.backend == "nccl":
+            check_gpus(serving)
+
+    async def _change(self, weights: SentWeights, mode: UpdateMode) -> None:
+        self._staged.append(weights)
+        before, self._current, self._errors = self._current, weights, {}
+        self._router.require_weights(weights.version)
+        serving = {
+            replica: replica.channel
+            for replica in self._replicas
+            if replica.channel is not None and replica.is_serving
+        }
+        if isinstance(weights.source, DistributedWeights):
+            self._broadcast = WeightBroadcast(weights.source, list(serving))
+        self._updates.notify()
+        for replica in serving:
+            self._router.set_weights(replica.name, NO_WEIGHTS)
+        async with anyio.create_task_group() as tasks:
+            for replica, channel in serving.items():
+                tasks.start_soon(self._update_one, replica, channel, weights, mode)
+        if not serving:
+            await self._wait_for_first(weights)
+        if not self._is_served(weights) and (self._errors or self._has_replicas()):
+            why = self._describe_failure(weights)
+            self._restore(before)
+            await self._discard_others()
+            raise EngineError(why)
+        for replica, error in self._errors.items():
+            if replica.is_serving and replica.weights is not weights:  # it has not come back yet
+                _restart(replica, f"other weights are needed: {error}")
+        await self._discard_others()
+
+    async def _update_one(
+        self, replica: Replica, channel: Channel, weights: SentWeights, mode: UpdateMode
+    ) -> None:
+        """Empty a replica and have it load; its refusal or loss is noted.
+
+        One that is lost gets the current weights when it comes back.
+
+        Args:
+            channel: That by which it served: it may be removed before this task begins.
+        """
+        try:
+            if mode == "wait":
+                await replica.wait_empty()
+            elif mode == "abort_and_resume":
+                await self._interrupt(replica)
+            await self._load(replica, channel, weights)
+        except EngineError as error:
+            self._errors[replica] = error
+            return
+        for request in replica.requests:  # those that stayed
+            request.resume()
+        if replica.channel is channel and replica.is_serving:
+            self._router.set_weights(replica.name, weights.version)
+            self._requests.queue.call_next()
+
+    async def _interrupt(self, replica: Replica) -> None:
+        with anyio.move_on_after(self._limit_s) as scope:
+            await replica.interrupt_requests()
+        if scope.cancelled_caught:
+            _restart(replica, f"requests have not ended {self._limit_s:g} s after their aborts")
+
+    async def _load(self, replica: Replica, channel: Channel, weights: SentWeights) -> None:
+        try:
+            with anyio.fail_after(self._limit_s):
+                if isinstance(weights.source, DiskWeights):
+                    await replica.command(channel, LoadWeights(weights.version, weights.source))
+                else:
+                    assert self._broadcast is not None  # a later one waits for other weights
+                    await self._broadcast.load(replica, channel, weights.version)
+        except TimeoutError:
+            error = EngineError(
+                f"{channel.name}: the weights of version {weights.version} are not loaded after "
+                f"engine.start_timeout_s = {self._limit_s:g} s"
+            )
+            replica.restart(channel, str(error))  # it may get them yet: nobody knows what it has
+            raise error from None
+        channel.info = msgspec.structs.replace(channel.info, weight_version=weights.version)
+        replica.weights = weights
+
+    async def _wait_for_first(self, weights: SentWeights) -> None:
+        """Return when a replica that comes back serves with them, or when none of them will."""
+        with anyio.move_on_after(2 * self._limit_s):  # to start, and to load them
+            while not self._is_served(weights) and self._has_replicas(without=self._errors):
+                await self._changes.wait()
+
+    def _is_served(self, weights: SentWeights) -> bool:
+        """Whether a replica serves with these weights."""
+        return any(each.is_serving and each.weights is weights for each in self._replicas)
+
+    def _has_replicas(self, without: Collection[Replica] = ()) -> bool:
+        """Whether there are others than these, serving or not."""
+        return any(not each.gone.is_set() and each not in without for each in self._replicas)
+
+    def _describe_failure(self, weights: SentWeights) -> str:
+        """Why no replica has these weights, by each replica."""
+        if not self._errors:
+            errors = describe_errors(self._replicas)
+            return f"no engine serves with the weights of version {weights.version}: {errors}"
+        found = {each: str(self._errors.get(each) or each.last_error) for each in self._replicas}
+        return "; ".join(each.add_name(error) for each, error in found.items() if error)
+
+    def _restore(self, before: SentWeights | None) -> None:
+        """No replica could load the new weights: those with the old ones serve with them again."""
+        self._current = before
+        self._updates.notify()
+        self._router.require_weights(before.version if before else None)
+        for replica in self._replicas:
+            channel = replica.channel
+            if channel is not None and replica.is_serving and replica.weights is before:
+                self._router.set_weights(replica.name, channel.info.weight_version)
+            else:
+                _restart(replica, "its weights were taken back")
+        self._requests.queue.call_next()
+
+    async def aclose(self) -> None:
+        """Remove staged files; the engines are gone."""
+        self._current = None
+        await self._discard_others()
+
+    async def _discard_others(self) -> None:
+        """Remove the files of weights that are not the current ones."""
+        others = [each for each in self._staged if each is not self._current]
+        self._staged = [each for each in self._staged if each is self._current]
+        for weights in others:
+            if weights.is_staged and isinstance(weights.source, DiskWeights):
+                with anyio.CancelScope(shield=True):  # gigabytes take a second, and no more
+                    await run_in_thread(unstage, weights.source.path)
+
+
+def _can_reach(replica: Replica, weights: SentWeights) -> bool:
+    """Whether a replica that has just started can still get these weights."""
+    if isinstance(weights.source, DistributedWeights):
+        return False
+    return replica.is_here or not weights.is_staged
+
+
+def _restart(replica: Replica, why: str) -> None:
+    """Have a replica restarted that serves; none of its requests is to blame."""
+    if replica.channel is not None:
+        replica.restart(replica.channel, why)
+
+
+async def _stage(version: int, source: WeightSource) -> SentWeights:
+    """Put tensors where every engine of this machine finds them; other sources stay as they are.
+
+    Raises:
+        EngineError: There is no room for them.
+    """
+    if not isinstance(source, TensorWeights):
+        return SentWeights(version, source)
+    path = await anyio.to_thread.run_sync(stage, source)
+    return SentWeights(version, DiskWeights(path), is_staged=True)
+
+
+def check_update(version: Any, source: Any, mode: Any) -> int:
+    """Check the arguments of an update; returns the version.
+
+    Raises:
+        EngineError: One is wrong.
+    """
+    if mode not in UPDATE_MODES:
+        raise EngineError(f"mode = {mode!r:.80}; expected {', '.join(UPDATE_MODES)}")
+    is_integer = isinstance(version, Integral) and not isinstance(version, bool)
+    if not is_integer or not 0 <= version < 2**31:
+        raise EngineError(f"version = {version!r:.80}; expected 0 to 2**31 - 1")
+    if not isinstance(source, WeightSource):
+        raise EngineError(
+            f"source = {source!r:.80}; expected DiskWeights, TensorWeights or DistributedWeights"
+        )
+    if isinstance(source, msgspec.Struct):  # it goes to the engines
+        try:
+            msgspec.convert(msgspec.to_builtins(source), type(source))
+        except (TypeError, msgspec.ValidationError) as error:
+            raise EngineError(f"source = {source!r:.80}; {error}") from error
+    return int(version)

@@ -1,0 +1,237 @@
+"""Frames and the handshake, over streams in memory."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import anyio
+import pytest
+from anyio.abc import SocketAttribute, SocketStream
+from trio.testing import MockClock
+
+from fake_core import CountingCore
+from rollout.engine.channel import messages
+from rollout.engine.channel.channel import connect_channel
+from rollout.engine.channel.framing import FrameStream
+from rollout.engine.channel.handshake import (
+    authenticate_client,
+    authenticate_server,
+    open_frames,
+    prove,
+)
+from rollout.engine.channel.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Challenge,
+    ChannelSettings,
+    ClientExpectations,
+    FrameError,
+    Hello,
+    Refused,
+    Welcome,
+    decode_from_client,
+    decode_from_server,
+)
+from rollout.engine.channel.server import EngineServer
+from rollout.engine.channel.sockets import connect_engine
+from rollout.engine.core import Chunk, EngineInfo
+from rollout.engine.placement.memory import MemoryByteStream, memory_stream_pair
+
+pytestmark = pytest.mark.anyio
+SECRET = b"s" * 32
+INFO = EngineInfo(
+    vocab_size=10, eos_ids=(1,), context_length=99, fingerprint="f", max_requests=4, core="c"
+)
+
+
+@pytest.fixture
+def anyio_backend() -> object:
+    """Virtual time."""
+    return ("trio", {"clock": MockClock(autojump_threshold=0)})
+
+
+async def read_all(frames: FrameStream, count: int) -> list[object]:
+    received: list[object] = []
+    while len(received) < count:
+        received += [decode_from_client(payload) for payload in await frames.read()]
+    return received
+
+
+@pytest.mark.parametrize("max_read", [1, 3, None])
+async def test_frames_short_reads_arrive_complete_and_in_order(max_read: int | None) -> None:
+    left, right = memory_stream_pair(max_read=max_read)
+    sender, receiver = open_frames(left), open_frames(right)
+    sent = [Abort(f"{n}" * (1 + 50 * n)) for n in range(8)]
+    for message in sent:
+        sender.send_nowait(message)
+    await sender.flush()
+    assert decode_from_client(await receiver.read_one()) == sent[0]
+    assert await read_all(receiver, 7) == sent[1:]
+
+
+async def test_frames_message_that_cannot_be_encoded_leaves_the_stream_intact() -> None:
+    left, right = memory_stream_pair()
+    sender = open_frames(left)
+    sender.send_nowait(Abort("1"))
+    with pytest.raises(OverflowError):
+        sender.send_nowait(Hello(2**70, b"", b""))
+    sender.send_nowait(Abort("2"))
+    await sender.flush()
+    assert await read_all(open_frames(right), 2) == [Abort("1"), Abort("2")]
+
+
+async def test_read_peer_closes_between_frames_is_the_end() -> None:
+    left, right = memory_stream_pair()
+    await left.aclose()
+    with pytest.raises(anyio.EndOfStream):
+        await open_frames(right).read()
+
+
+async def test_read_peer_closes_within_a_frame_says_so() -> None:
+    left, right = memory_stream_pair()
+    await left.send(b"\x10\0\0\0abc")
+    await left.aclose()
+    with pytest.raises(FrameError, match="ended in the middle of a frame"):
+        await open_frames(right).read()
+
+
+async def test_read_announced_length_past_the_maximum_is_refused() -> None:
+    left, right = memory_stream_pair()
+    await left.send(b"\xff\xff\xff\xff")
+    with pytest.raises(FrameError, match="4294967295 bytes was announced; 1000 at most"):
+        await FrameStream(right, max_frame_bytes=1000).read()
+
+
+async def test_send_peer_reads_nothing_waits_at_the_window() -> None:
+    left, right = memory_stream_pair()
+    with anyio.move_on_after(1) as scope:
+        for _ in range(5):
+            await left.send(b"x" * 300_000)
+    assert scope.cancelled_caught
+    received = 0
+    while received < 4 * 300_000:
+        received += len(await right.receive(1 << 20))
+
+
+def test_chunk_crosses_the_wire_unchanged() -> None:
+    chunk = Chunk(
+        request_id="r" * 32,
+        offset=4,
+        ids=b"\1\0\0\0",
+        log_probs=b"\0\0\0\0",
+        weight_version=3,
+        finish_reason="stop",
+    )
+    assert decode_from_server(messages.encoder.encode(chunk)) == chunk
+
+
+Peer = Callable[[FrameStream], Awaitable[object]]
+
+
+async def shake(server: Peer, client: Peer) -> tuple[object, object]:
+    """Run both sides; what each returned or raised."""
+    results: dict[str, object] = {}
+
+    async def side(name: str, peer: Peer, stream: MemoryByteStream) -> None:
+        frames = open_frames(stream)
+        try:
+            results[name] = await peer(frames)
+        except Exception as error:
+            results[name] = error
+        await frames.aclose()
+
+    left, right = memory_stream_pair()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(side, "server", server, left)
+        tasks.start_soon(side, "client", client, right)
+    return results["server"], results["client"]
+
+
+async def serve(frames: FrameStream) -> Hello | None:
+    """The engine's side."""
+    greeted = await authenticate_client(frames, SECRET, INFO)
+    if greeted is None:
+        return None
+    frames.send_nowait(Welcome(greeted[1], INFO))
+    await frames.flush()
+    return greeted[0]
+
+
+def connect(secret: bytes = SECRET) -> Peer:
+    """The driver's side."""
+    return lambda frames: authenticate_server(
+        frames, secret, ChannelSettings(stream_interval=7), ClientExpectations()
+    )
+
+
+async def test_handshake_same_secret_gives_the_engines_facts_and_the_drivers_settings() -> None:
+    hello, info = await shake(serve, connect())
+    assert isinstance(hello, Hello)
+    assert hello.settings.stream_interval == 7
+    assert info == INFO
+
+
+async def test_handshake_client_with_another_secret_is_refused() -> None:
+    hello, error = await shake(serve, connect(b"x"))
+    assert hello is None
+    assert (
+        str(error) == "the engine refused the connection: the proof of the shared secret is wrong"
+    )
+
+
+async def test_handshake_server_with_another_secret_is_found_out() -> None:
+    async def impostor(frames: FrameStream) -> None:
+        frames.send_nowait(Challenge(PROTOCOL_VERSION, b"n" * 32))
+        await frames.flush()
+        hello = decode_from_client(await frames.read_one())
+        assert isinstance(hello, Hello)
+        # It sends back what a client would prove: the sides must not be interchangeable.
+        frames.send_nowait(Welcome(prove(SECRET, "client", hello.nonce, b"n" * 32), INFO))
+        await frames.flush()
+
+    _, error = await shake(impostor, connect())
+    assert str(error) == "the engine did not prove that it holds the shared secret"
+
+
+async def test_handshake_other_protocol_version_names_both() -> None:
+    async def older(frames: FrameStream) -> None:
+        frames.send_nowait(Challenge(3, b"n" * 32))
+        await frames.flush()
+
+    _, error = await shake(older, connect())
+    assert str(error) == "the engine speaks protocol version 3; this driver 4"
+
+
+async def test_handshake_client_sends_something_else_first_is_refused() -> None:
+    async def rude(frames: FrameStream) -> object:
+        frames.send_nowait(Abort("1"))
+        await frames.flush()
+        await frames.read_one()
+        return decode_from_server(await frames.read_one())
+
+    hello, answer = await shake(serve, rude)
+    assert hello is None
+    assert answer == Refused("expected a hello, got Abort")
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
+async def test_server_has_the_system_end_connections_of_vanished_machines() -> None:
+    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener:
+        async with anyio.create_task_group() as tasks:
+            server = EngineServer(CountingCore(), SECRET)
+            accepted: list[socket.socket] = []
+
+            async def serve(stream: SocketStream) -> None:
+                accepted.append(stream.extra(SocketAttribute.raw_socket))
+                await server.serve_connection(stream)
+
+            tasks.start_soon(listener.serve, serve)
+            port = listener.extra(SocketAttribute.local_port)
+            connect = partial(connect_engine, "127.0.0.1", port)
+            async with connect_channel("engine-0", connect, SECRET) as channel:
+                assert channel.info.core == "counting"
+                option = socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT
+                assert accepted[0].getsockopt(*option) == 10_000
+            tasks.cancel_scope.cancel()

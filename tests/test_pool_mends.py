@@ -1,0 +1,146 @@
+"""Faults of the pool that were found by reading; virtual time where time matters."""
+
+from __future__ import annotations
+
+import os
+import time  # noqa: TID251  (what is measured here is CPU time)
+from array import array
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import pytest
+
+from fake_core import CountingCore
+from rollout.engine.core import Chunk, SamplingParams
+from rollout.engine.placement.in_process import InProcess
+from rollout.engine.placement.placement import CoreSpec
+from rollout.engine.pool.generation import Generation
+from rollout.engine.pool.pool import EnginePool
+from rollout.engine.routing import Router
+from rollout.engine.weights import DiskWeights, TensorWeights
+from rollout.errors import EngineError
+
+pytestmark = [pytest.mark.anyio, pytest.mark.rollout(ceiling_s=3000)]
+
+
+class TiredCore(CountingCore):
+    """Neither goes to sleep nor wakes up."""
+
+    async def sleep(self, level: int) -> None:
+        raise RuntimeError("no memory saver")
+
+    async def wake_up(self, tags: tuple[str, ...]) -> None:
+        await anyio.sleep_forever()
+
+    async def flush_cache(self) -> None:
+        """Nothing to forget."""
+
+
+def pool_of(core: str, **options: Any) -> EnginePool:
+    return EnginePool(
+        placement=InProcess(),
+        specs=[CoreSpec(core, options)],
+        router=Router(),
+        start_timeout_s=5,
+    )
+
+
+async def ask(pool: EnginePool, last: int, count: int) -> list[int]:
+    generation = Generation()
+    await pool.generate(
+        generation,
+        session_id=f"s{last}",
+        prompt_ids=array("i", [5, last]).tobytes(),
+        sampling=SamplingParams(max_new_tokens=count),
+    )
+    return list(generation.ids)
+
+
+async def test_sleep_fails_and_the_wake_up_hangs_requests_go_on(rollout_clock: Any) -> None:
+    async with pool_of("test_pool_mends:TiredCore", token_s=1.0).serving() as pool:
+        with pytest.raises(EngineError, match=r"no memory saver|no answer after"):
+            await pool.sleep()
+        with anyio.fail_after(60):
+            assert await ask(pool, 100, 3) == [101, 102, 103]
+
+
+async def test_update_whose_caller_left_fails_the_log_has_its_error(
+    rollout_clock: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = pool_of("faulty_cores:UpdatableCore", token_s=1.0, load_s=4.0)
+    async with pool.serving():
+        with anyio.move_on_after(1):
+            await pool.update_weights(1, DiskWeights("bad"))
+        await anyio.sleep(10)
+    told = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
+    assert any("caller was cancelled" in text and "no weights in bad" in text for text in told)
+
+
+def test_generation_takes_many_chunks_in_time_that_grows_with_their_number() -> None:
+    def seconds(chunks: int) -> float:
+        generation = Generation()
+        generation.top_count = 20
+        ids, tops = bytes(4 * 16), bytes(4 * 16 * 20)
+        begin = time.process_time()
+        for number in range(chunks):
+            generation.take(
+                Chunk(
+                    request_id="r",
+                    offset=16 * number,
+                    ids=ids,
+                    log_probs=ids,
+                    top_ids=tops,
+                    top_log_probs=tops,
+                )
+            )
+        took = time.process_time() - begin
+        assert generation.top() is not None
+        return took
+
+    few = min(seconds(500) for _ in range(3))
+    assert min(seconds(5000) for _ in range(2)) < 25 * few
+
+
+def test_gpu_slots_of_workers_with_one_gpu_each_make_replicas_of_several(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from rollout.engine.placement import gpu_slots
+
+    ray = SimpleNamespace(get=list)
+    monkeypatch.setattr(gpu_slots, "import_ray", lambda: ray)
+    places = ["a:0", "a:1", "b:0", "b:1"]
+    workers = [
+        SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda _, place=place: place))
+        for place in places
+    ]
+    assert gpu_slots.gpu_slots_of(workers) == tuple(places)
+    assert gpu_slots.gpu_slots_of(workers, gpus_per_replica=2) == ("a:0,1", "b:0,1")
+    with pytest.raises(EngineError, match="4 workers; expected a multiple of"):
+        gpu_slots.gpu_slots_of(workers, gpus_per_replica=3)
+    with pytest.raises(EngineError, match="several machines"):
+        gpu_slots.gpu_slots_of([*workers[1:3], *workers[:2]], gpus_per_replica=2)
+
+
+def test_stage_leaves_weights_of_another_container_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from rollout.engine.weight_staging import stage
+
+    weights = TensorWeights({"a": torch.zeros(2)}, directory=str(tmp_path))
+    real = os.stat
+    with monkeypatch.context() as elsewhere:  # another namespace, where this number is somebody's
+        elsewhere.setattr(os, "getpid", lambda: 2**22 + 1)
+        other = SimpleNamespace(st_ino=7)
+        elsewhere.setattr(
+            os,
+            "stat",
+            lambda path, **how: other if str(path).endswith("/ns/pid") else real(path, **how),
+        )
+        theirs = stage(weights)
+    ours = stage(weights)
+    assert Path(theirs).exists()
+    assert Path(ours).exists()
