@@ -21,7 +21,7 @@ DRIVER = [
     for part in (
         "agents",
         "chat",
-        "engine/driver",
+        "engine/pool",
         "engine/channel",
         "engine/routing",
         "scheduling",

@@ -23,7 +23,7 @@ from rollout.engine.cores.sglang.shared_memory import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from rollout.engine.driver.pool import EnginePool
+    from rollout.engine.pool.pool import EnginePool
 
 pytestmark = [pytest.mark.anyio, shares_an_engine]
 INCREMENTAL = "--incremental-streaming-output"

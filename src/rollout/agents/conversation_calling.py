@@ -129,7 +129,8 @@ class CallingConversation(ListeningConversation):
             results = await self._seen(calls, results)
         if asked is not None and log is not None:
             took_s = tools.seconds - before
-            states = tools.find_stateful(calls), {}  # nobody restores their states
+            unrestored: Mapping[str, Any] = {}  # nobody restores their states
+            states = tools.find_stateful(calls), unrestored
             session, turns = self._session_id, self.assistant_turns
             if log.note_answers(asked, session, turns, results, took_s, states):
                 await log.room()
