@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from fake_core import CountingCore
-from rollout.engine.core import SamplingParams
+from rollout.engine.core import Capabilities, SamplingParams
 from rollout.engine.driver.generation import Generation
 from rollout.engine.wire.protocol import Abort, MediaPart, Submit
 from rollout.medium import Media, PlacedMedia
@@ -41,7 +41,8 @@ class SeeingCore(CountingCore):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.info = msgspec.structs.replace(self.info, modalities=("image", "video"))
+        able = Capabilities(modalities=("image", "video"))
+        self.info = msgspec.structs.replace(self.info, capabilities=able)
         self.seen: dict[str, tuple[Media, ...]] = {}
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:

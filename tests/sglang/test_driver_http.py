@@ -21,7 +21,7 @@ from rollout.engine import open_engines
 from rollout.engine.cores.http import HttpCore
 from rollout.engine.cores.sglang.plugin import CPU_VARIABLE
 from rollout.engine.guardian import mapped_files, remove, shared_files
-from test_vision_core import Reference, image
+from vision_reference import Reference, image
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -16,7 +16,7 @@ from test_engine_core import has_sglang, opened
 
 import vision_models
 from rollout.chat.processors import MediaProcessor
-from test_vision_core import Reference, image, video
+from vision_reference import Reference, image, video
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -12,6 +12,7 @@ from rollout.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from rollout.engine.core import (
+        Capabilities,
         Chunk,
         EngineCore,
         EngineInfo,
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
         GenerationRequest,
         SamplingParams,
     )
+    from rollout.engine.cores.base import BaseCore
     from rollout.engine.driver.channel_connecting import connect_channel
     from rollout.engine.driver.engine_opening import open_engines
     from rollout.engine.placement.gpu_slots import gpu_slots_of
@@ -28,7 +30,9 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "rollout.engine.driver.channel_connecting": ("connect_channel",),
+    "rollout.engine.cores.base": ("BaseCore",),
     "rollout.engine.core": (
+        "Capabilities",
         "Chunk",
         "EngineCore",
         "EngineInfo",
@@ -43,6 +47,8 @@ _HOMES = {
     "rollout.engine.weights": ("DiskWeights", "DistributedWeights", "TensorWeights"),
 }
 __all__ = [
+    "BaseCore",
+    "Capabilities",
     "Chunk",
     "DiskWeights",
     "DistributedWeights",

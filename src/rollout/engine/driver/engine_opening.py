@@ -66,8 +66,6 @@ def core_spec(config: RolloutConfig, replica: int) -> CoreSpec:
                     "max_running": engine.max_running,
                     "max_queued": engine.max_queued,
                     "context_length": engine.context_length,
-                    "stream_interval": engine.stream_interval,
-                    "stream_interval_s": config.channel.stream_interval_s,
                 },
             )
         case SimulatedEngine():
@@ -125,7 +123,6 @@ def _sglang_options(config: RolloutConfig, engine: SGLangEngine, replica: int) -
         "max_queued": engine.max_queued,
         "context_length": engine.context_length,
         "stream_interval": engine.stream_interval,
-        "stream_interval_s": config.channel.stream_interval_s,
         "deterministic": engine.deterministic,
         "routed_experts": engine.routed_experts,
         "server_args": server_args,
@@ -143,7 +140,6 @@ def _http_options(config: RolloutConfig, engine: HttpEngine, replica: int) -> di
         "api_key_variable": engine.api_key_variable,
         "max_requests": engine.max_requests,
         "stream_interval": engine.stream_interval,
-        "stream_interval_s": config.channel.stream_interval_s,
         "model": config.model.path,
         "revision": config.model.revision,
         "trust_remote_code": config.model.trust_remote_code,

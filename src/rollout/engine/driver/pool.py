@@ -330,7 +330,7 @@ class EnginePool(PoolMaintenance):
         if self._rules is None:
             self._rules = RecoveryRules(self._policy, info, self.recoveries)
         generation.top_count = sampling.top_log_probs
-        generation.expert_shape = info.expert_shape
+        generation.expert_shape = info.capabilities.expert_shape
         attempt = Attempt(
             generation=generation,
             session_id=session_id,
@@ -347,7 +347,7 @@ class EnginePool(PoolMaintenance):
             trajectory=trajectory,
             media=tuple(media),
         )
-        if info.expert_shape is not None:
+        if info.capabilities.expert_shape is not None:
             generation.expert_room = attempt.prompt_tokens - known_experts
         return self._requests.run(attempt)
 

@@ -106,7 +106,7 @@ class ReplicaTransitions:
 
     def _check_modalities(self, name: str, found: EngineInfo, shared: EngineInfo) -> None:
         """All replicas take the same kinds of media: any of them may get a request."""
-        if set(found.modalities) != set(shared.modalities):
+        if set(found.capabilities.modalities) != set(shared.capabilities.modalities):
             raise EngineError(
                 f"{name} takes {_shown(found)}, the other engines {_shown(shared)}; expected the "
                 "same of all"
@@ -133,5 +133,6 @@ class ReplicaTransitions:
 
 
 def _shown(info: EngineInfo) -> str:
-    kinds = " and ".join(("text", *(f"{kind}s" for kind in sorted(info.modalities))))
-    return f"{kinds} ({info.no_media})" if info.no_media else kinds
+    kinds = " and ".join(("text", *(f"{kind}s" for kind in sorted(info.capabilities.modalities))))
+    why = info.capabilities.no_media
+    return f"{kinds} ({why})" if why else kinds
