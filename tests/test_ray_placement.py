@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import psutil
 import pytest
 import ray
@@ -26,6 +28,8 @@ from rollout.engine import gpu_slots_of, open_engines
 from rollout.engine.core import SamplingParams
 from rollout.engine.driver.generation import Generation
 from rollout.engine.driver.pool import EnginePool
+from rollout.engine.placement.ray_host import child_spec
+from rollout.engine.process.child import ChildSpec
 from rollout.errors import ConfigError, EngineError
 
 #: On a machine that others load, Ray takes minutes to start what takes seconds on an idle one.
@@ -37,6 +41,12 @@ pytestmark = [
     pytest.mark.rollout(allow_leaks=("files", "processes")),
     pytest.mark.process,
 ]
+
+
+def test_engines_on_ray_log_at_the_drivers_level(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "rollout.engine"):
+        line = child_spec("m:Core", {}, b"secret", "127.0.0.1", [])
+    assert msgspec.json.decode(line, type=ChildSpec).log_level == logging.DEBUG
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers
 
+from rollout.config import RayPlacement, RolloutConfig, TransformersEngine
 from rollout.engine.core import (
     Chunk,
     EngineLoad,
@@ -28,6 +29,8 @@ from rollout.engine.core import (
 from rollout.engine.cores.transformers import TransformersCore
 from rollout.engine.cores.transformers import sampling as sampling_module
 from rollout.engine.cores.transformers import transformers_core as core_module
+from rollout.engine.cores.transformers.model import choose_device
+from rollout.engine.driver.engine_opening import core_spec
 from rollout.engine.model_files import resolve_model
 from rollout.engine.model_identity import model_fingerprint
 from rollout.errors import EngineError
@@ -706,6 +709,18 @@ async def test_core_that_cannot_load_says_why(
     with pytest.raises(EngineError, match=error):
         await core.start()
     await core.aclose()
+
+
+def test_replicas_of_a_machine_take_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    config = RolloutConfig(engine=TransformersEngine(device="cuda", replicas=3))
+    gpus = [core_spec(config, replica).options["gpu"] for replica in range(3)]
+    assert [choose_device("cuda", gpu) for gpu in gpus] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert choose_device("auto", 1) == "cuda:1"
+    assert [choose_device(name, 1) for name in ("cuda:0", "cpu")] == ["cuda:0", "cpu"]
+    on_ray = RolloutConfig(engine=TransformersEngine(device="cuda"), placement=RayPlacement())
+    assert core_spec(on_ray, 1).options["gpu"] == 0  # each sees its own
 
 
 @pytest.mark.anyio

@@ -8,24 +8,16 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import anyio
-import numpy as np
 import pytest
-import torch
-from asking import collect
 from driver import PYTHON, ask_all, check_pair, processes, prompts, shares_an_engine
-from test_engine_vision import ask
 
-import vision_models
 from rollout.config import HttpEngine, InProcessPlacement, ModelConfig, RolloutConfig
 from rollout.engine import open_engines
-from rollout.engine.cores.http import HttpCore
 from rollout.engine.cores.sglang.plugin import CPU_VARIABLE
 from rollout.engine.guardian import mapped_files, remove, shared_files
-from vision_reference import Reference, image
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from pathlib import Path
 
     from rollout.engine.driver.pool import EnginePool
 
@@ -81,38 +73,3 @@ async def test_http_real_sglang_answers_like_the_engine(
         assert answer.ids == own.ids
         assert answer.log_probs.tolist() == pytest.approx(own.log_probs.tolist(), abs=1e-4)
         assert answer.versions == [[3, len(answer.ids)]]
-
-
-@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
-async def test_http_real_sglang_sees_images_beside_the_ids_of_their_prompt(
-    family: str, tmp_path: Path
-) -> None:
-    """Token for token what transformers says, on ids that text would not give back."""
-    model = vision_models.save(family, tmp_path)
-    reference = Reference(model)
-    a, b = image(1), image(2, 130, 50)
-    precise = () if family == "qwen2_5_vl" else ("--enable-precise-embedding-interpolation",)
-    async with sglang_server(model, *precise) as url:
-        core = HttpCore(url=url, model=model)
-        with anyio.fail_after(300):
-            await core.start()
-        try:
-            assert core.info.modalities == ("image",)
-            assert core.info.media_fault(["video"]).startswith(
-                "http: sglang takes no videos; it takes images: SGLang's HTTP server turns the ids"
-            )
-            for parts, media in (
-                (("Look: ", a, "?"), (a,)),
-                ((b, " and ", a, " and ", b), (b, a, b)),
-            ):
-                inputs = reference.inputs(*parts)
-                answer = await collect(core, ask(reference, inputs, *media))
-                assert answer.ids == reference.greedy(inputs, 16), answer.last.error
-                assert np.abs(reference.ratios(inputs, media, answer) - 1).max() < 1e-3
-            # Bytes that are no text: written out as text they would be others.
-            ids = [*inputs["input_ids"][0].tolist(), 200, 201, 202]
-            inputs = {**inputs, "input_ids": torch.tensor([ids])}
-            answer = await collect(core, ask(reference, inputs, b, a, b))
-            assert answer.last.finish_reason == "length", answer.last.error
-        finally:
-            await core.aclose()

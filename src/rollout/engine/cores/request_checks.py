@@ -50,7 +50,7 @@ def _find_prompt_fault(
             f"the prompt has {count} tokens; expected at most {info.context_length - 1}, "
             f"since it and a new token must fit into a context of {info.context_length}"
         )
-    at = find_outside_id(prompt_ids, info.vocab_size)
+    at = find_outside_id(prompt_ids, info.vocab_size) if info.vocab_size else None
     if at is None:
         return ""
     token = int.from_bytes(prompt_ids[4 * at : 4 * at + 4], "little", signed=True)
@@ -61,7 +61,7 @@ def _find_prompt_fault(
 
 
 def _find_sampling_fault(sampling: SamplingParams, vocab_size: int, able: Capabilities) -> str:
-    most = able.max_top_log_probs or 0
+    most = able.max_top_log_probs
     penalty, stops = sampling.repetition_penalty, sampling.stop_token_ids
     rules = (
         ("max_new_tokens", sampling.max_new_tokens >= 1, "at least 1"),
@@ -74,10 +74,10 @@ def _find_sampling_fault(sampling: SamplingParams, vocab_size: int, able: Capabi
         ("frequency_penalty", math.isfinite(sampling.frequency_penalty), "a finite number"),
         (
             "stop_token_ids",
-            all(0 <= token < vocab_size for token in stops),
+            not vocab_size or all(0 <= token < vocab_size for token in stops),
             f"ids in [0, {vocab_size})",
         ),
-        ("top_log_probs", sampling.top_log_probs <= most, f"at most {most}"),
+        ("top_log_probs", most is None or sampling.top_log_probs <= most, f"at most {most}"),
     )
     for name, is_met, expected in rules:
         if not is_met:

@@ -66,6 +66,8 @@ def core_spec(config: RolloutConfig, replica: int) -> CoreSpec:
                     "max_running": engine.max_running,
                     "max_queued": engine.max_queued,
                     "context_length": engine.context_length,
+                    # They share a machine: each replica takes the next GPU of it.
+                    "gpu": replica if isinstance(config.placement, LocalProcessPlacement) else 0,
                 },
             )
         case SimulatedEngine():

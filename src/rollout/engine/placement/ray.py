@@ -335,7 +335,7 @@ async def open_ray_actors(
     Raises:
         EngineError: Ray is not installed, or there is no cluster at the address.
     """
-    ray = import_ray()
+    ray = await in_thread(import_ray)  # takes a second
     async with member_of(ray, address):
         actors = RayActors(
             python=python,

@@ -7,6 +7,7 @@ when the process has ended. No token passes through it. The process ends when th
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -135,5 +136,6 @@ def child_spec(
         sys_path=sys_path,
         tls=tls,
         is_follower=is_follower,
+        log_level=logging.getLogger("rollout.engine").getEffectiveLevel(),
     )
     return msgspec.json.encode(spec)

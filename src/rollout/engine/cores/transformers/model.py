@@ -38,8 +38,8 @@ from rollout.errors import EngineError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from rollout.engine.cores.transformers.options import TransformersOptions
     from rollout.engine.cores.transformers.scheduler import Piece
-    from rollout.engine.cores.transformers.worker import WorkerOptions
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -64,7 +64,7 @@ class SlotModel:
         EngineError: It cannot be loaded, or its kind is not supported.
     """
 
-    def __init__(self, options: WorkerOptions) -> None:
+    def __init__(self, options: TransformersOptions) -> None:
         self._options = options
         self._source: tuple[str, str | None] = (options.model, options.revision)
         self._model: Any = load_model(*self._source, options)
@@ -160,7 +160,7 @@ class SlotModel:
 def load_model(
     path: str,
     revision: str | None,
-    options: WorkerOptions,
+    options: TransformersOptions,
     configs: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
     """The model, ready to be computed; nothing is written to the terminal.
@@ -172,9 +172,7 @@ def load_model(
         EngineError: It cannot be loaded, or its kind is not supported.
     """
     directory = path if configs else resolve_model(path, revision)
-    device = options.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = choose_device(options.device, options.gpu)
     given: dict[str, Any] = {
         "revision": revision or "main",
         "trust_remote_code": options.trust_remote_code,
@@ -208,7 +206,7 @@ def load_model(
     return loaded
 
 
-def describe_model(model: PreTrainedModel, options: WorkerOptions) -> EngineInfo:
+def describe_model(model: PreTrainedModel, options: TransformersOptions) -> EngineInfo:
     """The facts about a loaded model.
 
     Raises:
@@ -252,6 +250,14 @@ def name_architecture(model: PreTrainedModel) -> str:
         [named, embeddings.num_embeddings, _read_eos_ids(model)], sort_keys=True, default=str
     )
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def choose_device(name: str, gpu: int) -> str:
+    """Where a model is computed; of the machine's GPUs, the one numbered `gpu`, counted round."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    count = torch.cuda.device_count() if name == "cuda" else 0
+    return f"cuda:{gpu % count}" if count else name
 
 
 def choose_dtype(name: str, device: str) -> torch.dtype | str:

@@ -19,7 +19,8 @@ from rollout.engine.core import (
     GenerationRequest,
 )
 from rollout.engine.cores.base import BaseCore, OpenRequest
-from rollout.engine.cores.transformers.worker import Worker, WorkerOptions
+from rollout.engine.cores.transformers.options import TransformersOptions
+from rollout.engine.cores.transformers.worker import Worker
 from rollout.errors import EngineError
 from rollout.limits import cleanup_scope
 
@@ -68,7 +69,8 @@ class TransformersCore(BaseCore[_Request]):
         revision: Of a hub name.
         trust_remote_code: Lets code from the model's repository run.
         dtype: "bfloat16", "float16", "float32" or "auto"; see `TransformersEngine`.
-        device: A torch device, or "auto" for the GPU if there is one.
+        device: A torch device, or "auto" for a GPU if there is one.
+        gpu: Which GPU of its machine, counted round, where `device` names none ("cuda", "auto").
         threads: Compute threads, set for the whole process.
         max_running: Requests computed together.
         max_queued: Requests that may wait; the next one is answered "rejected".
@@ -77,7 +79,7 @@ class TransformersCore(BaseCore[_Request]):
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        self._options = WorkerOptions(**options)
+        self._options = TransformersOptions(**options)
         self._worker: Worker | None = None
         self._settled, self._stopped = anyio.Event(), anyio.Event()
         self._error: Exception | None = None

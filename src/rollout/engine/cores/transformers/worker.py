@@ -15,8 +15,6 @@ import secrets
 import threading
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from rollout.engine.core import CORE_CLOSE_S, EngineLoad, GenerationRequest
 from rollout.engine.cores.transformers.scheduler import Scheduler
 from rollout.engine.cores.transformers.scheduler import Sequence as Request
@@ -27,23 +25,10 @@ if TYPE_CHECKING:
 
     from rollout.bridge import Post
     from rollout.engine.core import Chunk, EngineInfo
+    from rollout.engine.cores.transformers.options import TransformersOptions
     from rollout.engine.cores.transformers.scheduler import Piece
 
 logger = logging.getLogger("rollout.engine")
-
-
-class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How the model is loaded and served; see `TransformersCore`."""
-
-    model: str
-    revision: str | None = None
-    trust_remote_code: bool = False
-    dtype: str = "auto"
-    device: str = "cpu"
-    threads: int = 1
-    max_running: int = 32
-    max_queued: int = 1024
-    context_length: int | None = None
 
 
 class Worker:
@@ -62,7 +47,7 @@ class Worker:
 
     def __init__(
         self,
-        options: WorkerOptions,
+        options: TransformersOptions,
         on_started: Callable[[EngineInfo], object],
         on_chunks: Callable[[Sequence[Chunk]], object],
         on_stopped: Callable[[Exception | None], object],
