@@ -14,7 +14,11 @@ from driver import PYTHON, ask_all, check_pair, processes, prompts, shares_an_en
 from rollout.config import HttpEngine, InProcessPlacement, ModelConfig, RolloutConfig
 from rollout.engine import open_engines
 from rollout.engine.cores.sglang.plugin import CPU_VARIABLE
-from rollout.engine.guardian import mapped_files, remove, shared_files
+from rollout.engine.cores.sglang.shared_memory import (
+    list_mapped_files,
+    list_shared_files,
+    remove_files,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -41,7 +45,7 @@ async def sglang_server(model: str, *arguments: str) -> AsyncIterator[str]:
         *arguments,
     ]
     environment = {**os.environ, CPU_VARIABLE: "1", "OMP_NUM_THREADS": "1"}
-    before = shared_files()
+    before = list_shared_files()
     process = await anyio.open_process(
         command, env=environment, start_new_session=True, stdout=None, stderr=None
     )
@@ -49,10 +53,10 @@ async def sglang_server(model: str, *arguments: str) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         with anyio.CancelScope(shield=True):
-            left = mapped_files(each.pid for each in processes()) - before
+            left = list_mapped_files(each.pid for each in processes()) - before
             os.killpg(process.pid, 9)
             await process.aclose()
-            remove(left)
+            remove_files(left)
 
 
 @pytest.mark.parametrize("extra", [(), pytest.param((INCREMENTAL,), marks=pytest.mark.slow)])

@@ -9,8 +9,8 @@ import pytest
 from driver import ask, command, is_alive, processes, prompts, schedulers, sglang, shares_an_engine
 
 from rollout.engine import open_engines
+from rollout.engine.cores.sglang.shared_memory import list_shared_files
 from rollout.engine.driver.generation import Generation
-from rollout.engine.guardian import shared_files
 from rollout.errors import EngineError
 
 pytestmark = [pytest.mark.anyio, shares_an_engine]
@@ -19,15 +19,15 @@ pytestmark = [pytest.mark.anyio, shares_an_engine]
 async def until_as_before(before: set[str]) -> None:
     """What ends by force is cleared away by its guardian, a moment later."""
     with anyio.fail_after(60):
-        while not shared_files() <= before:
+        while not list_shared_files() <= before:
             await anyio.sleep(0.01)
 
 
 @pytest.mark.slow
 async def test_closed_engine_whose_scheduler_was_killed_before(models: list[str]) -> None:
-    before, known = shared_files(), set(schedulers())
+    before, known = list_shared_files(), set(schedulers())
     async with open_engines(sglang(models[0])) as pool:
-        assert shared_files() > before
+        assert list_shared_files() > before
         (scheduler,) = set(schedulers()) - known
         scheduler.kill()
         while pool.statistics()[0].starts < 2:
@@ -37,7 +37,7 @@ async def test_closed_engine_whose_scheduler_was_killed_before(models: list[str]
 
 
 async def test_killed_engine(models: list[str]) -> None:
-    before = shared_files()
+    before = list_shared_files()
     known = set(processes())
     async with open_engines(sglang(models[0])) as pool:
         (engine,) = (
@@ -45,16 +45,16 @@ async def test_killed_engine(models: list[str]) -> None:
             for process in set(processes()) - known
             if "rollout.engine.process.child" in command(process)
         )
-        while_alive = shared_files() - before
+        while_alive = list_shared_files() - before
         engine.kill()
         while pool.statistics()[0].starts < 2:
             await anyio.sleep(0.05)
-        assert not shared_files() & while_alive
+        assert not list_shared_files() & while_alive
     await until_as_before(before)
 
 
 async def test_start_that_fails(tmp_path: Path) -> None:
-    before = shared_files()
+    before = list_shared_files()
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(EngineError):
         async with open_engines(sglang(str(tmp_path))):
@@ -66,7 +66,7 @@ async def test_start_that_fails(tmp_path: Path) -> None:
     "after_s", [6.0, *(pytest.param(each, marks=pytest.mark.slow) for each in (2.0, 4.0, 9.0))]
 )
 async def test_start_that_is_cancelled(after_s: float, models: list[str]) -> None:
-    before, known = shared_files(), set(processes())
+    before, known = list_shared_files(), set(processes())
     with anyio.move_on_after(after_s):
         async with open_engines(sglang(models[0])):
             pass

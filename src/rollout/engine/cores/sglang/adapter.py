@@ -24,7 +24,7 @@ from rollout.engine.cores.sglang import plugin
 from rollout.engine.cores.sglang.maintenance import SGLangMaintenance, list_fields
 from rollout.engine.cores.sglang.media_inputs import open_media_inputs
 from rollout.engine.cores.sglang.server_arguments import SGLangOptions, engine_arguments
-from rollout.engine.guardian import mapped_files, remove, remove_at_end, shared_files
+from rollout.engine.cores.sglang.shared_memory import SharedFiles
 from rollout.engine.model_files import resolve_model
 from rollout.engine.model_identity import model_fingerprint
 from rollout.errors import EngineError
@@ -248,27 +248,6 @@ def _read_expert_shape(config: Any) -> tuple[int, int]:
             "configuration has no num_experts_per_tok"
         )
     return config.num_hidden_layers, top_k
-
-
-class SharedFiles:
-    """What SGLang puts into shared memory and leaves there: its loads, semaphores, and the like."""
-
-    def __init__(self) -> None:
-        self._before = shared_files()
-        self._noted: set[str] = set()
-
-    def note(self) -> None:
-        """Take up what this process and SGLang's use now; it is removed however this one ends."""
-        children = [process.pid for process in multiprocessing.active_children()]
-        used = mapped_files([os.getpid(), *filter(None, children)]) - self._before - self._noted
-        self._noted |= used
-        for path in used:
-            remove_at_end(path)
-
-    def remove(self) -> None:
-        """Remove it; SGLang has ended."""
-        self.note()
-        remove(self._noted)
 
 
 def kill_children() -> None:
