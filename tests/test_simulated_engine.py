@@ -398,7 +398,8 @@ async def test_aclose_ends_every_request_with_what_it_was_sent() -> None:
         (ask("a", max_new_tokens=0), "sampling.max_new_tokens = 0; expected at least 1"),
         (
             ask("a" * 64),
-            "the prompt has 64 tokens; expected at most 63, since it and a new token must fit into a context of 64",
+            "the prompt has 64 tokens; expected at most 63, since it and a new token must fit into "
+            "a context of 64",
         ),
         (
             ask(array("i", [1, 259]).tobytes()),

@@ -1,4 +1,4 @@
-"""Removes what SGLang puts into shared memory and leaves there: its loads, semaphores, and the like."""
+"""Removes what SGLang puts into shared memory and leaves there: its loads, semaphores and more."""
 
 from __future__ import annotations
 
