@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollout.engine.model_tokenizer import make_decoder, load_model_tokenizer
+from rollout.engine.model_tokenizer import load_model_tokenizer, make_decoder
 from rollout.errors import RolloutError
 from rollout.types import Message
 

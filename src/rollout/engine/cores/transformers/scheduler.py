@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import insort
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,8 @@ from rollout.engine.core import Chunk, FinishReason, GenerationRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from rollout.engine.cores.transformers.sampling import Draw
 
 Ids = npt.NDArray[np.int32]
 
@@ -173,37 +175,28 @@ class Scheduler:
                 widest = max(widest, todo)
         return [batch for batch in (prompts, decoded) if batch]
 
-    def advance(
-        self,
-        sequence: Sequence,
-        token: int,
-        log_prob: float,
-        top_ids: bytes = b"",
-        top_log_probs: bytes = b"",
-    ) -> None:
+    def advance(self, sequence: Sequence, draw: Draw) -> None:
         """Add and report a sampled token; end the request where it is over."""
-        sequence.ids[sequence.length] = token
+        sequence.ids[sequence.length] = draw.id
         sequence.length += 1
         self.generated_tokens += 1
         reason: FinishReason | None = "length" if sequence.length >= sequence.limit else None
-        if token in sequence.stop_ids:
+        if draw.id in sequence.stop_ids:
             reason = "stop"
         self._report(
             sequence,
             reason,
-            offset=sequence.length - 1 - sequence.prompt_length,
-            ids=array("i", [token]).tobytes(),
-            log_probs=array("f", [log_prob]).tobytes(),
-            top_ids=top_ids,
-            top_log_probs=top_log_probs,
+            ids=array("i", [draw.id]).tobytes(),
+            log_probs=array("f", [draw.log_prob]).tobytes(),
+            top_ids=draw.top_ids,
+            top_log_probs=draw.top_log_probs,
         )
         if reason is not None:
             self._leave(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason, error: str = "") -> None:
         """End a request with the tokens that it has."""
-        offset = sequence.length - sequence.prompt_length
-        self._report(sequence, reason, offset=offset, error=error)
+        self._report(sequence, reason, error=error)
         self._leave(sequence)
 
     def _admit(self, sequence: Sequence) -> None:
@@ -235,28 +228,16 @@ class Scheduler:
             slot.computed, slot.is_stale = 0, False
 
     def _report(
-        self,
-        sequence: Sequence,
-        reason: FinishReason | None,
-        *,
-        offset: int,
-        ids: bytes = b"",
-        log_probs: bytes = b"",
-        error: str = "",
-        top_ids: bytes = b"",
-        top_log_probs: bytes = b"",
+        self, sequence: Sequence, reason: FinishReason | None, *, ids: bytes = b"", **content: Any
     ) -> None:
         chunk = Chunk(
             request_id=sequence.request.request_id,
-            offset=offset,
+            offset=sequence.length - sequence.prompt_length - len(ids) // 4,
             ids=ids,
-            log_probs=log_probs,
             weight_version=self.weight_version,
             finish_reason=reason,
-            error=error,
             cached_tokens=0 if reason is None else sequence.cached_tokens,
-            top_ids=top_ids,
-            top_log_probs=top_log_probs,
+            **content,
         )
         self.chunks.append(chunk)
 

@@ -200,7 +200,7 @@ class Worker:
         for index, draw in zip(sampled, sample(logits[sampled], rows), strict=True):
             piece = pieces[index]
             if math.isfinite(draw.log_prob):
-                scheduler.advance(piece.sequence, *draw)
+                scheduler.advance(piece.sequence, draw)
                 continue
             fault = f"the model's logits at position {piece.stop - 1} are not finite"
             scheduler.finish(piece.sequence, "error", fault)
