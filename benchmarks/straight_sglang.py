@@ -14,7 +14,7 @@ import sys
 import time  # noqa: TID251  (what is measured here)
 from typing import Any
 
-from rollout.engine.cores.sglang.adapter import fields_of
+from rollout.engine.cores.sglang.adapter import list_fields
 from rollout.engine.cores.sglang.plugin import CPU_VARIABLE
 from rollout.engine.cores.sglang.server_arguments import SGLangOptions, engine_arguments
 
@@ -51,7 +51,7 @@ def main() -> None:
     import sglang
     from sglang.srt.server_args import ServerArgs
 
-    engine = sglang.Engine(**engine_arguments(options, options.model, fields_of(ServerArgs)))
+    engine = sglang.Engine(**engine_arguments(options, options.model, list_fields(ServerArgs)))
     print(json.dumps({"ready": True}), file=answers)
     for line in sys.stdin:
         done = engine.loop.run_until_complete(run_plan(engine, json.loads(line)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING
 
-from rollout.engine.core import Chunk, EngineInfo, EngineLoad, GenerationRequest
+from rollout.engine.core import Capabilities, Chunk, EngineInfo, EngineLoad, GenerationRequest
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -27,7 +27,7 @@ class ScriptedCore:
             fingerprint="scripted",
             max_requests=256,
             core="scripted",
-            modalities=("image", "video"),
+            capabilities=Capabilities(modalities=("image", "video")),
         )
         self._replies = [list(reply) for reply in replies]
         self._asked: dict[str, int] = {}

@@ -12,6 +12,7 @@ import pytest
 
 from fake_core import CountingCore
 from rollout.engine.channel.messages import MediaPart, Submit
+from rollout.engine.core import Capabilities
 from rollout.medium import Media, PlacedMedia
 from wires import SETTINGS, Request, Requester, Wire, record_messages
 
@@ -39,7 +40,8 @@ class SeeingCore(CountingCore):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.info = msgspec.structs.replace(self.info, modalities=("image", "video"))
+        able = Capabilities(modalities=("image", "video"))
+        self.info = msgspec.structs.replace(self.info, capabilities=able)
         self.seen: dict[str, tuple[Media, ...]] = {}
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:

@@ -11,7 +11,7 @@ import pytest
 
 import faulty_cores
 from faulty_cores import UpdatableCore
-from rollout.engine.core import SamplingParams, pack_ids
+from rollout.engine.core import Capabilities, SamplingParams, pack_ids
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.pool.generation import Generation
@@ -48,7 +48,8 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         def __init__(self, *, modalities: list[str], no_media: str = "", **options: Any) -> None:
             super().__init__(**options)
             self.info = msgspec.structs.replace(
-                self.info, modalities=tuple(modalities), no_media=no_media
+                self.info,
+                capabilities=Capabilities(modalities=tuple(modalities), no_media=no_media),
             )
             self.seen: list[tuple[Media, ...]] = []
             made.append(self)

@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-import attrs
 import pytest
 
 import rollout
-import test_vision_rows  # noqa: F401  (registers the agent "looks_again")
 import vision_models
 from media_material import frames, picture
 from recorded_server import RecordedServer, recorded_server
-from rollout import Outcome, Prompt, Trajectory, function_tool
-from rollout.chat import load_chat_template, load_media_processor
-from rollout.chat.media_parts import MediaSource
-from rollout.chat.media_reading import read_media
+from rollout import Outcome, Prompt, ToolCall, Trajectory, function_tool
+from rollout.agents import AgentContext, AgentLoop, register_agent
+from rollout.chat import load_chat_template
 from rollout.config import (
     AgentConfig,
     HttpEngine,
     InProcessPlacement,
     LengthsConfig,
     LocalProcessPlacement,
-    MediaConfig,
     ModelConfig,
     RolloutConfig,
     SimulatedEngine,
     TransformersEngine,
 )
 from rollout.engine.cores.simulated.vocabulary import SPECIAL_TOKENS
+from rollout.errors import EngineError
 from rollout.testing import Scenario
 from rollout.tools import ToolResult
 
@@ -46,7 +42,6 @@ pytestmark = [
     pytest.mark.skipif(not find_spec("torchvision"), reason="torchvision is not installed"),
     pytest.mark.process,
 ]
-slow = pytest.mark.slow
 CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
 
 
@@ -91,6 +86,16 @@ def simulated_words(words: Any) -> Any:
         pad_token="<|endoftext|>",
         chat_template=words.chat_template,
     )
+
+
+@register_agent("looks_again")
+class LooksAgain(AgentLoop):
+    """Speaks, is shown an image by a tool, and speaks again."""
+
+    async def run(self, context: AgentContext) -> None:
+        await context.generate()
+        await context.call_tools([ToolCall(name="look", arguments={})])
+        await context.generate()
 
 
 @function_tool
@@ -194,53 +199,16 @@ async def sglang_server(
         yield server
 
 
-async def test_http_server_that_rewrites_prompts_is_sent_no_media(folder: Path) -> None:
-    async with sglang_server(folder, "0.5.22") as server:
-        config = config_of(folder, HttpEngine(urls=(server.url,)))
-        image, video, tool = await play(config)
-    said = "http: sglang takes no {}; it takes text only: SGLang 0.5.22 turns the ids of a prompt"
-    check_rejected(image, said.format("images"))
-    check_rejected(video, said.format("videos"))
-    check_told(tool, "look: images[0]: " + said.format("images"))
-    assert all("image_data" not in body for _, body in server.bodies)
-
-
-async def test_http_server_that_keeps_ids_is_sent_images_and_no_videos(folder: Path) -> None:
-    count = load_media_processor(str(folder)).features  # type: ignore[union-attr]
-    shown = read_media(MediaSource("image", picture(80, 60)), MediaConfig())
-    tokens = int(count([shown])["image_grid_thw"].prod()) // 4
-    async with sglang_server(folder, written_out=tokens) as server:
-        config = config_of(folder, HttpEngine(urls=(server.url,)))
-        image, video, tool = await play(config)
-    assert image.outcome is tool.outcome is Outcome.COMPLETED, (image.cause, tool.cause)
-    check_rejected(video, "http: sglang takes no videos; it takes images: SGLang's HTTP server")
-    placed = [*image.transcript.media, *tool.transcript.media]
-    assert {each.medium for each in placed} == {shown}
-    assert placed[0].count == tokens
-    url = f"data:image/png;base64,{base64.b64encode(shown.content).decode()}"
-    bodies = [body for _, body in server.bodies if "image_data" in body]
-    assert bodies
-    assert {each for body in bodies for each in body["image_data"]} == {url}
-    assert {body["input_ids"].count(0xFA) for body in bodies} <= {1, 2}  # <|image_pad|>
-
-
-async def test_http_server_that_reads_another_prompt_fails_the_request(folder: Path) -> None:
-    async with sglang_server(folder, written_out=1) as server:
-        config = config_of(folder, HttpEngine(urls=(server.url,)))
-        image, _, _ = await play(config)
-    assert (image.outcome, image.trainable) == (Outcome.FAILED, False)
-    assert image.cause is not None
-    assert "tokens of a prompt with images that has" in image.cause.message
-
-
-async def test_vllms_http_engine_rejects_media_by_name(folder: Path) -> None:
+@pytest.mark.parametrize("api", ["sglang", "vllm"])
+async def test_http_servers_are_sent_no_media(folder: Path, api: Any) -> None:
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(sglang_server(folder))
-        config = config_of(folder, HttpEngine(urls=(server.url,), api="vllm"))
+        config = config_of(folder, HttpEngine(urls=(server.url,), api=api))
         image, video, _ = await play(config)
-    said = "http: vllm takes no {}; it takes text only: vLLM's /v1/completions takes none"
+    said = f"http: {api} takes no {{}}; it takes text only: images and token ids together are for"
     check_rejected(image, said.format("images"))
     check_rejected(video, said.format("videos"))
+    assert all("image_data" not in body for _, body in server.bodies)
 
 
 @pytest.fixture
@@ -263,21 +231,16 @@ async def test_embedded_text_model_rejects_media_and_tells_the_model_of_a_tools(
 ) -> None:
     config = config_of(text_model, TransformersEngine(dtype="float32"), agent="looks_again")
     image, video, tool = await play(config)
-    said = "transformers takes no {}; it takes text only: the model reads text only"
+    said = "transformers takes no {}; it takes text only: the embedded engine computes text only"
     check_rejected(image, said.format("images"))
     check_rejected(video, said.format("videos"))
     check_told(tool, "look: images[0]: " + said.format("images"))
 
 
-@slow
 @pytest.mark.parametrize("anyio_backend", ["trio"], indirect=True)
-async def test_embedded_family_without_videos_rejects_them_alone(tmp_path: Path) -> None:
-    from media_material import write_model
-
-    write_model("llava_onevision", tmp_path, with_weights=True)
-    config = config_of(tmp_path, TransformersEngine(dtype="float32"), agent="single_turn")
-    config = attrs.evolve(config, lengths=LengthsConfig(prompt=512, response=12))
-    image, video, _ = await play(config)
-    assert image.outcome in (Outcome.COMPLETED, Outcome.LENGTH), image.cause
-    said = "transformers takes no videos; it takes images: llava_onevision is run with image alone"
-    check_rejected(video, said)
+async def test_embedded_engine_refuses_a_model_that_reads_images_by_name(tmp_path: Path) -> None:
+    vision_models.save("qwen2_5_vl", tmp_path)
+    said = "qwen2_5_vl reads more than text, which the embedded engine does not; serve it with"
+    with pytest.raises(EngineError, match=said):
+        async with rollout.open_rollout(config_of(tmp_path, TransformersEngine())):
+            pytest.fail("opened")

@@ -20,7 +20,7 @@ from rollout import RolloutBatch, open_rollout
 from rollout.batch.records import trajectory_from_line
 from rollout.cli import main
 from rollout.config import ObserveConfig, SchedulingConfig, SimulatedEngine
-from rollout.engine.model_tokenizer import load_tokenizer_of
+from rollout.engine.model_tokenizer import load_decoder
 from rollout.errors import RolloutError
 from rollout.observe import read_events
 from rollout.observe.event_file import EVENTS
@@ -30,7 +30,7 @@ from rollout.observe.report.page import embedded
 from rollout.observe.report.token_texts import TokenTexts
 from rollout.testing import Scenario, run_virtual, tool_call
 
-DECODE = load_tokenizer_of("simulated")
+DECODE = load_decoder("simulated")
 
 
 def findings(directory: Path) -> list[tuple[str, str]]:

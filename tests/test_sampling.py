@@ -19,11 +19,10 @@ from transformers import (
 )
 
 from rollout.engine.core import SamplingParams
-from rollout.engine.cores.transformers.token_sampling import (
+from rollout.engine.cores.transformers.sampling import (
     SamplingRow,
+    draw_by_weight,
     penalise,
-    race,
-    race_numbers,
     sample,
     truncate,
 )
@@ -43,6 +42,10 @@ def params(**values) -> SamplingParams:
 
 def row(position: int = 0, seed: int = 1, seen=NOTHING_SEEN, **values) -> SamplingRow:
     return SamplingRow(params(**values), seed, position, np.asarray(seen, dtype=np.int32))
+
+
+def ids_of(draws) -> list[int]:
+    return [draw.id for draw in draws]
 
 
 def kept(scores: torch.Tensor) -> set[int]:
@@ -75,7 +78,7 @@ def test_truncate_min_p_keeps_what_transformers_keeps(min_p: float) -> None:
 def test_penalise_seen_tokens_gives_transformers_scores(penalty: float) -> None:
     scores, seen = logits(7), torch.tensor([[3, 3, 9, 1400]])
     expected = RepetitionPenaltyLogitsProcessor(penalty)(seen, scores.clone())[0]
-    assert torch.equal(penalise(scores[0], seen[0], penalty), expected)
+    assert torch.equal(penalise(scores[0], seen[0], params(repetition_penalty=penalty)), expected)
 
 
 @settings(max_examples=60, deadline=None)
@@ -101,7 +104,7 @@ def test_sample_with_every_filter_draws_from_transformers_distribution(
         processors.append(MinPLogitsWarper(min_p))
     allowed = kept(processors(torch.tensor([seen]), scores.clone())[0])
     values = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    penalised = penalise(scores[0], torch.tensor(seen), penalty)
+    penalised = penalise(scores[0], torch.tensor(seen), params(repetition_penalty=penalty))
     scaled = (penalised - penalised.max()) / temperature
     ours = kept(truncate(scaled, params(**values)))
     # Ids right at the edge may fall to either side: the two add probabilities up differently.
@@ -110,22 +113,23 @@ def test_sample_with_every_filter_draws_from_transformers_distribution(
     rows = [
         row(position, seen=seen, repetition_penalty=penalty, **values) for position in range(50)
     ]
-    assert set(sample(scores.expand(50, -1), rows).ids.tolist()) <= ours
+    assert set(ids_of(sample(scores.expand(50, -1), rows))) <= ours
 
 
 def test_sample_greedy_row_takes_the_argmax_at_temperature_one() -> None:
     scores = logits(8, rows=2)
     draws = sample(scores, [row(temperature=0), row(temperature=0, top_k=3, seed=9)])
-    assert draws.ids.tolist() == scores.argmax(-1).tolist()
+    assert ids_of(draws) == scores.argmax(-1).tolist()
     expected = scores.log_softmax(-1).amax(-1)
-    torch.testing.assert_close(draws.log_probs, expected, rtol=0, atol=1e-5)
+    log_probs = torch.tensor([draw.log_prob for draw in draws])
+    torch.testing.assert_close(log_probs, expected, rtol=0, atol=1e-5)
 
 
 def test_sample_greedy_row_with_penalty_avoids_the_seen_token() -> None:
     scores = torch.tensor([[4.0, 3.0, -1.0]])
     draws = sample(scores, [row(temperature=0, seen=[0], repetition_penalty=2.0)])
-    assert draws.ids.tolist() == [1]
-    assert draws.log_probs.item() == pytest.approx(scores.log_softmax(-1)[0, 1].item(), abs=1e-6)
+    assert ids_of(draws) == [1]
+    assert draws[0].log_prob == pytest.approx(scores.log_softmax(-1)[0, 1].item(), abs=1e-6)
 
 
 def test_sample_log_probs_are_of_the_scaled_distribution_before_truncation() -> None:
@@ -135,8 +139,9 @@ def test_sample_log_probs_are_of_the_scaled_distribution_before_truncation() -> 
         for at in range(20)
     ]
     draws = sample(scores.expand(20, -1), rows)
-    expected = (scores[0] / 0.7).log_softmax(-1)[draws.ids]
-    torch.testing.assert_close(draws.log_probs, expected, rtol=0, atol=1e-5)
+    expected = (scores[0] / 0.7).log_softmax(-1)[ids_of(draws)]
+    log_probs = torch.tensor([draw.log_prob for draw in draws])
+    torch.testing.assert_close(log_probs, expected, rtol=0, atol=1e-5)
 
 
 def test_sample_row_is_the_same_alone_and_in_any_batch() -> None:
@@ -145,8 +150,8 @@ def test_sample_row_is_the_same_alone_and_in_any_batch() -> None:
     rows = [row(position=at, seed=at * 7, **kind) for at, kind in enumerate(kinds)]
     together = sample(scores, rows)
     backwards = sample(scores.flip(0), rows[::-1])
-    alone = [sample(scores[at : at + 1], rows[at : at + 1]).ids.item() for at in range(6)]
-    assert together.ids.tolist() == alone == backwards.ids.tolist()[::-1]
+    alone = [sample(scores[at : at + 1], rows[at : at + 1])[0].id for at in range(6)]
+    assert ids_of(together) == alone == ids_of(backwards)[::-1]
 
 
 def test_sample_leaves_the_logits_alone() -> None:
@@ -159,8 +164,8 @@ def test_sample_leaves_the_logits_alone() -> None:
 def test_sample_tiny_temperature_is_finite_and_takes_the_most_likely() -> None:
     scores = logits(12)
     draws = sample(scores, [row(temperature=1e-30)])
-    assert draws.ids.item() == scores.argmax().item()
-    assert draws.log_probs.item() == 0.0
+    assert draws[0].id == scores.argmax().item()
+    assert draws[0].log_prob == 0.0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -168,18 +173,18 @@ def test_sample_row_that_is_not_finite_has_no_log_prob(value: float) -> None:
     scores = logits(13, rows=2)
     scores[0, 5] = value
     draws = sample(scores, [row(), row()])
-    assert math.isnan(draws.log_probs[0].item())
-    assert math.isfinite(draws.log_probs[1].item())
+    assert math.isnan(draws[0].log_prob)
+    assert math.isfinite(draws[1].log_prob)
 
 
-@pytest.mark.parametrize("vocabulary", [5, 256, 700])
-def test_race_draws_in_proportion_to_the_weights(vocabulary: int) -> None:
-    weights = logits(14, vocabulary=vocabulary, scale=1.0).exp()
-    weights[0, 2:4] = 0
-    count = 40_000
-    ids = race(weights.expand(count, -1), [(3, position) for position in range(count)])
+@pytest.mark.parametrize("vocabulary", [5, 256])
+def test_draws_are_in_proportion_to_the_weights(vocabulary: int) -> None:
+    weights = logits(14, vocabulary=vocabulary, scale=1.0)[0].exp()
+    weights[2:4] = 0
+    count = 20_000
+    ids = torch.tensor([draw_by_weight(weights, 3, position) for position in range(count)])
     seen = torch.bincount(ids, minlength=vocabulary).double()
-    expected = (weights[0].double() / weights.sum()) * count
+    expected = (weights.double() / weights.sum()) * count
     assert seen[2:4].tolist() == [0, 0]
     drawn = expected > 0
     statistic = ((seen - expected)[drawn] ** 2 / expected[drawn]).sum().item()
@@ -187,15 +192,12 @@ def test_race_draws_in_proportion_to_the_weights(vocabulary: int) -> None:
     assert abs(statistic - freedom) < 4 * math.sqrt(2 * freedom)
 
 
-def test_race_numbers_stay_what_they_are() -> None:
-    numbers = race_numbers([(7, 256), (2**63, 0)], 3)
-    expected = [[0.93220145, 1.3066999, 1.610517], [4.0522785, 0.44822234, 0.031911735]]
-    np.testing.assert_allclose(numbers, expected, rtol=1e-6)
-
-
-def test_race_numbers_differ_by_seed_and_by_position() -> None:
-    keys = [(1, 1), (1, 2), (2, 1), (11, 1), (1, 11)]
-    assert len({float(value) for value in race_numbers(keys, 1)[:, 0]}) == len(keys)
+def test_draws_are_fixed_by_seed_and_position_and_differ_by_both() -> None:
+    weights = torch.ones(10_000)
+    keys = [(1, 1), (1, 2), (2, 1), (11, 1), (1, 11), (2**63 - 1, 0)]
+    draws = [draw_by_weight(weights, *key) for key in keys]
+    assert draws == [draw_by_weight(weights, *key) for key in keys]
+    assert len(set(draws)) == len(keys)
 
 
 def test_sample_most_likely_ids_come_with_the_log_probs_of_the_whole_distribution() -> None:
@@ -203,9 +205,9 @@ def test_sample_most_likely_ids_come_with_the_log_probs_of_the_whole_distributio
     rows = [row(temperature=2.0, top_k=1, top_log_probs=3), row(), row(top_log_probs=1)]
     draws = sample(scores, rows)
     expected = torch.log_softmax(scores[0] / 2.0, -1)
-    assert np.frombuffer(draws.top[0].ids, np.int32).tolist() == [1, 3, 2]
+    assert np.frombuffer(draws[0].top_ids, np.int32).tolist() == [1, 3, 2]
     np.testing.assert_allclose(
-        np.frombuffer(draws.top[0].log_probs, np.float32), expected[[1, 3, 2]], rtol=1e-6
+        np.frombuffer(draws[0].top_log_probs, np.float32), expected[[1, 3, 2]], rtol=1e-6
     )
-    assert draws.top[1] == (b"", b"")
-    assert np.frombuffer(draws.top[2].ids, np.int32).tolist() == [3]
+    assert draws[1][2:] == (b"", b"")
+    assert np.frombuffer(draws[2].top_ids, np.int32).tolist() == [3]

@@ -12,7 +12,7 @@ import pytest
 from rollout.config import RolloutConfig, SamplingConfig, SGLangEngine, config_from_dict
 from rollout.engine.core import EngineInfo, GenerationRequest, SamplingParams, pack_ids
 from rollout.engine.cores.sglang.answers import AnswerReader
-from rollout.engine.cores.sglang.generate_requests import refusal_of, request_fields, salt_of
+from rollout.engine.cores.sglang.generate_requests import build_fields, make_salt
 from rollout.engine.cores.sglang.server_arguments import SGLangOptions, engine_arguments
 from rollout.engine.pool.generation import Generation
 from rollout.errors import ConfigError, EngineError
@@ -150,7 +150,7 @@ def asked(**sampling: Any) -> GenerationRequest:
 
 
 def test_fields_request_is_clipped_to_the_context_and_salted() -> None:
-    fields = request_fields(asked(stop_token_ids=(9,)), SGLangOptions(model="m"), INFO, salt_of(7))
+    fields = build_fields(asked(stop_token_ids=(9,)), SGLangOptions(model="m"), INFO, make_salt(7))
     assert fields["input_ids"] == [5, 6, 7]
     assert fields["sampling_params"] == {
         "max_new_tokens": 47,
@@ -181,26 +181,12 @@ def test_fields_seed_only_where_it_counts_and_then_one_for_each() -> None:
     plain, deterministic = SGLangOptions(model="m"), SGLangOptions(model="m", deterministic=True)
 
     def seed(options: SGLangOptions, **sampling: Any) -> int | None:
-        params = request_fields(asked(**sampling), options, INFO, "")["sampling_params"]
+        params = build_fields(asked(**sampling), options, INFO, "")["sampling_params"]
         return params.get("sampling_seed")
 
     assert seed(plain, seed=4) is None
     assert seed(deterministic, seed=4) == 4
     assert len({seed(deterministic) for _ in range(8)}) == 8
-
-
-def test_refusal_draining_or_full_is_to_be_retried() -> None:
-    options = SGLangOptions(model="m", max_running=3, max_queued=1)
-    drained = refusal_of(asked(), options, INFO, open_requests=0, is_draining=True)
-    full = refusal_of(asked(), options, INFO, open_requests=4, is_draining=False)
-    assert drained is not None
-    assert full is not None
-    assert (drained.finish_reason, drained.error) == ("rejected", "the engine is being drained")
-    assert (full.finish_reason, full.error) == (
-        "rejected",
-        "engine queue is full: 1 waiting, limit 1",
-    )
-    assert refusal_of(asked(), options, INFO, open_requests=3, is_draining=False) is None
 
 
 class Everything(frozenset[str]):

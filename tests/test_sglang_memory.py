@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import attrs
@@ -13,7 +14,17 @@ import fake_core
 from fake_core import CountingCore
 from rollout.config import LocalProcessPlacement, RayPlacement, RolloutConfig, SGLangEngine
 from rollout.config.engines import SGLANG_OWN
+from rollout.engine import DiskWeights
+from rollout.engine.core import (
+    Capabilities,
+    Chunk,
+    EngineBroken,
+    GenerationRequest,
+    SamplingParams,
+    pack_ids,
+)
 from rollout.engine.cores.sglang import SGLangCore
+from rollout.engine.cores.sglang.maintenance import SGLangMaintenance
 from rollout.engine.cores.sglang.server_arguments import NO_MEMORY_SAVER, SGLangOptions
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec
@@ -22,6 +33,10 @@ from rollout.engine.pool.pool import EnginePool
 from rollout.engine.routing import Router
 from rollout.errors import ConfigError, EngineError
 from test_pool import ask
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.anyio
 
@@ -46,10 +61,26 @@ class Maintenance:
 
 @attrs.define
 class RunningSGLang:
-    """As much of `adapter.SGLang` as its memory concerns."""
+    """As much of `adapter.SGLang` as a core needs without its processes."""
 
-    maintenance: Maintenance = attrs.field(factory=Maintenance)
+    maintenance: Any = attrs.field(factory=Maintenance)
     info: Any = CountingCore().info
+    model_path: str = "m"
+    answers: Any = ()
+    aborted: list[str] = attrs.field(factory=list)
+
+    def count_unwanted_experts(self, request: GenerationRequest) -> int:
+        return 0
+
+    async def media_fields(self, request: GenerationRequest) -> dict[str, Any]:
+        return {}
+
+    async def generate(self, **fields: Any) -> AsyncIterator[Any]:
+        for answer in self.answers:
+            yield answer
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
 
 
 def core_of(**options: Any) -> tuple[SGLangCore, Maintenance]:
@@ -100,12 +131,71 @@ async def test_sleep_without_the_memory_saver_is_refused_by_name() -> None:
     assert SGLangOptions(model="m", device="cpu").no_sleep == ""
 
 
+async def collect(core: SGLangCore) -> list[Chunk]:
+    sampling = SamplingParams(max_new_tokens=4)
+    request = GenerationRequest(request_id="r", prompt_ids=pack_ids([5]), sampling=sampling)
+    return [chunk async for chunk in core.generate(request)]
+
+
+async def test_draining_engine_rejects_what_comes() -> None:
+    core, _ = core_of()
+    core.drain_nowait()
+    (chunk,) = await collect(core)
+    assert (chunk.finish_reason, chunk.error) == ("rejected", "the engine is being drained")
+
+
+async def test_answer_that_cannot_be_read_ends_the_request_in_sglang_too() -> None:
+    core, _ = core_of()
+    running: Any = core._sglang
+    running.answers = [{"meta_info": {"weight_version": "0"}}]
+    (chunk,) = await collect(core)
+    assert (chunk.finish_reason, chunk.error) == ("error", "SGLang failed: KeyError: 'output_ids'")
+    assert running.aborted == ["r"]
+
+
+@pytest.mark.parametrize("fault", ["raises", "answers"])
+async def test_weights_that_sglang_may_have_loaded_in_part_break_the_engine(fault: str) -> None:
+    class Tokens:
+        async def pause_generation(self, request: object) -> None: ...
+
+        async def continue_generation(self, request: object) -> None: ...
+
+        async def update_weights_from_disk(self, request: object) -> tuple[bool, str]:
+            if fault == "raises":
+                raise RuntimeError("out of memory")
+            return False, "RuntimeError: out of memory"
+
+    @attrs.define
+    class Request:
+        __struct_fields__ = ()
+
+    types: Any = type("io_struct", (), {})
+    for name in ("UpdateWeightFromDisk", "PauseGeneration", "ContinueGeneration"):
+        setattr(types, f"{name}ReqInput", Request)
+    maintenance = object.__new__(SGLangMaintenance)
+    maintenance._tokens, maintenance._types = Tokens(), types
+    with pytest.raises(EngineBroken) as caught:
+        await maintenance.load_from_disk("/w", 3)
+    assert str(caught.value) == "SGLang did not load /w: RuntimeError: out of memory"
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"], indirect=True)
+async def test_checkpoint_on_a_file_system_that_hangs_holds_up_nothing_else(tmp_path: Path) -> None:
+    core, _ = core_of()
+    os.mkfifo(tmp_path / "model.safetensors")
+    with anyio.move_on_after(0.05) as scope:  # the loop runs on
+        await core.update_weights(3, DiskWeights(str(tmp_path)))
+    assert scope.cancelled_caught
+    (tmp_path / "model.safetensors").open("wb").close()  # the thread ends
+
+
 class SleeplessCore(CountingCore):
     """Cannot sleep, and says so."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.info = msgspec.structs.replace(self.info, no_sleep="it never sleeps")
+        able = Capabilities(no_sleep="it never sleeps")
+        self.info = msgspec.structs.replace(self.info, capabilities=able)
 
 
 async def test_sleep_that_an_engine_cannot_do_is_refused_before_requests_are_cut_off(

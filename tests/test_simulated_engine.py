@@ -385,7 +385,7 @@ async def test_aclose_ends_every_request_with_what_it_was_sent() -> None:
     assert [len(answer.text) for answer in answers] == [4, 0]
     assert anyio.current_time() == 4.5
     late = await collect(core, ask("a", "r2"))
-    assert late.last.error == "the simulated engine is closed"
+    assert late.last.error == "the engine is closed"
 
 
 # --- requests that cannot be served -------------------------------------------------------------
@@ -394,20 +394,24 @@ async def test_aclose_ends_every_request_with_what_it_was_sent() -> None:
 @pytest.mark.parametrize(
     ("request_", "error"),
     [
-        (ask(b""), "the prompt is empty"),
-        (ask("a", max_new_tokens=0), "max_new_tokens = 0; expected at least 1"),
-        (ask("a" * 64), "a prompt of 64 tokens leaves no room in a context of 64"),
+        (ask(b""), "the prompt has no tokens"),
+        (ask("a", max_new_tokens=0), "sampling.max_new_tokens = 0; expected at least 1"),
+        (
+            ask("a" * 64),
+            "the prompt has 64 tokens; expected at most 63, since it and a new token must fit into "
+            "a context of 64",
+        ),
         (
             ask(array("i", [1, 259]).tobytes()),
-            "the id at position 1 is outside the vocabulary of 259 ids",
+            "token id 259 at position 1 of the prompt is outside the vocabulary of 259",
         ),
         (
             ask(array("i", [1, 2, -1]).tobytes()),
-            "the id at position 2 is outside the vocabulary of 259 ids",
+            "token id -1 at position 2 of the prompt is outside the vocabulary of 259",
         ),
         (
             ask(array("i", [1 << 20]).tobytes()),
-            "the id at position 0 is outside the vocabulary of 259 ids",
+            "token id 1048576 at position 0 of the prompt is outside the vocabulary of 259",
         ),
     ],
 )

@@ -43,7 +43,9 @@ class MuteCore(SimulatedCore):
 
     @property
     def info(self) -> EngineInfo:
-        return msgspec.structs.replace(super().info, max_top_log_probs=self._most)
+        info = super().info
+        able = msgspec.structs.replace(info.capabilities, max_top_log_probs=self._most)
+        return msgspec.structs.replace(info, capabilities=able)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk]:
         async with aclosing(super().generate(request)) as chunks:

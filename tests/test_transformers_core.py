@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers
 
+from rollout.config import RayPlacement, RolloutConfig, TransformersEngine
 from rollout.engine.core import (
     Chunk,
     EngineLoad,
@@ -25,10 +26,13 @@ from rollout.engine.core import (
     pack_ids,
     unpack_ids,
 )
-from rollout.engine.cores.transformers import TransformersCore, stepping
+from rollout.engine.cores.transformers import TransformersCore
+from rollout.engine.cores.transformers import sampling as sampling_module
 from rollout.engine.cores.transformers import transformers_core as core_module
+from rollout.engine.cores.transformers.model import choose_device
 from rollout.engine.model_files import resolve_model
 from rollout.engine.model_identity import model_fingerprint
+from rollout.engine.pool.opening import build_core_spec
 from rollout.errors import EngineError
 from rollout.seeds import RequestIds
 from slow_cases import slow_after, slow_but
@@ -59,7 +63,7 @@ from rollout.engine.core import GenerationRequest, SamplingParams, pack_ids
 from rollout.engine.cores.transformers import TransformersCore
 
 async def main():
-    core = TransformersCore(model=sys.argv[1], stream_interval=1)
+    core = TransformersCore(model=sys.argv[1])
     await core.start()
     sampling = SamplingParams(max_new_tokens=2000, ignore_eos=True)
     request = GenerationRequest(request_id="a", prompt_ids=pack_ids([5]), sampling=sampling)
@@ -202,8 +206,8 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    gate = Gate(stepping.sample)
-    monkeypatch.setattr(stepping, "sample", gate)
+    gate = Gate(sampling_module.sample)
+    monkeypatch.setattr(sampling_module, "sample", gate)
     return gate
 
 
@@ -325,18 +329,6 @@ async def test_core_further_turns_reuse_the_session_and_stay_exact(tiny: str) ->
             ]
 
 
-@pytest.mark.anyio
-async def test_core_group_computes_its_prompt_once(tiny: str) -> None:
-    prompt = prompts(1, shared=100)[0]
-    async with opened(tiny) as core:
-        members = [asked(prompt, f"m{i}", temperature=1.0, seed=i) for i in range(6)]
-        answers = await collect_all(core, members)
-        cached = sorted(answer.last.cached_tokens for answer in answers)
-        alone = [await collect(core, asked(prompt, temperature=1.0, seed=i)) for i in range(6)]
-    assert cached == [0] + [len(prompt) - 1] * 5
-    assert [answer.ids for answer in answers] == [answer.ids for answer in alone]
-
-
 @pytest.mark.slow
 @pytest.mark.anyio
 async def test_core_seeded_request_is_the_same_alone_and_in_a_full_batch(tiny: str) -> None:
@@ -421,53 +413,11 @@ async def test_core_full_context_ends_the_request_with_length(tiny: str) -> None
 
 
 @pytest.mark.anyio
-async def test_core_tokens_stream_in_chunks_of_the_interval(tiny: str) -> None:
-    prompt = prompts(1)[0]
-    async with opened(tiny, stream_interval=4) as core:
-        answer = await collect(core, asked(prompt, max_new_tokens=10, ignore_eos=True))
-    assert [len(chunk.ids) // 4 for chunk in answer.chunks] == [4, 4, 2]
-    assert [chunk.cached_tokens for chunk in answer.chunks] == [0, 0, 0]
-
-
-@pytest.mark.anyio
-async def test_core_tokens_leave_when_no_step_fits_into_the_time_that_they_may_wait(
-    tiny: str,
-) -> None:
-    async with opened(tiny, stream_interval=1000, stream_interval_s=1e-6) as core:
-        answer = await collect(core, asked(prompts(1)[0], max_new_tokens=10, ignore_eos=True))
-    assert [len(chunk.ids) // 4 for chunk in answer.chunks] == [1] * 10
-
-
-@pytest.mark.slow
-@pytest.mark.anyio
-async def test_core_tokens_leave_before_a_prompt_is_computed(tiny: str) -> None:
-    first, second = prompts(2)
-    answers: dict[str, Answer] = {}
-
-    async def ask(name: str, prompt: list[int], count: int) -> None:
-        request = asked(prompt, max_new_tokens=count, ignore_eos=True)
-        answers[name] = await collect(core, request)
-
-    async with (
-        opened(tiny, stream_interval=10_000, stream_interval_s=1e6) as core,
-        anyio.create_task_group() as tasks,
-    ):
-        tasks.start_soon(ask, "first", first, 1500)
-        while not core.load().generated_tokens:
-            await anyio.sleep(0.001)
-        tasks.start_soon(ask, "second", second, 1)
-    sizes = [len(chunk.ids) // 4 for chunk in answers["first"].chunks]
-    assert len(sizes) == 2
-    assert sizes[0] > 0
-    assert sum(sizes) == 1500
-
-
-@pytest.mark.anyio
 async def test_core_abort_returns_the_tokens_so_far(tiny: str) -> None:
     prompt = prompts(1, seed=12)[0]
     sampling = {"max_new_tokens": 1500, "ignore_eos": True}
     request = asked(prompt, **sampling)
-    async with opened(tiny, stream_interval=1) as core:
+    async with opened(tiny) as core:
         ids, chunks = [], []
         async for chunk in core.generate(request):
             ids += unpack_ids(chunk.ids)
@@ -521,7 +471,7 @@ async def test_core_abort_of_an_unknown_or_finished_request_is_ignored(tiny: str
 
 @pytest.mark.anyio
 async def test_core_iterator_closed_early_frees_its_place(tiny: str) -> None:
-    async with opened(tiny, max_running=1, stream_interval=1) as core:
+    async with opened(tiny, max_running=1) as core:
         chunks = core.generate(asked([9, 8, 7], max_new_tokens=1500, ignore_eos=True))
         async for _ in chunks:
             break
@@ -631,7 +581,7 @@ async def test_core_request_id_in_use_is_an_error(tiny: str, gate: Gate) -> None
 async def test_core_failing_step_ends_every_request_and_later_ones(
     tiny: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    original, draws = stepping.sample, []
+    original, draws = sampling_module.sample, []
 
     def breaks(*args: Any) -> Any:
         draws.append(1)
@@ -639,7 +589,7 @@ async def test_core_failing_step_ends_every_request_and_later_ones(
             raise ValueError("out of luck")
         return original(*args)
 
-    monkeypatch.setattr(stepping, "sample", breaks)
+    monkeypatch.setattr(sampling_module, "sample", breaks)
     async with opened(tiny, max_running=2) as core:
         requests = [asked([5 + i, 6], ignore_eos=True) for i in range(4)]
         answers = await collect_all(core, requests)
@@ -656,7 +606,7 @@ async def test_core_failing_step_ends_every_request_and_later_ones(
 async def test_core_logits_that_are_not_finite_end_their_request_only(
     tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = stepping.sample
+    original = sampling_module.sample
 
     def spoilt(logits: torch.Tensor, rows: Any) -> Any:
         for index, row in enumerate(rows):
@@ -664,7 +614,7 @@ async def test_core_logits_that_are_not_finite_end_their_request_only(
                 logits[index] = torch.nan
         return original(logits, rows)
 
-    monkeypatch.setattr(stepping, "sample", spoilt)
+    monkeypatch.setattr(sampling_module, "sample", spoilt)
     async with opened(tiny) as core:
         bad, good = await collect_all(core, [asked([9, 8, 7]), asked([8, 8, 7])])
     assert bad.last.error == "the model's logits at position 3 are not finite"
@@ -674,7 +624,7 @@ async def test_core_logits_that_are_not_finite_end_their_request_only(
 
 @pytest.mark.anyio
 async def test_core_close_ends_running_requests_with_their_tokens(tiny: str) -> None:
-    async with opened(tiny, stream_interval=1) as core, anyio.create_task_group() as tasks:
+    async with opened(tiny) as core, anyio.create_task_group() as tasks:
         seen = anyio.Event()
         chunks: list[Chunk] = []
 
@@ -761,6 +711,18 @@ async def test_core_that_cannot_load_says_why(
     await core.aclose()
 
 
+def test_replicas_of_a_machine_take_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    config = RolloutConfig(engine=TransformersEngine(device="cuda", replicas=3))
+    gpus = [build_core_spec(config, replica).options["gpu"] for replica in range(3)]
+    assert [choose_device("cuda", gpu) for gpu in gpus] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert choose_device("auto", 1) == "cuda:1"
+    assert [choose_device(name, 1) for name in ("cuda:0", "cpu")] == ["cuda:0", "cpu"]
+    on_ray = RolloutConfig(engine=TransformersEngine(device="cuda"), placement=RayPlacement())
+    assert build_core_spec(on_ray, 1).options["gpu"] == 0  # each sees its own
+
+
 @pytest.mark.anyio
 async def test_core_start_that_is_cancelled_leaves_nothing(tiny: str) -> None:
     core = TransformersCore(model=tiny)
@@ -782,7 +744,7 @@ async def test_core_info_is_the_same_for_every_replica(tiny: str) -> None:
 
 @pytest.mark.anyio
 async def test_core_top_log_probs_lead_with_the_greedy_token(tiny: str) -> None:
-    async with opened(tiny, stream_interval=3) as core:
+    async with opened(tiny) as core:
         texts = prompts(3)
         counts = (4, 0, 1)
         asking = [asked(text, top_log_probs=k) for text, k in zip(texts, counts, strict=True)]

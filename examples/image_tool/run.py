@@ -1,19 +1,21 @@
 """An agent that looks at a picture, zooms in where it must, and names a colour.
 
-python examples/image_tool/run.py                 (a tiny model of random weights: it only babbles)
-python examples/image_tool/run.py --model PATH    (a vision-language model, such as Qwen2.5-VL)
+python examples/image_tool/run.py                 (a simulated engine, which looks at nothing)
+python examples/image_tool/run.py --model PATH    (a vision-language model, such as Qwen2.5-VL,
+                                                   on SGLang and a GPU)
 
 Needs the extra `media`, and torchvision: docs/media.md.
 """
 
 import argparse
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import anyio
 import numpy as np
 from PIL import Image
-from tiny_model import write_tiny_model
+from tiny_processor import write_processor
 from zoom import ZoomTool, reward
 
 import rollout
@@ -23,8 +25,9 @@ from rollout.config import (
     ModelConfig,
     RolloutConfig,
     SamplingConfig,
-    TransformersEngine,
+    SGLangEngine,
 )
+from rollout.testing import Scenario
 
 COLOURS = {"red": (220, 0, 0), "green": (0, 160, 0), "blue": (0, 0, 220), "yellow": (230, 220, 0)}
 QUESTION = "Somewhere in this picture is a small square. Which colour has it? Zoom in if you must."
@@ -50,14 +53,21 @@ def prompt(number: int) -> rollout.Prompt:
     )
 
 
-async def main(model: Path) -> None:
-    config = RolloutConfig(
-        model=ModelConfig(path=str(model)),
-        engine=TransformersEngine(dtype="float32"),
-        lengths=LengthsConfig(prompt=2048, response=1024, turn=48),
-        agent=AgentConfig(max_assistant_turns=4),
-        sampling=SamplingConfig(temperature=1.0),
-    )
+PART = '{"left": 0, "top": 0, "width": 160, "height": 120}'
+ZOOM = f'<tool_call>\n{{"name": "zoom", "arguments": {PART}}}\n</tool_call>'
+
+
+async def main(model: Path, *, is_simulated: bool) -> None:
+    settings = {
+        "model": ModelConfig(path=str(model)),
+        "lengths": LengthsConfig(prompt=2048, response=1024),
+        "agent": AgentConfig(max_assistant_turns=4),
+        "sampling": SamplingConfig(temperature=1.0),
+    }
+    if is_simulated:
+        config = Scenario().reply("", ZOOM).then("It is red.").config(**settings)
+    else:
+        config = RolloutConfig(engine=SGLangEngine(), **settings)
     async with rollout.open_rollout(config, tools=[ZoomTool()], reward=reward) as runtime:
         batch = await runtime.generate([prompt(number) for number in range(2)], samples=2)
     for row, trajectory in enumerate(batch.trajectories):
@@ -73,4 +83,5 @@ if __name__ == "__main__":
     parser.add_argument("--model", type=Path)
     model = parser.parse_args().model
     with tempfile.TemporaryDirectory() as folder:
-        anyio.run(main, model or write_tiny_model(Path(folder)))
+        path = model or write_processor(Path(folder))
+        anyio.run(partial(main, path, is_simulated=model is None))

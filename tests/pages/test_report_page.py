@@ -18,7 +18,7 @@ import observed
 from report_runs import MadeUpRun
 from report_segments import write_segments
 from rollout.config import ObserveConfig
-from rollout.engine.model_tokenizer import load_tokenizer_of
+from rollout.engine.model_tokenizer import load_decoder
 from rollout.observe import read_events
 from rollout.observe.events import RequestEnded
 from rollout.observe.report.report import write_report
@@ -48,7 +48,7 @@ def made_page(
 ) -> Path:
     """The page of a made-up run."""
     directory = MadeUpRun(**run).write(tmp_path / "run", has_ended=has_ended)  # type: ignore[arg-type]
-    return write_report(directory, decode=load_tokenizer_of("simulated") if has_texts else None)
+    return write_report(directory, decode=load_decoder("simulated") if has_texts else None)
 
 
 def opened(browser: Browser, name: str) -> None:
@@ -320,7 +320,7 @@ def test_turns_of_every_segment_stand_above_their_own_calls(
     browser: Browser, tmp_path: Path
 ) -> None:
     directory = write_segments(tmp_path / "run")
-    browser.open(write_report(directory, decode=load_tokenizer_of("simulated")))
+    browser.open(write_report(directory, decode=load_decoder("simulated")))
 
     opened(browser, "several/0")
 

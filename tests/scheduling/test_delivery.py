@@ -16,7 +16,7 @@ import pytest
 import faulty_cores
 from rollout.engine import weight_broadcasting
 from rollout.engine.channel.operations import ReceiveWeights, carry_out
-from rollout.engine.cores.devices import gpu_of
+from rollout.engine.cores.devices import name_gpu
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
 from rollout.engine.pool.pool import EnginePool
@@ -166,7 +166,9 @@ async def test_broadcast_over_nccl_to_two_replicas_on_one_gpu_is_refused(
         assert len(received) == 4
 
 
-async def test_receiver_over_nccl_is_the_gpu_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_receiver_over_nccl_is_the_name_gpu_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     devices: list[str] = []
 
     def receive(weights: DistributedWeights, device: str) -> str:
@@ -201,10 +203,10 @@ def test_receiver_over_nccl_without_a_gpu_is_refused_by_name() -> None:
         ("4,5", "cpu", ""),
     ],
 )
-def test_gpu_of_a_device_is_the_one_that_the_process_sees(
+def test_name_gpu_a_device_is_the_one_that_the_process_sees(
     visible: str | None, device: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert gpu_of(device) == expected
+    assert name_gpu(device) == expected

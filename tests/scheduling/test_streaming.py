@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from array import array
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -19,21 +17,15 @@ from rollout import Outcome, Prompt
 from rollout.config import (
     ChannelConfig,
     LimitsConfig,
-    RolloutConfig,
     SchedulingConfig,
-    SGLangEngine,
     SimulatedEngine,
-    TransformersEngine,
 )
 from rollout.engine.channel.messages import ChannelSettings
 from rollout.engine.core import Chunk, GenerationRequest, SamplingParams
-from rollout.engine.cores.pacing import DecodeSpeed
-from rollout.engine.cores.sglang.stream_hook import Gatherer, name_versions
 from rollout.engine.cores.simulated.simulated_core import SimulatedCore
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.pool.generation import Generation
-from rollout.engine.pool.opening import build_core_spec
 from rollout.engine.pool.pool import EnginePool
 from rollout.engine.pool.request_runner import LAST_ANSWER_S, limit_last_answer
 from rollout.engine.routing import Router
@@ -245,131 +237,7 @@ async def test_server_tokens_that_come_shortly_after_each_other_leave_together()
         first = requester.submit([1], 50)
         await anyio.sleep(0.5)
         second = requester.submit([1], 50)
-        await anyio.sleep(10.75)  # the first one's first token has waited for 10 s
-        assert len(first.ids) == len(second.ids) == 10
+        await anyio.sleep(10.75)  # the second one's first token has waited for 9.75 s
+        assert len(first.ids) >= 9  # the tenth comes as the others leave
+        assert len(second.ids) == 10
         await second.done.wait()
-
-
-@pytest.mark.parametrize("engine", [TransformersEngine(), SGLangEngine(), SimulatedEngine()])
-def test_core_spec_says_how_long_tokens_may_wait(engine: Any) -> None:
-    config = RolloutConfig(engine=engine, channel=ChannelConfig(stream_interval_s=0.1))
-    assert build_core_spec(config, 0).options["stream_interval_s"] == 0.1
-
-
-# --- SGLang's scheduler
-
-
-class Req:
-    """As much of a request of SGLang's as the hooks look at."""
-
-    def __init__(self) -> None:
-        self.sampling_params = type("SamplingParams", (), {"stream_interval": None})()
-        self.output_ids: list[int] = []
-        self.sent = 0
-        self.weight_version_events: list[Any] = []
-
-
-def steps(gatherer: Gatherer, reqs: list[Req], clock: list[float], durations: list[float]) -> float:
-    """Steps that take so long; the longest that a token waited."""
-    sampled_at: dict[Req, list[float]] = {req: [] for req in reqs}
-    longest = 0.0
-
-    def stream_output(streamer: Any, reqs: list[Req]) -> None:
-        nonlocal longest
-        for req in reqs:
-            interval = req.sampling_params.stream_interval
-            if interval == 1 or len(sampled_at[req]) >= interval:
-                longest = max(longest, clock[0] - sampled_at[req][0])
-                sampled_at[req].clear()
-                req.sent += 1
-
-    for seconds in durations:
-        clock[0] += seconds
-        for req in reqs:
-            sampled_at[req].append(clock[0])
-        gatherer.stream_output(stream_output, object(), reqs)
-    return longest
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [1000.0]
-    monkeypatch.setattr("rollout.engine.cores.sglang.stream_hook.monotonic", lambda: now[0])
-    return now
-
-
-@pytest.mark.parametrize(
-    ("step_s", "chunks"),
-    [
-        (0.001, 5),  # by number: 64 at once
-        (0.01, 16),
-        (0.06, 100),
-        (0.15, 300),  # each step by itself
-        (1.0, 300),
-    ],
-)
-def test_gatherer_chunks_follow_the_measured_speed(
-    step_s: float, chunks: int, clock: list[float]
-) -> None:
-    reqs = [Req() for _ in range(3)]
-    longest = steps(Gatherer(64, INTERVAL_S), reqs, clock, [step_s] * 300)
-    assert longest <= INTERVAL_S
-    assert [req.sent for req in reqs] == pytest.approx([chunks] * 3, abs=2)
-
-
-def test_gatherer_requests_that_began_one_after_another_leave_together(clock: list[float]) -> None:
-    gatherer, reqs = Gatherer(64, INTERVAL_S), [Req() for _ in range(8)]
-    for count in range(1, 8):
-        steps(gatherer, reqs[:count], clock, [0.01])
-    messages: list[list[Req]] = []
-
-    def stream_output(streamer: Any, reqs: list[Req]) -> None:
-        leaving = [req for req in reqs if req.sampling_params.stream_interval == 1]
-        messages.extend([leaving] if leaving else [])
-
-    for _ in range(100):
-        clock[0] += 0.01
-        gatherer.stream_output(stream_output, object(), reqs)
-    assert messages == [reqs] * len(messages), "each message holds tokens of all"
-
-
-def test_gatherer_engine_becomes_slow_tokens_leave_in_time(clock: list[float]) -> None:
-    gatherer, reqs = Gatherer(64, INTERVAL_S), [Req()]
-    steps(gatherer, reqs, clock, [0.005] * 100)
-    durations = [0.005 * 1.1**n for n in range(30)] + [0.08] * 30
-    assert steps(gatherer, reqs, clock, durations) <= INTERVAL_S
-
-
-def test_gatherer_names_weights_in_partial_answers_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compute(events: list[Any], current_version: str, num_output_tokens: int) -> list[Any]:
-        return [*events, (current_version, num_output_tokens)]
-
-    module = types.ModuleType("sglang.srt.utils.weight_versions")
-    module.compute_weight_version_spans = compute  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "sglang.srt.utils.weight_versions", module)
-    accumulator = type(
-        "Accumulator", (), {"weight_versions": ["final"], "current_weight_version": "8"}
-    )()
-    req = Req()
-    req.output_ids, req.weight_version_events = [1, 2, 3], [("7", 2)]
-
-    def accept(accumulator: Any, *, req: Req) -> None:
-        accumulator.weight_versions.append(None)
-
-    name_versions(accept, accumulator, req=req)
-    assert accumulator.weight_versions == ["final", [("7", 2), ("8", 3)]]
-    name_versions(lambda accumulator, *, req: None, accumulator, req=req)
-    assert len(accumulator.weight_versions) == 2, "nothing left at this step"
-
-
-def test_decode_speed_chunks_are_what_an_engine_half_as_fast_gives_in_time() -> None:
-    speed = DecodeSpeed(INTERVAL_S, 16)
-    assert speed.chunk_tokens == 1
-    speed.note(4, 0.08)
-    assert speed.chunk_tokens == 5
-    speed.note(0, 100.0)
-    speed.note(1, 0.5)
-    assert speed.chunk_tokens == 1
-    for _ in range(200):
-        speed.note(100, 0.1)
-    assert speed.chunk_tokens == 16

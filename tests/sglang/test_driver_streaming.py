@@ -10,7 +10,6 @@ import attrs
 import pytest
 from driver import ask, prompts, sglang, shares_an_engine
 
-from rollout.config import ChannelConfig
 from rollout.engine import DiskWeights, open_engines
 from rollout.engine.pool.generation import Generation
 
@@ -21,16 +20,12 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.anyio, shares_an_engine]
 
-#: More than a request samples: none of its tokens leaves by number.
-OUT_OF_REACH = 100_000
-TOKENS = 1500
+TOKENS, INTERVAL = 1500, 16
 
 
 @pytest.fixture(scope="module")
 async def engines(models: list[str]) -> AsyncIterator[EnginePool]:
-    config = sglang(models[0], stream_interval=OUT_OF_REACH)
-    config = attrs.evolve(config, channel=ChannelConfig(stream_interval_s=0.1))
-    async with open_engines(config) as pool:
+    async with open_engines(sglang(models[0], stream_interval=INTERVAL)) as pool:
         yield pool
 
 
@@ -39,10 +34,10 @@ async def test_tokens_leave_while_their_request_runs(engines: EnginePool) -> Non
     generation.on_tokens = [lambda _: lengths.append(len(generation.ids))]
     await ask(engines, prompts(1)[0], generation, max_new_tokens=TOKENS, ignore_eos=True)
     assert lengths[-1] == TOKENS
-    assert len(lengths) > 5
+    assert len(lengths) >= TOKENS // INTERVAL // 2
 
 
-async def test_tokens_leave_after_a_change_in_place_too(
+async def test_tokens_of_a_change_in_place_have_their_versions_at_the_end(
     engines: EnginePool, models: list[str]
 ) -> None:
     version = engines.router.replicas[0].weight_version + 1
@@ -53,10 +48,6 @@ async def test_tokens_leave_after_a_change_in_place_too(
         while len(generation.ids) < 50:
             await anyio.sleep(0.002)
         await engines.update_weights(version, DiskWeights(models[1]), "in_place")
-        while generation.versions[-1][0] != version:
-            await anyio.sleep(0.002)
-        assert generation.finish_reason is None
-        assert len(generation.ids) < TOKENS
     assert [found for found, _ in generation.versions] == [version - 1, version]
     assert sum(count for _, count in generation.versions) == TOKENS
 

@@ -358,12 +358,12 @@ async def test_core_larger_priority_leaves_the_queue_first(core: SGLangCore) -> 
 async def test_core_queue_that_is_full_rejects(
     core: SGLangCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    full = msgspec.structs.replace(core.info, max_requests=0)
+    full = msgspec.structs.replace(core.info, max_requests=0, max_running=0)
     monkeypatch.setattr(core._sglang, "info", full)
     answer = await collect(core, asked([5]))
     assert (answer.last.finish_reason, answer.last.error) == (
         "rejected",
-        "engine queue is full: -64 waiting, limit 1024",
+        "engine queue is full: 0 waiting, limit 0",
     )
 
 
@@ -377,8 +377,8 @@ async def test_core_routed_experts_are_those_of_transformers(tmp_path: Any) -> N
         rest = await collect(
             core, asked(text, request={"routed_experts": True, "routed_experts_start": start})
         )
-        assert core.info.expert_shape is not None
-        layers, top_k = core.info.expert_shape
+        assert core.info.capabilities.expert_shape is not None
+        layers, top_k = core.info.capabilities.expert_shape
     assert plain.ids == answer.ids == rest.ids
     assert plain.last.routed_experts == b""
     assert rest.last.routed_experts == answer.last.routed_experts[2 * layers * top_k * start :]

@@ -16,7 +16,7 @@ from test_engine_core import has_sglang, opened
 
 import vision_models
 from rollout.chat.processors import MediaProcessor
-from test_vision_core import Reference, image, video
+from vision_reference import Reference, image, video
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -77,7 +77,7 @@ async def test_core_videos_beside_images_greedy_gives_tokens_of_generate(
     core: SGLangCore, reference: Reference
 ) -> None:
     """SGLang's encoder of Qwen2.5-VL attends across the frames that it is told are one video."""
-    assert core.info.modalities == ("image", "video")
+    assert core.info.capabilities.modalities == ("image", "video")
     a, b, c = video(1), image(3), video(2, 10, 90, 70)
     for parts, media in (
         ((a, "?"), (a,)),

@@ -184,7 +184,7 @@ def _truncating_values(sampling: SamplingParams) -> dict[str, float]:
 
 def top_log_probs_fault(count: int, info: EngineInfo) -> str:
     """Why the engines cannot tell so many of the most likely tokens; empty where they may."""
-    most = info.max_top_log_probs
+    most = info.capabilities.max_top_log_probs
     if most is None or count <= most:
         return ""
     able = f"at most {most}" if most else f"0: the engines ({info.core or 'custom'}) tell none"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollout.engine.model_tokenizer import decoder_of, load_model_tokenizer
+from rollout.engine.model_tokenizer import load_model_tokenizer, make_decoder
 from rollout.errors import RolloutError
 from rollout.types import Message
 
@@ -100,7 +100,7 @@ class BatchTokenizer:
                 f"the tokenizer of {self.path}{of} is not the batch's: its vocabulary has the "
                 f"fingerprint {found}, the batch was written with {expected}; {instead}"
             )
-        return decoder_of(tokenizer)
+        return make_decoder(tokenizer)
 
     def decode_ids(self, ids: Sequence[int]) -> str:
         """As `decode`, which is looked up when it is called."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout.cli.wrapping import print_line
-from rollout.engine.model_tokenizer import load_tokenizer_of
+from rollout.engine.model_tokenizer import load_decoder
 from rollout.errors import ConfigError, RolloutError
 from rollout.observe.event_file import EVENTS, read_events
 from rollout.observe.events import RunStarted
@@ -62,7 +62,7 @@ def _decode(directory: Path, tokenizer: str | None, output: Console) -> Decode |
     """Ids to text, of the tokenizer that was named, or of the run's where that is at hand."""
     if tokenizer is not None:
         try:
-            return load_tokenizer_of(tokenizer)
+            return load_decoder(tokenizer)
         except RolloutError as error:
             raise ConfigError(f"--tokenizer {tokenizer}: {error}") from error
     model = _model_of(directory)
@@ -70,7 +70,7 @@ def _decode(directory: Path, tokenizer: str | None, output: Console) -> Decode |
     if not isinstance(path, str):
         return None
     try:
-        return load_tokenizer_of(path, model.get("revision"))
+        return load_decoder(path, model.get("revision"))
     except RolloutError as error:
         print_line(output, f"{'tokens':<10}shown as ids: {error}")
         return None

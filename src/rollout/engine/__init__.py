@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rollout.engine.channel.channel import connect_channel
     from rollout.engine.channel.server import EngineServer
     from rollout.engine.core import (
+        Capabilities,
         Chunk,
         EngineCore,
         EngineInfo,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
         GenerationRequest,
         SamplingParams,
     )
+    from rollout.engine.cores.base import BaseCore
     from rollout.engine.placement.gpu_slots import gpu_slots_of
     from rollout.engine.pool.opening import open_engines
     from rollout.engine.routing import Router
@@ -28,7 +30,9 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "rollout.engine.channel.channel": ("connect_channel",),
+    "rollout.engine.cores.base": ("BaseCore",),
     "rollout.engine.core": (
+        "Capabilities",
         "Chunk",
         "EngineCore",
         "EngineInfo",
@@ -43,6 +47,8 @@ _HOMES = {
     "rollout.engine.weights": ("DiskWeights", "DistributedWeights", "TensorWeights"),
 }
 __all__ = [
+    "BaseCore",
+    "Capabilities",
     "Chunk",
     "DiskWeights",
     "DistributedWeights",

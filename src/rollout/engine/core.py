@@ -14,7 +14,6 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
 
-    from rollout.engine.weights import DiskWeights
     from rollout.medium import PlacedMedia
 
 FinishReason = Literal["stop", "length", "abort", "error", "rejected"]
@@ -34,6 +33,9 @@ Penalty = Annotated[float, msgspec.Meta(ge=-1e30, le=1e30)]
 
 #: Seconds a core may take to end its requests when it closes.
 CORE_CLOSE_S = 5.0
+#: What the levels of sleep release.
+TAGS_OF_LEVEL = {1: ("kv_cache",), 2: ("kv_cache", "weights")}
+ALL_TAGS = TAGS_OF_LEVEL[2]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False):
@@ -85,7 +87,7 @@ class GenerationRequest:
         session_id: The trajectory; a core may keep its prefix warm.
         priority: Larger runs first where the core supports it.
         routed_experts: Whether the experts that each token was routed to are wanted; only engines
-            with an `EngineInfo.expert_shape` are asked.
+            with a `Capabilities.expert_shape` are asked.
         routed_experts_start: Position in the prompt from which they are wanted.
         media: The images and videos in the prompt, in their order, each with its place there: the
             prompt has as many placeholder ids of it as the model's processor makes of it. The same
@@ -177,6 +179,38 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11):
     routed_experts: bytes = b""
 
 
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What a core can do beside generating; what it does not declare is not asked of it.
+
+    Attributes:
+        weights: Where it takes other weights from while it serves: "disk", "tensors", "groups".
+        in_place: Whether weights may change under running requests.
+        sleep_levels: How deep it can sleep; see `BaseCore.sleep`.
+        sleep_tags: What it can take back by itself when it wakes up.
+        no_sleep: Why its memory cannot be released; empty where it can, or where that is not known.
+        modalities: Kinds of media that prompts may hold: "image", "video".
+        no_media: Why a kind is missing there, for people; empty where there is nothing to say.
+        expert_shape: (layers, top_k) where each answer says which experts its tokens were routed
+            to; None where none does.
+        max_top_log_probs: The most ``sampling.top_log_probs`` of a request; 0 where the core cannot
+            tell any. None: not known, and a request whose answer lacks them fails.
+        scoring: Whether it gives the log-probs of ids that it did not sample.
+        lora: Whether it serves adapters beside the model.
+    """
+
+    weights: tuple[str, ...] = ()
+    in_place: bool = False
+    sleep_levels: tuple[int, ...] = ()
+    sleep_tags: tuple[str, ...] = ()
+    no_sleep: str = ""
+    modalities: tuple[str, ...] = ()
+    no_media: str = ""
+    expert_shape: tuple[Natural, Natural] | None = None
+    max_top_log_probs: Natural | None = None
+    scoring: bool = False
+    lora: bool = False
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The facts about an engine that its clients must agree with.
 
@@ -192,14 +226,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         core: Name of the core, for people.
         device: Where its weights are, or the first part of them, as torch names it in its process
             ("cuda:1"); weights over NCCL are received there. Empty where that is not known.
-        gpu: Which GPU of its machine that is; see `devices.gpu_of`.
-        no_sleep: Why its memory cannot be released; empty where it can, or where that is not known.
-        max_top_log_probs: The most ``sampling.top_log_probs`` of a request; 0 where the core cannot
-            tell any. None: not known, and a request whose answer lacks them fails.
-        expert_shape: (layers, top_k) where each answer says which experts its tokens were routed
-            to; None where none does.
-        modalities: Kinds of media that prompts may hold: "image", "video".
-        no_media: Why a kind is missing there, for people; empty where there is nothing to say.
+        gpu: Which GPU of its machine that is; see `devices.name_gpu`.
+        capabilities: What it can do beside generating.
     """
 
     vocab_size: int
@@ -207,30 +235,27 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     context_length: int
     fingerprint: str
     max_requests: int
+    max_running: Natural = 0
     weight_version: int = 0
     core: str = ""
     device: str = ""
     gpu: str = ""
-    no_sleep: str = ""
-    max_top_log_probs: Natural | None = None
-    expert_shape: tuple[Natural, Natural] | None = None
-    modalities: tuple[str, ...] = ()
-    no_media: str = ""
-    max_running: Natural = 0
+    capabilities: Capabilities = Capabilities()
 
     @property
     def most_at_once(self) -> int:
-        """Requests that it computes at once; that it holds, where it does not say so."""
+        """`max_running` if it is known, otherwise `max_requests`."""
         return self.max_running or self.max_requests
 
     def media_fault(self, kinds: Iterable[str]) -> str:
         """Why the engine cannot be asked about these kinds of media; empty where it can."""
+        able = self.capabilities
         for kind in kinds:
-            if kind not in self.modalities:
-                able = " and ".join(f"{kind}s" for kind in self.modalities) or "text only"
-                why = f": {self.no_media}" if self.no_media else ""
+            if kind not in able.modalities:
+                taken = " and ".join(f"{kind}s" for kind in able.modalities) or "text only"
+                why = f": {able.no_media}" if able.no_media else ""
                 core = self.core or "the engine"
-                return f"{core} takes no {kind}s; it takes {able}{why}"
+                return f"{core} takes no {kind}s; it takes {taken}{why}"
         return ""
 
 
@@ -265,17 +290,12 @@ class EngineCore(Protocol):
     """Whatever turns token ids into sampled token ids.
 
     The server constructs it with keyword options, awaits `start`, iterates `generate` for many
-    requests at once from one event loop, and awaits `aclose` at the end.
+    requests at once from one event loop, and awaits `aclose` at the end. What else it can do it
+    declares in `EngineInfo.capabilities`, and has the methods for: see `cores.base.BaseCore`, which
+    has them all, and what else cores share.
 
-    A core that can lose what it depends on (processes of its own, a server elsewhere) also has
-    ``async def watch(self) -> str``: it returns why the engine is lost, after its requests have
-    been told. The process that hosts the core runs it beside the server, through
-    `core_watch.watch_core`.
-
-    Chunks leave a core as their tokens are sampled, one by one: the server gathers them, by number
-    and by time. A core that gathers by itself, and hands over what it has sampled within
-    ``channel.stream_interval_s``, says so with ``is_gathering = True``: its chunks are sent as they
-    are.
+    Chunks leave a core as their tokens are sampled; the server gathers them. A core that gathers by
+    itself says so with ``is_gathering = True``: its chunks are sent as they are.
     """
 
     @property
@@ -291,7 +311,8 @@ class EngineCore(Protocol):
         Bad requests (ids outside the vocabulary, a prompt beyond the context) end with
         ``finish_reason="error"``, a full queue with ``"rejected"``: never with an exception.
         An engine that cannot serve any request any more says so with ``is_fatal`` on the last
-        chunk, or by raising `EngineBroken`. Closing the iterator early aborts the request.
+        chunk, or by raising `EngineBroken`. Where the iterator has ``aclose``, calling it early
+        aborts the request.
         """
 
     def abort_nowait(self, request_id: str) -> None:
@@ -305,36 +326,6 @@ class EngineCore(Protocol):
 
     async def aclose(self) -> None:
         """End every request and free the model; bounded by `CORE_CLOSE_S`."""
-
-
-class UpdatableCore(EngineCore, Protocol):
-    """An `EngineCore` whose weights can be changed while it serves."""
-
-    async def update_weights(self, version: int, source: DiskWeights) -> None:
-        """Load other weights of the same model; what is sampled from now on has this version.
-
-        Requests continue meanwhile; no new one comes. Nothing that was computed with the old
-        weights serves a later request. On an error the old weights stay.
-        """
-
-
-class SleepingCore(EngineCore, Protocol):
-    """An `EngineCore` that can give its memory away for a while; no request runs meanwhile."""
-
-    async def sleep(self, level: int) -> None:
-        """Release the KV cache (1), and the weights too (2); what is released already stays so.
-
-        New requests are answered "rejected" until all of it is back.
-        """
-
-    async def wake_up(self, tags: tuple[str, ...]) -> None:
-        """Take back what is named ("kv_cache", "weights") and released.
-
-        Weights are those that it had, loaded again, or those that it was given meanwhile.
-        """
-
-    async def flush_cache(self) -> None:
-        """Forget what was computed of earlier requests."""
 
 
 def pack_ids(ids: list[int] | tuple[int, ...]) -> bytes:

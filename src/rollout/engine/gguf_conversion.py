@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import stat
+from contextlib import redirect_stderr
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +22,8 @@ def convert_gguf(source: Path, chat_template: str, directory: Path) -> None:
 
     GGUF does not carry SmolLM's rule that every digit is a token of its own; it is put back.
     """
-    with quiet_transformers():
+    # One progress bar of transformers' ignores the setting.
+    with quiet_transformers(), redirect_stderr(io.StringIO()):
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
         tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
             [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]

@@ -82,17 +82,17 @@ def model_path_fault(
 
     Converts nothing and asks no network, so a hub name is only checked for its form.
     """
-    said = f"model.path = {path!r}"
+    subject = f"model.path = {path!r}"
     if path.startswith(EMBEDDED_PREFIX):
-        fault = _embedded_fault(path, said)
+        fault = _embedded_fault(path, subject)
     elif _is_local(path):
-        fault = _directory_fault(Path(path).expanduser(), said, needs_weights=needs_weights)
+        fault = _directory_fault(Path(path).expanduser(), subject, needs_weights=needs_weights)
     elif not HUB_NAME.fullmatch(path):
-        return f"{said}: no such directory, and not a hub name (owner/name)"
+        return f"{subject}: no such directory, and not a hub name (owner/name)"
     else:
         return None
     if fault is None and revision is not None:
-        return f"model.revision = {revision!r} needs a hub name, but {said}"
+        return f"model.revision = {revision!r} needs a hub name, but {subject}"
     return fault
 
 
@@ -116,20 +116,20 @@ def _is_local(path: str) -> bool:
     return looks_local or (path != "" and Path(path).exists())
 
 
-def _directory_fault(directory: Path, said: str, *, needs_weights: bool) -> str | None:
+def _directory_fault(directory: Path, subject: str, *, needs_weights: bool) -> str | None:
     if not directory.exists():
-        return f"{said}: no such directory"
+        return f"{subject}: no such directory"
     if not directory.is_dir():
         expected = "config.json" if needs_weights else "a tokenizer"
-        return f"{said}: a file; expected a directory with {expected}"
+        return f"{subject}: a file; expected a directory with {expected}"
     if needs_weights and not (directory / "config.json").is_file():
-        return f"{said}: the directory has no config.json"
+        return f"{subject}: the directory has no config.json"
     return None
 
 
-def _embedded_fault(path: str, said: str) -> str | None:
+def _embedded_fault(path: str, subject: str) -> str | None:
     if path != EMBEDDED_PREFIX + EMBEDDED_NAME:
-        return f"{said}: no such embedded model; expected '{EMBEDDED_PREFIX}{EMBEDDED_NAME}'"
+        return f"{subject}: no such embedded model; expected '{EMBEDDED_PREFIX}{EMBEDDED_NAME}'"
     if _is_converted(converted_directory()):
         return None
     commands = []
@@ -138,7 +138,7 @@ def _embedded_fault(path: str, said: str) -> str | None:
     lacking = [name for name in CONVERTERS if not _has_module(name)]
     if lacking:
         commands.append(f"pip install {' '.join(lacking)}")
-    return f"{said} needs: {' && '.join(commands)}" if commands else None
+    return f"{subject} needs: {' && '.join(commands)}" if commands else None
 
 
 def _has_module(name: str) -> bool:

@@ -27,17 +27,17 @@ def load_model_tokenizer(model: str, revision: str | None = None) -> PreTrainedT
     return load_tokenizer(resolve_model(model, revision, needs_weights=False), revision=revision)
 
 
-def load_tokenizer_of(model: str, revision: str | None = None) -> Callable[[Sequence[int]], str]:
+def load_decoder(model: str, revision: str | None = None) -> Callable[[Sequence[int]], str]:
     """Ids to text, special tokens spelled out; code of a model's repository is never run.
 
     Raises:
         RolloutError: There is no such model, or its tokenizer cannot be loaded.
     """
     tokenizer = load_model_tokenizer(model, revision)
-    return decoder_of(tokenizer)
+    return make_decoder(tokenizer)
 
 
-def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
+def make_decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
     """Ids to text by a tokenizer, special tokens spelled out."""
 
     def decode(ids: Sequence[int]) -> str:

@@ -10,12 +10,10 @@ from typing import Any
 import msgspec
 from anyio import to_thread
 
+from rollout.engine.core import ALL_TAGS as ALL_TAGS
+from rollout.engine.core import TAGS_OF_LEVEL as TAGS_OF_LEVEL
 from rollout.engine.weights import DiskWeights, DistributedWeights
 from rollout.errors import EngineError
-
-#: What the levels of sleep release.
-TAGS_OF_LEVEL = {1: ("kv_cache",), 2: ("kv_cache", "weights")}
-ALL_TAGS = TAGS_OF_LEVEL[2]
 
 
 class LoadWeights(msgspec.Struct, frozen=True, array_like=True, tag="load_weights"):
@@ -38,13 +36,13 @@ class DropWeights(msgspec.Struct, frozen=True, array_like=True, tag="drop_weight
 
 
 class Sleep(msgspec.Struct, frozen=True, array_like=True, tag="sleep"):
-    """Release memory; see `SleepingCore.sleep`."""
+    """Release memory; see `BaseCore.sleep`."""
 
     level: int
 
 
 class WakeUp(msgspec.Struct, frozen=True, array_like=True, tag="wake_up"):
-    """Take memory back; see `SleepingCore.wake_up`."""
+    """Take memory back; see `BaseCore.wake_up`."""
 
     tags: tuple[str, ...]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 
-def gpu_of(device: str) -> str:
+def name_gpu(device: str) -> str:
     """The GPU of a torch device of this process, as ``CUDA_VISIBLE_DEVICES`` names it.
 
     Empty for a CPU, and for a device that the process cannot see.

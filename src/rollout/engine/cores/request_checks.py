@@ -5,51 +5,63 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 if TYPE_CHECKING:
-    from rollout.engine.core import EngineInfo, GenerationRequest, SamplingParams
+    from collections.abc import Callable
+
+    from rollout.engine.core import Capabilities, EngineInfo, GenerationRequest, SamplingParams
 
 
-def request_fault(request: GenerationRequest, info: EngineInfo) -> str | None:
-    """Why the engine cannot serve `request`, with value and expectation; None if it can."""
+def find_outside_id(prompt_ids: bytes, vocab_size: int) -> int | None:
+    """Position of the first id of a packed prompt outside [0, vocab_size); None where all fit."""
+    import numpy as np  # engine processes may lack it, where their cores need none
+
+    ids = np.frombuffer(prompt_ids, dtype="<i4")
+    is_outside = (ids < 0) | (ids >= vocab_size)
+    return int(is_outside.argmax()) if is_outside.any() else None
+
+
+def find_request_fault(
+    request: GenerationRequest,
+    info: EngineInfo,
+    find_outside_id: Callable[[bytes, int], int | None] = find_outside_id,
+) -> str:
+    """Why the engine cannot serve `request`, with value and expectation; empty where it can."""
+    if request.routed_experts and info.capabilities.expert_shape is None:
+        return (
+            "routed_experts: this engine tells none; SGLang does with engine.routed_experts = true"
+        )
     return (
-        _experts_fault(request, info)
-        or _prompt_fault(request.prompt_ids, info)
+        _find_prompt_fault(request.prompt_ids, info, find_outside_id)
         or info.media_fault(each.medium.kind for each in request.media)
-        or _sampling_fault(request.sampling, info)
+        or _find_sampling_fault(request.sampling, info.vocab_size, info.capabilities)
     )
 
 
-def _experts_fault(request: GenerationRequest, info: EngineInfo) -> str | None:
-    if not request.routed_experts or info.expert_shape is not None:
-        return None
-    return "routed_experts: this engine tells none; SGLang does with engine.routed_experts = true"
-
-
-def _prompt_fault(prompt_ids: bytes, info: EngineInfo) -> str | None:
+def _find_prompt_fault(
+    prompt_ids: bytes, info: EngineInfo, find_outside_id: Callable[[bytes, int], int | None]
+) -> str:
     if len(prompt_ids) % 4:
         return f"prompt_ids has {len(prompt_ids)} bytes; expected packed int32"
-    ids = np.frombuffer(prompt_ids, dtype="<i4")
-    if not len(ids):
+    count = len(prompt_ids) // 4
+    if not count:
         return "the prompt has no tokens"
-    if len(ids) >= info.context_length:
+    if count >= info.context_length:
         return (
-            f"the prompt has {len(ids)} tokens; expected at most {info.context_length - 1}, "
+            f"the prompt has {count} tokens; expected at most {info.context_length - 1}, "
             f"since it and a new token must fit into a context of {info.context_length}"
         )
-    is_outside = (ids < 0) | (ids >= info.vocab_size)
-    if is_outside.any():
-        position = int(is_outside.argmax())
-        return (
-            f"token id {ids[position]} at position {position} of the prompt is outside the "
-            f"vocabulary of {info.vocab_size}"
-        )
-    return None
+    at = find_outside_id(prompt_ids, info.vocab_size) if info.vocab_size else None
+    if at is None:
+        return ""
+    token = int.from_bytes(prompt_ids[4 * at : 4 * at + 4], "little", signed=True)
+    return (
+        f"token id {token} at position {at} of the prompt is outside the vocabulary of "
+        f"{info.vocab_size}"
+    )
 
 
-def _sampling_fault(sampling: SamplingParams, info: EngineInfo) -> str | None:
-    vocab_size, most = info.vocab_size, info.max_top_log_probs or 0
+def _find_sampling_fault(sampling: SamplingParams, vocab_size: int, able: Capabilities) -> str:
+    most = able.max_top_log_probs
     penalty, stops = sampling.repetition_penalty, sampling.stop_token_ids
     rules = (
         ("max_new_tokens", sampling.max_new_tokens >= 1, "at least 1"),
@@ -62,12 +74,12 @@ def _sampling_fault(sampling: SamplingParams, info: EngineInfo) -> str | None:
         ("frequency_penalty", math.isfinite(sampling.frequency_penalty), "a finite number"),
         (
             "stop_token_ids",
-            all(0 <= token < vocab_size for token in stops),
+            not vocab_size or all(0 <= token < vocab_size for token in stops),
             f"ids in [0, {vocab_size})",
         ),
-        ("top_log_probs", sampling.top_log_probs <= most, f"at most {most}"),
+        ("top_log_probs", most is None or sampling.top_log_probs <= most, f"at most {most}"),
     )
     for name, is_met, expected in rules:
         if not is_met:
             return f"sampling.{name} = {getattr(sampling, name)!r}; expected {expected}"
-    return None
+    return ""

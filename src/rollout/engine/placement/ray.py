@@ -249,6 +249,7 @@ class RayActors:
             sys_path=[p or os.getcwd() for p in sys.path] if is_here and not self._python else [],
             tls=spec.tls,
             is_follower=rank > 0,
+            log_level=logging.getLogger("rollout.engine").getEffectiveLevel(),
         )
         if self._gpu_slots:
             devices = self._find_gpu_slot(name, spec.slot, rank).gpu_ids

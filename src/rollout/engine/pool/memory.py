@@ -46,8 +46,8 @@ class MemoryManager:
             raise EngineError(f"level = {level!r}; expected 1 or 2")
         for replica in self._replicas:
             channel = replica.channel
-            if channel is not None and channel.info.no_sleep:
-                raise EngineError(f"{replica.name}: {channel.info.no_sleep}")
+            if channel is not None and channel.info.capabilities.no_sleep:
+                raise EngineError(f"{replica.name}: {channel.info.capabilities.no_sleep}")
         if not self._requests.is_admission_blocked:
             self._requests.is_admission_blocked = True
             self._requests.pause_deadlines(running=True)

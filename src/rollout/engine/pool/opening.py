@@ -43,12 +43,12 @@ if TYPE_CHECKING:
 #: Fields of a kind of engine that its core takes under the same names.
 _CORE_OPTIONS = {
     TransformersEngine: "dtype device threads max_running max_queued context_length",
-    SimulatedEngine: "routed_experts",
+    SimulatedEngine: "stream_interval routed_experts",
     SGLangEngine: (
         "dtype device threads tensor_parallel memory_fraction max_running max_queued "
-        "context_length deterministic routed_experts"
+        "context_length stream_interval deterministic routed_experts"
     ),
-    HttpEngine: "api api_key_variable max_requests",
+    HttpEngine: "api api_key_variable max_requests stream_interval",
 }
 _CORES = {
     TransformersEngine: "rollout.engine.cores.transformers:TransformersCore",
@@ -71,13 +71,12 @@ def build_core_spec(config: RolloutConfig, replica: int) -> CoreSpec:
     kind = type(engine)
     if kind not in _CORES:
         raise EngineError(f"engine.kind = {engine.kind!r}: this version has no core for it")
-    options: dict[str, Any] = {
-        **{name: getattr(engine, name) for name in _CORE_OPTIONS[kind].split()},
-        "stream_interval": engine.stream_interval,
-        "stream_interval_s": config.channel.stream_interval_s,
-    }
+    options: dict[str, Any] = {name: getattr(engine, name) for name in _CORE_OPTIONS[kind].split()}
     if isinstance(engine, SimulatedEngine):
+        options["stream_interval_s"] = config.channel.stream_interval_s
         return CoreSpec(_CORES[kind], {**options, "replica": replica, **engine.scenario})
+    if isinstance(engine, TransformersEngine):  # on one machine each takes the next GPU of it
+        options["gpu"] = replica if isinstance(config.placement, LocalProcessPlacement) else 0
     options.update(
         model=model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
     )

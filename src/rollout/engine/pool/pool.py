@@ -236,7 +236,7 @@ class EnginePool:
         if fault:
             raise EngineError(fault)
         generation.top_count = sampling.top_log_probs
-        generation.expert_shape = info.expert_shape
+        generation.expert_shape = info.capabilities.expert_shape
         request = Request(
             generation=generation,
             session_id=session_id,
@@ -251,7 +251,7 @@ class EnginePool:
             media=tuple(media),
             on_end=self._requests.release,
         )
-        if info.expert_shape is not None:
+        if info.capabilities.expert_shape is not None:
             generation.expert_room = request.prompt_tokens - known_experts
         await self._requests.run(request)
 
@@ -398,7 +398,8 @@ class EnginePool:
                 f"{replica.name} serves model {found.fingerprint}, the other engines "
                 f"{shared.fingerprint}"
             )
-        if set(found.modalities) != set(shared.modalities):  # any may get a request with media
+        # Any may get a request with media.
+        if set(found.capabilities.modalities) != set(shared.capabilities.modalities):
             raise EngineError(
                 f"{replica.name} takes {_list_modalities(found)}, the other engines "
                 f"{_list_modalities(shared)}; expected the same of all"
@@ -540,5 +541,6 @@ class EnginePool:
 
 
 def _list_modalities(info: EngineInfo) -> str:
-    kinds = " and ".join(("text", *(f"{kind}s" for kind in sorted(info.modalities))))
-    return f"{kinds} ({info.no_media})" if info.no_media else kinds
+    able = info.capabilities
+    kinds = " and ".join(("text", *(f"{kind}s" for kind in sorted(able.modalities))))
+    return f"{kinds} ({able.no_media})" if able.no_media else kinds

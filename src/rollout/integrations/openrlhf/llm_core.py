@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from rollout.engine.core import Chunk, EngineInfo, EngineLoad, FinishReason, unpack_ids
+from rollout.engine.core import (
+    Capabilities,
+    Chunk,
+    EngineInfo,
+    EngineLoad,
+    FinishReason,
+    unpack_ids,
+)
 from rollout.integrations.row_media import images_of
 
 if TYPE_CHECKING:
@@ -53,10 +60,12 @@ class LlmCore:
             fingerprint="",
             max_requests=MAX_REQUESTS,
             core="openrlhf",
-            no_sleep="OpenRLHF's own engine keeps its memory",
-            max_top_log_probs=0,
-            modalities=("image",),
-            no_media="OpenRLHF's engines take images",
+            capabilities=Capabilities(
+                no_sleep="OpenRLHF's own engine keeps its memory",
+                max_top_log_probs=0,
+                modalities=("image",),
+                no_media="OpenRLHF's engines take images",
+            ),
         )
 
     async def start(self) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from rollout.engine.core import CORE_CLOSE_S, Chunk, EngineInfo, EngineLoad
+from rollout.engine.core import CORE_CLOSE_S, Capabilities, Chunk, EngineInfo, EngineLoad
 from rollout.integrations.row_media import images_of, videos_of
 from rollout.integrations.verl.servers import Placed, placing
 from rollout.worker_threads import AsyncioThread
@@ -57,9 +57,11 @@ class ClientCore:
             fingerprint="",
             max_requests=MAX_REQUESTS,
             core="verl",
-            no_sleep="verl puts its servers to sleep by itself",
-            max_top_log_probs=0,
-            modalities=("image", "video"),
+            capabilities=Capabilities(
+                no_sleep="verl puts its servers to sleep by itself",
+                max_top_log_probs=0,
+                modalities=("image", "video"),
+            ),
         )
         self._log_probs = log_probs
         self._scopes: dict[str, tuple[anyio.CancelScope, Placed]] = {}

@@ -9,38 +9,52 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import msgspec
 
-from rollout.engine.core import Chunk, EngineInfo, EngineLoad, GenerationRequest
+from rollout.engine.core import Capabilities, Chunk, EngineInfo, EngineLoad, GenerationRequest
+from rollout.engine.cores.base import BaseCore, OpenRequest
 from rollout.engine.cores.http.client import HttpClient, HttpError, open_client
 from rollout.engine.cores.http.model_facts import ModelFacts, read_model_facts
-from rollout.engine.cores.http.sglang_api import SGLangApi
-from rollout.engine.cores.http.vllm_api import VllmApi
-from rollout.engine.cores.open_request import OpenRequest
-from rollout.engine.cores.pacing import DecodeSpeed
-from rollout.engine.cores.request_checks import request_fault
-from rollout.errors import EngineError, MediaError
+from rollout.engine.cores.http.sglang_api import SGLangApi, SGLangReader
+from rollout.engine.cores.http.vllm_api import VllmApi, VllmReader
+from rollout.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 
 logger = logging.getLogger("rollout.engine")
 
-#: Between two looks at a server that does not answer yet.
+#: Poll interval while a server does not answer yet.
 RETRY_S = 0.5
-#: Between two looks at one that serves, and before an abort without an answer is sent again.
+#: Poll interval of one that serves; an abort without an answer is sent again as often.
 WATCH_S = 1.0
 #: A server that refuses connections, or breaks them, for this long is lost.
 REFUSED_S = 5.0
 #: One that is silent, or answers with errors of its own (5xx), is lost after this only: it may be
 #: in a long step, or paused for its trainer's weights. SGLang's own watchdog gives a step as long.
 SILENCE_S = 300.0
-#: Connections beside those of generations: for looks at the server and for aborts.
+#: Connections beside those of generations: for polls and aborts.
 CONTROL_CONNECTIONS = 4
 #: An abort that is not confirmed by then ends with the connection.
 ABORT_S = 5.0
 APIS: dict[str, type[SGLangApi | VllmApi]] = {"sglang": SGLangApi, "vllm": VllmApi}
 
 
-class HttpCore:
+class _Request(OpenRequest):
+    """A request under way.
+
+    Attributes:
+        reader: Reads its answers.
+        aborted_at: When its abort was first to be sent; None before.
+    """
+
+    __slots__ = ("aborted_at", "reader")
+
+    def __init__(self, reader: SGLangReader | VllmReader) -> None:
+        super().__init__(reader.request_id)
+        self.reader = reader
+        self.aborted_at: float | None = None
+
+
+class HttpCore(BaseCore[_Request]):
     """An `EngineCore` over a server's HTTP API; runs on trio and on asyncio.
 
     Tokens travel as JSON here, at some ten times the cost of the channel: for a few hundred
@@ -55,12 +69,7 @@ class HttpCore:
             name or ``embedded:smollm2-135m-instruct``.
         revision: Of a hub name.
         trust_remote_code: Lets code from the model's repository run.
-        stream_interval: Tokens of an event at most, where the server lets us say so.
-        stream_interval_s: How long a sampled token waits for others at most; an event's number of
-            tokens follows from how fast tokens came so far.
-
-    Attributes:
-        is_gathering: See `EngineCore`.
+        stream_interval: Tokens of an event, where the server lets us say so.
     """
 
     def __init__(
@@ -74,10 +83,10 @@ class HttpCore:
         revision: str | None = None,
         trust_remote_code: bool = False,
         stream_interval: int = 16,
-        stream_interval_s: float = 0.25,
     ) -> None:
+        super().__init__()
         self._url = url.rstrip("/")
-        self._speed = DecodeSpeed(stream_interval_s, stream_interval)
+        self._stream_interval = stream_interval
         self._model = (model, revision, trust_remote_code)
         self._api = APIS[api]()
         self._api_name = api
@@ -87,21 +96,9 @@ class HttpCore:
         self._stack = AsyncExitStack()
         self._client: HttpClient | None = None
         self._control: HttpClient | None = None
-        self._info: EngineInfo | None = None
-        self._open: dict[str, OpenRequest] = {}
-        self._aborted_at: dict[str, float] = {}
-        self._wake = anyio.Event()
-        self._lost = anyio.Event()
+        self._abort_due = anyio.Event()
         self._heard_at = 0.0
-        self._failure = "the engine has not been started"
         self._sampled = 0
-
-    @property
-    def info(self) -> EngineInfo:
-        """The facts about the engine; valid once `start` has returned."""
-        if self._info is None:
-            raise RuntimeError("HttpCore.info: start the engine first")
-        return self._info
 
     async def start(self) -> None:
         """Wait until the server answers, however long; the caller bounds the wait.
@@ -130,36 +127,21 @@ class HttpCore:
 
         Closing the iterator early closes the connection, which the server takes for an abort.
         """
-        refusal = self._refusal(request)
+        refusal = self._refuse(request)
         if refusal is not None:
             yield refusal
             return
         assert self._client is not None
         room = self.info.context_length - len(request.prompt_ids) // 4
-        body = self._api.body(request, room, self.info.weight_version, self._speed.chunk_tokens)
-        request_id = request.request_id
-        entry = self._open[request_id] = OpenRequest(self._api.reader(request))
+        body = self._api.body(request, room, self.info.weight_version, self._stream_interval)
+        entry = self._open[request.request_id] = _Request(self._api.reader(request))
         try:
-            if request.media and not await self._add_media(request, entry, body):
-                yield entry.last_chunk()
-                return
             async with aclosing(self._client.events(self._api.path, body)) as events:
-                came_at = 0.0
                 while not entry.is_over:
-                    before = entry.reader.tokens
-                    chunks = await self._next_chunks(events, entry)
-                    now, new = anyio.current_time(), entry.reader.tokens - before
-                    if new:
-                        self._heard_at = now
-                    if before:  # the first ones were prefilled for
-                        self._speed.note(new, now - came_at)
-                    came_at = now
-                    self._sampled += new
-                    for chunk in chunks:
+                    for chunk in await self._next_chunks(events, entry):
                         yield chunk
         finally:
-            del self._open[request_id]
-            self._aborted_at.pop(request_id, None)
+            del self._open[request.request_id]
 
     def abort_nowait(self, request_id: str) -> None:
         """Ask for the end of a request; its iterator then ends with "abort" and its tokens."""
@@ -168,8 +150,8 @@ class HttpCore:
             return
         entry.is_aborted = True
         if self._api.has_abort:
-            self._aborted_at[request_id] = anyio.current_time()
-            self._wake.set()
+            entry.aborted_at = anyio.current_time()
+            self._abort_due.set()
         else:
             entry.give_up("abort")
 
@@ -178,22 +160,20 @@ class HttpCore:
         return EngineLoad(running=len(self._open), generated_tokens=self._sampled)
 
     async def watch(self) -> str:
-        """Why the server is lost, once it is; open requests have then been ended with that.
+        """See `BaseCore.watch`.
 
         Looks whether the server answers, and sends aborts until they are confirmed.
         """
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._keep_aborting)  # a look may wait for long
-            tasks.start_soon(self._look_until_silent)
+            tasks.start_soon(self._keep_aborting)  # a poll may wait for long
+            tasks.start_soon(self._poll_until_silent)
             await self._lost.wait()
             tasks.cancel_scope.cancel()
         return self._failure
 
     async def aclose(self) -> None:
         """End every request and close the connections."""
-        for entry in self._open.values():
-            entry.give_up("abort")
-        self._failure = "the engine is closed"
+        self._close()
         await self._stack.aclose()
 
     async def _describe(self, client: HttpClient, model: ModelFacts) -> EngineInfo:
@@ -201,7 +181,6 @@ class HttpCore:
         lengths = [known for known in (length, model.context_length) if known]
         if not lengths:
             raise EngineError(f"{self._url}: neither the server nor the model names a context")
-        modalities, no_media = self._api.modalities(model.family)
         return EngineInfo(
             vocab_size=model.vocab_size,
             eos_ids=model.eos_ids,
@@ -210,78 +189,56 @@ class HttpCore:
             max_requests=self._max_requests,
             weight_version=version,
             core=f"http: {self._api_name}",
-            no_sleep="servers that somebody else runs keep their memory",
-            max_top_log_probs=0,
-            modalities=modalities,
-            no_media=no_media,
+            capabilities=Capabilities(
+                no_sleep="servers that somebody else runs keep their memory",
+                no_media="images and token ids together are for engine.kind = 'sglang'",
+                max_top_log_probs=0,
+            ),
         )
 
     async def _until_it_answers(self, client: HttpClient) -> tuple[int | None, int]:
-        said = ""
+        shown = ""
         while True:
             try:
                 return await self._api.describe(client)
             except HttpError as error:
                 if error.status and error.status < 500:
                     raise EngineError(str(error)) from error
-                if str(error) != said:
-                    said = str(error)
-                    logger.warning("waiting for the server: %s", said)
+                if str(error) != shown:
+                    shown = str(error)
+                    logger.warning("waiting for the server: %s", shown)
             await anyio.sleep(RETRY_S)
 
-    def _refusal(self, request: GenerationRequest) -> Chunk | None:
-        """The answer to a request that is not taken on; None where it is."""
-        if self._lost.is_set():  # another server, or this one once it is back, will serve it
-            return Chunk(
-                request_id=request.request_id, finish_reason="rejected", error=self._failure
-            )
-        fault = self._failure or request_fault(request, self.info)
-        fault = fault or self._api.fault(request.sampling)
-        if not fault and request.request_id in self._open:
-            fault = f"request id {request.request_id!r} is in use"
-        if fault:
-            return Chunk(request_id=request.request_id, finish_reason="error", error=fault)
-        if len(self._open) < self._max_requests:
-            return None
-        full = f"{len(self._open)} requests are under way, limit {self._max_requests}"
-        return Chunk(request_id=request.request_id, finish_reason="rejected", error=full)
-
-    async def _add_media(
-        self, request: GenerationRequest, entry: OpenRequest, body: dict[str, Any]
-    ) -> bool:
-        """Put the media of a request into its body; False where it has been given up."""
-        try:
-            body |= await anyio.to_thread.run_sync(self._api.media_fields, request)
-        except MediaError as error:
-            entry.give_up("error", f"media of the prompt: {error}")
-            return False
-        if entry.is_aborted or self._failure:
-            entry.give_up("abort", self._failure)
-            return False
-        return True
+    def _find_fault(self, request: GenerationRequest) -> str:
+        return self._api.find_fault(request.sampling)
 
     async def _next_chunks(
-        self, events: AsyncGenerator[Mapping[str, Any], None], entry: OpenRequest
+        self, events: AsyncGenerator[Mapping[str, Any], None], entry: _Request
     ) -> Sequence[Chunk]:
         """What the next event adds; once there is no next one, the end of the request."""
+        url = f"{self._url}{self._api.path}"
         try:
             with entry.waiting():
-                chunks = entry.read(await anext(events))
-                if entry.is_over and chunks[-1].finish_reason == "error":
-                    text = f"{self._url}{self._api.path}: {chunks[-1].error}"
-                    return [*chunks[:-1], msgspec.structs.replace(chunks[-1], error=text)]
+                chunks = entry.reader.read(await anext(events))
+                self._heard_at = anyio.current_time()
+                if chunks and chunks[-1].finish_reason == "error":
+                    text = f"{url}: {chunks[-1].error}"
+                    chunks[-1] = msgspec.structs.replace(chunks[-1], error=text)
+                for chunk in chunks:
+                    entry.note(chunk)
+                self._sampled += sum(len(chunk.ids) for chunk in chunks) // 4
                 return chunks
         except StopAsyncIteration:
-            text = f"{self._url}{self._api.path}: the answer ended without a finish reason"
+            text = f"{url}: the answer ended without a finish reason"
             await self._lose_if_refused(text)
             entry.give_up("error", text)
         except EngineError as error:  # what the answer lacks, or what the server says of it
-            entry.give_up("error", f"{self._url}{self._api.path}: {error}")
+            entry.give_up("error", f"{url}: {error}")
         except HttpError as error:
             if not (error.status or error.is_silence):
                 await self._lose_if_refused(str(error))
             is_unsent = error.status == 503 or error.is_silence
-            is_full = is_unsent and not entry.reader.tokens
+            is_full = is_unsent and not entry.tokens
             entry.give_up("rejected" if is_full else "error", str(error))
         return [entry.last_chunk()]
 
@@ -294,7 +251,7 @@ class HttpCore:
             if not (error.status or error.is_silence):
                 self._lose(reason)
 
-    async def _look_until_silent(self) -> None:
+    async def _poll_until_silent(self) -> None:
         assert self._control is not None
         self._heard_at = anyio.current_time()
         refused_since: float | None = None
@@ -320,26 +277,17 @@ class HttpCore:
     async def _keep_aborting(self) -> None:
         while True:
             with anyio.move_on_after(WATCH_S):
-                await self._wake.wait()
-            self._wake = anyio.Event()
-            with suppress(HttpError):  # the next look notices it too
+                await self._abort_due.wait()
+            self._abort_due = anyio.Event()
+            with suppress(HttpError):  # the next poll notices it too
                 await self._send_aborts()
 
     async def _send_aborts(self) -> None:
         assert self._control is not None
-        now = anyio.current_time()
-        for request_id, asked_at in self._aborted_at.items():
-            if now - asked_at > ABORT_S:
-                self._open[request_id].give_up("abort")
-        for request_id in list(self._aborted_at):
-            if request_id in self._open:
-                await self._api.abort(self._control, request_id)
-
-    def _lose(self, reason: str) -> None:
-        """No answer comes after this: tell the requests that wait for one."""
-        if self._lost.is_set():
-            return
-        self._failure = reason
-        for entry in self._open.values():
-            entry.give_up("error", reason, is_fatal=True)
-        self._lost.set()
+        aborted = [each for each in self._open.values() if each.aborted_at is not None]
+        for entry in aborted:
+            if anyio.current_time() - (entry.aborted_at or 0.0) > ABORT_S:
+                entry.give_up("abort")
+        for entry in aborted:
+            if entry.request_id in self._open:
+                await self._api.abort(self._control, entry.request_id)

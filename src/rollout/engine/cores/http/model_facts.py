@@ -13,13 +13,12 @@ from rollout.errors import EngineError
 
 
 class ModelFacts(NamedTuple):
-    """See `EngineInfo`; `family` is the type in the configuration, empty where there is none."""
+    """See `EngineInfo`."""
 
     vocab_size: int
     eos_ids: tuple[int, ...]
     context_length: int | None
     fingerprint: str
-    family: str = ""
 
 
 def read_model_facts(model: str, revision: str | None, trust_remote_code: bool) -> ModelFacts:
@@ -33,31 +32,30 @@ def read_model_facts(model: str, revision: str | None, trust_remote_code: bool) 
     """
     path = resolve_model(model, revision, needs_weights=False)
     if Path(path).is_dir() and not Path(path, "config.json").exists():
-        return _tokenizer_facts(path)
+        return _read_tokenizer_facts(path)
     from transformers import AutoConfig, GenerationConfig
 
     where: dict[str, Any] = {"revision": revision or "main"}
     try:
-        whole = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **where)
+        loaded = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **where)
     except (OSError, ValueError) as error:
         raise EngineError(f"model.path = {model!r}: no configuration: {error}") from error
     try:
         eos = GenerationConfig.from_pretrained(path, **where).eos_token_id
     except OSError:  # many models have no file for it
         eos = None
-    config = whole.get_text_config()
+    config = loaded.get_text_config()
     eos = config.eos_token_id if eos is None else eos
     eos_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
     return ModelFacts(
         vocab_size=config.vocab_size,
         eos_ids=eos_ids,
         context_length=getattr(config, "max_position_embeddings", None),
-        fingerprint=_fingerprint(model, revision, config.vocab_size, eos_ids),
-        family=whole.model_type,
+        fingerprint=_hash_facts(model, revision, config.vocab_size, eos_ids),
     )
 
 
-def _tokenizer_facts(path: str) -> ModelFacts:
+def _read_tokenizer_facts(path: str) -> ModelFacts:
     tokenizer = load_tokenizer(path)
     vocab_size = max(tokenizer.get_vocab().values()) + 1
     eos = tokenizer.eos_token_id
@@ -66,9 +64,9 @@ def _tokenizer_facts(path: str) -> ModelFacts:
         vocab_size=vocab_size,
         eos_ids=eos_ids,
         context_length=None,
-        fingerprint=_fingerprint(path, None, vocab_size, eos_ids),
+        fingerprint=_hash_facts(path, None, vocab_size, eos_ids),
     )
 
 
-def _fingerprint(*facts: object) -> str:
+def _hash_facts(*facts: object) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]

@@ -12,13 +12,12 @@ import msgspec
 from rollout.engine.core import Chunk, Id, Natural, unpack_ids
 from rollout.engine.cores.answer_checks import LogProb, read_fields
 from rollout.engine.cores.http.client import HttpError
-from rollout.engine.cores.http.image_inputs import NO_VIDEOS, image_fault, image_fields
 from rollout.engine.cores.sglang.answers import COUNT, IDS, AnswerReader, is_abort, parse_version
 from rollout.engine.cores.sglang.generate_requests import (
-    salt_of,
-    sampling_fault,
-    sampling_params,
-    seed_of,
+    build_sampling,
+    choose_seed,
+    find_sampling_fault,
+    make_salt,
 )
 from rollout.errors import EngineError
 
@@ -48,7 +47,6 @@ class SGLangApi:
 
     def __init__(self) -> None:
         self.liveness_path = "/model_info"
-        self._facts: Mapping[str, Any] = {}
         self._is_incremental = False
         self._is_deterministic = False
         self._priority_sign = 0  # 0: it serves requests in their order
@@ -66,21 +64,15 @@ class SGLangApi:
                 raise
             facts = await client.get("/get_server_info")  # its name in older versions
             self.liveness_path = "/get_model_info"
-        self._facts = facts
         self._is_incremental = bool(facts.get("incremental_streaming_output"))
         self._is_deterministic = bool(facts.get("enable_deterministic_inference"))
         self._priority_sign = _priority_sign(facts)
         length = facts.get("max_req_input_len") or facts.get("context_length")
         return length, parse_version(facts.get("weight_version"))
 
-    def modalities(self, family: str) -> tuple[tuple[str, ...], str]:
-        """Kinds of media that the server is sent, once it was described, and why one is missing."""
-        fault = image_fault(family, self._facts)
-        return ((), fault) if fault else (("image",), NO_VIDEOS)
-
-    def fault(self, sampling: SamplingParams) -> str | None:
-        """What the server cannot do; None where it can."""
-        return sampling_fault(sampling)
+    def find_fault(self, sampling: SamplingParams) -> str:
+        """What the server cannot do; empty where it can."""
+        return find_sampling_fault(sampling)
 
     def body(
         self, request: GenerationRequest, room: int, weight_version: int, chunk_tokens: int
@@ -91,37 +83,25 @@ class SGLangApi:
             room: Tokens that fit into the context after the prompt.
             chunk_tokens: Of an event.
         """
-        params = sampling_params(request.sampling, room)
+        params = build_sampling(request.sampling, room)
         params["stream_interval"] = chunk_tokens
         if self._is_deterministic:
-            params["sampling_seed"] = seed_of(request.sampling)
+            params["sampling_seed"] = choose_seed(request.sampling)
         body: dict[str, Any] = {
             "rid": request.request_id,
             "input_ids": unpack_ids(request.prompt_ids).tolist(),
             "sampling_params": params,
             "return_logprob": True,
             "stream": True,
-            "extra_key": salt_of(weight_version),
+            "extra_key": make_salt(weight_version),
         }
         if self._priority_sign:
             body["priority"] = self._priority_sign * request.priority
         return body
 
-    def media_fields(self, request: GenerationRequest) -> dict[str, Any]:
-        """Fields of the body that carry the media of a request; for a thread.
-
-        Raises:
-            MediaError: One cannot be sent.
-        """
-        return image_fields(request)
-
     def reader(self, request: GenerationRequest) -> SGLangReader:
         """Reads the answers to one request."""
-        return SGLangReader(
-            request.request_id,
-            is_incremental=self._is_incremental,
-            prompt_tokens=len(request.prompt_ids) // 4 if request.media else None,
-        )
+        return SGLangReader(request.request_id, is_incremental=self._is_incremental)
 
     async def abort(self, client: HttpClient, request_id: str) -> None:
         """Have the server end a request.
@@ -171,16 +151,12 @@ class SGLangReader(AnswerReader):
     Args:
         is_incremental: The server was started with ``--incremental-streaming-output``: an event
             has the new tokens only, and they are added up here.
-        prompt_tokens: As many as the server must make of the prompt; None: as it is given them.
     """
 
-    __slots__ = ("_ids", "_is_incremental", "_prompt_tokens", "_scored")
+    __slots__ = ("_ids", "_is_incremental", "_scored")
 
-    def __init__(
-        self, request_id: str, *, is_incremental: bool, prompt_tokens: int | None = None
-    ) -> None:
+    def __init__(self, request_id: str, *, is_incremental: bool) -> None:
         super().__init__(request_id)
-        self._prompt_tokens = prompt_tokens
         self._is_incremental = is_incremental
         self._ids: list[int] = []
         self._scored: list[Any] = []
@@ -201,26 +177,13 @@ class SGLangReader(AnswerReader):
             if not is_abort(meta):
                 raise EngineError(f"{IDS} is missing or null; expected ids")
             answer = {**answer, "output_ids": []}
-        drift = self._drift(answer)
-        if drift is not None:
-            raise EngineError(drift)
         # Without ids it alone tells an end at once from ids that were left out.
         is_needed = self._is_incremental or (meta.get("finish_reason") and not answer["output_ids"])
         if checked.meta_info.completion_tokens is None and is_needed and not is_abort(meta):
             raise EngineError(f"{COUNT} is missing or null; expected the number of ids")
-        return super().read(self._whole(answer) if self._is_incremental else answer)
+        return super().read(self._add_up(answer) if self._is_incremental else answer)
 
-    def _drift(self, answer: Mapping[str, Any]) -> str | None:
-        """What is wrong where the server has read another prompt than it was sent."""
-        found = answer["meta_info"].get("prompt_tokens")
-        if self._prompt_tokens in (None, found):
-            return None
-        return (
-            f"SGLang made {found} tokens of a prompt with images that has {self._prompt_tokens}: "
-            "it must be the same model, and SGLANG_MM_AVOID_RETOKENIZE not 0"
-        )
-
-    def _whole(self, answer: Mapping[str, Any]) -> dict[str, Any]:
+    def _add_up(self, answer: Mapping[str, Any]) -> dict[str, Any]:
         """All tokens so far.
 
         The end of an aborted request repeats the last one behind the new ones, and all log-probs.

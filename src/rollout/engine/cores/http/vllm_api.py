@@ -61,18 +61,14 @@ class VllmApi:
         self._model = model["id"]
         return model.get("max_model_len"), 0
 
-    def modalities(self, family: str) -> tuple[tuple[str, ...], str]:
-        """Kinds of media that the server is sent: none; and why."""
-        return (), "vLLM's /v1/completions takes none with token ids"
-
-    def fault(self, sampling: SamplingParams) -> str | None:
-        """What the server cannot do; None where it can."""
+    def find_fault(self, sampling: SamplingParams) -> str:
+        """What the server cannot do; empty where it can."""
         if sampling.temperature not in (0, 1):
             return (
                 f"sampling.temperature = {sampling.temperature!r}; expected 0 or 1: vLLM gives "
                 "log-probs before the temperature"
             )
-        return None
+        return ""
 
     def body(
         self, request: GenerationRequest, room: int, weight_version: int, chunk_tokens: int
@@ -113,10 +109,6 @@ class VllmApi:
             # vLLM runs smaller ones first, and refuses any where it does not schedule by them.
             body["priority"] = -request.priority
         return body
-
-    def media_fields(self, request: GenerationRequest) -> dict[str, Any]:
-        """There are none; see `modalities`."""
-        raise NotImplementedError
 
     def reader(self, request: GenerationRequest) -> VllmReader:
         """Reads the answers to one request."""
@@ -197,7 +189,7 @@ class VllmReader:
             check_log_probs(LOG_PROBS, len(scored.token_logprobs), IDS, len(ids))
             if scored.tokens is not None:
                 check_log_probs(TOKENS, len(scored.tokens), IDS, len(ids))
-                check_scored_ids(TOKENS, [_id_of(token) for token in scored.tokens], IDS, ids)
+                check_scored_ids(TOKENS, [_read_id(token) for token in scored.tokens], IDS, ids)
         count = self.tokens + len(ids)
         total = usage and usage.completion_tokens
         if total is not None and total != count:
@@ -208,7 +200,7 @@ class VllmReader:
             raise EngineError(f"{IDS} has no ids; expected those of the text")
 
 
-def _id_of(token: str) -> int | None:
+def _read_id(token: str) -> int | None:
     """The id in ``"token_id:94"``; None where it is a token's text."""
     number = token.removeprefix("token_id:")
     return int(number) if number != token and number.isdecimal() else None

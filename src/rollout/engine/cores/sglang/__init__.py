@@ -4,7 +4,7 @@
 processes do not survive; `adapter` and `maintenance` are the modules that know SGLang's API;
 `server_arguments` turns our options into its own, `generate_requests` requests into its fields, and
 `answers` its answers into chunks. `plugin` and `cpu_platform` let an unmodified SGLang run on a
-CPU; `version_hook` corrects its account of weight versions.
+CPU.
 """
 
 from __future__ import annotations

@@ -17,16 +17,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
 import anyio.to_thread
-import msgspec
 
-from rollout.engine.core import EngineInfo
-from rollout.engine.cores.devices import gpu_of
+from rollout.engine.core import ALL_TAGS, TAGS_OF_LEVEL, Capabilities, EngineInfo
+from rollout.engine.cores.devices import name_gpu
 from rollout.engine.cores.sglang import plugin
-from rollout.engine.cores.sglang.maintenance import SGLangMaintenance, fields_of
+from rollout.engine.cores.sglang.maintenance import SGLangMaintenance, list_fields
 from rollout.engine.cores.sglang.media_inputs import open_media_inputs
 from rollout.engine.cores.sglang.server_arguments import SGLangOptions, engine_arguments
 from rollout.engine.cores.sglang.shared_memory import SharedFiles
-from rollout.engine.cores.sglang.stream_hook import STREAM_VARIABLE
 from rollout.engine.model_files import resolve_model
 from rollout.engine.model_identity import model_fingerprint
 from rollout.errors import EngineError
@@ -53,9 +51,6 @@ class SGLang:
     """
 
     def __init__(self, options: SGLangOptions) -> None:
-        os.environ[plugin.ENGINE_VARIABLE] = "1"
-        gathered = f"{options.stream_interval} {options.stream_interval_s}"
-        os.environ[STREAM_VARIABLE] = gathered
         if options.has_memory_saver:  # it captures graphs where they cannot be released, else
             os.environ.setdefault("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")
         if options.is_cpu:
@@ -78,7 +73,7 @@ class SGLang:
             ) from error
         if options.is_follower:  # its constructor would not return before SGLang ends
             os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
-        arguments = engine_arguments(options, model_path, fields_of(ServerArgs))
+        arguments = engine_arguments(options, model_path, list_fields(ServerArgs))
         before = set(multiprocessing.active_children())
         self._shared = SharedFiles()
         try:
@@ -94,18 +89,16 @@ class SGLang:
         if options.is_follower:  # there is nothing to ask: all requests come through rank 0
             return
         self._request_type = GenerateReqInput
-        self._request_fields = fields_of(GenerateReqInput)
+        self._request_fields = list_fields(GenerateReqInput)
+        self.maintenance = SGLangMaintenance(self._tokens)
         self.media, kinds, no_media = open_media_inputs(
             self._tokens.model_config.hf_config.model_type,
             model_path,
             revision=options.revision,
             trust_remote_code=options.trust_remote_code,
         )
-        self.info = msgspec.structs.replace(
-            self._describe(options, model_path), modalities=kinds, no_media=no_media
-        )
+        self.info = self._describe(options, model_path, kinds, no_media)
         self.model_path = model_path
-        self.maintenance = SGLangMaintenance(self._tokens)
 
     def adopt_loop(self, on_terminate: Callable[[], object]) -> None:
         """Make the running event loop SGLang's, and take its signal handlers back.
@@ -141,12 +134,12 @@ class SGLang:
             return {}
         return await anyio.to_thread.run_sync(self.media.fields, request)
 
-    def unwanted_experts(self, request: GenerationRequest) -> int:
+    def count_unwanted_experts(self, request: GenerationRequest) -> int:
         """Bytes of routed experts that come before those asked for.
 
         Versions without ``routed_experts_start_len`` always tell those of the whole prompt.
         """
-        shape = self.info.expert_shape
+        shape = self.info.capabilities.expert_shape
         if shape is None or "routed_experts_start_len" in self._request_fields:
             return 0
         return 2 * shape[0] * shape[1] * request.routed_experts_start
@@ -216,8 +209,11 @@ class SGLang:
         if watchdog is not None:
             watchdog.stop()
 
-    def _describe(self, options: SGLangOptions, model_path: str) -> EngineInfo:
+    def _describe(
+        self, options: SGLangOptions, model_path: str, kinds: tuple[str, ...], no_media: str
+    ) -> EngineInfo:
         model = self._tokens.model_config
+        experts = _read_expert_shape(model.hf_text_config) if options.routed_experts else None
         return EngineInfo(
             vocab_size=model.vocab_size,
             eos_ids=tuple(sorted(model.hf_eos_token_id or ())),
@@ -228,14 +224,22 @@ class SGLang:
             weight_version=options.weight_version,
             core="sglang",
             device=options.torch_device,
-            gpu=gpu_of(options.torch_device),
-            no_sleep=options.no_sleep,
-            max_top_log_probs=model.vocab_size,
-            expert_shape=_expert_shape(model.hf_text_config) if options.routed_experts else None,
+            gpu=name_gpu(options.torch_device),
+            capabilities=Capabilities(
+                weights=("disk", "tensors", "groups"),
+                in_place=self.maintenance.names_versions,
+                sleep_levels=() if options.no_sleep else tuple(TAGS_OF_LEVEL),
+                sleep_tags=() if options.no_sleep else ALL_TAGS,
+                no_sleep=options.no_sleep,
+                modalities=kinds,
+                no_media=no_media,
+                expert_shape=experts,
+                max_top_log_probs=model.vocab_size,
+            ),
         )
 
 
-def _expert_shape(config: Any) -> tuple[int, int]:
+def _read_expert_shape(config: Any) -> tuple[int, int]:
     """What SGLang tells of each token: top_k experts of every layer, those without included."""
     top_k = getattr(config, "num_experts_per_tok", None)
     if not top_k:

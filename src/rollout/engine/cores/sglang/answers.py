@@ -11,6 +11,7 @@ from array import array
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from rollout.engine.core import Chunk, FinishReason
 from rollout.engine.cores.answer_checks import check_log_probs, check_scored_ids
@@ -89,13 +90,13 @@ class AnswerReader:
         chunks = self._by_version(answer, meta)
         if self.tokens < count or not chunks:  # a version of SGLang that names no spans
             chunks.append(self._chunk(answer, max(count, self.tokens), version))
-        reason, error = finish_of(meta["finish_reason"])
+        reason, error = read_finish(meta["finish_reason"])
         chunks[-1] = msgspec.structs.replace(
             chunks[-1],
             finish_reason=reason,
             error=error,
             cached_tokens=meta.get("cached_tokens") or 0,
-            routed_experts=experts_of(meta)[self._skipped_experts :],
+            routed_experts=read_experts(meta)[self._skipped_experts :],
         )
         return chunks
 
@@ -133,7 +134,7 @@ def is_abort(meta: Mapping[str, Any]) -> bool:
     return (meta.get("finish_reason") or {}).get("type") == "abort"
 
 
-def finish_of(reason: Mapping[str, Any]) -> tuple[FinishReason, str]:
+def read_finish(reason: Mapping[str, Any]) -> tuple[FinishReason, str]:
     """Our finish reason for SGLang's, and the text of an error."""
     kind, status = reason.get("type"), reason.get("status_code")
     if kind in ("stop", "length"):
@@ -149,7 +150,7 @@ def parse_version(text: str | None) -> int:
     return int(text) if text and text.isdigit() else 0
 
 
-def experts_of(meta: Mapping[str, Any]) -> bytes:
+def read_experts(meta: Mapping[str, Any]) -> bytes:
     """The routed experts of a final answer as packed int16: (tokens, layers, top_k).
 
     Of all tokens but the last, from where they were asked for. SGLang sends int32 in base64. Empty
@@ -158,4 +159,4 @@ def experts_of(meta: Mapping[str, Any]) -> bytes:
     encoded = meta.get("routed_experts")
     if not encoded:
         return b""
-    return array("h", memoryview(base64.b64decode(encoded)).cast("i")).tobytes()
+    return np.frombuffer(base64.b64decode(encoded), np.int32).astype(np.int16).tobytes()

@@ -1,12 +1,11 @@
-"""One request: what SGLang is asked, and why it is not taken on. No SGLang here."""
+"""One request: what SGLang cannot do of it, and the fields that it is sent as. No SGLang here."""
 
 from __future__ import annotations
 
 import secrets
 from typing import TYPE_CHECKING, Any
 
-from rollout.engine.core import Chunk, EngineInfo, GenerationRequest, SamplingParams, unpack_ids
-from rollout.engine.cores.request_checks import request_fault
+from rollout.engine.core import EngineInfo, GenerationRequest, SamplingParams, unpack_ids
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,31 +28,8 @@ _NOTHING: Mapping[str, Any] = {
 }
 
 
-def refusal_of(
-    request: GenerationRequest,
-    options: SGLangOptions,
-    info: EngineInfo,
-    *,
-    open_requests: int,
-    is_draining: bool,
-) -> Chunk | None:
-    """The answer to a request that is not taken on; None where it is."""
-    fault = request_fault(request, info) or sampling_fault(request.sampling)
-    if fault is not None:
-        return Chunk(request_id=request.request_id, finish_reason="error", error=fault)
-    full = None
-    if is_draining:
-        full = "the engine is being drained"
-    elif open_requests >= info.max_requests:
-        waiting = open_requests - options.max_running
-        full = f"engine queue is full: {waiting} waiting, limit {options.max_queued}"
-    if full is None:
-        return None
-    return Chunk(request_id=request.request_id, finish_reason="rejected", error=full)
-
-
-def sampling_fault(sampling: SamplingParams) -> str | None:
-    """What other engines can do and SGLang cannot."""
+def find_sampling_fault(sampling: SamplingParams) -> str:
+    """What other engines can do and SGLang cannot; empty where it can."""
     if sampling.repetition_penalty != 1:
         return (
             f"sampling.repetition_penalty = {sampling.repetition_penalty!r}; expected 1: SGLang "
@@ -65,21 +41,21 @@ def sampling_fault(sampling: SamplingParams) -> str | None:
             return f"sampling.{name} = {value!r}; expected 0: SGLang gives log-probs after it"
     if sampling.ignore_eos and sampling.stop_token_ids:
         return "sampling.ignore_eos: SGLang then ignores sampling.stop_token_ids too"
-    return None
+    return ""
 
 
-def request_fields(
+def build_fields(
     request: GenerationRequest, options: SGLangOptions, info: EngineInfo, salt: str
 ) -> dict[str, Any]:
-    """What SGLang is asked, as fields of its `GenerateReqInput`.
+    """A request as fields of its `GenerateReqInput`.
 
     Args:
         salt: Requests share a prefix only with those that have the same.
     """
     ids = unpack_ids(request.prompt_ids)
-    params = sampling_params(request.sampling, info.context_length - len(ids))
+    params = build_sampling(request.sampling, info.context_length - len(ids))
     if options.deterministic:
-        params["sampling_seed"] = seed_of(request.sampling)
+        params["sampling_seed"] = choose_seed(request.sampling)
     fields: dict[str, Any] = {
         "rid": request.request_id,
         "input_ids": ids.tolist(),
@@ -96,7 +72,7 @@ def request_fields(
     return fields
 
 
-def sampling_params(sampling: SamplingParams, room: int) -> dict[str, Any]:
+def build_sampling(sampling: SamplingParams, room: int) -> dict[str, Any]:
     """Everything but the seed, by SGLang's names.
 
     What changes nothing is written out too: a server started with ``--preferred-sampling-params``
@@ -120,11 +96,11 @@ def sampling_params(sampling: SamplingParams, room: int) -> dict[str, Any]:
     }
 
 
-def seed_of(sampling: SamplingParams) -> int:
+def choose_seed(sampling: SamplingParams) -> int:
     """For deterministic inference, where SGLang gives requests without a seed all the same one."""
     return secrets.randbits(SEED_BITS) if sampling.seed is None else sampling.seed
 
 
-def salt_of(weight_version: int) -> str:
+def make_salt(weight_version: int) -> str:
     """Keeps keys and values of other weights from being found in the prefix cache."""
     return f"weights-{weight_version}"

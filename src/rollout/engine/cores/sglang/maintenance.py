@@ -16,7 +16,7 @@ from rollout.engine.core import EngineBroken
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-#: Between two looks whether the schedulers are idle.
+#: Poll interval while the schedulers are not idle.
 IDLE_S = 0.02
 
 
@@ -50,7 +50,10 @@ class SGLangMaintenance:
                 weight_version=str(version),
                 flush_cache=False,  # what the old weights computed is salted, and may be in use
             )
-            is_done, message, *_ = await self._tokens.update_weights_from_disk(request)
+            try:
+                is_done, message, *_ = await self._tokens.update_weights_from_disk(request)
+            except Exception as error:
+                is_done, message = False, f"{type(error).__name__}: {error}"
         if not is_done:
             raise EngineBroken(f"SGLang did not load {path}: {message}")
 
@@ -88,11 +91,11 @@ class SGLangMaintenance:
     def _request(self, name: str, **fields: Any) -> Any:
         """A request of SGLang's, without the fields that this version does not have."""
         cls = getattr(self._types, name)
-        known = fields_of(cls)
+        known = list_fields(cls)
         return cls(**{field: value for field, value in fields.items() if field in known})
 
 
-def fields_of(cls: Any) -> frozenset[str]:
+def list_fields(cls: Any) -> frozenset[str]:
     """The field names of a dataclass or of a msgspec Struct: versions use either."""
     if dataclasses.is_dataclass(cls):
         return frozenset(field.name for field in dataclasses.fields(cls))

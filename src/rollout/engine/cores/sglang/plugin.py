@@ -1,21 +1,16 @@
 """Entry points that let an unmodified SGLang run on a CPU, through its own plugin interface.
 
 Every SGLang in the environment sees these entry points, those on GPUs too: they are silent unless
-`CPU_VARIABLE` or `ENGINE_VARIABLE` is "1" in the environment. `SGLangCore` sets the latter for all
-its engines and the former for those with ``device="cpu"``; SGLang's processes inherit them.
+`CPU_VARIABLE` is "1" in the environment. `SGLangCore` sets it for engines with ``device="cpu"``;
+SGLang's processes inherit it.
 """
 
 from __future__ import annotations
 
 import os
-from importlib.metadata import entry_points
 
 #: Set to "1" to ask for SGLang on the CPU.
 CPU_VARIABLE = "ROLLOUT_SGLANG_CPU"
-#: Set to "1" in engines of ours.
-ENGINE_VARIABLE = "ROLLOUT_SGLANG_ENGINE"
-#: Where SGLang looks for `hooks`, and what it finds there.
-HOOKS_GROUP, HOOKS = "sglang.srt.plugins", "rollout.engine.cores.sglang.plugin:hooks"
 PLATFORM = "rollout.engine.cores.sglang.cpu_platform.CpuPlatform"
 #: Operators that torchvision declares fake kernels for. Its wheel's own library wants CUDA.
 TORCHVISION_OPERATORS = ("nms", "qnms")
@@ -37,20 +32,8 @@ def platform() -> str | None:
     return PLATFORM
 
 
-def has_hooks() -> bool:
-    """Whether SGLang finds `hooks`: this package is installed, and not only on the path."""
-    return any(entry.value == HOOKS for entry in entry_points(group=HOOKS_GROUP))
-
-
 def hooks() -> None:
-    """Entry point ``sglang.srt.plugins``: see `version_hook` and `stream_hook`; and what SGLang
-    can on CUDA only.
-    """
-    if os.environ.get(ENGINE_VARIABLE) == "1":
-        from rollout.engine.cores.sglang import stream_hook, version_hook
-
-        version_hook.register()
-        stream_hook.register()
+    """Entry point ``sglang.srt.plugins``: leave out what SGLang can on CUDA only."""
     if not is_cpu_wanted():
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType

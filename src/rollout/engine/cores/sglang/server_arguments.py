@@ -59,7 +59,6 @@ class SGLangOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_queued: int = 1024
     context_length: int | None = None
     stream_interval: int = 16
-    stream_interval_s: float = 0.25
     deterministic: bool = False
     routed_experts: bool = False
     weight_version: int = 0
@@ -115,7 +114,7 @@ def engine_arguments(
         "mem_fraction_static": options.memory_fraction,
         "max_running_requests": options.max_running,
         "max_queued_requests": options.max_queued,
-        "stream_interval": 1,  # `stream_hook` gathers; without it each token leaves by itself
+        "stream_interval": options.stream_interval,
         "weight_version": str(options.weight_version),
         "skip_tokenizer_init": True,
         "enable_priority_scheduling": True,

@@ -9,16 +9,26 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 import msgspec
+from anyio import to_thread
 from anyio.lowlevel import current_token
 
 from rollout.bridge import loop_poster
-from rollout.engine.channel.operations import TAGS_OF_LEVEL
-from rollout.engine.core import CORE_CLOSE_S, Chunk, EngineInfo, EngineLoad, GenerationRequest
+from rollout.engine.core import (
+    CORE_CLOSE_S,
+    TAGS_OF_LEVEL,
+    Chunk,
+    EngineInfo,
+    EngineLoad,
+    GenerationRequest,
+)
+from rollout.engine.cores.base import BaseCore, OpenRequest
 from rollout.engine.cores.checkpoints import check_checkpoint
-from rollout.engine.cores.open_request import OpenRequest
-from rollout.engine.cores.sglang import plugin
 from rollout.engine.cores.sglang.answers import AnswerReader
-from rollout.engine.cores.sglang.generate_requests import refusal_of, request_fields, salt_of
+from rollout.engine.cores.sglang.generate_requests import (
+    build_fields,
+    find_sampling_fault,
+    make_salt,
+)
 from rollout.engine.cores.sglang.server_arguments import SGLangOptions
 from rollout.engine.cores.sglang.server_thread import ServerThread
 from rollout.errors import EngineError, RolloutError
@@ -43,7 +53,21 @@ CUDA_GRAPH = "cuda_graph"
 FROZEN_S = 5.0
 
 
-class SGLangCore:
+class _Request(OpenRequest):
+    """A request under way.
+
+    Attributes:
+        reader: Reads its answers.
+    """
+
+    __slots__ = ("reader",)
+
+    def __init__(self, reader: AnswerReader) -> None:
+        super().__init__(reader.request_id)
+        self.reader = reader
+
+
+class SGLangCore(BaseCore[_Request]):
     """An `EngineCore` over `sglang.Engine`; needs asyncio, which SGLang is written for.
 
     Log-probs are SGLang's: of the distribution after the temperature, before top-k, top-p and
@@ -66,9 +90,7 @@ class SGLangCore:
         max_running: Requests decoded together.
         max_queued: Requests that may wait; the next one is answered "rejected".
         context_length: Prompt plus response; SGLang keeps six tokens of it to itself.
-        stream_interval: Sampled tokens gathered before a chunk leaves.
-        stream_interval_s: How long a sampled token waits for others at most; its step is not cut
-            short for it.
+        stream_interval: Sampled tokens of a request that SGLang gathers before a chunk leaves.
         deterministic: SGLang's deterministic inference, in which a seed fixes the tokens.
         routed_experts: Lets requests ask for the experts that their tokens were routed to.
         weight_version: Of the weights that are loaded at the start.
@@ -77,24 +99,20 @@ class SGLangCore:
             started, watched and closed, and nothing else.
         rendezvous: ``host:port`` on the first machine, where they meet.
         server_args: Further arguments of `sglang.Engine`, by its own names.
-
-    Attributes:
-        is_gathering: See `EngineCore`; where SGLang does not find our hooks, the server gathers.
     """
 
+    is_gathering = True
+
     def __init__(self, **options: Any) -> None:
+        super().__init__()
         self._options = SGLangOptions(**options)
-        self.is_gathering = plugin.has_hooks()
         self._server_thread: ServerThread | None = None
         self._sglang: SGLang | None = None
         self._is_loading = False
         self._weights_path = ""
-        self._asleep: frozenset[str] = frozenset()
-        self._open: dict[str, OpenRequest] = {}
-        self._failure = "the engine has not been started"
         self._start_error: Exception | None = None
-        self._settled, self._lost, self._stopped = anyio.Event(), anyio.Event(), anyio.Event()
-        self._is_draining = self._is_closed = False
+        self._settled, self._stopped = anyio.Event(), anyio.Event()
+        self._is_draining = False
         self._sampled = self._preemptions = self._updates = 0
 
     @property
@@ -138,16 +156,16 @@ class SGLangCore:
 
         Closing the iterator early aborts the request; what it had sampled is lost.
         """
-        refusal = self._refusal(request)
+        refusal = self._refuse(request)
         if refusal is not None:
             yield refusal
             return
         assert self._sglang is not None
-        reader = AnswerReader(request.request_id, self._sglang.unwanted_experts(request))
+        reader = AnswerReader(request.request_id, self._sglang.count_unwanted_experts(request))
         reader.is_buffering = self._is_loading
-        entry = self._open[request.request_id] = OpenRequest(reader)
+        entry = self._open[request.request_id] = _Request(reader)
         try:
-            fields = await self._fields_of(request, entry)
+            fields = await self._build_fields(request, entry)
             if fields is None:
                 yield entry.last_chunk()
                 return
@@ -187,7 +205,7 @@ class SGLangCore:
     async def update_weights(self, version: int, source: DiskWeights) -> None:
         """Load other weights of the same model from a directory; requests pause meanwhile.
 
-        Their tokens keep leaving where SGLang's answers say what sampled each; see `AnswerReader`.
+        Their tokens leave when SGLang says what sampled each; see `AnswerReader`.
 
         Raises:
             EngineError: There are no such weights, they are of another model, or requests run of
@@ -195,7 +213,10 @@ class SGLangCore:
             EngineBroken: SGLang did not load them.
         """
         sglang = self._serving()
-        check_checkpoint(source.path, sglang.model_path)
+        # Of a file system that hangs only this update must hear, and not the whole engine.
+        await to_thread.run_sync(
+            check_checkpoint, source.path, sglang.model_path, abandon_on_cancel=True
+        )
         are_running = not all(entry.is_over for entry in self._open.values())
         if are_running and not sglang.maintenance.names_versions:
             raise EngineError(
@@ -206,7 +227,7 @@ class SGLangCore:
         await self._load(source.path, version)
 
     async def sleep(self, level: int) -> None:
-        """See `SleepingCore.sleep`; level 2 also releases the CUDA graphs.
+        """See `BaseCore.sleep`; level 2 also releases the CUDA graphs.
 
         Raises:
             EngineError: SGLang was started without its memory saver.
@@ -221,7 +242,7 @@ class SGLangCore:
             await self._serving().maintenance.release(tuple(sorted(tags)))
 
     async def wake_up(self, tags: tuple[str, ...]) -> None:
-        """See `SleepingCore.wake_up`."""
+        """See `BaseCore.wake_up`."""
         are_weights_back = "weights" in await self._take_back(tags)
         if are_weights_back:
             await self._load(self._weights_path, self.info.weight_version)
@@ -245,7 +266,6 @@ class SGLangCore:
     async def _load(self, path: str, version: int) -> None:
         sglang = self._serving()
         for entry in self._open.values():
-            assert isinstance(entry.reader, AnswerReader)
             entry.reader.is_buffering = True
         # A request that comes meanwhile is computed with either: no other request shares its
         # prefix.
@@ -269,7 +289,7 @@ class SGLangCore:
         self._is_draining = True
 
     async def watch(self) -> str:
-        """Why the engine is lost, once it is; open requests have then been ended with that.
+        """See `BaseCore.watch`.
 
         Looks at SGLang's processes, asks its schedulers for signs of life, and sends aborts again
         that have no answer.
@@ -284,43 +304,22 @@ class SGLangCore:
 
     async def aclose(self) -> None:
         """End every request and SGLang's processes; takes at most `CORE_CLOSE_S`."""
-        self._is_closed = True
-        for entry in self._open.values():
-            entry.give_up("abort")
-        self._lose("the engine is closed")
+        self._close()
         if self._server_thread is not None:
             self._server_thread.stop()
             with cleanup_scope(CORE_CLOSE_S):
                 await self._stopped.wait()
 
-    def _refusal(self, request: GenerationRequest) -> Chunk | None:
-        """The answer to a request that is not taken on; None where it is."""
-        if self._failure:
-            # Where it is lost, another engine or the next one in this place will serve it.
-            is_replaceable = self._lost.is_set() and not self._is_closed
-            return Chunk(
-                request_id=request.request_id,
-                finish_reason="rejected" if is_replaceable else "error",
-                error=self._failure,
-            )
-        if self._asleep:
-            text = "the engine is asleep"
-            return Chunk(request_id=request.request_id, finish_reason="rejected", error=text)
-        if request.request_id in self._open:
-            fault = f"request id {request.request_id!r} is in use"
-            return Chunk(request_id=request.request_id, finish_reason="error", error=fault)
-        return refusal_of(
-            request,
-            self._options,
-            self.info,
-            open_requests=len(self._open),
-            is_draining=self._is_draining,
-        )
+    def _find_fault(self, request: GenerationRequest) -> str:
+        return find_sampling_fault(request.sampling)
 
-    async def _fields_of(
-        self, request: GenerationRequest, entry: OpenRequest
+    def _find_obstacle(self) -> str:
+        return "the engine is being drained" if self._is_draining else super()._find_obstacle()
+
+    async def _build_fields(
+        self, request: GenerationRequest, entry: _Request
     ) -> dict[str, Any] | None:
-        """What SGLang is asked; None where the request has been given up."""
+        """The request as SGLang takes it; None where it has been given up."""
         assert self._sglang is not None
         try:
             seen = await self._sglang.media_fields(request)
@@ -330,23 +329,25 @@ class SGLangCore:
         if seen and (entry.is_aborted or self._failure):
             entry.give_up("abort", self._failure)
             return None
-        fields = request_fields(request, self._options, self.info, salt_of(self._updates))
+        fields = build_fields(request, self._options, self.info, make_salt(self._updates))
         return fields | seen
 
     async def _next_chunks(
-        self, answers: AsyncGenerator[Mapping[str, Any], None], entry: OpenRequest
+        self, answers: AsyncGenerator[Mapping[str, Any], None], entry: _Request
     ) -> Sequence[Chunk]:
         """What SGLang's next answer adds; once there is no next one, the end of the request."""
         try:
             with entry.waiting():
                 answer = await anext(answers)
                 self._preemptions += answer["meta_info"].get("num_retractions") or 0
-                chunks = entry.read(answer)
+                chunks = entry.reader.read(answer)
+                for chunk in chunks:
+                    entry.note(chunk)
                 self._sampled += sum(len(chunk.ids) for chunk in chunks) // 4
                 return chunks
         except Exception as error:
-            if isinstance(error, EngineError) and self._sglang:  # nobody reads its answers any more
-                self._sglang.abort(entry.reader.request_id)
+            if self._sglang is not None:  # nobody reads its answers any more
+                self._sglang.abort(entry.request_id)
             entry.give_up("error", f"SGLang failed: {type(error).__name__}: {error}")
         return [entry.last_chunk()]
 
@@ -359,15 +360,6 @@ class SGLangCore:
             self._weights_path = "" if self._options.is_follower else started.model_path
             self._failure = ""
         self._settled.set()
-
-    def _lose(self, reason: str) -> None:
-        """No answer comes after this: tell the requests that wait for one."""
-        if self._lost.is_set():
-            return
-        self._failure = reason
-        for entry in self._open.values():
-            entry.give_up("error", reason, is_fatal=True)
-        self._lost.set()
 
     async def _watch_processes(self) -> None:
         assert self._sglang is not None

@@ -15,14 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from rollout.engine.channel.operations import TAGS_OF_LEVEL
 from rollout.engine.core import (
+    ALL_TAGS,
+    TAGS_OF_LEVEL,
+    Capabilities,
     Chunk,
     EngineInfo,
     EngineLoad,
     FinishReason,
     GenerationRequest,
 )
+from rollout.engine.cores.base import BaseCore
 from rollout.engine.cores.simulated.batching import Batcher
 from rollout.engine.cores.simulated.jobs import Job
 from rollout.engine.cores.simulated.kv_cache import KvCache
@@ -34,7 +37,7 @@ from rollout.engine.cores.simulated.vocabulary import (
     EOS_ID,
     FINGERPRINT,
     VOCAB_SIZE,
-    first_bad_position,
+    first_outside_position,
 )
 
 if TYPE_CHECKING:
@@ -52,7 +55,7 @@ class SimulatedDeath(Exception):
     """The scenario let the engine die; callers that wait for an answer get this."""
 
 
-class SimulatedCore:
+class SimulatedCore(BaseCore[Stream]):
     """Continuous batching over a scripted model; see `EngineCore` for the contract.
 
     Args:
@@ -80,6 +83,7 @@ class SimulatedCore:
         routed_experts: bool = False,
         **scenario: Any,
     ) -> None:
+        super().__init__()
         options = parse_scenario(scenario)
         plan = FaultPlan(options.faults, options.seed, replica)
         self.on_death: Callable[[], None] | None = None
@@ -106,11 +110,9 @@ class SimulatedCore:
         self._sleepers = Sleepers(
             advance=self._advance, next_event=self._next_event, is_ready=self._is_ready
         )
-        self._streams: dict[str, Stream] = {}
+        self._failure = ""  # it serves without a start
         self._weight_version = options.weight_version
         self._forgotten = 0
-        self._asleep: frozenset[str] = frozenset()
-        self._is_closed = False
         self._is_dead = False
 
     @property
@@ -126,9 +128,15 @@ class SimulatedCore:
             max_running=options.capacity.max_running,
             weight_version=self._weight_version,
             core="simulated",
-            max_top_log_probs=VOCAB_SIZE,
-            expert_shape=None if experts is None else (experts.layers, experts.top_k),
-            modalities=options.modalities,
+            capabilities=Capabilities(
+                weights=("disk", "tensors", "groups"),
+                in_place=True,
+                sleep_levels=tuple(TAGS_OF_LEVEL),
+                sleep_tags=ALL_TAGS,
+                modalities=options.modalities,
+                expert_shape=None if experts is None else (experts.layers, experts.top_k),
+                max_top_log_probs=VOCAB_SIZE,
+            ),
         )
 
     async def start(self) -> None:
@@ -144,17 +152,17 @@ class SimulatedCore:
         Raises:
             SimulatedDeath: The scenario let the engine die.
         """
-        stream = self._open(request)
+        stream = self._admit(request)
         try:
             while stream.chunks or not stream.is_ended:
                 await self._sleepers.wait(stream)
                 yield stream.chunks.popleft()
         finally:
-            self._close(request.request_id, stream)
+            self._forget(request.request_id, stream)
 
     def abort_nowait(self, request_id: str) -> None:
         """End a request at the end of the step under way; what it has by then is its answer."""
-        stream = self._streams.get(request_id)
+        stream = self._open.get(request_id)
         if self._lost_aborts:
             self._lost_aborts -= 1
         elif stream is not None:
@@ -172,7 +180,7 @@ class SimulatedCore:
         if not self._is_dead:
             self._batcher.flush(self._engine_time())
         self._weight_version = version
-        for stream in self._streams.values():
+        for stream in self._open.values():
             stream.weight_version = version
         self._sleepers.replan()
         await self.flush_cache()
@@ -183,7 +191,7 @@ class SimulatedCore:
         await self.flush_cache()
 
     async def wake_up(self, tags: tuple[str, ...]) -> None:
-        """See `SleepingCore.wake_up`."""
+        """See `BaseCore.wake_up`."""
         self._asleep -= frozenset(tags)
 
     async def flush_cache(self) -> None:
@@ -199,49 +207,32 @@ class SimulatedCore:
 
     async def aclose(self) -> None:
         """End every request with "abort", even those of a frozen engine; waits for nothing."""
-        self._is_closed = True
+        self._close()
         if not self._is_dead:
             self._batcher.end_all()
         self._sleepers.wake_all()
 
-    def _open(self, request: GenerationRequest) -> Stream:
+    def _admit(self, request: GenerationRequest) -> Stream:
         """Hand a request to the batch, or answer it at once."""
         faults = self._fault_plan.draw()
         stream = Stream(request, self._weight_version, faults, self._experts)
-        fault = self._fault_of(request)
-        if fault:
-            stream.refuse("error", fault)
+        refusal = self._refuse(request)
+        if refusal is not None:
+            assert refusal.finish_reason is not None
+            stream.refuse(refusal.finish_reason, refusal.error)
             return stream
-        self._streams[request.request_id] = stream
+        self._open[request.request_id] = stream
         self._advance()
-        if self._asleep or faults.reject or not self._submit(request, stream):
+        if faults.reject or not self._submit(request, stream):
             stream.refuse("rejected", "the simulated engine takes no more requests")
         return stream
 
-    def _fault_of(self, request: GenerationRequest) -> str:
-        """Why the request can never be served; empty where it can."""
-        count, context = len(request.prompt_ids) // 4, self.info.context_length
-        if self._is_closed:
-            return "the simulated engine is closed"
-        if request.request_id in self._streams:
-            return f"request id {request.request_id!r} is in use"
-        if count == 0:
-            return "the prompt is empty"
-        if request.sampling.max_new_tokens < 1:
-            return f"max_new_tokens = {request.sampling.max_new_tokens}; expected at least 1"
-        if request.top_log_probs > VOCAB_SIZE:
-            return f"top_log_probs = {request.top_log_probs}; expected at most {VOCAB_SIZE}"
-        if request.routed_experts and self._experts is None:
-            return "routed_experts: expected engine.routed_experts = true"
-        if count >= context:
-            return f"a prompt of {count} tokens leaves no room in a context of {context}"
-        fault = self.info.media_fault(each.medium.kind for each in request.media)
-        if fault:
-            return fault
-        bad = first_bad_position(request.prompt_ids)
-        if bad is not None:
-            return f"the id at position {bad} is outside the vocabulary of {VOCAB_SIZE} ids"
-        return ""
+    def _find_obstacle(self) -> str:
+        return ""  # the batch knows whether it is full
+
+    @staticmethod
+    def _find_outside_id(prompt_ids: bytes, vocab_size: int) -> int | None:
+        return first_outside_position(prompt_ids)
 
     def _submit(self, request: GenerationRequest, stream: Stream) -> bool:
         prompt, sampling = request.prompt_ids, request.sampling
@@ -261,10 +252,10 @@ class SimulatedCore:
             self._batcher.abort(stream.job, self._engine_time())
             self._sleepers.replan()
 
-    def _close(self, request_id: str, stream: Stream) -> None:
+    def _forget(self, request_id: str, stream: Stream) -> None:
         """Forget a request; one that has not ended is aborted."""
-        if self._streams.get(request_id) is stream:
-            del self._streams[request_id]
+        if self._open.get(request_id) is stream:
+            del self._open[request_id]
             self._abort(stream)
             stream.job = None
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from rollout.engine.core import Chunk, FinishReason
+from rollout.engine.cores.base import OpenRequest
 from rollout.engine.cores.simulated.vocabulary import expert_of, log_probs_of, top_of
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from rollout.engine.cores.simulated.scenario_faults import RequestFaults
 
 
-class Stream:
+class Stream(OpenRequest):
     """The chunks of one request on their way to the iterating task.
 
     Attributes:
@@ -52,6 +53,7 @@ class Stream:
         faults: RequestFaults,
         experts: Experts | None = None,
     ) -> None:
+        super().__init__(request.request_id)
         self._request = request
         self._experts = experts if request.routed_experts else None
         self._told = request.routed_experts_start

@@ -54,7 +54,7 @@ def decode_ids(ids: array[int] | bytes) -> str:
     return "".join(pieces)
 
 
-def first_bad_position(data: bytes) -> int | None:
+def first_outside_position(data: bytes) -> int | None:
     """Position of the first id outside the vocabulary in packed int32 `data`, or None."""
     count = len(data) // 4
     low, high, rest = data[::4], data[1::4], data[2::4]

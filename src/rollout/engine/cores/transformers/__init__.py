@@ -1,8 +1,8 @@
-"""The embedded engine: in-flight batching over a transformers model, on a CPU or a GPU.
+"""The embedded engine: in-flight batching over a transformers model, text only, on a CPU or a GPU.
 
 `transformers_core` faces the event loop; `worker` is the thread that steps the model. `scheduler`
-and `slots` decide, without torch, what a step computes; `stepping` computes it with `slot_model`,
-`kv`, `attention` and `token_sampling`.
+decides, without torch, what a step computes; `model` computes it with `attention` and its KV cache,
+and `sampling` draws.
 """
 
 from rollout.engine.cores.transformers.transformers_core import TransformersCore

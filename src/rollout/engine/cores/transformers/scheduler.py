@@ -1,43 +1,44 @@
 """Which requests run, and which of their tokens the next step computes. No torch here.
 
-A pure state machine that owns no thread: `submit` and `abort` change what is wanted, `admit` gives
-slots to waiting requests, `plan` names the tokens of one step, `advance` takes what was sampled.
+A pure state machine that owns no thread: `submit` and `abort` change what is wanted, `plan` gives
+slots to waiting requests and names the tokens of one step, `advance` takes what was sampled.
+
+A slot keeps the tokens of its last request after that has ended, so that the next turn of the same
+session need not compute them again.
 """
 
 from __future__ import annotations
 
 from array import array
 from bisect import insort
-from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from rollout.engine.core import Chunk, FinishReason, GenerationRequest
-from rollout.engine.cores.transformers.slots import Ids, Keys, Slot, SlotChoice, SlotTable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from rollout.engine.cores.transformers.vision import VisionPrompt
+    from rollout.engine.cores.transformers.sampling import Draw
 
-#: Prompt tokens computed in one step beside the decoded ones: a long prompt delays the running
-#: requests by some 0.2 s a step on one CPU core with a small model, and no more.
+Ids = npt.NDArray[np.int32]
+
+#: Prompt tokens computed in one step beside the decoded ones, padding included: a long prompt
+#: delays the running requests by some 0.2 s a step on one CPU core with a small model, and no more.
 PREFILL_TOKENS = 256
-#: Waiting requests looked at in one step, where the first ones wait for a prompt that they share.
-MAX_LOOKED_AT = 64
 
 
 class Sequence:
-    """One request: its tokens so far, and how many of them have left in chunks.
+    """One request: its tokens so far.
 
     Attributes:
         ids: Buffer for prompt and response; the first `length` are known.
         limit: Length at which it ends: max_new_tokens or the context is used up.
         stop_ids: Ids that end it.
         seed: Of every draw; see `SamplingParams.seed`.
-        vision: The media of its prompt; None where there are none.
-        keys: As `ids`, with what stands for its medium at each placeholder.
+        slot: Where it runs; None while it waits.
     """
 
     def __init__(
@@ -47,7 +48,6 @@ class Sequence:
         context_length: int,
         eos_ids: Iterable[int],
         seed: int,
-        vision: VisionPrompt | None = None,
     ) -> None:
         prompt = np.frombuffer(request.prompt_ids, dtype="<i4")
         self.request = request
@@ -57,67 +57,37 @@ class Sequence:
         self.limit = min(len(prompt) + self.sampling.max_new_tokens, context_length)
         self.ids: Ids = np.empty(self.limit, dtype=np.int32)
         self.ids[: len(prompt)] = prompt
-        self.vision = vision
-        self.keys: Keys = self.ids
-        if vision is not None:
-            self.keys = np.empty(self.limit, dtype=np.int64)
-            self.keys[: len(prompt)] = vision.keys
         ends = () if self.sampling.ignore_eos else tuple(eos_ids)
         self.stop_ids = frozenset((*ends, *self.sampling.stop_token_ids))
         self.slot: Slot | None = None
         self.cached_tokens = 0
-        self.log_probs = array("f")
-        self._top_ids = self._top_log_probs = b""  # of the tokens that no chunk has carried yet
-        self._sent = 0
 
-    @property
-    def unsent(self) -> int:
-        """Sampled tokens that no chunk has carried yet."""
-        return len(self.log_probs) - self._sent
 
-    def append(
-        self, token: int, log_prob: float, top_ids: bytes, top_log_probs: bytes
-    ) -> FinishReason | None:
-        """Add a sampled token; says whether that ends the request."""
-        self.ids[self.length] = self.keys[self.length] = token
-        self.length += 1
-        self.log_probs.append(log_prob)
-        self._top_ids += top_ids
-        self._top_log_probs += top_log_probs
-        if token in self.stop_ids:
-            return "stop"
-        return "length" if self.length >= self.limit else None
+class Slot:
+    """One row of the KV cache.
 
-    def take_chunk(
-        self,
-        weight_version: int,
-        reason: FinishReason | None = None,
-        error: str = "",
-        *,
-        is_fatal: bool = False,
-    ) -> Chunk:
-        """The tokens that have not left yet, as a chunk."""
-        start, self._sent = self._sent, len(self.log_probs)
-        first = self.prompt_length + start
-        top_ids, self._top_ids = self._top_ids, b""
-        top_log_probs, self._top_log_probs = self._top_log_probs, b""
-        return Chunk(
-            request_id=self.request.request_id,
-            offset=start,
-            ids=self.ids[first : self.length].astype("<i4").tobytes(),
-            log_probs=np.asarray(self.log_probs[start:], dtype="<f4").tobytes(),
-            weight_version=weight_version,
-            finish_reason=reason,
-            error=error,
-            is_fatal=is_fatal,
-            cached_tokens=self.cached_tokens if reason is not None else 0,
-            top_ids=top_ids,
-            top_log_probs=top_log_probs,
-        )
+    Attributes:
+        index: Row of the KV tensors.
+        ids: Tokens of the request that took the slot last; the cache holds the first `computed`.
+        computed: How many tokens have their keys and values in the cache.
+        session_id: Session of that request.
+        sequence: The request that runs in it.
+        last_used: Larger is later.
+        is_stale: What it holds was computed with other weights, and serves no other request.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.ids: Ids = np.empty(0, dtype=np.int32)
+        self.computed = 0
+        self.session_id = ""
+        self.sequence: Sequence | None = None
+        self.last_used = 0
+        self.is_stale = False
 
 
 class Piece(NamedTuple):
-    """Tokens ``[start, stop)`` of a running sequence, fed to the model in one step."""
+    """Tokens ``[start, stop)`` of a running sequence, fed to the model in one batch."""
 
     sequence: Sequence
     slot: Slot
@@ -131,177 +101,149 @@ class Piece(NamedTuple):
 
 
 class Scheduler:
-    """Waiting and running requests of one engine, and the slots that they share."""
+    """Waiting and running requests of one engine, and the slots that they share.
 
-    def __init__(self, *, max_running: int, stream_interval: int) -> None:
-        self.table = SlotTable(max_running)
+    Attributes:
+        slots: Of the KV cache.
+        generated_tokens: Sampled since the start.
+        weight_version: Stamped on what is sampled from now on.
+        chunks: What has to be reported, in order; the caller empties it.
+    """
+
+    def __init__(self, *, max_running: int) -> None:
+        self.slots = [Slot(index) for index in range(max_running)]
         self.generated_tokens = 0
         self.weight_version = 0
-        self._stream_interval = stream_interval
+        self.chunks: list[Chunk] = []
         self._waiting: list[Sequence] = []
-        self._running: dict[str, Sequence] = {}
-        self._chunks: deque[Chunk] = deque()
+        self._clock = 0
 
     @property
-    def running(self) -> int:
-        """Requests that hold a slot."""
-        return len(self._running)
+    def running(self) -> list[Sequence]:
+        """Requests that have a slot, in the order of their slots."""
+        return [slot.sequence for slot in self.slots if slot.sequence is not None]
 
     @property
     def is_idle(self) -> bool:
         """Whether there is nothing to compute."""
-        return not self._running and not self._waiting
+        return not self._waiting and not self.running
 
     @property
-    def has_prompts(self) -> bool:
-        """Whether the next step computes more of a prompt than its last token."""
-        return (bool(self._waiting) and self.table.has_free) or any(
-            sequence.slot is not None and sequence.length - sequence.slot.computed > 1
-            for sequence in self._running.values()
-        )
+    def computed_tokens(self) -> int:
+        """Tokens of running requests in the KV cache."""
+        return sum(slot.computed for slot in self.slots if slot.sequence is not None)
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a request: after those of its priority, before those of a lower one."""
         insort(self._waiting, sequence, key=lambda queued: -queued.request.priority)
 
-    def answer(self, request_id: str, reason: FinishReason, error: str = "") -> None:
-        """End a request that was never queued."""
-        self._chunks.append(
-            Chunk(
-                request_id=request_id,
-                weight_version=self.weight_version,
-                finish_reason=reason,
-                error=error,
-            )
-        )
-
     def abort(self, request_id: str) -> None:
-        """End a request with the tokens it has; unknown ids are ignored."""
-        sequence = self._running.get(request_id)
-        if sequence is not None:
-            self._finish(sequence, "abort")
-            return
-        for index, waiting in enumerate(self._waiting):
-            if waiting.request.request_id == request_id:
-                self._send(self._waiting.pop(index), "abort")
+        """End a request; unknown ids are ignored."""
+        for sequence in (*self.running, *self._waiting):
+            if sequence.request.request_id == request_id:
+                self.finish(sequence, "abort")
                 return
 
-    def end_all(self, reason: FinishReason, error: str = "", *, is_fatal: bool = False) -> None:
-        """End every request with the tokens it has."""
-        for sequence in list(self._running.values()):
-            self._finish(sequence, reason, error, is_fatal=is_fatal)
-        for sequence in self._waiting:
-            self._send(sequence, reason, error, is_fatal=is_fatal)
-        self._waiting.clear()
+    def abort_all(self) -> None:
+        """End every request."""
+        for sequence in (*self.running, *self._waiting):
+            self.finish(sequence, "abort")
 
-    def change_weights(self, version: int) -> None:
-        """What is sampled from now on has this version; running requests continue."""
-        self.flush()  # a chunk has one version
-        self.weight_version = version
-        self.table.forget()
+    def forget(self) -> None:
+        """What was computed so far serves no request that comes later."""
+        for slot in self.slots:
+            slot.is_stale = slot.sequence is not None
+            if not slot.is_stale:
+                slot.computed = 0
 
-    def flush(self) -> None:
-        """Send what running requests have sampled and not sent yet."""
-        for sequence in self._running.values():
-            if sequence.unsent:
-                self._send(sequence)
-
-    def admit(self) -> list[SlotChoice]:
-        """Give free slots to waiting requests; the caller copies what the placements ask for."""
-        placements = []
-        index = 0
-        while self.table.has_free and index < min(len(self._waiting), MAX_LOOKED_AT):
-            placement = self._place(self._waiting[index])
-            if placement is None:
-                index += 1
-            else:
-                del self._waiting[index]
-                placements.append(placement)
-        return placements
-
-    def plan(self) -> list[Piece]:
-        """The tokens of the next step: single ones first, by slot, then parts of prompts."""
-        singles: list[Piece] = []
+    def plan(self) -> list[list[Piece]]:
+        """The batches of the next step: parts of prompts, and the last tokens of other requests."""
+        while self._waiting and any(slot.sequence is None for slot in self.slots):
+            self._admit(self._waiting.pop(0))
         prompts: list[Piece] = []
-        budget = PREFILL_TOKENS
-        for sequence in self._running.values():
+        decoded: list[Piece] = []
+        widest = 0
+        for sequence in self.running:
             slot = sequence.slot
             assert slot is not None  # it is running
-            todo = sequence.length - slot.computed
-            count = todo if todo == 1 else min(todo, budget)
-            budget -= count if todo > 1 else 0
-            piece = Piece(sequence, slot, slot.computed, slot.computed + count)
-            if count:
-                (singles if count == 1 else prompts).append(piece)
-        return sorted(singles, key=lambda piece: piece.slot.index) + prompts
+            todo = min(sequence.length - slot.computed, PREFILL_TOKENS)
+            piece = Piece(sequence, slot, slot.computed, slot.computed + todo)
+            if todo == 1:
+                decoded.append(piece)
+            elif (len(prompts) + 1) * max(widest, todo) <= PREFILL_TOKENS:
+                prompts.append(piece)
+                widest = max(widest, todo)
+        return [batch for batch in (prompts, decoded) if batch]
 
-    def mark_computed(self, pieces: Iterable[Piece]) -> None:
-        """The keys and values of `pieces` are in the cache."""
-        for piece in pieces:
-            piece.slot.computed = piece.stop
-
-    def advance(
-        self,
-        sequence: Sequence,
-        token: int,
-        log_prob: float,
-        top_ids: bytes = b"",
-        top_log_probs: bytes = b"",
-    ) -> None:
-        """Add a sampled token; send a chunk where one is due, end the request where it is over."""
-        reason = sequence.append(token, log_prob, top_ids, top_log_probs)
+    def advance(self, sequence: Sequence, draw: Draw) -> None:
+        """Add and report a sampled token; end the request where it is over."""
+        sequence.ids[sequence.length] = draw.id
+        sequence.length += 1
         self.generated_tokens += 1
+        reason: FinishReason | None = "length" if sequence.length >= sequence.limit else None
+        if draw.id in sequence.stop_ids:
+            reason = "stop"
+        self._report(
+            sequence,
+            reason,
+            ids=array("i", [draw.id]).tobytes(),
+            log_probs=array("f", [draw.log_prob]).tobytes(),
+            top_ids=draw.top_ids,
+            top_log_probs=draw.top_log_probs,
+        )
         if reason is not None:
-            self._finish(sequence, reason)
-        elif sequence.unsent >= self._stream_interval:
-            self._send(sequence)
+            self._leave(sequence)
 
-    def fail(self, sequence: Sequence, error: str) -> None:
-        """End a running request whose numbers are useless; its slot is not reused."""
-        slot = sequence.slot
-        self._finish(sequence, "error", error)
-        if slot is not None:
-            slot.computed = 0
+    def finish(self, sequence: Sequence, reason: FinishReason, error: str = "") -> None:
+        """End a request with the tokens that it has."""
+        self._report(sequence, reason, error=error)
+        self._leave(sequence)
 
-    def take_chunks(self) -> list[Chunk]:
-        """What has to be reported since the last call, in order."""
-        chunks = list(self._chunks)
-        self._chunks.clear()
-        return chunks
+    def _admit(self, sequence: Sequence) -> None:
+        """Give a free slot to a request: its session's own, else the one used longest ago.
 
-    def computed_tokens(self) -> int:
-        """Tokens of running requests in the KV cache."""
-        return sum(slot.computed for slot in self.table.slots if slot.is_taken)
-
-    def _place(self, sequence: Sequence) -> SlotChoice | None:
-        prompt = sequence.keys[: sequence.prompt_length]
+        At least the prompt's last token is always left to compute, because its logits are needed.
+        """
         session_id = sequence.request.session_id
-        placement = self.table.place(prompt, session_id)
-        if placement is None:
-            return None
-        self.table.take(
-            placement.slot, sequence.keys, sequence.prompt_length, placement.reused, session_id
-        )
-        sequence.slot, sequence.cached_tokens = placement.slot, placement.reused
-        self._running[sequence.request.request_id] = sequence
-        return placement
+        free = [slot for slot in self.slots if slot.sequence is None]
+        own = [slot for slot in free if session_id and slot.session_id == session_id]
+        slot = own[0] if own else min(free, key=lambda each: (each.computed > 0, each.last_used))
+        reused = 0
+        if own:
+            prompt = sequence.ids[: sequence.prompt_length - 1]
+            reused = count_common(prompt, slot.ids[: slot.computed])
+        slot.ids, slot.computed, slot.session_id = sequence.ids, reused, session_id
+        slot.sequence, sequence.slot = sequence, slot
+        sequence.cached_tokens = reused
 
-    def _finish(
-        self, sequence: Sequence, reason: FinishReason, error: str = "", *, is_fatal: bool = False
-    ) -> None:
-        del self._running[sequence.request.request_id]
-        if sequence.slot is not None:
-            self.table.release(sequence.slot)
-        self._send(sequence, reason, error, is_fatal=is_fatal)
+    def _leave(self, sequence: Sequence) -> None:
+        """Free the slot of a request that has ended; its tokens stay until another needs it."""
+        slot = sequence.slot
+        if slot is None:
+            self._waiting.remove(sequence)
+            return
+        self._clock += 1
+        slot.sequence, slot.last_used = None, self._clock
+        if slot.is_stale:
+            slot.computed, slot.is_stale = 0, False
 
-    def _send(
-        self,
-        sequence: Sequence,
-        reason: FinishReason | None = None,
-        error: str = "",
-        *,
-        is_fatal: bool = False,
+    def _report(
+        self, sequence: Sequence, reason: FinishReason | None, *, ids: bytes = b"", **content: Any
     ) -> None:
-        self._chunks.append(
-            sequence.take_chunk(self.weight_version, reason, error, is_fatal=is_fatal)
+        chunk = Chunk(
+            request_id=sequence.request.request_id,
+            offset=sequence.length - sequence.prompt_length - len(ids) // 4,
+            ids=ids,
+            weight_version=self.weight_version,
+            finish_reason=reason,
+            cached_tokens=0 if reason is None else sequence.cached_tokens,
+            **content,
         )
+        self.chunks.append(chunk)
+
+
+def count_common(a: Ids, b: Ids) -> int:
+    """Length of the longest common beginning of two sequences."""
+    count = min(len(a), len(b))
+    differs = a[:count] != b[:count]
+    return int(differs.argmax()) if differs.any() else count

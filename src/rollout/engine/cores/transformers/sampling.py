@@ -1,0 +1,142 @@
+"""Draws the next token of every row: temperature, penalties and truncation as in transformers.
+
+A row is drawn with a generator seeded by (seed, absolute position), whatever else is in the batch:
+a request gives the same tokens alone, in a full batch or resumed. The logits of a batch differ
+from those of a single row in their last bits. ``torch.multinomial`` lets each id race with
+exponential noise of its own, so in float32 that changes a draw about once in 100 000 tokens only;
+inverting the cumulative distribution would add up the differences of all ids.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from rollout.engine.core import SamplingParams
+
+
+class SamplingRow(NamedTuple):
+    """What one row of logits is sampled with.
+
+    Attributes:
+        position: Of the token to be drawn, in prompt plus response.
+        seen: Tokens before it, which the repetition penalty looks at.
+        prompt_length: How many of these are the prompt's; the other penalties look at the rest.
+    """
+
+    sampling: SamplingParams
+    seed: int
+    position: int
+    seen: npt.NDArray[np.int32]
+    prompt_length: int = 0
+
+
+class Draw(NamedTuple):
+    """A sampled id and its log-prob; nan where the logits were not finite.
+
+    Attributes:
+        top_ids: The likeliest ids, as many as were asked for, likeliest first; int32, packed.
+        top_log_probs: Their log-probs; float32, packed.
+    """
+
+    id: int
+    log_prob: float
+    top_ids: bytes = b""
+    top_log_probs: bytes = b""
+
+
+def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Draw]:
+    """One token for every row of `logits` (R, V).
+
+    Its log-prob is ``log_softmax(logits / temperature)`` in float32 over the whole vocabulary,
+    before penalties and truncation; of a greedy row, at temperature 1.
+    """
+    scores = logits.float()
+    temperatures = [row.sampling.temperature or 1.0 for row in rows]
+    centred = scores - scores.amax(-1, keepdim=True)  # keeps tiny temperatures finite
+    scaled = centred / torch.tensor(temperatures, device=logits.device).unsqueeze(-1)
+    log_probs = scaled.log_softmax(-1)
+    draws = []
+    for row, own, all_log_probs in zip(rows, scores, log_probs, strict=True):
+        if all_log_probs.isnan().any():
+            draws.append(Draw(0, math.nan))
+            continue
+        token = draw_token(own, all_log_probs, row)
+        top: tuple[bytes, ...] = ()
+        if row.sampling.top_log_probs:
+            likeliest = all_log_probs.topk(row.sampling.top_log_probs)
+            ids = likeliest.indices.to(torch.int32).cpu().numpy()
+            top = (ids.tobytes(), likeliest.values.cpu().numpy().tobytes())
+        draws.append(Draw(token, all_log_probs[token].item(), *top))
+    return draws
+
+
+def draw_token(logits: Tensor, log_probs: Tensor, row: SamplingRow) -> int:
+    """An id, by `logits` (V,) and their `log_probs` (V,) at the row's temperature."""
+    sampling = row.sampling
+    has_penalty = (
+        sampling.repetition_penalty != 1
+        or sampling.presence_penalty != 0
+        or sampling.frequency_penalty != 0
+    )
+    if has_penalty:
+        seen = torch.from_numpy(row.seen).to(logits.device, torch.int64)
+        logits = penalise(logits, seen, sampling, row.prompt_length)
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    if has_penalty or sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0:
+        log_probs = truncate((logits - logits.max()) / sampling.temperature, sampling)
+    return draw_by_weight(log_probs.exp(), row.seed, row.position)
+
+
+def draw_by_weight(weights: Tensor, seed: int, position: int) -> int:
+    """An id with a probability in proportion to its weight (V,), fixed by (seed, position)."""
+    digest = hashlib.blake2b(b"%d:%d" % (seed, position), digest_size=4).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    return int(torch.multinomial(weights.cpu(), 1, generator=generator))
+
+
+def penalise(
+    logits: Tensor, seen: Tensor, sampling: SamplingParams, prompt_length: int = 0
+) -> Tensor:
+    """`logits` (V,) with the tokens in `seen` made less likely; cf. `SamplingParams`.
+
+    Repetition first, then what is taken off for tokens of the output, as in vLLM.
+    """
+    own, penalty = logits[seen], sampling.repetition_penalty
+    logits = logits.scatter(0, seen, torch.where(own < 0, own * penalty, own / penalty))
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        counts = torch.bincount(seen[prompt_length:], minlength=len(logits))
+        logits = logits - sampling.frequency_penalty * counts
+        logits = logits - sampling.presence_penalty * (counts > 0)
+    return logits
+
+
+def truncate(scores: Tensor, sampling: SamplingParams) -> Tensor:
+    """`scores` (V,), scaled logits, with the tokens that may not be drawn at minus infinity.
+
+    top_k, top_p and min_p in this order, each on what the one before has left.
+    """
+    if 0 < sampling.top_k < len(scores):
+        least = scores.topk(sampling.top_k).values[-1]
+        scores = scores.masked_fill(scores < least, -math.inf)
+    if sampling.top_p < 1:  # the likeliest that together reach it: those with less above them
+        probs, ids = scores.softmax(-1).sort(descending=True, stable=True)
+        above = probs.cumsum(-1) - probs
+        is_dropped = torch.zeros_like(scores, dtype=torch.bool)
+        is_dropped[ids[above >= sampling.top_p]] = True
+        scores = scores.masked_fill(is_dropped, -math.inf)
+    if sampling.min_p > 0:
+        least = scores.max() + math.log(sampling.min_p)
+        scores = scores.masked_fill(scores < least, -math.inf)
+    return scores
