@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -85,35 +84,6 @@ async def test_observe_ids_are_in_the_transcript_as_they_are(kind: Any) -> None:
     assert not transcript.mask()[observed.start : observed.stop].any()
     assert [message.role for message in trajectory.messages] == ["user", "assistant", "assistant"]
     assert str(trajectory.messages[-1].content).endswith("Second words.")
-
-
-class CountedMessage(UserDict[str, Any]):
-    """A message that counts how often it was converted."""
-
-    converted = 0
-
-    def items(self) -> Any:
-        self.converted += 1
-        return super().items()
-
-
-@pytest.mark.parametrize("content", ["short", "x" * 20_000])
-@pytest.mark.parametrize("history", ["append_only", "inference_template"])
-async def test_observe_messages_are_converted_once(content: str, history: str) -> None:
-    message = CountedMessage(role="user", content=content, mood="curious")
-
-    async def trial(context: AgentContext) -> None:
-        await context.generate()
-        context.observe([message])
-        await context.generate()
-        await context.generate()
-
-    lengths = LengthsConfig(prompt=900, response=90_000)
-    batch = await tried(trial, agent={"history": history}, lengths=lengths)
-    (trajectory,) = batch.trajectories
-    assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
-    assert message.converted == 1
-    assert trajectory.messages[2].fields == {"mood": "curious"}
 
 
 @pytest.mark.parametrize(

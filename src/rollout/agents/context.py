@@ -49,7 +49,14 @@ if TYPE_CHECKING:
     from rollout.tools import ToolResult, TrajectoryTools
     from rollout.types import InvalidToolCall, Message, Outcome, Prompt, ToolCall
 
-_INNER = ("_interaction", "_interaction_name", "_is_whole", "_main", "_state")
+_INNER = (
+    "_interaction",
+    "_interaction_name",
+    "_is_whole",
+    "_main",
+    "_state",
+    "pinned_calls",
+)
 
 
 class AgentContext:
