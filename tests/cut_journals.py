@@ -1,32 +1,43 @@
-"""Journals as a death leaves them."""
+"""Journals as a death leaves them, and their records."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from rollout.scheduling.journal.entries import EndEntry
-from rollout.scheduling.journal.frames import Frame, FrameBuffer, frames, records_of
-from rollout.scheduling.journal.journal_reading import entries_of
+from rollout.journal.log_file import HEAD, MAGIC, read_frames
+from rollout.journal.records import EndRecord, decode_record
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
+def frames_in(path: Path) -> list[tuple[int, bytes]]:
+    """Where each whole frame of a journal begins, and its payload."""
+    return [(start, payload) for start, payload in read_frames(path) if payload is not None]
+
+
+def records_in(path: Path) -> list[Any]:
+    """The records of a journal."""
+    return [decode_record(payload) for _, payload in frames_in(path)]
+
+
+def record_ends(path: Path) -> list[int]:
+    """Where the records of a journal end."""
+    return [start + HEAD.size + len(payload) for start, payload in frames_in(path)]
+
+
+def cut(path: Path, size: int) -> Path:
+    """A copy of a journal that a death left with its first bytes."""
+    copy = path.with_name(f"cut-{size}")
+    copy.write_bytes(path.read_bytes()[:size])
+    return copy
+
+
 def cut_before_end(path: Path) -> None:
     """As a death leaves it right before its first trajectory was finished."""
-    data = path.read_bytes()
-    for each in frames(memoryview(data)):
-        if isinstance(each, Frame):
-            for payload, entry in entries_of(each):
-                if isinstance(entry, EndEntry):
-                    before = [
-                        msgspec.Raw(record)
-                        for start, record in records_of(each)
-                        if start < payload.start
-                    ]
-                    frame = FrameBuffer()
-                    frame.fill(before)
-                    path.write_bytes(data[: each.start] + frame.head + frame.payload)
-                    return
+    size = len(MAGIC)
+    for start, payload in frames_in(path):
+        if isinstance(decode_record(payload), EndRecord):
+            size = start
+            break
+    path.write_bytes(path.read_bytes()[:size])

@@ -18,7 +18,7 @@ from rollout.errors import EngineError
 from rollout.testing import Scenario, run_virtual, tool_call
 from rollout.tools import Tool, ToolPolicy, ToolResult, ToolSession, TransientError
 from slow_cases import slow_after, slow_but
-from test_journal import cut, record_ends
+from cut_journals import cut, record_ends
 from test_report_unsaved import data_of
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import rollout
+from cut_journals import cut, record_ends, records_in
 from rollout import (
     AgentLoop,
     ConfigError,
@@ -32,10 +33,9 @@ from rollout import (
 from rollout.agents import AgentContext, register_agent
 from rollout.config import AgentConfig, JournalConfig, SamplingConfig, SchedulingConfig
 from rollout.errors import LimitExceeded
-from rollout.scheduling.journal.entries import AnswersEntry, EndEntry, TurnEntry
-from rollout.scheduling.journal.frames import MAGIC, Frame, TornTail, frames
-from rollout.scheduling.journal.journal_reading import entries_of as entries_in
-from rollout.scheduling.journal.journal_reading import read_journal
+from rollout.journal.index import read_journal
+from rollout.journal.log_file import MAGIC
+from rollout.journal.records import EndRecord, ResultsRecord, TurnRecord
 from rollout.testing import Scenario, run_virtual, simulated_tokenizer, tool_call
 from rollout.tools import ToolContext
 from rollout.types import ToolCall
@@ -137,26 +137,6 @@ def content(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def record_ends(path: Path) -> list[int]:
-    """Where the records of a journal end."""
-    data = memoryview(path.read_bytes())
-    return [each.stop for each in frames(data) if isinstance(each, Frame)]
-
-
-def entries_of(path: Path) -> list[Any]:
-    """The records of a journal."""
-    data = memoryview(path.read_bytes())
-    found = [each for each in frames(data) if isinstance(each, Frame)]
-    return [entry for each in found for _, entry in entries_in(each)]
-
-
-def cut(path: Path, size: int) -> Path:
-    """A copy of a journal that a death left with its first bytes."""
-    copy = path.with_name(f"cut-{size}")
-    copy.write_bytes(path.read_bytes()[:size])
-    return copy
-
-
 GIVEN = prompts("sum one", "quick two", "sum three")
 
 
@@ -170,9 +150,9 @@ def test_resume_at_every_record_gives_what_the_whole_run_gave(tmp_path: Path) ->
         half = cut(path, size)
         before = read_journal(half).trajectories.values()
         ended = sum(each.end is not None for each in before)
-        known = entries_of(half) if size > len(MAGIC) else []
-        sampled = sum(len(each.ids) // 4 for each in known if isinstance(each, TurnEntry))
-        answered = sum(len(each.results) for each in known if isinstance(each, AnswersEntry))
+        known = records_in(half) if size > len(MAGIC) else []
+        sampled = sum(len(each.ids) // 4 for each in known if isinstance(each, TurnRecord))
+        answered = sum(len(each.results) for each in known if isinstance(each, ResultsRecord))
         resumed = run(config_of(half), GIVEN, resume=True)
         assert [content(each) for each in resumed.trajectories] == expected
         assert _same_tensors(resumed, whole)
@@ -195,8 +175,8 @@ def test_resume_asks_neither_engines_nor_tools_for_what_is_recorded(tmp_path: Pa
     path = tmp_path / "journal"
     whole = run(config_of(path), prompts("sum"))
     calls = list(CALLED)
-    entries = entries_of(path)
-    at_end = next(at for at, each in enumerate(entries) if isinstance(each, EndEntry))
+    entries = records_in(path)
+    at_end = next(at for at, each in enumerate(entries) if isinstance(each, EndRecord))
     half = cut(path, record_ends(path)[at_end - 1])
     resumed = run(config_of(half), prompts("sum"), resume=True)
     assert whole.tokens
@@ -208,7 +188,7 @@ def test_resume_asks_neither_engines_nor_tools_for_what_is_recorded(tmp_path: Pa
     assert [resumed.trajectories[0].metrics[each] for each in metrics] == pytest.approx(
         [whole.trajectories[0].metrics[each] for each in metrics]
     )
-    turn = next(each for each in entries if isinstance(each, TurnEntry))
+    turn = next(each for each in entries if isinstance(each, TurnRecord))
     assert (turn.key.step, turn.key.uid, turn.key.member, turn.segment) == (0, "sum", 0, "0/sum/0")
 
 
@@ -221,7 +201,7 @@ def test_resume_cuts_a_torn_tail_at_every_byte_with_a_message(
     start, stop = ends[-3], ends[-2]  # the end of its trajectory; what follows says it is delivered
     for size in range(start + 1, stop):
         contents = read_journal(cut(path, size))
-        assert (contents.size, contents.torn) == (start, TornTail(start, size - start))
+        assert (contents.size, contents.torn_size) == (start, size - start)
         assert [each.end for each in contents.trajectories.values()] == [None]
     for size in (start + 1, start + 9, stop - 1):
         torn = cut(path, size)
@@ -230,17 +210,19 @@ def test_resume_cuts_a_torn_tail_at_every_byte_with_a_message(
             resumed = run(config_of(torn), prompts("quick"), resume=True)
         assert caplog.messages == [
             f"{torn}: its last {size - start} bytes, from byte {start} on, hold no whole record "
-            "and are cut off: what wrote it was ended meanwhile, or the file is damaged there"
+            "and are cut off: what wrote it was ended meanwhile"
         ]
         assert content(resumed.trajectories[0]) == content(whole.trajectories[0])
-        assert read_journal(torn).torn is None
+        assert read_journal(torn).torn_size == 0
 
 
 def test_resume_of_what_is_no_journal_of_this_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    path.write_bytes(b"rollout journal 9\n")
-    with pytest.raises(ConfigError, match="a journal of format 9; this version reads format 5"):
-        run(config_of(path), prompts("quick"), resume=True)
+    for number in (5, 9):
+        path.write_bytes(b"rollout journal %d\n" % number)
+        fault = f"a journal of format {number}; this version reads format 6"
+        with pytest.raises(ConfigError, match=fault):
+            run(config_of(path), prompts("quick"), resume=True)
     path.write_bytes(b"something else")
     with pytest.raises(ConfigError, match="is no journal"):
         run(config_of(path), prompts("quick"), resume=True)
@@ -458,8 +440,9 @@ def test_extra_of_plain_data_comes_back_exactly(tmp_path: Path) -> None:
         (2, 3),
         [[0, 1, 2], [3, 4, 5]],
     )
-    assert type(found["scalar"]) is np.float64
-    assert found == {key: value for key, value in extra.items() if key != "array"}
+    lists = {"pair": [1, ["a", b"\x00"]], "scalar": 0.1}
+    assert found == {key: value for key, value in (extra | lists).items() if key != "array"}
+    assert type(found["scalar"]) is float
     assert resumed.trajectories[0].reward == 0.1
 
 
@@ -489,17 +472,9 @@ class CounterSession(ToolSession):
         return float(self.total)
 
 
-class HeldSession(CounterSession):
-    async def snapshot(self) -> Any:
-        return {"total": self.total}
-
-    async def restore(self, state: Any) -> None:
-        self.total = state["total"]
-
-
 def cut_before_last_answers(path: Path, before: type) -> Path:
     """A copy that ends before the last record of a kind."""
-    entries = entries_of(path)
+    entries = records_in(path)
     at = max(at for at, each in enumerate(entries) if isinstance(each, before))
     return cut(path, record_ends(path)[at - 1])
 
@@ -508,25 +483,13 @@ def test_resume_of_a_stateful_tool_begins_from_the_start(tmp_path: Path) -> None
     path = tmp_path / "journal"
     whole = run(config_of(path), prompts("sum"), tools=[Counter(CounterSession)])
     assert whole.trajectories[0].tool_rewards == [6.0]
-    half = cut_before_last_answers(path, AnswersEntry)
+    half = cut_before_last_answers(path, ResultsRecord)
     resumed = run(config_of(half), prompts("sum"), tools=[Counter(CounterSession)], resume=True)
     assert CALLED == [(1, 1), (2, 2)]
     assert (resumed.statistics.restarted, resumed.statistics.recalled) == (1, 0)
     assert content(resumed.trajectories[0]) == content(whole.trajectories[0])
     again = read_journal(half).trajectories.popitem()[1]
     assert again.start == 1
-
-
-@pytest.mark.parametrize("before", [AnswersEntry, EndEntry])
-def test_resume_of_a_tool_with_snapshots_restores_its_state(tmp_path: Path, before: type) -> None:
-    path = tmp_path / "journal"
-    whole = run(config_of(path), prompts("sum"), tools=[Counter(HeldSession)])
-    half = cut_before_last_answers(path, before)
-    resumed = run(config_of(half), prompts("sum"), tools=[Counter(HeldSession)], resume=True)
-    assert ([(2, 2)] if before is AnswersEntry else []) == CALLED
-    assert resumed.statistics.continued == 1
-    assert content(resumed.trajectories[0]) == content(whole.trajectories[0])
-    assert resumed.trajectories[0].tool_rewards == [6.0]
 
 
 def test_resume_with_an_agent_that_asks_otherwise_is_counted_and_continues(
@@ -544,7 +507,7 @@ def test_resume_with_an_agent_that_asks_otherwise_is_counted_and_continues(
     path = tmp_path / "journal"
     agent = AgentConfig(name="changing")
     run(config_of(path, agent=agent), prompts("quick"))
-    half = cut_before_last_answers(path, EndEntry)
+    half = cut_before_last_answers(path, EndRecord)
     said[0] = "second"
     with caplog.at_level(logging.WARNING, "rollout.journal"):
         resumed = run(config_of(half, agent=agent), prompts("quick"), resume=True)
@@ -575,7 +538,7 @@ def test_resume_of_side_by_side_conversations_recalls_each(tmp_path: Path) -> No
     assert len(whole.trajectories[0].segments) == 4
     for size in record_ends(path):
         half = cut(path, size)
-        turns = sum(isinstance(each, TurnEntry) for each in entries_of(half))
+        turns = sum(isinstance(each, TurnRecord) for each in records_in(half))
         resumed = run(config_of(half, agent=agent), prompts("quick"), resume=True)
         assert content(resumed.trajectories[0]) == content(whole.trajectories[0])
         assert resumed.statistics.departed == 0
@@ -599,7 +562,7 @@ def test_stream_resumed_yields_the_same_and_marks_what_was_delivered(tmp_path: P
 
     first = run_virtual(act, False)
     recorded = read_journal(path).trajectories
-    assert all(each.delivered_in == 3 for each in recorded.values())
+    assert all(each.is_delivered for each in recorded.values())
     assert {key.step for key in recorded} == {3}
     again = run_virtual(act, True)
     by_uid = {each.uid: content(each) for each in first}
@@ -624,9 +587,9 @@ def test_trajectories_ended_by_a_closing_runtime_are_continued(tmp_path: Path) -
     run_virtual(act)
     (recorded,) = read_journal(path).trajectories.values()
     assert recorded.end is None
-    assert recorded.is_begun
+    assert recorded.has_begun
     resumed = run(config_of(path), prompts("sum"), resume=True)
-    assert resumed.statistics.recalled == len(recorded.turns) + len(recorded.answers)
+    assert resumed.statistics.recalled == len(recorded.turns) + len(recorded.results)
     assert resumed.trajectories[0].outcome is Outcome.COMPLETED
 
 

@@ -6,20 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
-import msgspec
 import pytest
 
 import rollout
+from cut_journals import cut, record_ends
 from rollout import GroupPolicy, Prompt, RolloutBatch, SourceEnded
 from rollout.config import JournalConfig
-from rollout.scheduling.journal.frames import MAGIC, Frame, FrameBuffer, frames, records_of
 from rollout.testing import run_virtual
-from slow_cases import slow_after, slow_but
-from test_journal import add, cut, record_ends
+from slow_cases import slow_but
+from test_journal import add
 from test_journal_groups import CARRY, config_of
 
-#: Of the tag of a `PromptEntry` and its fields, those that journals of before have.
-PROMPT_TAG, PROMPT_FIELDS = 1, 7
 #: Not each record: openings take their time.
 STRIDE = 12
 ENDED = ["ended", "p4", "p5"]
@@ -64,22 +61,6 @@ def partial_of(error: SourceEnded) -> RolloutBatch:
     return error.partial
 
 
-def old(path: Path) -> Path:
-    """A copy of a journal as it was written before its prompts had the number of their source."""
-    copy = path.with_name("old")
-    data, written = memoryview(path.read_bytes()), [MAGIC]
-    for frame in frames(data):
-        assert isinstance(frame, Frame)
-        made, records = FrameBuffer(), []
-        for _, record in records_of(frame):
-            fields = msgspec.msgpack.decode(record)
-            records.append(fields[:PROMPT_FIELDS] if fields[0] == PROMPT_TAG else fields)
-        made.fill(records)
-        written.append(made.head + made.payload)
-    copy.write_bytes(b"".join(written))
-    return copy
-
-
 @pytest.mark.parametrize("has_uids", slow_but([True, False], True))
 def test_call_that_ended_with_its_source_does_so_again_with_the_same_groups(
     tmp_path: Path, has_uids: bool
@@ -95,30 +76,6 @@ def test_call_that_ended_with_its_source_does_so_again_with_the_same_groups(
         assert collected(half, steps, resume=True, has_uids=has_uids) == whole
         again = collected(half, steps, resume=True, has_uids=has_uids)
         assert again == whole
-
-
-@pytest.mark.parametrize("policy", slow_after(1, [None, CARRY]))
-def test_run_resumed_in_a_later_epoch_runs_each_prompt_of_it_once(
-    tmp_path: Path, policy: GroupPolicy | None
-) -> None:
-    path = tmp_path / "journal"
-    collected(path, range(4), policy=policy)
-    for size in record_ends(path)[::STRIDE]:
-        half = cut(path, size)
-        if [uids[0] for uids in collected(half, [1], resume=True)] != ["ended"]:
-            continue  # it died in the first epoch
-        later = collected(half, [2, 3], resume=True, policy=policy)
-        assert sorted(uid for uids in later for uid in uids) == sorted(
-            ["ended", *(f"p{at}" for at in range(6))]
-        )
-
-
-def test_journal_of_before_that_names_no_sources_is_resumed(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
-    first = collected(path, [0])
-    second = collected(old(path), [0, 1], resume=True)
-    assert second == [*first, ENDED]
-    assert collected(path.with_name("old"), [0, 1, 2], resume=True) == [*second, first[0]]
 
 
 def test_carried_group_and_a_new_one_of_the_same_uid_differ_in_their_names() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from itertools import islice
@@ -15,17 +14,17 @@ import msgspec
 import pytest
 
 import rollout
+from cut_journals import cut, record_ends, records_in
 from rollout import AgentLoop, Group, GroupPolicy, Prompt, PromptError, RolloutConfig, Trajectory
 from rollout.config import AgentConfig, JournalConfig, SchedulingConfig
 from rollout.errors import RolloutError
+from rollout.journal.call_log import CallLog
+from rollout.journal.index import read_journal
+from rollout.journal.records import EndRecord, TurnRecord
 from rollout.runtime.collation import Collation
-from rollout.scheduling.journal.entries import EndEntry, PromptEntry, TurnEntry
-from rollout.scheduling.journal.journal import Journal
-from rollout.scheduling.journal.journal_reading import Payload, Recorded, read_journal
-from rollout.scheduling.journal.journal_writer import JournalWriter
 from rollout.testing import Scenario, run_virtual, tool_call
 from rollout.types import Message
-from test_journal import add, content, cut, entries_of, record_ends
+from test_journal import add, content
 
 SCENARIO = (
     Scenario(seed=1)
@@ -108,7 +107,7 @@ def test_collect_resumed_at_every_record_gives_again_what_a_call_had(
     for size in record_ends(path)[::STRIDE]:
         half = cut(path, size)
         recorded = read_journal(half)
-        had = {each.delivered_in for each in recorded.trajectories.values()}
+        had = set(recorded.delivered)
         resumed = run(config_of(half), [0, 1], resume=True, policy=policy)
         for step, batch in enumerate(whole.batches):
             if step in had:
@@ -120,23 +119,22 @@ def test_collect_resumed_at_every_record_gives_again_what_a_call_had(
 
 
 @pytest.mark.parametrize("has_uids", [True, False])
-@pytest.mark.parametrize("start", [0, 4])
 def test_collect_resumed_continues_what_was_carried_before_anything_else(
-    tmp_path: Path, start: int, has_uids: bool
+    tmp_path: Path, has_uids: bool
 ) -> None:
     path = tmp_path / "journal"
     at_once = run(config_of(tmp_path / "one"), [0, 1], loader(has_uids=has_uids))
     first = run(config_of(path), [0], loader(has_uids=has_uids))
     name = "p{}" if has_uids else "prompt-{}"
     assert first.uids == [[name.format(1)] * 2 + [name.format(2)] * 2]
-    sampled = sum(len(e.ids) // 4 for e in entries_of(path) if isinstance(e, TurnEntry))
-    second = run(config_of(path), [1], loader(start, has_uids=has_uids), resume=True)
+    sampled = sum(len(e.ids) // 4 for e in records_in(path) if isinstance(e, TurnRecord))
+    second = run(config_of(path), [1], loader(4, has_uids=has_uids), resume=True)
     assert at_once.uids[1] == second.uids[0] == [name.format(0)] * 2 + [name.format(3)] * 2
     ids = [[each["ids"] for each in ran.batches[-1]] for ran in (at_once, second)]
     assert ids[0] == ids[1]
     assert sampled
     assert second.statistics.returned + second.statistics.continued > 0
-    third = run(config_of(path), [2], loader(start, has_uids=has_uids), resume=True)
+    third = run(config_of(path), [2], loader(4, has_uids=has_uids), resume=True)
     assert not set(third.uids[0]) & {uid for ran in (first, second) for uid in ran.uids[0]}
 
 
@@ -145,8 +143,8 @@ def test_collect_resumed_after_a_death_samples_no_recorded_turn_again(tmp_path: 
     whole = run(config_of(path), [0, 1], policy=None)
     for size in record_ends(path)[::STRIDE]:
         half = cut(path, size)
-        known = entries_of(half)
-        sampled = sum(len(each.ids) // 4 for each in known if isinstance(each, TurnEntry))
+        known = records_in(half)
+        sampled = sum(len(each.ids) // 4 for each in known if isinstance(each, TurnRecord))
         resumed = run(config_of(half), [0, 1], resume=True, policy=None)
         assert resumed.batches == whole.batches
         assert resumed.tokens == whole.tokens - sampled
@@ -174,35 +172,12 @@ def test_group_reward_of_a_recorded_group_is_not_asked_for_again(tmp_path: Path)
         assert not ended & {*RANKED}
 
 
-def test_resumption_keeps_no_prompts_until_a_call_takes_them(tmp_path: Path) -> None:
-    config, size, count = config_of(tmp_path / "journal"), 200_000, 20
-
-    def pages() -> Iterator[Prompt]:
-        for prompt in loader():
-            yield msgspec.structs.replace(prompt, ground_truth=f"{prompt.uid} {'x' * size}")
-
-    async def act(*, resume: bool) -> tuple[int, list[str]]:
-        tracemalloc.start()
-        try:
-            async with rollout.open_rollout(config, [add], resume=resume) as runtime:
-                kept = tracemalloc.get_traced_memory()[0]
-                tracemalloc.stop()
-                batch = await runtime.collect(pages(), count, step=0)
-                return kept, [str(each.prompt) for each in batch.trajectories]
-        finally:
-            tracemalloc.stop()
-
-    before, given = run_virtual(lambda: act(resume=False))
-    after, again = run_virtual(lambda: act(resume=True))
-    assert again == given
-    assert after - before < size
-
-
 def test_rewarded_group_that_is_carried_is_in_the_journal_once(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     alike = (each for each in loader() if int((each.uid or "p0")[1:]) % 3)  # they end together
     run(config_of(path), [0, 1], alike, policy=CARRY, group_reward=ranked)
-    ended = [each.key for each in entries_of(path) if isinstance(each, EndEntry)]
+    records = [each for each in records_in(path) if isinstance(each, EndRecord)]
+    ended = [key for each in records for key, _ in each.ends]
     assert Counter(each.uid for each in ended) == {"p1": 2, "p2": 2, "p4": 2, "p5": 2}
     assert {each.step for each in ended} == {0}
 
@@ -284,36 +259,6 @@ def test_streamed_groups_have_the_numbers_again_that_they_had(tmp_path: Path) ->
         assert streamed(resume=True) == first
 
 
-def test_journal_without_numbers_of_groups_gives_the_same_at_each_resumption(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is one of before; what begins again later takes the number along that it has since."""
-    scenario = Scenario(seed=1).reply("slow", "word " * 600).reply("", "ok", filler=5)
-    journal = JournalConfig(path=str(tmp_path / "journal"))
-    config = scenario.timing(base_s=0.01).config(journal=journal, seed=7)
-    put = JournalWriter.put
-
-    def put_as_before(writer: JournalWriter, entry: Any) -> int:
-        if isinstance(entry, PromptEntry):
-            entry.number = -1
-        return put(writer, entry)
-
-    source = [*islice(loader(2), 60)]
-
-    async def act(policy: GroupPolicy, steps: int, *, resume: bool) -> list[list[str]]:
-        async with rollout.open_rollout(config, resume=resume) as runtime:
-            calls = [await runtime.collect(source, 2, policy=policy, step=s) for s in range(steps)]
-        return [[each.uid for each in batch.trajectories] for batch in calls]
-
-    monkeypatch.setattr(JournalWriter, "put", put_as_before)
-    first = run_virtual(lambda: act(CANCEL, 2, resume=False))
-    monkeypatch.setattr(JournalWriter, "put", put)
-    wide = GroupPolicy(oversample=4.0, surplus="cancel")
-    whole = run_virtual(lambda: act(wide, 4, resume=True))
-    assert whole[:2] == first
-    assert run_virtual(lambda: act(wide, 4, resume=True)) == whole
-
-
 def test_collect_of_refused_groups_is_not_asked_for_again(tmp_path: Path) -> None:
     path = tmp_path / "journal"
 
@@ -323,8 +268,8 @@ def test_collect_of_refused_groups_is_not_asked_for_again(tmp_path: Path) -> Non
     policy = GroupPolicy(accept=fast)
     whole = run(config_of(path), [0], policy=policy)
     assert whole.uids == [["p1", "p1", "p2", "p2"]]
-    second = run(config_of(path), [1], resume=True)
-    assert second.uids == [["p3", "p3", "p4", "p4"]]
+    second = run(config_of(path), [0, 1], resume=True)
+    assert second.uids == [*whole.uids, ["p3", "p3", "p4", "p4"]]
 
 
 def test_collect_of_a_prompt_that_cannot_be_written_is_refused_by_field(tmp_path: Path) -> None:
@@ -407,7 +352,8 @@ def test_prompt_begun_again_after_a_resumption_has_no_tokens_of_its_first_beginn
     had = streamed({1}, "p0")  # step 0 takes it from the journal, and cancels it
     again = streamed(set(), "p0")
     assert again["p0"] == had["p0"]
-    keys = [each.key for each in entries_of(tmp_path / "journal") if isinstance(each, EndEntry)]
+    records = [e for e in records_in(tmp_path / "journal") if isinstance(e, EndRecord)]
+    keys = [key for each in records for key, _ in each.ends]
     assert len(keys) == len({*keys})
 
 
@@ -428,15 +374,6 @@ def test_uid_of_a_refused_group_that_comes_again_after_a_resumption_is_another_g
     assert second.uids == [*first.uids, ["same", "same", "d", "d"]]
 
 
-def test_journal_of_before_with_two_beginnings_under_one_key_has_the_turns_of_the_last() -> None:
-    recorded = Recorded(turns=[Payload(0, 8)], answers=[Payload(0, 8)])
-    recorded.note_end(Payload(8, 8))
-    recorded.turns.append(Payload(16, 8))
-    for end in (Payload(24, 8), Payload(32, 8)):  # the last one tells the end of the same again
-        recorded.note_end(end)
-        assert (recorded.turns, recorded.answers) == ([Payload(16, 8)], [])
-
-
 def test_order_of_groups_given_again_is_not_that_of_a_validation_of_the_same_names(
     tmp_path: Path,
 ) -> None:
@@ -455,29 +392,6 @@ def test_order_of_groups_given_again_is_not_that_of_a_validation_of_the_same_nam
     first = both(resume=False)
     assert first != first[::-1]
     assert both(resume=True) == first
-
-
-def test_prompts_whose_keys_come_in_another_order_are_the_same(tmp_path: Path) -> None:
-    def source(*, is_reversed: bool) -> Iterator[Prompt]:
-        for each in loader():
-            given: Any = dict(each.messages[0])
-            message = dict(reversed(given.items())) if is_reversed else given
-            yield Prompt(messages=[message], uid=each.uid)
-
-    def both(*, resume: bool) -> Any:
-        async def act() -> Any:
-            config = config_of(tmp_path / "j")
-            async with rollout.open_rollout(config, [add], resume=resume) as runtime:
-                given = source(is_reversed=resume)
-                steps = range(2 if resume else 1)
-                batches = [await runtime.collect(given, 2, step=step) for step in steps]
-                whole = await runtime.generate(list(islice(source(is_reversed=resume), 2)), step=9)
-                return [{each.uid for each in batch.trajectories} for batch in (*batches, whole)]
-
-        return run_virtual(act)
-
-    assert both(resume=False) == [{"p0", "p1"}, {"p0", "p1"}]
-    assert both(resume=True) == [{"p0", "p1"}, {"p2", "p3"}, {"p0", "p1"}]
 
 
 def test_messages_of_groups_that_are_resumed_are_what_their_source_gave(tmp_path: Path) -> None:
@@ -549,7 +463,7 @@ def test_stream_of_groups_on_a_full_disk_ends_with_its_runtime(
     async def take(runtime: rollout.RolloutRuntime) -> None:
         async with runtime.stream_groups(loader()) as groups:
             await anyio.sleep(20.0)
-            monkeypatch.setattr("os.writev", refuse)
+            monkeypatch.setattr("os.write", refuse)
             async for _ in groups:
                 pass
 
@@ -566,7 +480,7 @@ def test_task_that_waits_for_a_group_gets_the_one_that_another_is_cancelled_with
 
     async def slowly(*args: Any) -> Any:
         await anyio.sleep(5.0)
-        return await kept(*args)
+        return await wait(*args)
 
     async def main() -> None:
         async with (
@@ -586,6 +500,6 @@ def test_task_that_waits_for_a_group_gets_the_one_that_another_is_cancelled_with
             tasks.start_soon(take, 10.0, ["p0"])
 
     found: list[str] = []
-    kept = Journal.kept
-    monkeypatch.setattr(Journal, "kept", slowly)
+    wait = CallLog.wait_delivery
+    monkeypatch.setattr(CallLog, "wait_delivery", slowly)
     run_virtual(main)

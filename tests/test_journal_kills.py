@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 
+from cut_journals import records_in
 from killed_driver import CONVERSATIONS, GROUPS, MEMBERS, QUESTIONS, STEPS, content_of
 from rollout import load_trajectories
-from rollout.scheduling.journal.entries import AnswersEntry, EndEntry, TurnEntry
-from rollout.scheduling.journal.frames import Frame, frames
-from rollout.scheduling.journal.journal_reading import entries_of
+from rollout.journal.records import EndRecord, ResultsRecord, TurnRecord
 
 HERE = Path(__file__).parent
 PATIENCE_S = 120.0
@@ -61,9 +60,7 @@ def finished(directory: Path) -> dict[Any, Any]:
 
 
 def entries(directory: Path) -> list[Any]:
-    data = memoryview((directory / "journal").read_bytes())
-    whole = [each for each in frames(data) if isinstance(each, Frame)]
-    return [entry for each in whole for _, entry in entries_of(each)]
+    return records_in(directory / "journal")
 
 
 def test_collect_killed_among_carried_groups_loses_and_repeats_nothing(tmp_path: Path) -> None:
@@ -77,7 +74,7 @@ def test_collect_killed_among_carried_groups_loses_and_repeats_nothing(tmp_path:
         answered = {
             f"{each.segment}/{each.turn - 1}"
             for each in entries(tmp_path)
-            if isinstance(each, AnswersEntry)
+            if isinstance(each, ResultsRecord)
         }
         calls = {each["call"] for each in seen(tmp_path) if "call" in each}
         may_repeat.update(calls - answered)
@@ -97,7 +94,8 @@ def test_collect_killed_among_carried_groups_loses_and_repeats_nothing(tmp_path:
     for place, content in known.items():
         assert now[place] == content
         assert returned.get(place, content) == content
-    ends = Counter((e.key.uid, e.key.member) for e in entries(tmp_path) if isinstance(e, EndEntry))
+    records = [each for each in entries(tmp_path) if isinstance(each, EndRecord)]
+    ends = Counter((key.uid, key.member) for each in records for key, _ in each.ends)
     assert all(ends[place] == 1 for place in known)
     calls_made = Counter(each["call"] for each in said if "call" in each)
     assert not {n: c for n, c in calls_made.items() if c - 1 > may_repeat[n]}
@@ -121,7 +119,7 @@ def test_function_agent_killed_in_mid_run_gets_the_answers_that_it_had(tmp_path:
             place: had[place] for place in had.keys() & told.keys()
         }
         had |= told
-        turns = Counter(each.key.uid for each in entries(tmp_path) if isinstance(each, TurnEntry))
+        turns = Counter(each.key.uid for each in entries(tmp_path) if isinstance(each, TurnRecord))
         assert all(number < turns[uid] for uid, number in had)  # told once it is written
     before = len(seen(tmp_path))
     assert not killed_after("gateway", tmp_path, 1 << 30)
@@ -129,5 +127,5 @@ def test_function_agent_killed_in_mid_run_gets_the_answers_that_it_had(tmp_path:
     assert len(again) == CONVERSATIONS * QUESTIONS
     assert {place: again[place] for place in had} == had
     assert {row[2] for row in seen(tmp_path)[-1]["rows"]} == {"completed"}
-    turns = Counter(each.key.uid for each in entries(tmp_path) if isinstance(each, TurnEntry))
+    turns = Counter(each.key.uid for each in entries(tmp_path) if isinstance(each, TurnRecord))
     assert set(turns.values()) == {QUESTIONS}

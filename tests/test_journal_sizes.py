@@ -9,8 +9,8 @@ import pytest
 
 import rollout
 from rollout import Group, Outcome, Prompt, PromptError, Reward, Trajectory, function_tool
-from rollout.scheduling.journal import frames
-from rollout.scheduling.journal.entries import EndEntry
+from rollout.journal import log_file
+from rollout.journal.records import EndRecord
 from rollout.testing import run_virtual
 from rollout.tools import ToolResult
 from test_journal import CALLED, add, config_of, cut_before_last_answers, prompts, run
@@ -21,7 +21,7 @@ MOST = 200_000
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some thousands of bytes stand for a GiB."""
-    monkeypatch.setattr(frames, "MAX_PAYLOAD", MOST)
+    monkeypatch.setattr(log_file, "MAX_RECORD", MOST)
 
 
 def test_prompt_that_no_frame_can_hold_is_refused_by_its_field(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_trajectory_that_no_frame_can_hold_fails_by_its_field_alone(tmp_path: Pa
     assert (whole.outcome, whole.extra) == (Outcome.COMPLETED, {"small": 1})
     assert (quick.outcome, quick.reason, quick.extra) == (Outcome.FAILED, "journal", {})
     assert quick.cause is not None
-    assert quick.cause.message.startswith("extra['large']: the trajectory is packed in 200,")
+    assert quick.cause.message.startswith("extra['large']: the trajectory is packed in 20")
     again = run(config_of(path), prompts("quick", "sum"), resume=True)
     assert again.statistics.returned == 2
 
@@ -67,10 +67,10 @@ def test_answer_that_no_frame_can_hold_is_left_out_and_asked_for_again(
         return ToolResult(str(a + b), data=b"x" * (MOST if a == 1 else 10))
 
     path = tmp_path / "j"
-    with caplog.at_level(logging.ERROR, "rollout.journal"):
+    with caplog.at_level(logging.WARNING, "rollout.journal"):
         whole = run(config_of(path), prompts("sum"), tools=[adding])
-    assert "is larger than a frame can be" in caplog.text
-    half = cut_before_last_answers(path, EndEntry)
+    assert "expected at most 200,000: it is not in the journal" in caplog.text
+    half = cut_before_last_answers(path, EndRecord)
     resumed = run(config_of(half), prompts("sum"), tools=[adding], resume=True)
     assert CALLED == [(1, 1)]
     ids = [each.trajectories[0].transcript.ids().tolist() for each in (whole, resumed)]

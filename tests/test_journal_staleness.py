@@ -10,12 +10,12 @@ import attrs
 import pytest
 
 import rollout
+from cut_journals import records_in
 from rollout import Group, GroupPolicy, Outcome, Trajectory
 from rollout.engine import DiskWeights
-from rollout.scheduling.journal.entries import Key, PromptEntry, TurnEntry
-from rollout.scheduling.journal.journal_reading import Contents, Payload
+from rollout.journal.records import GroupRecord, TurnRecord
 from rollout.testing import run_virtual
-from test_journal import add, content, entries_of
+from test_journal import add, content
 from test_journal_groups import CARRY, config_of, loader
 from test_journal_groups import run as collected
 
@@ -102,7 +102,7 @@ def runs_of(trajectory: Trajectory) -> list[tuple[int, int]]:
 def carried(path: Path) -> dict[tuple[str, int], int]:
     """Have p0 and p3 carried by a process with weights 0; how many tokens are recorded of each."""
     assert collected(config_of(path), [0]).uids == [["p1", "p1", "p2", "p2"]]
-    turns = [each for each in entries_of(path) if isinstance(each, TurnEntry)]
+    turns = [each for each in records_in(path) if isinstance(each, TurnRecord)]
     assert {version for each in turns for version, _ in each.versions} == {0}
     found = {(e.key.uid, e.key.member): len(e.ids) // 4 for e in turns if e.key.uid in SLOW}
     assert len(found) == 4
@@ -177,7 +177,7 @@ def test_carried_groups_continue_so_far_as_they_can_be_taken_in_time_after_a_res
             await runtime.collect(loader(), 2, policy=policy, step=0)
 
     run_virtual(act)
-    left = {e.key.uid for e in entries_of(path) if isinstance(e, TurnEntry)} - {"p1", "p2"}
+    left = {e.key.uid for e in records_in(path) if isinstance(e, TurnRecord)} - {"p1", "p2"}
     assert left == {"p0", *(f"p{at}" for at in range(3, 10))}
     # Two for each version: 2 can be taken at version 2, and 4 at version 1 and then.
     assert streamed(copied(path, "two"), 2, 12, max_staleness=2).restarted == 6
@@ -255,30 +255,10 @@ def test_restored_group_without_tokens_is_as_old_as_the_weights_that_sample_for_
         assert [(group.uid, group.min_version) for group in found] == [("p0", 3), ("p1", 3)]
 
     run_virtual(first)
-    entries = entries_of(path)
-    assert {e.uid for e in entries if isinstance(e, PromptEntry)} == {"p0", "p1", "p2"}
-    assert not any(isinstance(each, TurnEntry) for each in entries)
+    entries = records_in(path)
+    assert {e.uid for e in entries if isinstance(e, GroupRecord)} == {"p0", "p1", "p2"}
+    assert not any(isinstance(each, TurnRecord) for each in entries)
     run_virtual(second)
-
-
-def test_tokens_of_a_beginning_that_another_one_replaced_do_not_count() -> None:
-    contents, key = Contents(), Key(0, "p0", 0)
-
-    def turn(start: int, version: int) -> None:
-        entry = TurnEntry(
-            *(key, start, "0/p0/0", 0, 0, 0, -1, [], b"", b""),
-            [[version, 1]],
-            "stop",
-            0,
-            0,
-            0.0,
-        )
-        contents.add(Payload(0, 0), entry)
-
-    turn(0, 3)
-    turn(1, 5)
-    turn(1, 6)
-    assert contents.oldest() == {(0, "p0", 0): 5}
 
 
 def test_validation_of_the_same_names_and_step_says_nothing_of_a_group(tmp_path: Path) -> None:

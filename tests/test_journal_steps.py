@@ -11,11 +11,11 @@ import anyio
 import pytest
 
 import rollout
+from cut_journals import records_in
 from rollout import AgentContext, Outcome, Prompt, PromptError, RolloutConfig, RolloutRuntime
 from rollout.config import AgentConfig, JournalConfig
-from rollout.scheduling.journal.entries import EndEntry, PromptEntry
+from rollout.journal.records import EndRecord, PromptRecord
 from rollout.testing import Scenario, run_virtual
-from test_journal import entries_of
 
 #: More members than are made on the event loop itself.
 MANY = 510
@@ -50,9 +50,9 @@ async def tokens_of(runtime: RolloutRuntime, prompts: list[Prompt], *, step: int
 
 def keys_of(path: Path) -> tuple[list[Any], list[Any]]:
     """Those of the prompts and of the ends that a journal holds."""
-    entries = entries_of(path)
-    prompts = [(e.step, e.uid, e.validate, e.call) for e in entries if isinstance(e, PromptEntry)]
-    return prompts, [e.key for e in entries if isinstance(e, EndEntry)]
+    entries = records_in(path)
+    prompts = [(e.step, e.uid, e.validate, e.call) for e in entries if isinstance(e, PromptRecord)]
+    return prompts, [key for e in entries if isinstance(e, EndRecord) for key, _ in e.ends]
 
 
 def test_large_calls_of_one_step_at_once_have_keys_of_their_own(

@@ -13,7 +13,8 @@ import attrs
 
 from rollout.bridge import loop_clock
 from rollout.engine.wire.operations import ALL_TAGS
-from rollout.errors import RolloutError, SourceEnded
+from rollout.errors import RolloutError
+from rollout.journal.call_log import CallLog
 from rollout.limits import Deadline
 from rollout.observe.loop_lag import LoopLag
 from rollout.runtime.calls import GroupStream, SleepBetweenBatches, StepCount, number_rows
@@ -28,16 +29,16 @@ from rollout.scheduling.batch_call import (
 )
 from rollout.scheduling.call_arguments import check_call, check_groups, check_target
 from rollout.scheduling.group_call import get_result, make_group_call
-from rollout.scheduling.journal.group_log import GroupLog
 from rollout.scheduling.pressure import Progress
 from rollout.scheduling.prompt_names import check_names
 from rollout.scheduling.prompts import check_prompts
+from rollout.scheduling.run_log import RunLog
 from rollout.scheduling.scheduler import Scheduler
 from rollout.scopes import open_task_group
 from rollout.worker_threads import may_leave_loop, run_in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 
     from anyio.abc import TaskGroup
     from anyio.streams.memory import MemoryObjectReceiveStream
@@ -49,11 +50,10 @@ if TYPE_CHECKING:
     from rollout.config import GroupPolicy, RolloutConfig
     from rollout.engine.driver.pool import EnginePool
     from rollout.engine.weights import UpdateMode, WeightSource
+    from rollout.journal.journal import Journal
     from rollout.observe.explanation import Explanation
     from rollout.observe.tally import Tally
     from rollout.runtime.measuring import BatchWindow
-    from rollout.scheduling.journal.entries import PromptEntry
-    from rollout.scheduling.journal.journal import Journal
     from rollout.scheduling.member_group import MemberGroup
     from rollout.scheduling.sources import Source
     from rollout.scheduling.trajectory import TrajectoryRunner
@@ -117,7 +117,9 @@ class RolloutRuntime:
             run_seed,
             self.admission.limiter,
             lambda job: self._tasks.start_soon(job),  # noqa: PLW0108  (there is no group yet)
-            GroupLog(journal, has_group_reward=runner.rewarding.group is not None),
+            RunLog()
+            if journal is None
+            else CallLog(journal, has_group_reward=runner.rewarding.group is not None),
         )
         self._tasks: TaskGroup
         self._is_closing = False
@@ -184,7 +186,7 @@ class RolloutRuntime:
                 raise
         if self._journal is not None:
             logs = [member.log for member in call.members if member.log is not None]
-            self._journal.delivered([log.key for log in logs if not log.is_taken])
+            self._journal.note_delivery([log.key for log in logs if not log.is_taken])
         return batch
 
     @asynccontextmanager
@@ -288,7 +290,7 @@ class RolloutRuntime:
                 call.note_missing(groups - len(found))
             failure = await call.give(found)
             if len(found) < groups:
-                call.tell_end(is_recorded=isinstance(error, SourceEnded))
+                call.tell_end()
             error = error or failure
             if error is None:
                 return batch
@@ -493,16 +495,15 @@ class RolloutRuntime:
         is_long = isinstance(prompts, Sized) and len(prompts) * samples > MANY_MEMBERS
         with self._steps.counted(step) as step:
             make = partial(self._make_groups, prompts, samples, step, validate)
-            groups, prompt_entries = await run_in_thread(make) if is_long else make()
+            groups, record_prompts = await run_in_thread(make) if is_long else make()
         self._refuse_when_closed()
-        if self._journal is not None:
-            self._journal.put_all(prompt_entries)
+        record_prompts()
         return groups, step, deadline
 
     def _make_groups(
         self, prompts: Sequence[Prompt], samples: int, step: int, validate: bool
-    ) -> tuple[list[MemberGroup], list[PromptEntry]]:
-        """Those of a call, once its prompts are known to be good; and what is written of them."""
+    ) -> tuple[list[MemberGroup], Callable[[], None]]:
+        """Those of a call, once its prompts are known to be good; and what records these."""
         uids, services = check_prompts(prompts), self.services
         check_names(prompts, self.config.agent, services.tools.names, services.interactions)
         groups = make_groups(
@@ -514,7 +515,7 @@ class RolloutRuntime:
             validate=validate,
         )
         members = [member for group in groups for member in group.waiting]
-        return groups, [] if self._journal is None else self._journal.enrol(members)
+        return groups, self._scheduler.log.enrol_batch(members)
 
     def _refuse_when_closed(self) -> None:
         if self._is_closing:

@@ -139,7 +139,7 @@ class BatchCall(Call):
     async def _flush(self) -> None:
         """Wait until the journal has what is returned; no member has a slot meanwhile."""
         ended = [Ended(m.row, m, self.rows[m.row]) for m in self.members]  # type: ignore[arg-type]
-        self._unwritten = await self._log.until_written(
+        self._unwritten = await self._log.wait_written(
             ended, self.deadline.at, lambda: self.is_closed
         )
 
@@ -249,7 +249,7 @@ class StreamCall(BatchCall):
     async def _deliver(self, ended: Ended) -> None:
         row, member, trajectory = ended
         self.rows[row] = trajectory
-        unwritten = await self._log.until_written([ended], self.deadline.at, lambda: self.is_closed)
+        unwritten = await self._log.wait_written([ended], self.deadline.at, lambda: self.is_closed)
         if unwritten is not None:
             self._unwritten = unwritten
             return

@@ -9,9 +9,8 @@ import attrs
 
 from rollout.chat.group import Group
 from rollout.limits import Deadline
-from rollout.scheduling.journal.entries import Key
-from rollout.scheduling.journal.pulled_before import PulledBefore
 from rollout.scheduling.prompts import Ended, Member
+from rollout.scheduling.recorded import RecordedGroup
 from rollout.scheduling.trajectory import AgentRun
 from rollout.types import Outcome, Prompt
 
@@ -53,9 +52,7 @@ class MemberGroup:
         is_settled: It is complete: no further member of it is wanted.
         is_unjudged: It is complete, and `accept` raised.
         result: What its consumer gets, once it is judged.
-        pulled: Its uid as its source gave it; see `name_at`.
         before: What the journal has of it from an earlier process.
-        key: Of one of its members in the journal; None while it is not there.
         delivery: Number of the journal's record that this call gives it to its caller; 0: none.
         known: Of its members that have ended, as many as had before its call adopted it.
     """
@@ -73,9 +70,7 @@ class MemberGroup:
     is_settled: bool = False
     is_unjudged: bool = False
     result: Group | None = None
-    pulled: str = ""
-    before: PulledBefore | None = None
-    key: Key | None = None
+    before: RecordedGroup | None = None
     delivery: int = 0
     known: int = 0
     _deadline: Deadline | None = None
@@ -88,12 +83,6 @@ class MemberGroup:
     def uid(self) -> str:
         """The prompt's."""
         return self.prompt.uid or ""
-
-    @property
-    def row(self) -> int:
-        """What sorts it among the rows of a call."""
-        given = None if self.before is None else self.before.row
-        return self.number if given is None else given
 
     @property
     def is_begun(self) -> bool:
@@ -113,7 +102,7 @@ class MemberGroup:
     @property
     def was_given(self) -> bool:
         """Whether an earlier process gave it to its caller."""
-        return self.before is not None and self.before.step is not None
+        return self.before is not None and self.before.delivered_in is not None
 
     @property
     def is_carried(self) -> bool:
@@ -202,8 +191,7 @@ class MemberGroup:
 
     def restart(self) -> MemberGroup:
         """Make a group of the same prompt, without members, as it was when it was pulled."""
-        key = self.key if self.before is None else self.before.key
-        return MemberGroup(self.number, self.prompt, self.source, pulled=self.pulled, key=key)
+        return MemberGroup(self.number, self.prompt, self.source)
 
 
 def _number(ended: Ended) -> int:

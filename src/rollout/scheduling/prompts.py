@@ -10,7 +10,7 @@ import attrs
 from rollout.agents.identity import Identity, named
 from rollout.errors import PromptError
 from rollout.limits import AGENT_TIMEOUT, AGENT_TIMEOUT_S, Clock, Deadline
-from rollout.scheduling.journal.trajectory_log import TrajectoryLog
+from rollout.scheduling.recorded import MemberLog
 from rollout.types import Prompt
 from rollout.utf8 import is_encodable
 
@@ -49,7 +49,7 @@ class Member:
         clock: Its limits, once it has a slot.
         is_held: It is carried to the next call: its task waits, without a slot.
         is_finished: Whether it has its outcome.
-        log: Its journal; None where there is none.
+        log: Its part of the journal; None where there is none.
         concluding_since: When its agent ended, or its trajectory began to wait for others of its
             group, on the loop's clock; None before.
         batch: Number of the call that admitted it, for events.
@@ -66,7 +66,7 @@ class Member:
     clock: Clock | None = None
     is_held: bool = False
     is_finished: bool = False
-    log: TrajectoryLog | None = None
+    log: MemberLog | None = None
     concluding_since: float | None = None
     batch: int = 0
     began: float | None = None

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import anyio
 import msgspec
 
-from rollout.agents.identity import Identity
+from rollout.agents.identity import Identity, named
 from rollout.scheduling.endings import CLOSED
-from rollout.scheduling.journal.pulled_before import name_at
 from rollout.scheduling.member_group import GroupMember, MemberGroup
 from rollout.scheduling.member_runs import MemberRuns
 from rollout.scheduling.prompts import Ended, check_prompt, trajectory_deadline
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
     from rollout.config import RolloutConfig
     from rollout.limits import Deadline
-    from rollout.scheduling.journal.group_log import GroupLog
-    from rollout.scheduling.journal.pulled_before import PulledBefore
+    from rollout.scheduling.recorded import RecordedGroup
+    from rollout.scheduling.run_log import RunLog
     from rollout.scheduling.trajectory import AgentRun, TrajectoryRunner
     from rollout.worker_threads import WorkerThreads
 
@@ -41,6 +40,7 @@ class GroupCall(Protocol):
     """A call of `collect` or `stream_groups`, as the scheduler sees it."""
 
     step: int
+    is_replayed: bool
     source: PromptSource
     taken_names: set[str]
     runs: MemberRuns
@@ -99,7 +99,7 @@ class Scheduler:
         calls: Those that are open.
         leftovers: Groups that were pulled and not used, in the order in which they were; the next
             call takes them first, whatever its source is.
-        log: The journal of groups.
+        log: The journal.
         has_groups: See `MemberHome`.
         rewards_groups: Whether groups have a reward.
     """
@@ -112,7 +112,7 @@ class Scheduler:
         run_seed: int,
         limiter: anyio.CapacityLimiter,
         start: Callable[..., object],
-        log: GroupLog,
+        log: RunLog,
     ) -> None:
         services = runner.services
         self.config, self.engines = config, services.engines
@@ -127,7 +127,7 @@ class Scheduler:
         self.calls = OpenCalls()
         self._runner, self._limiter = runner, limiter
         self._threads, self._run_seed, self._start = threads, run_seed, start
-        self._pulled = log.pulled
+        self._pulled = log.pull_count
         self._sources: dict[int, PromptSource] = {}
         self._calls: dict[GroupCall, None] = {}
         #: What the journal says that the calls which run had before; they take it first of all.
@@ -223,15 +223,6 @@ class Scheduler:
                 self.forget(each)
         return source
 
-    def end_source(self, source: PromptSource) -> PromptSource:
-        """Return a source without prompts, where the journal says that a caller got its end."""
-        return self._ended_source(source.given, is_replayed=True)
-
-    def _ended_source(self, given: Any, *, is_replayed: bool = False) -> PromptSource:
-        source = self._new_source(given)
-        source.is_over, source.is_replayed = True, is_replayed
-        return source
-
     def _new_source(self, given: Any) -> PromptSource:
         return PromptSource(given, self._threads, self._read, self._note_pull)
 
@@ -247,9 +238,14 @@ class Scheduler:
         await self._limiter.acquire_on_behalf_of(borrower)
         self._limiter.release_on_behalf_of(borrower)
 
-    def ask(self, source: PromptSource) -> None:
-        """Ask a source for one prompt, if it is not being asked."""
+    def ask(self, source: PromptSource, step: int) -> None:
+        """Ask a source for one prompt, if it is not being asked.
+
+        Args:
+            step: Of the call that wants it.
+        """
         if not source.is_asked:
+            source.step = step
             source.ask(self._start, self.containment, self.tally)
 
     def _note_pull(self, source: PromptSource) -> None:
@@ -264,33 +260,26 @@ class Scheduler:
             source.pulled.clear()
 
     def _read(self, prompt: Any, source: PromptSource) -> MemberGroup | None:
-        place = source.count - 1
-        check_prompt(prompt, f"source: prompt {place}")
-        if self.log.is_repeated(prompt, source, place):
+        number, where = self._pulled, f"source: prompt {source.count - 1}"
+        check_prompt(prompt, where)
+        if not self.log.note_pull(number, prompt, source.step, where):
             return None
-        number, self._pulled = self._pulled, self._pulled + 1
-        name = name_at(prompt, place)
-        if prompt.uid is None:  # `name_at` would give prompts of two sources one name
-            prompt = msgspec.structs.replace(prompt, uid=f"prompt-{number}")
-        return MemberGroup(number, prompt, source, pulled=name)
+        self._pulled += 1
+        return MemberGroup(number, named(prompt, f"prompt-{number}"), source)
 
     def _restore(self, call: GroupCall) -> None:
         """Queue the groups that the journal has for a call of this step."""
-        if not self._calls:  # else those may have groups that are not kept here
-            left = {group.source.number for group in self.leftovers}
-            self.log.expect_no_lists_before(call.step, left)
-        self._given_before += map(self._restored, self.log.given_in(call.step))
-        if not call.source.is_replayed:
-            names = {group.uid for group in (*self._given_before, *self.leftovers)}
-            self.keep([*map(self._restored, self.log.given_in_none(names))])
+        self._given_before += map(self._restored, self.log.take_delivered(call.step))
+        self.keep([*map(self._restored, self.log.take_left(call.step))])
 
-    def _restored(self, before: PulledBefore) -> MemberGroup:
-        source, pulled = self._ended_source(()), before.entry.pulled or ""
-        source.number, source.is_used_up = before.entry.source, before.entry.is_last
+    def _restored(self, before: RecordedGroup) -> MemberGroup:
+        source = self._new_source(())
+        source.is_over = True
+        if before.call is None:  # no member of it began
+            prompt = named(before.prompt, f"prompt-{before.number}")
+            return MemberGroup(before.number, prompt, source)
         version = before.version
-        return MemberGroup(
-            before.number, before.prompt, source, version=version, pulled=pulled, before=before
-        )
+        return MemberGroup(before.number, before.prompt, source, version=version, before=before)
 
     def next_group(self, call: GroupCall) -> MemberGroup | None:
         """Take the group that was pulled first, of all that a call may have.
@@ -298,13 +287,12 @@ class Scheduler:
         One with a uid of its own that the call has already is left for a later call.
         """
         for group in self._given_before:
-            if group.before is not None and group.before.step == call.step:
+            if group.before is not None and group.before.delivered_in == call.step:
                 self._given_before.remove(group)
                 return group
-        source = call.source
-        if source.is_replayed:
+        if call.is_replayed:
             return None
-        for store in (self.leftovers, source.pulled):  # what is left was pulled before
+        for store in (self.leftovers, call.source.pulled):  # what is left was pulled before
             for group in store:
                 if not (group.is_named and group.uid in call.taken_names):
                     store.remove(group)
@@ -328,7 +316,7 @@ class Scheduler:
             count += 1
             group.prompt = msgspec.structs.replace(group.prompt, uid=f"{uid}@{count}")
         call.taken_names.add(group.uid)
-        step = call.step if group.before is None else group.before.entry.step
+        step = call.step if group.before is None else group.before.step
         for member in range(self.config.scheduling.samples_per_prompt):
             identity = Identity(
                 uid=group.uid,
@@ -371,7 +359,7 @@ class Scheduler:
         member.is_finished = True
         self.live.pop(member, None)
         group.end_alone(Ended(0, member, trajectory))
-        self.log.ended(member, trajectory)
+        self.log.note_end(member, trajectory)
         self.tally.outcomes[trajectory.outcome] += 1
         if self.events.is_on:
             tell_ended(self.events, member, trajectory)
@@ -417,7 +405,7 @@ class Scheduler:
         waiting = (member for group in groups for member in group.waiting)
         carried = [member for member in waiting if member.is_held and not member.is_finished]
         for group in groups if reason == DISCARDED else ():
-            self.log.unwanted(group)
+            self.log.note_dropped(group)
         self.leftovers[:] = [group for group in self.leftovers if not group.is_carried]
         if carried:
             self.runs.cancel(carried, reason)

@@ -352,17 +352,12 @@ def _judge_cancelled(run: AgentRun) -> Ending:
 
 def _runs_again(services: Services, run: AgentRun, ending: Ending) -> bool:
     """Whether the member gets another attempt."""
-    context, log = run.context, run.member.log
+    context = run.context
     sandbox = context.sandbox_asked_for
     has_lost_sandbox = sandbox is not None and isinstance(sandbox.failure, SandboxLost)
     is_lost = ending.reason == ENGINE or (ending.reason == SANDBOX and has_lost_sandbox)
     is_lost = is_lost and ending.outcome is Outcome.FAILED  # the reason of a cancellation is free
-    if is_lost and run.attempt <= services.config.scheduling.max_retries:
-        return True
-    if log is not None and context.tools.unrestored and not run.code.was_cancelled:
-        log.lose_state(context.tools.unrestored)
-        return True
-    return False
+    return is_lost and run.attempt <= services.config.scheduling.max_retries
 
 
 def _make_trajectory(run: AgentRun, ending: Ending, cause: Cause | None) -> Trajectory:
