@@ -328,9 +328,9 @@ def test_resume_with_other_tools_warns_of_each(
     path = tmp_path / "journal"
     run(config_of(path), prompts("quick"), tools=[add, look])
     run(config_of(path), prompts("quick"), tools=[add, look], resume=True)
-    assert "tools were others" not in caplog.text
+    assert "other schemas" not in caplog.text
     run(config_of(path), prompts("quick"), tools=[add_two], resume=True)
-    assert f"{path}: its tools were others: 'add' differs, 'look' is gone;" in caplog.text
+    assert f"{path}: these tools have other schemas than before: add, look;" in caplog.text
 
 
 SCHEMA: dict[str, Any] = {

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from rollout.errors import JournalError, PromptError
-from rollout.journal.index import PromptKey
-from rollout.journal.records import (
-    DroppedRecord,
-    EndRecord,
-    GroupRecord,
-    Key,
-    PromptRecord,
-    PullRecord,
-    ShortRecord,
-)
+from rollout.journal import records as kinds
+from rollout.journal.index import PromptKey, find_oldest, get_prompt_key
+from rollout.journal.records import Key, PromptRecord
 from rollout.journal.trajectory_log import NOTHING, TrajectoryLog
 from rollout.journal.values import (
     MAY_BE_TEXT,
@@ -55,7 +49,9 @@ class CallLog(RunLog):
         self._journal, self._has_group_reward = journal, has_group_reward
         index, self._lock = journal.index, threading.Lock()
         self.pull_count = max(index.pulls, default=-1) + 1
-        self._repeats = index.count_pulls()
+        self._repeats: dict[int, Counter[bytes]] = {}
+        for pull in index.pulls.values():
+            self._repeats.setdefault(pull.step, Counter())[pull.digest] += 1
         self._missing = dict(index.missing)
         groups = {pull.group: pull for pull in index.pulls.values() if pull.group is not None}
         groups_of_pulls = set(groups)
@@ -67,7 +63,10 @@ class CallLog(RunLog):
         fresh = (pull for pull in index.pulls.values() if pull.group is None)
         left = [pull for pull in (*begun, *fresh) if not pull.is_dropped]
         self._left = sorted(left, key=lambda pull: pull.number)
-        self._versions = index.find_versions()
+        self._versions: dict[PromptKey, int | None] = {}
+        for trajectory, each in index.trajectories.items():
+            key = get_prompt_key(trajectory)
+            self._versions[key] = find_oldest(self._versions.get(key), each.version)
         #: The next call of a step; by step and uid the calls of before that may be made again.
         self._next_call: dict[tuple[int, bool], int] = {}
         self._calls: dict[tuple[int, bool, str], list[int]] = {}
@@ -93,7 +92,7 @@ class CallLog(RunLog):
             repeats[digest] -= 1
             return False
         self._journal.put_media(find_media(prompt))
-        self._journal.put(PullRecord(number, step, digest, fields))
+        self._journal.put(kinds.PullRecord(number, step, digest, fields))
         return True
 
     def count_pulls(self, step: int) -> int:
@@ -113,7 +112,7 @@ class CallLog(RunLog):
 
     def _read_group(self, pull: RecordedPull, delivered_in: int | None = None) -> RecordedGroup:
         record, group = self._journal.read(pull.span), pull.group
-        assert isinstance(record, PullRecord)
+        assert isinstance(record, kinds.PullRecord)
         uid = None if group is None else group.uid
         prompt = read_prompt(record.fields, uid=uid, media=self._journal.media)
         if group is None:
@@ -127,36 +126,32 @@ class CallLog(RunLog):
 
     def note_missing(self, step: int, missing: int) -> None:
         """See `RunLog`."""
-        self._journal.put(ShortRecord(step, missing))
+        self._journal.put(kinds.ShortRecord(step, missing))
 
     def enrol_batch(self, members: Sequence[Member]) -> Callable[[], None]:
         """See `RunLog`."""
         records: dict[str, PromptRecord] = {}
-        places: list[str] = []
         media: dict[str, bytes] = {}
         faults: list[str] = []
         for member in members:
-            who = member.identity
+            who, prompt = member.identity, member.named_prompt
             if who.uid not in records:
-                prompt, fields = member.named_prompt, b""
-                places.append(where := f"prompts[{who.group}]")
-                unwritable = self._journal.unwritable
+                records[who.uid] = PromptRecord(who.step, who.uid, who.validate, 0, b"")
+                media |= find_media(prompt)
                 try:
-                    fields = pack_prompt(prompt, where, unwritable, MAY_BE_TEXT)
+                    where, unwritable = f"prompts[{who.group}]", self._journal.unwritable
+                    records[who.uid].fields = pack_prompt(prompt, where, unwritable, MAY_BE_TEXT)
                 except JournalError as error:
                     faults.append(f"{error} (journal.path is set)")
-                records[who.uid] = PromptRecord(who.step, who.uid, who.validate, 0, fields)
-                media |= find_media(prompt)
         if faults:
             raise PromptError("\n".join(faults))
-        if not records:
-            return lambda: None
-        with self._lock:
-            call = self._choose_call(list(records.values()), places)
-        for record in records.values():
-            record.call = call
-        for member in members:
-            self._give_log(member, call)
+        if records:
+            with self._lock:
+                call = self._choose_call(list(records.values()))
+            for record in records.values():
+                record.call = call
+            for member in members:
+                self._give_log(member, call)
 
         def put() -> None:
             self._journal.put_media(media)
@@ -166,18 +161,14 @@ class CallLog(RunLog):
 
         return put
 
-    def _choose_call(self, records: Sequence[PromptRecord], places: Sequence[str]) -> int:
+    def _choose_call(self, records: Sequence[PromptRecord]) -> int:
         """Choose the number of a call in its step: that of one with the same prompts, or a new one.
 
         Calls that were made at once may come in another order than before: their prompts tell.
         """
         step, faults = (records[0].step, records[0].validate), list[str]()
         for call in self._calls.get((*step, records[0].uid), ()):
-            found = [
-                f"{where} {fault}"
-                for each, where in zip(records, places, strict=True)
-                for fault in self._compare(each, call)
-            ]
+            found = [f for at, each in enumerate(records) for f in self._compare(at, each, call)]
             if not found:
                 for each in records:
                     calls = self._calls.get((*step, each.uid), [])
@@ -194,16 +185,16 @@ class CallLog(RunLog):
         self._next_call[step] = call + 1
         return call
 
-    def _compare(self, record: PromptRecord, call: int) -> list[str]:
+    def _compare(self, at: int, record: PromptRecord, call: int) -> list[str]:
         """Say how a prompt differs from the one that a call of before had of its uid."""
         span = self._journal.index.prompts.get(_get_key(record)._replace(call=call))
         known = None if span is None else self._journal.read(span)
-        if not isinstance(known, PromptRecord):
-            return []
-        names = compare_prompts(known.fields, record.fields)
+        names = []
+        if isinstance(known, PromptRecord):
+            names = compare_prompts(known.fields, record.fields)
         return names and [
-            f"(uid {record.uid!r}): is not the prompt of the journal {self._journal.path}; "
-            f"differs in {', '.join(names)}"
+            f"prompts[{at}] (uid {record.uid!r}): is not the prompt of the journal "
+            f"{self._journal.path}; differs in {', '.join(names)}"
         ]
 
     def _give_log(self, member: Member, call: int) -> None:
@@ -218,8 +209,9 @@ class CallLog(RunLog):
         if before is not None and before.call is not None:
             call = before.call
         else:
-            call = self._take_number((step, False))
-            self._journal.put(GroupRecord(group.number, step, group.uid, call))
+            with self._lock:
+                call = self._take_number((step, False))
+            self._journal.put(kinds.GroupRecord(group.number, step, group.uid, call))
         for member in group.waiting:
             self._give_log(member, call)
         if before is not None:
@@ -259,9 +251,9 @@ class CallLog(RunLog):
         if not ends:
             return
         try:
-            number = self._journal.put(EndRecord(ends))
+            number = self._journal.put(kinds.EndRecord(ends))
         except OverflowError:  # too long together
-            number = max(self._journal.put(EndRecord([end])) for end in ends)
+            number = max(self._journal.put(kinds.EndRecord([end])) for end in ends)
         for log in logs:
             log.number = number
 
@@ -292,7 +284,7 @@ class CallLog(RunLog):
     def note_dropped(self, group: MemberGroup) -> None:
         """See `RunLog`."""
         if group.source is not None:
-            self._journal.put(DroppedRecord(group.number))
+            self._journal.put(kinds.DroppedRecord(group.number))
 
 
 def _get_key(record: PromptRecord) -> PromptKey:

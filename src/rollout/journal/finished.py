@@ -11,7 +11,7 @@ from rollout.chat import get_tool_parser
 from rollout.config import config_from_dict
 from rollout.engine.driver.model_template import template_of
 from rollout.journal.index import get_prompt_key, make_reader, read_journal
-from rollout.journal.log_file import MAGIC_PREFIX, warn_of_tail
+from rollout.journal.log_file import MAGIC_PREFIX
 from rollout.journal.records import EndRecord, Key, PromptRecord, PullRecord
 from rollout.journal.trajectory_record import unpack_end
 from rollout.journal.values import read_prompt
@@ -53,8 +53,7 @@ def read_finished(path: Path, known: Container[Key] = ()) -> dict[Key, Trajector
         JournalError: It cannot be read, is no journal, or is damaged.
     """
     index = read_journal(path)
-    if index.torn_size:
-        warn_of_tail(path, index.size, index.torn_size, "left out")
+    index.warn_of_tail(path, "left out")
     if index.header is None:
         return {}
     read, schemas = make_reader(path), index.header.schemas

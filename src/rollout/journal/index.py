@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import attrs
 import msgspec
 
 from rollout.errors import JournalError
-from rollout.journal.log_file import HEAD, MAGIC, read_frames
-from rollout.journal.records import (
-    DeliveredRecord,
-    DroppedRecord,
-    EndRecord,
-    GroupRecord,
-    Header,
-    Key,
-    MediumRecord,
-    PromptRecord,
-    PullRecord,
-    Record,
-    ResultsRecord,
-    ShortRecord,
-    Span,
-    TurnRecord,
-    VersionRecord,
-    decode_record,
-)
+from rollout.journal import records as kinds
+from rollout.journal.log_file import HEAD, MAGIC, logger, read_frames
+from rollout.journal.records import Key, Record, Span, decode_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -118,7 +101,7 @@ class JournalIndex:
     """
 
     def __init__(self) -> None:
-        self.header: Header | None = None
+        self.header: kinds.Header | None = None
         self.version: int | None = None
         self.prompts: dict[PromptKey, Span] = {}
         self.pulls: dict[int, RecordedPull] = {}
@@ -131,67 +114,61 @@ class JournalIndex:
     def add(self, span: Span, record: Record) -> None:
         """Note the next record."""
         match record:
-            case Header():
+            case kinds.Header():
                 self.header = record
-            case PromptRecord():
+            case kinds.PromptRecord():
                 key = PromptKey(record.step, record.uid, record.validate, record.call)
                 self.prompts[key] = span
-            case PullRecord():
+            case kinds.PullRecord():
                 pull = RecordedPull(record.number, record.step, record.digest, span)
                 self.pulls[record.number] = pull
-            case GroupRecord():
+            case kinds.GroupRecord():
                 key = PromptKey(record.step, record.uid, False, record.call)
                 self.pulls[record.number].group = key
                 self.prompts[key] = self.pulls[record.number].span
-            case DroppedRecord():
+            case kinds.DroppedRecord():
                 self.pulls[record.number].is_dropped = True
-            case TurnRecord():
+            case kinds.TurnRecord():
                 recorded = self._get(record.key)
                 recorded.restart(record.start)
                 recorded.turns.append(span)
                 versions = [version for version, _ in record.versions]
                 recorded.version = find_oldest(recorded.version, *versions)
-            case ResultsRecord():
+            case kinds.ResultsRecord():
                 recorded = self._get(record.key)
                 recorded.restart(record.start)
                 recorded.results.append(span)
-                recorded.stateful |= set(record.stateful)
-            case EndRecord():
+                recorded.stateful.update(record.stateful)
+            case kinds.EndRecord():
                 for each, _ in record.ends:
                     self._get(each).end = span
-            case DeliveredRecord():
-                self._note_delivery(record)
-            case ShortRecord():
+            case kinds.DeliveredRecord():
+                for each in record.keys:
+                    self._get(each).is_delivered = True
+                if record.step is not None:
+                    groups = self.delivered.setdefault(record.step, [])
+                    groups += dict.fromkeys(map(get_prompt_key, record.keys))
+            case kinds.ShortRecord():
                 self.missing[record.step] = record.missing
-            case VersionRecord():
+            case kinds.VersionRecord():
                 self.version = record.version
-            case MediumRecord():
+            case kinds.MediumRecord():
                 self.media[record.digest] = span
-
-    def _note_delivery(self, record: DeliveredRecord) -> None:
-        for each in record.keys:
-            self._get(each).is_delivered = True
-        if record.step is not None:
-            groups = self.delivered.setdefault(record.step, [])
-            groups += dict.fromkeys(map(get_prompt_key, record.keys))
 
     def _get(self, key: Key) -> RecordedTrajectory:
         return self.trajectories.setdefault(key, RecordedTrajectory())
 
-    def find_versions(self) -> dict[PromptKey, int | None]:
-        """Find the oldest weights that sampled for each prompt."""
-        found: dict[PromptKey, int | None] = {}
-        for key, each in self.trajectories.items():
-            prompt = get_prompt_key(key)
-            found[prompt] = find_oldest(found.get(prompt), each.version)
-        return found
-
-    def count_pulls(self) -> dict[int, Counter[bytes]]:
-        """Count what each step pulled, by digest."""
-        found: dict[int, Counter[bytes]] = {}
-        for pull in self.pulls.values():
-            found.setdefault(pull.step, Counter())[pull.digest] += 1
-        return found
+    def warn_of_tail(self, path: Path, what: str) -> None:
+        """Say what becomes of the bytes that follow the whole frames, if there are any."""
+        if self.torn_size:
+            logger.warning(
+                "%s: its last %d bytes, from byte %d on, hold no whole record and are %s: what "
+                "wrote it was ended meanwhile",
+                path,
+                self.torn_size,
+                self.size,
+                what,
+            )
 
 
 def find_oldest(*versions: int | None) -> int | None:
@@ -216,7 +193,7 @@ def read_journal(path: Path) -> JournalIndex:
         except (msgspec.MsgspecError, LookupError) as error:
             raise JournalError(f"{path}: the record at byte {start}: {error}") from error
         index.size = span.start + span.size
-    if not index.size and not index.torn_size and path.stat().st_size:
+    if not (index.size or index.torn_size) and path.stat().st_size:
         index.size = len(MAGIC)
     return index
 
@@ -244,11 +221,13 @@ class RecordedMedia:
         if span is None:
             return None
         record = self._read(span)
-        assert isinstance(record, MediumRecord)
+        assert isinstance(record, kinds.MediumRecord)
         return record.content
 
 
-def read_steps(recorded: RecordedTrajectory, read: ReadRecord) -> list[TurnRecord | ResultsRecord]:
+def read_steps(
+    recorded: RecordedTrajectory, read: ReadRecord
+) -> list[kinds.TurnRecord | kinds.ResultsRecord]:
     """Read the turns and tool results of a trajectory, in order."""
-    records = map(read, sorted([*recorded.turns, *recorded.results]))
-    return [each for each in records if isinstance(each, TurnRecord | ResultsRecord)]
+    steps: Any = map(read, sorted([*recorded.turns, *recorded.results]))
+    return list(steps)

@@ -71,6 +71,7 @@ class Journal:
 
     Attributes:
         path: As the configuration has it.
+        waits: Whether a trajectory waits after each record until it is on the disk.
         index: What there is from before.
         counts: What became of that.
         writer: Writes what is put.
@@ -81,12 +82,11 @@ class Journal:
     def __init__(self, index: JournalIndex, writer: JournalWriter, services: Services) -> None:
         self.index, self.writer, self.counts = index, writer, JournalCounts()
         self._file, self._config, self._services = writer.file, services.config.journal, services
-        self.path = self._config.path
+        self.path, self.waits = self._config.path, self._config.fsync == "always"
         self.unwritable = Unwritable(is_text=self._config.unwritable == "text")
         recorded = RecordedMedia(self.index.media, self.read)
         self.media = KnownContents(recorded, str(self._file.path))
         self._written_media = set(self.index.media)
-        self._readers: dict[tuple[str, ...] | None, TurnReader] = {}
         self._has_warned = False
         self._clock = loop_clock()
         self._announced = self.index.version
@@ -154,32 +154,19 @@ class Journal:
             await self.writer.wait(number)
         return True
 
-    async def wait_capacity(self, number: int) -> None:
-        """Wait until a trajectory may continue after the record of this number."""
-        writer = self.writer
-        while writer.must_wait(number) and not (self.has_written(number) or writer.is_closed):
-            await writer.wait_capacity(number)
-
     # Messages.
 
     def make_readers(
         self, prompt: Prompt | None
     ) -> Callable[[Sequence[Mapping[str, Any]] | None], TurnReader]:
         """Make what reads the messages of a prompt's trajectories; see `MakeTurnReader`."""
-        own = self._make_reader(prompt)
+        services = self._services
+        names = services.tools.names if prompt is None or prompt.tools is None else prompt.tools
+        try:
+            own = services.reader_of(tuple(names))
+        except ToolError:  # a prompt that was rejected for its tools
+            own = TurnReader(services.template, services.parser, [])
         return lambda schemas: own if schemas is None else own._replace(schemas=schemas)
-
-    def _make_reader(self, prompt: Prompt | None) -> TurnReader:
-        names = None if prompt is None or prompt.tools is None else tuple(prompt.tools)
-        reader = self._readers.get(names)
-        if reader is None:
-            services = self._services
-            try:
-                reader = services.reader_of(services.tools.names if names is None else names)
-            except ToolError:  # a prompt that was rejected for its tools
-                reader = TurnReader(services.template, services.parser, [])
-            self._readers[names] = reader
-        return reader
 
     def warn_of_results(self, error: Exception) -> None:
         """Warn once that results of a tool are not written."""

@@ -11,7 +11,9 @@ import os
 import re
 import struct
 import zlib
+from bisect import bisect_right
 from contextlib import suppress
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from rollout.errors import ConfigError, JournalError
@@ -118,18 +120,6 @@ def _check_tail(path: Path, start: int, tail: bytes) -> None:
             )
 
 
-def warn_of_tail(path: Path, start: int, size: int, what: str) -> None:
-    """Say what is left out at the end of a journal."""
-    logger.warning(
-        "%s: its last %d bytes, from byte %d on, hold no whole record and are %s: what wrote it "
-        "was ended meanwhile",
-        path,
-        size,
-        start,
-        what,
-    )
-
-
 class LogFile:
     """A journal open for appending, which no other runtime writes meanwhile.
 
@@ -140,20 +130,14 @@ class LogFile:
         size: Bytes of its whole frames.
 
     Raises:
-        ConfigError: It cannot be opened, or another runtime writes it.
+        OSError: It cannot be opened.
+        ConfigError: Another runtime writes it.
     """
 
     def __init__(self, path: Path) -> None:
         self.path, self.size = path, 0
-        self._is_torn = False
-        try:
-            self._descriptor = os.open(
-                path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666
-            )
-        except OSError as error:
-            raise ConfigError(
-                f"journal.path = {str(path)!r}: cannot be written: {error.strerror}"
-            ) from error
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._descriptor = os.open(path, flags, 0o666)
         try:
             lock_file(self._descriptor, path)
         except ConfigError:
@@ -185,39 +169,27 @@ class LogFile:
     def append(self, frames: Sequence[bytes], *, syncs: bool) -> int:
         """Append frames, as many as there is room for; return how many that were.
 
-        A part of a frame that found no room is cut off again.
-
         Args:
             syncs: Whether they are to be on the disk when this returns.
 
         Raises:
             OSError: Not even the first one could be written, or they could not be synced.
         """
-        if self._is_torn:
-            os.ftruncate(self._descriptor, self.size)
-        data = b"".join(frames) if self.size else MAGIC + b"".join(frames)
+        os.ftruncate(self._descriptor, self.size)  # what a failed write has left
+        data = (b"" if self.size else MAGIC) + b"".join(frames)
+        ends = [*accumulate(map(len, frames), initial=len(data) - sum(map(len, frames)))]
         done, failure = 0, None
-        self._is_torn = True
-        view = memoryview(data)
-        while done < len(data) and failure is None:
-            try:
-                done += os.write(self._descriptor, view[done:])
-            except OSError as error:
-                failure = error
-        count, end = 0, 0 if self.size else len(MAGIC)
-        while count < len(frames) and end + len(frames[count]) <= done:
-            end += len(frames[count])
-            count += 1
-        if failure is not None:
-            if not count:
-                end = 0
-            os.ftruncate(self._descriptor, self.size + end)
-        if syncs and count:
-            os.fdatasync(self._descriptor)
-        self._is_torn = False
-        self.size += end
-        if failure is not None and not count:
+        try:
+            while done < len(data):
+                done += os.write(self._descriptor, data[done:])
+        except OSError as error:
+            failure = error
+        count = bisect_right(ends, done) - 1
+        if failure is not None and count < 1:
             raise failure
+        if syncs:
+            os.fdatasync(self._descriptor)
+        self.size += ends[count]
         return count
 
     def close(self) -> None:
@@ -247,21 +219,21 @@ def lock_file(descriptor: int, path: Path) -> None:
 
 def find_path_fault(path: Path) -> str | None:
     """Say what is wrong with the path of a journal, as far as that shows without writing."""
-    named = f"journal.path = {str(path)!r}"
+    fault = None
     try:
         str(path).encode()
+        there = next(each for each in path.absolute().parents if each.exists() or each.is_symlink())
         if path.exists() and not path.is_file():  # to read a pipe would wait for ever
             what = "a directory" if path.is_dir() else "no file"
-            return f"{named}: is {what}; expected a file, or a new one"
-        there = next(each for each in path.absolute().parents if each.exists() or each.is_symlink())
-        if not there.is_dir():
-            return f"{named}: cannot be written: {there} is no directory"
-        if not os.access(path if path.exists() else there, os.R_OK | os.W_OK):
-            return f"{named}: cannot be read and written by this user"
+            fault = f"is {what}; expected a file, or a new one"
+        elif not there.is_dir():
+            fault = f"cannot be written: {there} is no directory"
+        elif not os.access(path if path.exists() else there, os.R_OK | os.W_OK):
+            fault = "cannot be read and written by this user"
     except UnicodeEncodeError:
-        return f"{named}: expected a path in UTF-8, which the journal can name"
+        fault = "expected a path in UTF-8, which the journal can name"
     except ValueError as error:  # a NUL
-        return f"{named}: expected a path: {error}"
+        fault = f"expected a path: {error}"
     except OSError as error:
-        return f"{named}: {error.strerror}"
-    return None
+        fault = error.strerror
+    return None if fault is None else f"journal.path = {str(path)!r}: {fault}"

@@ -10,9 +10,9 @@ import attrs
 from rollout.errors import ConfigError, JournalError
 from rollout.journal.index import JournalIndex, read_journal
 from rollout.journal.journal import Journal
-from rollout.journal.log_file import LogFile, find_path_fault, warn_of_tail
+from rollout.journal.log_file import LogFile, find_path_fault
 from rollout.journal.run_header import check_header, make_header, warn_of_other_tools
-from rollout.journal.writer import MAX_WAITING, JournalWriter
+from rollout.journal.writer import JournalWriter
 from rollout.scopes import open_task_group
 from rollout.worker_threads import run_in_thread
 
@@ -60,23 +60,19 @@ async def open_journal_file(
     fault = find_path_fault(path)
     if fault is not None:
         raise ConfigError(fault)
+    named, is_new = f"journal.path = {str(path)!r}", not path.exists()
+    if not resume and not is_new and path.stat().st_size:
+        raise ConfigError(f"{named}: exists; expected a new file, or resume=True")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        log = LogFile(path)
     except OSError as error:
-        raise ConfigError(
-            f"journal.path = {str(path)!r}: cannot be written: {error.strerror}"
-        ) from error
-    if not resume and path.exists() and path.stat().st_size:
-        raise ConfigError(
-            f"journal.path = {str(path)!r}: exists; expected a new file, or resume=True"
-        )
-    is_new = not path.exists()
-    log = LogFile(path)
+        raise ConfigError(f"{named}: cannot be written: {error.strerror}") from error
     try:
         try:
             index = await run_in_thread(read_journal, path)
         except JournalError as error:
-            raise ConfigError(f"journal.path = {str(path)!r}: {error}") from error
+            raise ConfigError(f"{named}: {error}") from error
         # What the model's files hold is compared later, once it is loaded.
         check_header(config.journal.path, index.header, make_header(config, {}, [], 0))
         yield JournalFile(log, index)
@@ -112,16 +108,14 @@ async def open_journal(
     header = make_header(config, files, services.tools.schemas(), run_seed, services.engines.info)
     check_header(path, index.header, header)
     warn_of_other_tools(path, index.header, header)
-    if index.torn_size:
-        warn_of_tail(file.log.path, index.size, index.torn_size, "cut off")
+    index.warn_of_tail(file.log.path, "cut off")
     try:
         file.log.cut(index.size, syncs=fsync != "never")
     except OSError as error:
         raise ConfigError(
             f"journal.path = {path!r}: cannot be written: {error.strerror}"
         ) from error
-    max_waiting = 0 if fsync == "always" else MAX_WAITING
-    writer = JournalWriter(file.log, syncs=fsync != "never", max_waiting=max_waiting)
+    writer = JournalWriter(file.log, syncs=fsync != "never")
     if index.header is None:
         writer.put(header)
     async with open_task_group() as tasks:

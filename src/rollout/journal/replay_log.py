@@ -87,10 +87,7 @@ class ReplayLog:
         self._records, self._recorded = list(records), recorded
         self._restore, self._decode, self._parse_calls = restore, decode, parse_calls
         self._on_step, self._on_departure = on_step, on_departure
-        self._left = list(self._records)
-        self._answers = RecordedAnswers(())
-        #: Those that are asked just now: between them and their results nothing else runs.
-        self._calls: Sequence[ToolCall | InvalidToolCall] = ()
+        self._calls: Sequence[ToolCall | InvalidToolCall] = ()  # asked about just now
 
     def begin(self) -> None:
         """Begin at the start of the agent."""
@@ -104,12 +101,11 @@ class ReplayLog:
         Raises:
             Departed: The record has no such turn.
         """
-        known: TurnRecord | None = self._take(TurnRecord, find_turn_question(prefix, seed))
-        if known is None:
-            context = self._show_context(prefix.ids)
-            raise self._depart(f"asks the model after {prefix.length} tokens{context}")
-        self._note_step(f"{_name_turn(known)}: {len(known.ids) // 4} tokens, {known.finish_reason}")
         await anyio.lowlevel.checkpoint()
+        known = self._take(TurnRecord, find_turn_question(prefix, seed))
+        if known is None:
+            raise self._depart(f"asks the model after {self._show_context(prefix.ids)}")
+        self._note_step(f"{_name_turn(known)}: {len(known.ids) // 4} tokens, {known.finish_reason}")
         return fill_generation(generation, known)
 
     def asked(
@@ -128,10 +124,10 @@ class ReplayLog:
         Raises:
             Departed: The record has no such calls.
         """
-        calls, length = self._calls, asked[0]
-        known: ResultsRecord | None = self._take(ResultsRecord, asked, segment)
+        calls = self._calls  # between these and their results nothing else runs
+        known = self._take(ResultsRecord, asked, segment)
         if known is None:
-            raise self._depart(f"calls tools after {length} tokens: {show_calls(calls)}")
+            raise self._depart(f"calls tools after {asked[0]} tokens: {show_calls(calls)}")
         self._note_step(f"calls after {_name_turn(known, -1)}: {show_calls(calls)}")
         await anyio.lowlevel.checkpoint()
         return read_results(known, self._restore)
@@ -146,9 +142,7 @@ class ReplayLog:
         """See `TurnLog`; nothing is new here."""
         return False
 
-    def note_answers(self, *_: Any) -> bool:
-        """See `TurnLog`; nothing is new here."""
-        return False
+    note_answers = note_turn
 
     def compare(self, trajectory: Trajectory) -> None:
         """Check that the record ends where the agent has ended, and in the same way."""
@@ -158,20 +152,12 @@ class ReplayLog:
         if self._left:
             self._depart(f"the agent ends here ({describe_end(trajectory)})")
         elif recorded is not None and _ended_itself(recorded):
-            now, then = (
-                ((each.outcome, each.reason), [list(t.prefix.ids) for t in each.transcripts])
-                for each in (trajectory, recorded)
-            )
-            if now[0] != then[0]:
-                self.departure = (
-                    f"ends as {describe_end(trajectory)}; the record has ended as "
-                    f"{describe_end(recorded)}"
-                )
-            elif now[1] != then[1]:
-                self.departure = (
-                    f"ends with {self._show_segments(trajectory)}; the record ends with "
-                    f"{self._show_segments(recorded)}"
-                )
+            ends = [(each.outcome, each.reason) for each in (trajectory, recorded)]
+            ids = [[t.prefix.ids for t in each.transcripts] for each in (trajectory, recorded)]
+            if ends[0] != ends[1]:
+                self._depart(f"ends as {describe_end(trajectory)}")
+            elif ids[0] != ids[1]:
+                self._depart("ends with other tokens")
 
     def _take(self, kind: type, question: Question, segment: str | None = None) -> Any:
         if self.departure or self.is_beyond:
@@ -200,27 +186,19 @@ class ReplayLog:
         record = self._left[0]
         length, digest, _ = record.question
         if isinstance(record, ResultsRecord):
-            return f"calls after {_name_turn(record, -1)}: {self._show_recorded_calls(record)}"
-        for segment in () if self._recorded is None else self._recorded.segments:
-            packed = segment.transcript.prefix.packed(0, length)
+            turns = [each for each in self._records if isinstance(each, TurnRecord)]
+            place = record.segment, record.turn - 1
+            ids = next((each.ids for each in turns if (each.segment, each.turn) == place), b"")
+            calls = show_calls(self._parse_calls(array("i", ids)))
+            return f"calls after {_name_turn(record, -1)}: {calls}"
+        for transcript in () if self._recorded is None else self._recorded.transcripts:
+            packed = transcript.prefix.packed(0, length)
             if zlib.crc32(packed) == digest:
-                context = self._show_context(array("i", packed))
-                return f"{_name_turn(record)} after {length} tokens{context}"
+                return f"{_name_turn(record)} after {self._show_context(array('i', packed))}"
         return f"{_name_turn(record)} after {length} tokens"
 
-    def _show_recorded_calls(self, record: ResultsRecord) -> str:
-        for each in self._records:
-            is_turn = isinstance(each, TurnRecord) and each.segment == record.segment
-            if isinstance(each, TurnRecord) and is_turn and each.turn == record.turn - 1:
-                return show_calls(self._parse_calls(array("i", each.ids)))
-        return "of the agent's own"
-
     def _show_context(self, ids: array[int]) -> str:
-        return f", which end with {self._decode(ids[-_TAIL:])!r}"
-
-    def _show_segments(self, trajectory: Trajectory) -> str:
-        lengths = [len(each.prefix) for each in trajectory.transcripts]
-        return f"{lengths} tokens{self._show_context(trajectory.transcripts[0].prefix.ids)}"
+        return f"{len(ids)} tokens, which end with {self._decode(ids[-_TAIL:])!r}"
 
 
 def _name_turn(record: TurnRecord | ResultsRecord, by: int = 0) -> str:

@@ -147,15 +147,11 @@ def warn_of_other_tools(path: str, old: Header | None, new: Header) -> None:
         return
     schemas = msgspec.msgpack.decode(encoder.encode(new.schemas))  # as a journal gives them
     before, now = ({each["function"]["name"]: each for each in s} for s in (old.schemas, schemas))
-    changes = [
-        *(f"{name!r} is gone" for name in before.keys() - now.keys()),
-        *(f"{name!r} is new" for name in now.keys() - before.keys()),
-        *(f"{name!r} differs" for name in before.keys() & now.keys() if before[name] != now[name]),
-    ]
+    changes = sorted(n for n in before.keys() | now.keys() if before.get(n) != now.get(n))
     if changes:
         logger.warning(
-            "%s: its tools were others: %s; what is finished keeps the answers that it had, and "
-            "what a trajectory asks otherwise than before is asked again",
+            "%s: these tools have other schemas than before: %s; finished trajectories keep the "
+            "answers that they had, others may ask otherwise and continue on their own",
             path,
-            ", ".join(sorted(changes)),
+            ", ".join(changes),
         )

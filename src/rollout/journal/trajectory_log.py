@@ -115,7 +115,7 @@ class TrajectoryLog(msgspec.Struct, eq=False):
         assert isinstance(record, EndRecord)
         packed = dict(record.ends)[self.key]
         trajectory = unpack_end(packed, prompt, self._journal.make_readers(prompt))
-        if contents_missing(trajectory):
+        if any(transcript.media for transcript in trajectory.transcripts):
             self._journal.media.restore([trajectory])
         trajectory.group = group
         self._journal.counts.returned += 1
@@ -127,7 +127,8 @@ class TrajectoryLog(msgspec.Struct, eq=False):
         is_first, self._has_begun = not self._has_begun, True
         if is_first and recorded.has_begun and not recorded.stateful:
             counts.continued += 1
-            self._answers, self.has_answers = self._read_answers(), True
+            self._answers = RecordedAnswers(read_steps(recorded, self._journal.read))
+            self.has_answers = True
             return
         if is_first and not recorded.has_begun:
             return
@@ -137,9 +138,6 @@ class TrajectoryLog(msgspec.Struct, eq=False):
             logger.info("%s starts from its beginning: the state of %s is lost", self.key, tools)
         self._answers, self.has_answers = None, False
         self._start += 1
-
-    def _read_answers(self) -> RecordedAnswers:
-        return RecordedAnswers(read_steps(self._recorded, self._journal.read))
 
     async def recall_turn(
         self, prefix: TokenPrefix, seed: int, generation: Generation
@@ -187,7 +185,7 @@ class TrajectoryLog(msgspec.Struct, eq=False):
             shape, experts = generation.expert_shape, generation.routed_experts
             record.experts = (*shape, generation.expert_room, experts)
         self._latest = self._journal.put(record)
-        return self._journal.writer.must_wait(self._latest)
+        return self._journal.waits
 
     def asked(
         self, prefix: TokenPrefix, calls: Sequence[ToolCall | InvalidToolCall]
@@ -213,29 +211,19 @@ class TrajectoryLog(msgspec.Struct, eq=False):
         """See `TurnLog`. Results that cannot be written are left out, and asked for again."""
         stateful = () if states is None else (*states[0], *states[1])
         try:
-            for result in results:
-                shown = chain(result.images, result.videos)
-                self._journal.put_media({medium.digest: medium.content for medium in shown})
-            self._latest = self._journal.put(
-                ResultsRecord(
-                    self.key,
-                    self._start,
-                    segment,
-                    turn,
-                    asked,
-                    [_pack_result(each, at) for at, each in enumerate(results)],
-                    seconds,
-                    stateful,
-                )
-            )
+            packed = [_pack_result(each, at) for at, each in enumerate(results)]
+            for medium in (m for each in results for m in chain(each.images, each.videos)):
+                self._journal.put_media({medium.digest: medium.content})
+            where = self.key, self._start, segment, turn, asked
+            self._latest = self._journal.put(ResultsRecord(*where, packed, seconds, stateful))
         except UNENCODABLE as error:
             self._journal.warn_of_results(error)
             return False
-        return self._journal.writer.must_wait(self._latest)
+        return self._journal.waits
 
     async def room(self) -> None:
         """See `TurnLog`."""
-        await self._journal.wait_capacity(self._latest)
+        await self._journal.wait_written(self._latest)
 
     async def kept(self) -> None:
         """See `TurnLog`."""
@@ -266,11 +254,6 @@ class TrajectoryLog(msgspec.Struct, eq=False):
         """Note that the caller has it."""
         if not self.is_taken:
             self._journal.note_delivery([self.key])
-
-
-def contents_missing(trajectory: Trajectory) -> bool:
-    """Whether a trajectory shows images or videos."""
-    return any(transcript.media for transcript in trajectory.transcripts)
 
 
 def find_turn_question(prefix: TokenPrefix, seed: int) -> Question:
@@ -312,18 +295,13 @@ _RESULT_FIELDS = ("text", "data", "reward", "metrics", "is_error", "end_trajecto
 
 def _pack_result(result: ToolResult, at: int) -> str | list[Any]:
     if result.data is None and astuple(result)[1:] == _BARE:
-        return to_plain_text(result.text, at)
+        return str(to_plain(str.__str__(result.text), f"answers[{at}].text"))
     fields = [
         REFUSE.pack_value(getattr(result, name), f"answers[{at}].{name}") for name in _RESULT_FIELDS
     ]
     if result.has_media:
         fields += ([without_content(m) for m in each] for each in (result.images, result.videos))
     return fields
-
-
-def to_plain_text(text: str, at: int) -> str:
-    """Make a `str` of a text that may be of a subclass."""
-    return str(to_plain(str.__str__(text), f"answers[{at}].text"))
 
 
 def read_results(known: ResultsRecord, restore: Callable[[Media], Media]) -> Answers:

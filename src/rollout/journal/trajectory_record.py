@@ -82,15 +82,10 @@ def _encode(
         packed = encoder.encode(record)
     if len(packed) > get_size_limit():
         raise JournalError(
-            f"{_find_largest(trajectory)}: the trajectory is packed in {len(packed):,} bytes; "
-            f"expected at most {get_size_limit():,}"
+            f"the trajectory is packed in {len(packed):,} bytes; expected at most "
+            f"{get_size_limit():,}"
         )
     return packed
-
-
-def _find_largest(trajectory: Trajectory) -> str:
-    sizes = {f"extra[{key!r}]": len(repr(value)) for key, value in trajectory.extra.items()}
-    return max(sizes, key=lambda name: sizes[name], default="messages")
 
 
 def _fail(trajectory: Trajectory, error: Exception) -> None:

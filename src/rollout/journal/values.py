@@ -121,11 +121,8 @@ def pack_prompt(
     except UNENCODABLE as error:
         raise JournalError(f"{where}.messages: {format_error(error)}") from None
     if len(packed) > get_size_limit():
-        sizes = {name: len(encoder.encode(value)) for name, value in fields.items()}
-        name = max(sizes, key=lambda name: sizes[name])
         raise JournalError(
-            f"{where}.{name} is of {sizes[name]:,} bytes; expected a prompt of at most "
-            f"{get_size_limit():,} bytes"
+            f"{where} is of {len(packed):,} bytes; expected at most {get_size_limit():,}"
         )
     return packed
 

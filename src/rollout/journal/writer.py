@@ -25,8 +25,6 @@ GATHER_S, HURRY_S = 0.2, 0.005
 RETRY_S = 1.0
 #: How long a waiter waits before it looks at its own limits again.
 CHECK_S = 0.2
-#: Records that may wait to be written before trajectories wait for them.
-MAX_WAITING = 1 << 16
 
 
 class JournalWriter:
@@ -36,7 +34,6 @@ class JournalWriter:
         file: Open for appending; its owner closes it after `close`.
         syncs: Whether each batch is on the disk, and not only with the system, before it counts as
             written.
-        max_waiting: How many records may wait before trajectories wait for them.
 
     Attributes:
         put_count, written: Records given so far, and how many of them are written.
@@ -44,12 +41,12 @@ class JournalWriter:
         is_closed: Whether nothing more is written.
     """
 
-    def __init__(self, file: LogFile, *, syncs: bool, max_waiting: int = MAX_WAITING) -> None:
+    def __init__(self, file: LogFile, *, syncs: bool) -> None:
         self.file = file
         self.put_count = self.written = 0
         self.failure: RolloutError | None = None
         self.is_closed = False
-        self._syncs, self._max_waiting = syncs, max_waiting
+        self._syncs = syncs
         self._frames: list[bytes] = []
         self._has_work, self._hurry = anyio.Event(), anyio.Event()
         self._changed, self._closing, self._done = anyio.Event(), anyio.Event(), anyio.Event()
@@ -65,14 +62,6 @@ class JournalWriter:
         if len(self._frames) == 1:
             self._has_work.set()
         return self.put_count
-
-    def must_wait(self, number: int) -> bool:
-        """Whether a trajectory must wait before it continues after the record of this number."""
-        return number - self.written > self._max_waiting
-
-    async def wait_capacity(self, number: int) -> None:
-        """Wait until `must_wait` may have changed."""
-        await self.wait(number - self._max_waiting)
 
     async def wait(self, number: int) -> None:
         """Wait until so many records are written, or for `CHECK_S`."""
