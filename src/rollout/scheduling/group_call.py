@@ -196,7 +196,7 @@ class GroupCall(Call):
         """Bring the source of a resumed call where it stood: the journal has what it gave then."""
         source = self.source
         for _ in range(self._log.count_pulls(self.step)):
-            if source.can_be_asked:
+            if source.can_be_asked and source.failure is None:
                 self.scheduler.ask(source, self.step)
             while source.is_asked:
                 await self._changed.wait()
