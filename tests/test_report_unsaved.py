@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 import observed
-from cut_journals import record_ends
+from journal_material import config_of, prompts, record_ends, run
 from report_runs import MadeUpRun
 from rollout import GroupPolicy, open_rollout
 from rollout.config import ObserveConfig, SchedulingConfig
@@ -20,7 +20,6 @@ from rollout.journal import finished, trajectory_record
 from rollout.observe.report import write_report
 from rollout.observe.report.saved_trajectories import TrajectoryLines
 from rollout.testing import Scenario, run_virtual
-from test_journal import config_of, prompts, run
 
 
 def data_of(directory: Path) -> dict[str, Any]:

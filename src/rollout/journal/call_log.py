@@ -266,10 +266,10 @@ class CallLog(RunLog):
                 return self._get_failure()
         return None
 
-    def note_delivery(self, ended: Sequence[Ended], step: int) -> int:
+    def note_delivery(self, members: Sequence[Member], step: int | None = None) -> int:
         """See `RunLog`."""
-        keys = [log.key for log in list_logs(ended) if not log.is_taken]
-        return self._journal.note_delivery(keys, step)
+        logs = [each.log for each in members if isinstance(each.log, TrajectoryLog)]
+        return self._journal.note_delivery([log.key for log in logs if not log.is_taken], step)
 
     async def wait_delivery(self, number: int, deadline: float) -> JournalError | None:
         """See `RunLog`."""

@@ -184,9 +184,7 @@ class RolloutRuntime:
                 with suppress(Exception):
                     await self._collation.attach(error, rows, window, "packed")
                 raise
-        if self._journal is not None:
-            logs = [member.log for member in call.members if member.log is not None]
-            self._journal.note_delivery([log.key for log in logs if not log.is_taken])
+        self._scheduler.log.note_delivery(call.members)
         return batch
 
     @asynccontextmanager

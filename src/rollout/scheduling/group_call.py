@@ -136,7 +136,7 @@ class GroupCall(Call):
         """
         new = [group for group in groups if not group.delivery]  # else a caller was cancelled
         ended = [each for group in new for each in group.choose(self.groups.wanted.members)]
-        number = self._log.note_delivery(ended, self.step)
+        number = self._log.note_delivery([each.member for each in ended], self.step)
         for group in new:
             group.delivery = number
         try:

@@ -105,8 +105,12 @@ class RunLog:
         """
         return None
 
-    def note_delivery(self, ended: Sequence[Ended], step: int) -> int:
-        """Record that a call delivers these members; return the number of that record, 0: none."""
+    def note_delivery(self, members: Sequence[Member], step: int | None = None) -> int:
+        """Record that the caller gets these members; return the number of that record, 0: none.
+
+        Args:
+            step: Of a call that delivers groups.
+        """
         return 0
 
     async def wait_delivery(self, number: int, deadline: float) -> JournalError | None:

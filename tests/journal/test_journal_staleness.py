@@ -8,16 +8,15 @@ from typing import Any
 import anyio
 import attrs
 import pytest
+from test_journal_groups import CARRY, config_of, loader
+from test_journal_groups import run as collected
 
 import rollout
-from cut_journals import records_in
+from journal_material import add, content, records_in
 from rollout import Group, GroupPolicy, Outcome, Trajectory
 from rollout.engine import DiskWeights
 from rollout.journal.records import GroupRecord, TurnRecord
 from rollout.testing import run_virtual
-from test_journal import add, content
-from test_journal_groups import CARRY, config_of, loader
-from test_journal_groups import run as collected
 
 #: Carried by the first process: each has one recorded turn, before a long one.
 SLOW = ["p0", "p3"]

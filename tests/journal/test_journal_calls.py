@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import rollout
-from cut_journals import records_in
+from journal_material import records_in
 from rollout import (
     AgentLoop,
     Group,

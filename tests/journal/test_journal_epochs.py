@@ -7,15 +7,14 @@ from pathlib import Path
 
 import attrs
 import pytest
+from test_journal_groups import CARRY, config_of
 
 import rollout
-from cut_journals import cut, record_ends
+from journal_material import add, cut, record_ends
 from rollout import GroupPolicy, Prompt, RolloutBatch, SourceEnded
 from rollout.config import JournalConfig
 from rollout.testing import run_virtual
 from slow_cases import slow_but
-from test_journal import add
-from test_journal_groups import CARRY, config_of
 
 #: Not each record: openings take their time.
 STRIDE = 12

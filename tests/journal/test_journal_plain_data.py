@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import rollout
+from journal_material import CALLED, config_of, prompts, run
 from rollout import (
     ConfigError,
     JournalError,
@@ -35,7 +36,6 @@ from rollout.medium import Media
 from rollout.testing import run_virtual
 from rollout.tools import ToolResult
 from rollout.types import InvalidToolCall, ToolCall
-from test_journal import CALLED, config_of, prompts, run
 
 
 def attached(prompt: Prompt, extra: dict[str, Any]) -> Prompt:

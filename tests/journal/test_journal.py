@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,22 @@ import numpy as np
 import pytest
 
 import rollout
-from cut_journals import cut, record_ends, records_in
+from journal_material import (
+    ADDING,
+    CALLED,
+    GIVEN,
+    Ran,
+    add,
+    config_of,
+    content,
+    cut,
+    cut_before_last_answers,
+    prompts,
+    record_ends,
+    records_in,
+    reward,
+    run,
+)
 from rollout import (
     AgentLoop,
     ConfigError,
@@ -24,120 +38,20 @@ from rollout import (
     PromptError,
     Reward,
     RolloutBatch,
-    RolloutConfig,
     Tool,
     ToolSession,
     Trajectory,
     function_tool,
 )
 from rollout.agents import AgentContext, register_agent
-from rollout.config import AgentConfig, JournalConfig, SamplingConfig, SchedulingConfig
+from rollout.config import AgentConfig, SamplingConfig, SchedulingConfig
 from rollout.errors import LimitExceeded
 from rollout.journal.index import read_journal
 from rollout.journal.log_file import MAGIC
 from rollout.journal.records import EndRecord, ResultsRecord, TurnRecord
-from rollout.testing import Scenario, run_virtual, simulated_tokenizer, tool_call
+from rollout.testing import run_virtual, simulated_tokenizer
 from rollout.tools import ToolContext
 from rollout.types import ToolCall
-
-CALLED: list[tuple[int, int]] = []
-
-
-@function_tool
-async def add(a: int, b: int) -> int:
-    """Add two numbers.
-
-    Args:
-        a: The first.
-        b: The second.
-    """
-    CALLED.append((a, b))
-    await anyio.sleep(0.01)
-    return a + b
-
-
-ADDING = (
-    Scenario(seed=1)
-    .reply("sum", tool_call("add", a=1, b=1), filler=20)
-    .then(tool_call("add", a=2, b=2))
-    .then("the end")
-    .reply("quick", "at once", filler=5)
-    .timing(base_s=0.02)
-)
-
-
-def config_of(path: Path, scenario: Scenario = ADDING, **sections: Any) -> RolloutConfig:
-    journal = sections.pop("journal", {})
-    return scenario.config(journal=JournalConfig(path=str(path), **journal), seed=7, **sections)
-
-
-def prompts(*texts: str) -> list[Prompt]:
-    return [Prompt(messages=[{"role": "user", "content": text}], uid=text) for text in texts]
-
-
-async def reward(trajectory: Trajectory) -> Reward:
-    """Of no thread, so that the order of the records does not depend on the machine."""
-    count = trajectory.transcript.generated_length
-    values = [0.1] * trajectory.transcript.response_length
-    return Reward(value=count / 3, extra={"of": [count, "é"]}, token_values=values)
-
-
-class Ran:
-    """What a run gave.
-
-    Attributes:
-        tokens: That engines sampled for it.
-    """
-
-    def __init__(self, batch: RolloutBatch, tokens: int, statistics: Any) -> None:
-        self.batch, self.tokens, self.statistics = batch, tokens, statistics
-
-    @property
-    def trajectories(self) -> list[Trajectory]:
-        return list(self.batch.trajectories)
-
-
-def run(
-    config: RolloutConfig,
-    given: Sequence[Prompt],
-    *,
-    resume: bool = False,
-    tools: Sequence[Any] = (add,),
-    reward: Callable[[Trajectory], Any] | None = reward,
-    **options: Any,
-) -> Ran:
-    async def act() -> Ran:
-        async with rollout.open_rollout(config, tools, reward, resume=resume) as runtime:
-            batch = await runtime.generate(given, **options)
-            statistics = runtime.statistics()
-            tokens = sum(each.tokens.arrived for each in statistics.replicas)
-            return Ran(batch, tokens, statistics.journal)
-
-    CALLED.clear()
-    return run_virtual(act)
-
-
-def content(trajectory: Trajectory) -> dict[str, Any]:
-    """All of it, to be compared."""
-    return {
-        "ids": [each.transcript.ids().tolist() for each in trajectory.segments],
-        "masks": [each.transcript.mask().tolist() for each in trajectory.segments],
-        "log_probs": [each.transcript.log_probs_bytes() for each in trajectory.segments],
-        "versions": [each.transcript.weight_versions().tolist() for each in trajectory.segments],
-        "spans": [each.transcript.spans for each in trajectory.segments],
-        "token_rewards": [each.token_rewards for each in trajectory.segments],
-        "seeds": [each.seeds for each in trajectory.segments],
-        "parents": [(each.parent, each.purpose, each.session_id) for each in trajectory.segments],
-        "told": [list(each.messages) for each in trajectory.segments],
-        **{
-            name: getattr(trajectory, name)
-            for name in Trajectory.__struct_fields__
-            if name not in ("segments", "transcript", "metrics")
-        },
-    }
-
-
-GIVEN = prompts("sum one", "quick two", "sum three")
 
 
 def test_resume_at_every_record_gives_what_the_whole_run_gave(tmp_path: Path) -> None:
@@ -470,13 +384,6 @@ class CounterSession(ToolSession):
 
     async def calc_reward(self) -> float:
         return float(self.total)
-
-
-def cut_before_last_answers(path: Path, before: type) -> Path:
-    """A copy that ends before the last record of a kind."""
-    entries = records_in(path)
-    at = max(at for at, each in enumerate(entries) if isinstance(each, before))
-    return cut(path, record_ends(path)[at - 1])
 
 
 def test_resume_of_a_stateful_tool_begins_from_the_start(tmp_path: Path) -> None:

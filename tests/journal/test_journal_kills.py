@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from cut_journals import records_in
+from journal_material import records_in
 from killed_driver import CONVERSATIONS, GROUPS, MEMBERS, QUESTIONS, STEPS, content_of
 from rollout import load_trajectories
 from rollout.journal.records import EndRecord, ResultsRecord, TurnRecord
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 PATIENCE_S = 120.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.process]

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 import rollout
-from cut_journals import frames_in, record_ends
+from journal_material import GIVEN, config_of, frames_in, record_ends, run
 from rollout import ConfigError, JournalError
 from rollout.journal.index import read_journal
 from rollout.journal.log_file import HEAD
-from test_journal import GIVEN, config_of, run
 
 
 def flipped(path: Path, place: int) -> Path:

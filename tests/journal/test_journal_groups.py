@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 import rollout
-from cut_journals import cut, record_ends, records_in
+from journal_material import add, content, cut, record_ends, records_in
 from rollout import AgentLoop, Group, GroupPolicy, Prompt, PromptError, RolloutConfig, Trajectory
 from rollout.config import AgentConfig, JournalConfig, SchedulingConfig
 from rollout.errors import RolloutError
@@ -24,7 +24,6 @@ from rollout.journal.records import EndRecord, TurnRecord
 from rollout.runtime.collation import Collation
 from rollout.testing import Scenario, run_virtual, tool_call
 from rollout.types import Message
-from test_journal import add, content
 
 SCENARIO = (
     Scenario(seed=1)

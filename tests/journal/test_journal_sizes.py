@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 import rollout
+from journal_material import CALLED, add, config_of, cut_before_last_answers, prompts, run
 from rollout import Group, Outcome, Prompt, PromptError, Reward, Trajectory, function_tool
 from rollout.journal import log_file
 from rollout.journal.records import EndRecord
 from rollout.testing import run_virtual
 from rollout.tools import ToolResult
-from test_journal import CALLED, add, config_of, cut_before_last_answers, prompts, run
 
 MOST = 200_000
 

@@ -125,9 +125,7 @@ def test_replay_of_an_agent_that_says_something_else_names_step_and_tokens(
     write(folder, "saying", says="go away")
     code, lines = replayed(capsys)
     assert code == 1
-    assert lines[-1].startswith(
-        "departs     at step 3, from the record: asks the model after "
-    )
+    assert lines[-1].startswith("departs     at step 3, from the record: asks the model after ")
     asked, _, recorded = lines[-1].partition("; the record has turn 2 of 0/prompt-1/1 after ")
     assert "go away" in asked
     assert "go on" in recorded

@@ -10,14 +10,13 @@ import anyio
 import pytest
 
 import rollout
-from cut_journals import cut_before_end
+from journal_material import CALLED, config_of, cut_before_end, prompts, run
 from rollout import AgentLoop, ConfigError, Prompt, function_tool
 from rollout.agents import AgentContext, register_agent
 from rollout.config import AgentConfig
 from rollout.runtime.replaying import Replayed, find_record, replay
 from rollout.testing import Scenario, run_virtual, tool_call
 from rollout.types import ToolCall
-from test_journal import CALLED, config_of, prompts, run
 
 
 def replayed(path: Path, uid: str) -> Replayed:

@@ -13,15 +13,15 @@ import anyio
 import pytest
 
 import rollout
-from cut_journals import cut_before_end
 from http_agents import Client, config_of, prompt_of, user
+from journal_material import cut_before_end
 from rollout import JournalError, Outcome, Prompt, RolloutBatch
 from rollout.config import GatewayConfig, JournalConfig, LimitsConfig
 from rollout.journal.index import read_journal
 from rollout.testing import Scenario
 
 pytestmark = pytest.mark.process
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SAID: list[list[Any]] = []
 
 

@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 import rollout
-from cut_journals import records_in
+from journal_material import records_in
 from rollout import AgentContext, Outcome, Prompt, PromptError, RolloutConfig, RolloutRuntime
 from rollout.config import AgentConfig, JournalConfig
 from rollout.journal.records import EndRecord, PromptRecord

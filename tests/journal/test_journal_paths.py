@@ -12,11 +12,11 @@ import anyio.to_thread
 import pytest
 
 import rollout
+from journal_material import add, config_of, prompts, run
 from rollout import ConfigError, RolloutConfig
 from rollout.runtime.opening import open_rollout_on
 from rollout.scheduling.rewards.functions import GivenRewards
 from rollout.testing import run_virtual
-from test_journal import add, config_of, prompts, run
 
 EXPECTED = "expected a file, or a new one"
 
