@@ -54,17 +54,21 @@ def streamed(
     count: int,
     *,
     step: int = 1,
+    start: int = 4,
     resume: bool = True,
     max_staleness: int = 1,
 ) -> Streamed:
-    """A stream of a process that begins with these weights; the version rises for each 2 groups."""
+    """A stream of a process that begins with these weights; the version rises for each 2 groups.
+
+    Its source stands at `start`: where step 0 of another process has left it.
+    """
     told = Streamed()
 
     async def act() -> None:
         async with rollout.open_rollout(config_of(path), [add], resume=resume) as runtime:
             await runtime.update_weights(version=version, source=DiskWeights("."))
             async with runtime.stream_groups(
-                loader(),
+                loader(start),
                 policy=CARRY,
                 step=step,
                 max_staleness=max_staleness,
@@ -139,7 +143,7 @@ def test_carried_group_that_began_again_comes_once_in_the_next_resumption_too(
         assert [content(each) for each in again.named(group.uid).trajectories] == said
     assert sorted(again.uids) == ["p0", "p3", "p4", "p5", "p6", "p7"]
     # p1 and p2 went to step 0, and nothing of the first beginning of p0 and p3 is left.
-    third = streamed(path, version=4, count=2, step=2)
+    third = streamed(path, version=4, count=2, step=2, start=12)
     assert not {*third.uids} & {*again.uids, "p1", "p2"}
 
 
@@ -179,9 +183,9 @@ def test_carried_groups_continue_so_far_as_they_can_be_taken_in_time_after_a_res
     left = {e.key.uid for e in records_in(path) if isinstance(e, TurnRecord)} - {"p1", "p2"}
     assert left == {"p0", *(f"p{at}" for at in range(3, 10))}
     # Two for each version: 2 can be taken at version 2, and 4 at version 1 and then.
-    assert streamed(copied(path, "two"), 2, 12, max_staleness=2).restarted == 6
-    assert streamed(copied(path, "one"), 1, 12, max_staleness=2).restarted == 4
-    told = streamed(path, 0, 12, max_staleness=2)
+    assert streamed(copied(path, "two"), 2, 12, start=10, max_staleness=2).restarted == 6
+    assert streamed(copied(path, "one"), 1, 12, start=10, max_staleness=2).restarted == 4
+    told = streamed(path, 0, 12, start=10, max_staleness=2)
     assert told.restarted == 2
     assert max(told.ages) <= 2
     assert len({*told.uids}) == 12
@@ -195,8 +199,8 @@ def copied(path: Path, name: str) -> Path:
 
 def test_group_that_its_caller_had_is_given_again_however_old_it_is(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    first = streamed(path, version=0, count=2, resume=False)
-    again = streamed(path, version=7, count=4)
+    first = streamed(path, version=0, count=2, start=0, resume=False)
+    again = streamed(path, version=7, count=4, start=0)
     assert sorted(again.uids[:2]) == sorted(first.uids)
     for group in first.groups:
         said = [content(each) for each in group.trajectories]
