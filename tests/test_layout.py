@@ -57,6 +57,7 @@ FLOORS = (
     "environments",
     "agents",
     "scheduling",
+    "journal",
     "observe",
     "runtime",
     "gateway",

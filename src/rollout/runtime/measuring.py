@@ -13,10 +13,10 @@ from rollout.engine.driver.load_windows import LoadWindow
 from rollout.engine.driver.pool import EnginePool
 from rollout.engine.driver.recovery import RecoveryCounts
 from rollout.engine.driver.replica_statistics import ReplicaStatistics
+from rollout.journal.journal import JournalStatistics
 from rollout.observe.events import BatchEnded, BatchStarted, RuntimeSampled
 from rollout.observe.loop_lag import LagWindow
 from rollout.sandbox.pool import PoolStatistics
-from rollout.scheduling.journal.open_journal import JournalStatistics
 from rollout.types import format_error
 
 if TYPE_CHECKING:
