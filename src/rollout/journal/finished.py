@@ -17,7 +17,7 @@ from rollout.journal.trajectory_record import unpack_end
 from rollout.journal.values import read_prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping, Sequence
+    from collections.abc import Container, Iterable, Mapping, Sequence
 
     from rollout.chat import ChatTemplate
     from rollout.chat.trajectory import Trajectory
@@ -34,6 +34,15 @@ class _LateTemplate:
     @cached_property
     def _template(self) -> ChatTemplate:
         return template_of(self._config)
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """See `ChatTemplate.stop_token_ids`."""
+        return self._template.stop_token_ids
+
+    def token_ids(self, names: Iterable[str]) -> tuple[int, ...]:
+        """See `ChatTemplate.token_ids`."""
+        return self._template.token_ids(names)
 
     def decode(self, ids: Sequence[int]) -> str:
         """See `ChatTemplate.decode`."""

@@ -223,7 +223,9 @@ def find_path_fault(path: Path) -> str | None:
     try:
         str(path).encode()
         there = next(each for each in path.absolute().parents if each.exists() or each.is_symlink())
-        if path.exists() and not path.is_file():  # to read a pipe would wait for ever
+        if "\0" in str(path):
+            fault = "expected a path, which holds no NUL"
+        elif path.exists() and not path.is_file():  # to read a pipe would wait for ever
             what = "a directory" if path.is_dir() else "no file"
             fault = f"is {what}; expected a file, or a new one"
         elif not there.is_dir():
@@ -232,8 +234,6 @@ def find_path_fault(path: Path) -> str | None:
             fault = "cannot be read and written by this user"
     except UnicodeEncodeError:
         fault = "expected a path in UTF-8, which the journal can name"
-    except ValueError as error:  # a NUL
-        fault = f"expected a path: {error}"
     except OSError as error:
         fault = error.strerror
     return None if fault is None else f"journal.path = {str(path)!r}: {fault}"
