@@ -10,6 +10,7 @@ import anyio
 import pytest
 
 import rollout
+from journal_material import cut, record_ends
 from rollout import AgentConfig, AgentLoop, Prompt, RolloutBatch, function_tool
 from rollout.agents import AgentContext
 from rollout.cli.summary import summary_lines
@@ -18,7 +19,6 @@ from rollout.errors import EngineError
 from rollout.testing import Scenario, run_virtual, tool_call
 from rollout.tools import Tool, ToolPolicy, ToolResult, ToolSession, TransientError
 from slow_cases import slow_after, slow_but
-from test_journal import cut, record_ends
 from test_report_unsaved import data_of
 
 

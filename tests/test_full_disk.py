@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import logging
 import os
@@ -13,16 +12,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
-import trio
-from trio.testing import MockClock
 
 from rollout import Outcome, RolloutBatch, RolloutError, Trajectory, load_trajectories
 from rollout.batch import collate
@@ -31,12 +27,9 @@ from rollout.chat import Transcript
 from rollout.cli import main
 from rollout.cli.exit_codes import NOT_SAVED
 from rollout.config import LengthsConfig
+from rollout.journal.index import read_journal
+from rollout.journal.log_file import MAGIC, LogFile, make_frame
 from rollout.observe.event_file import EVENTS
-from rollout.scheduling.journal import journal_writer
-from rollout.scheduling.journal.frames import Frame, frames, records_of
-from rollout.scheduling.journal.journal_reading import read_journal
-from rollout.scheduling.journal.journal_writer import JournalWriter
-from rollout.testing.clock import virtual_threads
 from slow_cases import slow_but
 
 pytestmark = pytest.mark.process
@@ -149,133 +142,51 @@ config = scenario.timing(base_s=BASE_S).config(placement=InProcessPlacement())
 """
 
 
-def test_journal_with_many_frames_and_room_for_some_has_the_records_that_fit(
-    tmp_path: Path,
-) -> None:
-    """Frames are written many at once; a disk that has no room for all takes what it can."""
+def test_journal_with_room_for_some_records_has_those_that_fit(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    records = [["record", number, "x" * 90] for number in range(200)]
-    is_whole = range(40, 45)
-    sizes: list[int] = []
-
-    async def write() -> None:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-        options: dict[str, Any] = {"syncs": False, "gather_s": 0.0, "allowance": 1000}
-        writer = JournalWriter(path, descriptor, 0, **options)
-        with files_up_to(0):  # frames gather: each record is one
-            for record in records[:40]:
-                writer.put(cast("Any", record))
-            with writer.together():
-                for record in records[40:45]:
-                    writer.put(cast("Any", record))
-            for record in records[45:]:
-                writer.put(cast("Any", record))
-        assert writer.written == 0
-        assert writer.failure is not None
-        for room in (1000, 5000, 5200, 12_000, 1 << 20):
-            with files_up_to(room):
-                writer._write_all()
-            found = written_to(path)
-            assert found == records[: writer.written]
-            assert writer.written not in is_whole[1:]
-            sizes.append(path.stat().st_size)
-            assert sizes[-1] <= room < sizes[-1] + 700 or writer.failure is None
-        assert writer.failure is None
-        await writer.close(1.0)
-
-    with virtual_threads():
-        trio.run(write, clock=MockClock(autojump_threshold=0))
-    assert written_to(path) == records
-    assert sizes == sorted(sizes)
+    file = LogFile(path)
+    file.cut(0, syncs=False)
+    frames = [make_frame(msgspec.msgpack.encode(["record", at, "x" * 90])) for at in range(200)]
+    done = 0
+    for room in (10, 1000, 5000, 5200, 12_000, 1 << 20):
+        with files_up_to(room):
+            try:
+                done += file.append(frames[done:], syncs=True)
+                done += file.append(frames[done:], syncs=True)
+            except OSError:
+                assert file.size <= room < file.size + 150
+        assert path.read_bytes()[len(MAGIC) : file.size] == b"".join(frames[:done])
+    assert done == len(frames)
+    file.close()
 
 
 def test_journal_continues_after_a_part_that_the_system_would_not_take_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "journal"
-    is_faulty = False
+    path, is_faulty = tmp_path / "journal", True
+    os_write, os_ftruncate = os.write, os.ftruncate
 
-    def fail(number: int) -> None:
-        if is_faulty:
-            raise OSError(number, os.strerror(number))
-
-    def writev(descriptor: int, buffers: Any) -> int:
-        if is_faulty:
-            os.write(descriptor, b"".join(buffers)[:10])
-        fail(errno.EIO)
-        return os_writev(descriptor, buffers)
+    def write(descriptor: int, data: Any) -> int:
+        if is_faulty and path.stat().st_size > 30:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return os_write(descriptor, data[:40] if is_faulty else data)
 
     def ftruncate(descriptor: int, size: int) -> None:
-        fail(errno.EROFS)
+        if is_faulty:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         os_ftruncate(descriptor, size)
 
-    os_writev, os_ftruncate = os.writev, os.ftruncate
-    monkeypatch.setattr(os, "writev", writev)
+    monkeypatch.setattr(os, "write", write)
     monkeypatch.setattr(os, "ftruncate", ftruncate)
-
-    async def write() -> None:
-        nonlocal is_faulty
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-        options: dict[str, Any] = {"syncs": False, "gather_s": 0.0, "allowance": 1000}
-        writer = JournalWriter(path, descriptor, 0, **options)
-        writer.put(cast("Any", ["record", 0]))
-        for _ in range(3):
-            is_faulty = True
-            writer.put(cast("Any", ["record", writer.put_count]))
-            assert writer.failure is not None
-            is_faulty = False
-            writer.put(cast("Any", ["record", writer.put_count]))
-            assert writer.failure is None
-        await writer.close(1.0)
-
-    with virtual_threads():
-        trio.run(write, clock=MockClock(autojump_threshold=0))
-    assert written_to(path) == [["record", at] for at in range(7)]
-
-
-@pytest.mark.parametrize("answers", [True, False])
-def test_journal_busy_loop_has_records_written_and_does_not_wait_for_a_disk_that_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, answers: bool
-) -> None:
-    """A loop that puts record after record lets the thread write now and then, for a moment."""
-    path = tmp_path / "journal"
-    may_write, is_asked = threading.Event(), threading.Event()
-    count = 0
-
-    def writev(descriptor: int, buffers: Any) -> int:
-        is_asked.set()
-        may_write.wait()
-        return os_writev(descriptor, buffers)
-
-    os_writev = os.writev
-    monkeypatch.setattr(os, "writev", writev)
-    # Each look at the clock says that it is high time; the thread alone would wait for an hour.
-    monkeypatch.setattr(journal_writer, "monotonic", itertools.count(step=10_000).__next__)
-
-    async def write() -> None:
-        nonlocal count
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-        options: dict[str, Any] = {"syncs": False, "gather_s": 3600.0, "allowance": 1 << 20}
-        writer = JournalWriter(path, descriptor, 0, **options)
-        if answers:
-            may_write.set()
-        while writer.written == 0 if answers else not is_asked.is_set():
-            count = writer.put(cast("Any", ["record", count]))
-        for _ in range(200):
-            count = writer.put(cast("Any", ["record", count]))
-        assert answers or writer.written == 0
-        may_write.set()
-        await writer.close(20.0)
-
-    trio.run(write)
-    assert written_to(path) == [["record", at] for at in range(count)]
-
-
-def written_to(path: Path) -> list[Any]:
-    """The records of a journal's file."""
-    whole = [*frames(memoryview(path.read_bytes()))]
-    assert all(isinstance(each, Frame) for each in whole)
-    return [msgspec.msgpack.decode(record) for each in whole for _, record in records_of(each)]
+    file = LogFile(path)
+    frames = [make_frame(msgspec.msgpack.encode(["record", at])) for at in range(7)]
+    for _ in range(2):
+        with pytest.raises(OSError, match="Read-only file system"):
+            file.append(frames, syncs=False)
+    is_faulty = False
+    assert file.append(frames, syncs=False) == 7
+    assert path.read_bytes() == MAGIC + b"".join(frames)
+    file.close()
 
 
 @pytest.fixture

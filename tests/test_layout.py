@@ -58,6 +58,7 @@ FLOORS = (
     "environments",
     "agents",
     "scheduling",
+    "journal",
     "observe",
     "runtime",
     "gateway",

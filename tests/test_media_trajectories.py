@@ -21,7 +21,7 @@ import pytest
 from PIL import Image
 
 import rollout
-from cut_journals import cut_before_end
+from journal_material import cut_before_end
 from media_material import encoded, frames, picture, video_file, write_model
 from rollout import GroupPolicy, MediaError, Outcome, Prompt, function_tool, load_trajectories
 from rollout.chat import ChatTemplate, load_chat_template

@@ -11,15 +11,15 @@ import anyio
 import pytest
 
 import observed
+from journal_material import config_of, prompts, record_ends, run
 from report_runs import MadeUpRun
 from rollout import GroupPolicy, open_rollout
 from rollout.config import ObserveConfig, SchedulingConfig
 from rollout.errors import RolloutError
+from rollout.journal import finished, trajectory_record
 from rollout.observe.report import write_report
 from rollout.observe.report.saved_trajectories import TrajectoryLines
-from rollout.scheduling.journal import ended_trajectories, packed_trajectory
 from rollout.testing import Scenario, run_virtual
-from test_journal import config_of, prompts, record_ends, run
 
 
 def data_of(directory: Path) -> dict[str, Any]:
@@ -123,12 +123,12 @@ def test_report_that_follows_a_journal_makes_each_trajectory_once(
 ) -> None:
     made: list[str] = []
 
-    def trajectory_of(*given: Any) -> Any:
-        trajectory = packed_trajectory.trajectory_of(*given)
+    def unpack_end(*given: Any) -> Any:
+        trajectory = trajectory_record.unpack_end(*given)
         made.append(trajectory.uid)
         return trajectory
 
-    monkeypatch.setattr(ended_trajectories, "trajectory_of", trajectory_of)
+    monkeypatch.setattr(finished, "unpack_end", unpack_end)
     whole = tmp_path / "whole"
     run(config_of(whole), prompts("quick one", "quick two"), samples=1)
     lines = TrajectoryLines(tmp_path / "none")

@@ -18,13 +18,12 @@ from journal_cases.driver_to_kill import GROUPS, MEMBERS
 from rollout import load_trajectories
 from rollout.batch import RolloutBatch
 from rollout.errors import RolloutError
-from rollout.scheduling.journal.entries import AnswersEntry, EndEntry
-from rollout.scheduling.journal.frames import Frame, frames
-from rollout.scheduling.journal.journal_reading import entries_of
+from rollout.journal.log_file import read_frames
+from rollout.journal.records import EndRecord, ResultsRecord, decode_record
 
 if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
-    from rollout.scheduling.journal.entries import Entry
+    from rollout.journal.records import Record
 
 HERE = Path(__file__).parents[1]
 #: Longest that a driver may take to finish by itself.
@@ -70,8 +69,6 @@ def _run_batch(directory: Path, figures: Figures, moments: random.Random, kills:
             may_repeat[name] += 1  # it was under way: its answer was not in the journal
         say(f"{directory.name}: killed, {len(known)} of {GROUPS * MEMBERS} finished")
     figures.finished += len(known)
-    journal = directory / "journal"
-    ended_before = journal.read_bytes()[:] if journal.exists() else b""
     subprocess.run(
         _command(directory), cwd=HERE, check=True, timeout=PATIENCE_S, env=_environment()
     )
@@ -82,24 +79,23 @@ def _run_batch(directory: Path, figures: Figures, moments: random.Random, kills:
             figures.lost += 1
         elif returned[place] != content:
             figures.bit_equal = False
-    figures.lost += len(known) - _ended_once(journal.read_bytes(), len(ended_before), known)
+    figures.lost += len(known) - _ended_once(directory / "journal", known)
     calls = Counter((directory / "calls").read_text().splitlines())
     figures.repeated += sum(max(0, count - 1 - may_repeat[name]) for name, count in calls.items())
 
 
-def _ended_once(data: bytes, before: int, known: dict[tuple[str, int], Any]) -> int:
+def _ended_once(journal: Path, known: dict[tuple[str, int], Any]) -> int:
     """How many of the known ones were not finished a second time, by a run after the kill."""
     ends: Counter[tuple[str, int]] = Counter()
-    for entry in _entries(data):
-        if isinstance(entry, EndEntry):
-            ends[entry.key.uid, entry.key.member] += 1
+    for record in _records(journal):
+        if isinstance(record, EndRecord):
+            ends.update((key.uid, key.member) for key, _ in record.ends)
     return sum(ends[place] == 1 for place in known)
 
 
-def _entries(data: bytes) -> list[Entry]:
+def _records(journal: Path) -> list[Record]:
     """The records of a journal."""
-    found = [each for each in frames(memoryview(data)) if isinstance(each, Frame)]
-    return [entry for each in found for _, entry in entries_of(each)]
+    return [decode_record(payload) for _, payload in read_frames(journal) if payload is not None]
 
 
 def _killed(directory: Path, moments: random.Random) -> bool:
@@ -140,8 +136,8 @@ def _calls(directory: Path) -> set[str]:
 
 def _answered(directory: Path) -> set[str]:
     """Calls whose answers the journal has."""
-    entries = _entries((directory / "journal").read_bytes())
-    return {f"{each.segment}/{each.turn - 1}" for each in entries if isinstance(each, AnswersEntry)}
+    results = [r for r in _records(directory / "journal") if isinstance(r, ResultsRecord)]
+    return {f"{each.segment}/{each.turn - 1}" for each in results}
 
 
 def content_of(trajectory: Trajectory) -> dict[str, Any]:

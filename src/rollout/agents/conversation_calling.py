@@ -129,10 +129,9 @@ class CallingConversation(ListeningConversation):
             results = await self._seen(calls, results)
         if asked is not None and log is not None:
             took_s = tools.seconds - before
-            unrestored: Mapping[str, Any] = {}  # nobody restores their states
-            states = tools.find_stateful(calls), unrestored
+            stateful = tools.find_stateful(calls)
             session, turns = self._session_id, self.assistant_turns
-            if log.note_answers(asked, session, turns, results, took_s, states):
+            if log.note_answers(asked, session, turns, results, took_s, stateful):
                 await log.room()
         return results
 

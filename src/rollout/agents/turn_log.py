@@ -4,33 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-import msgspec
-
-from rollout.token_prefix import TokenPrefix
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rollout.engine.pool.generation import Generation
+    from rollout.token_prefix import TokenPrefix
     from rollout.tools import ToolResult
-    from rollout.tools.answers import Answers, States
+    from rollout.tools.answers import Answers
     from rollout.types import InvalidToolCall, ToolCall
 
-#: What was asked for: where in a conversation, and what.
-Place = tuple[int, int, int]
-
-
-class AskedCalls(msgspec.Struct, frozen=True, gc=False):
-    """Calls of tools, as they are remembered.
-
-    Attributes:
-        prefix, length: The conversation, and how many tokens it had before them.
-        calls: They, encoded: tools may change what they are given.
-    """
-
-    prefix: TokenPrefix
-    length: int
-    calls: bytes
+#: What was asked: the number of tokens before it, the CRC-32 of their ids, and the seed of the turn
+#: or the CRC-32 of the tool calls.
+Question = tuple[int, int, int]
 
 
 class TurnLog(Protocol):
@@ -64,19 +49,23 @@ class TurnLog(Protocol):
 
     def asked(
         self, prefix: TokenPrefix, calls: Sequence[ToolCall | InvalidToolCall]
-    ) -> AskedCalls | None:
+    ) -> Question | None:
         """What these calls ask; None where they cannot be remembered."""
 
-    async def recall_answers(self, asked: AskedCalls, segment: str) -> Answers | None:
+    async def recall_answers(self, asked: Question, segment: str) -> Answers | None:
         """What was answered then; None where nothing is known."""
 
     def note_answers(
         self,
-        asked: AskedCalls,
+        asked: Question,
         segment: str,
         turn: int,
         results: Sequence[ToolResult],
         seconds: float,
-        states: States | None,
+        stateful: Sequence[str],
     ) -> bool:
-        """Calls have been answered; whether the trajectory is to wait for `room`."""
+        """Calls have been answered; whether the trajectory is to wait for `room`.
+
+        Args:
+            stateful: Tools that were called and have a state, which no log restores.
+        """

@@ -134,13 +134,13 @@ class KnownContents:
             RolloutError: The file lacks a content, or has another one.
         """
         for trajectory in trajectories:
-            trajectory.messages = self._messages(trajectory.messages)
+            trajectory.messages = self.restore_messages(trajectory.messages)
             for segment in trajectory.segments:
-                segment.messages = self._messages(segment.messages)
+                segment.messages = self.restore_messages(segment.messages)
                 self._transcript(segment.transcript)
             self._transcript(trajectory.transcript)
             if trajectory.prompt is not None:
-                own = self._messages(trajectory.prompt.messages)
+                own = self.restore_messages(trajectory.prompt.messages)
                 trajectory.prompt = msgspec.structs.replace(trajectory.prompt, messages=own)
 
     def _transcript(self, transcript: Transcript) -> None:
@@ -149,7 +149,7 @@ class KnownContents:
             for each in transcript.media
         )
 
-    def _messages(self, messages: Sequence[Any]) -> Sequence[Any]:
+    def restore_messages(self, messages: Sequence[Any]) -> Sequence[Any]:
         """Messages, or mappings, which prompts may have too."""
         if not any(getattr(message, "parts", ()) for message in messages):
             return messages

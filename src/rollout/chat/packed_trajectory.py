@@ -30,9 +30,6 @@ from rollout.utf8 import encodable, is_encodable
 
 #: Makes plain data of a value of a user's; the text says where it stands, for errors.
 WriteValue = Callable[[Any, str], Any]
-#: A row as the turns of a journal wrote it, how many ids of the last one stayed, and whether all
-#: log-probs are theirs.
-Reference = tuple[int, int, bool]
 
 _NUMBERS = frozenset((int, float, bool))
 
@@ -41,9 +38,7 @@ class PackedSegment(msgspec.Struct, array_like=True):
     """A segment.
 
     Attributes:
-        transcript: Without what its reference has of it.
         messages: The number of the conversation that it is part of.
-        reference: None where the transcript is complete.
     """
 
     transcript: PackedTranscript
@@ -56,7 +51,6 @@ class PackedSegment(msgspec.Struct, array_like=True):
     seeds: list[int]
     messages: int
     media: tuple[PlacedMedia, ...] = ()
-    reference: Reference | None = None
 
 
 class PackedTrajectory(msgspec.Struct, array_like=True):
@@ -104,14 +98,12 @@ def pack_trajectory(
     trajectory: Trajectory,
     write: WriteValue,
     pack_messages: Callable[[Sequence[Message]], Any],
-    pack_transcript: Callable[[Transcript], tuple[PackedTranscript, Reference | None]],
 ) -> PackedTrajectory:
     """The record of a finished trajectory.
 
     Args:
         write: Makes plain data of its `extra` and its metrics.
         pack_messages: Of one conversation.
-        pack_transcript: Of one segment.
 
     Raises:
         NotPlainError: A reward of it is no plain data; and what the functions raise.
@@ -123,11 +115,10 @@ def pack_trajectory(
         number = numbers.setdefault(id(each.messages), len(conversations))
         if number == len(conversations):
             conversations.append(pack_messages(each.messages))
-        transcript, reference = pack_transcript(each.transcript)
         rewards, media = each.token_rewards, each.transcript.media
         segments.append(
             PackedSegment(
-                transcript,
+                each.transcript.packed(),
                 each.parent,
                 each.purpose,
                 each.trainable,
@@ -137,7 +128,6 @@ def pack_trajectory(
                 list(each.seeds),
                 number,
                 tuple(PlacedMedia(without_content(m.medium), m.start, m.count) for m in media),
-                reference,
             )
         )
     cause, metrics = trajectory.cause, trajectory.metrics
@@ -167,16 +157,14 @@ def unpack_trajectory(
     record: PackedTrajectory,
     prompt: Prompt | None,
     unpack_messages: Callable[[Any, Sequence[Transcript]], Sequence[Message]],
-    unpack_transcript: Callable[[PackedSegment], Transcript],
 ) -> Trajectory:
     """The trajectory of a record; its images and videos are without their contents.
 
     Args:
         prompt: What it started from.
         unpack_messages: Undoes `pack_messages`; given the transcripts of all segments too.
-        unpack_transcript: Undoes `pack_transcript`.
     """
-    transcripts = [unpack_transcript(each) for each in record.segments]
+    transcripts = [Transcript.from_packed(each.transcript) for each in record.segments]
     conversations = [unpack_messages(each, transcripts) for each in record.messages]
     segments = []
     for each, transcript in zip(record.segments, transcripts, strict=True):
@@ -264,7 +252,7 @@ def pack_complete(trajectory: Trajectory, where: str) -> CompleteTrajectory:
     def pack_messages(messages: Sequence[Message]) -> list[Any]:
         return [pack_message(_make_encodable(each), write) for each in messages]
 
-    packed = pack_trajectory(trajectory, write, pack_messages, lambda each: (each.packed(), None))
+    packed = pack_trajectory(trajectory, write, pack_messages)
     prompt, fields = trajectory.prompt, None
     if prompt is not None:
         messages = prompt.messages
@@ -281,18 +269,21 @@ def pack_complete(trajectory: Trajectory, where: str) -> CompleteTrajectory:
     return CompleteTrajectory(packed, fields, contents_of([trajectory]))
 
 
+def unpack_prompt(fields: dict[str, Any]) -> Prompt:
+    """The prompt of such fields: a list among its messages is a packed `Message`."""
+    messages = [unpack_message(m) if type(m) is list else m for m in fields.pop("messages")]
+    return Prompt(messages=messages, **fields)
+
+
 def unpack_complete(record: CompleteTrajectory) -> Trajectory:
     """The trajectory of such a record, its media with their contents."""
     prompt, fields = None, record.prompt
     if fields is not None:
-        messages = fields.pop("messages")
-        messages = [unpack_message(each) if type(each) is list else each for each in messages]
-        prompt = Prompt(messages=messages, **fields)
+        prompt = unpack_prompt(fields)
     trajectory = unpack_trajectory(
         record.trajectory,
         prompt,
         lambda messages, _: list(map(unpack_message, messages)),
-        lambda segment: Transcript.from_packed(segment.transcript),
     )
     if record.media:
         KnownContents(record.media, "the trajectory").restore([trajectory])

@@ -1,6 +1,7 @@
-"""Values of users as records hold them: exactly, or refused by where they stand.
+"""Values of users as records hold them, or refused by where they stand.
 
-Journals hold values exactly; what crosses to a child process may be simplified first.
+Journals hold arrays exactly, tuples as lists and NumPy's scalars as numbers; what crosses to a
+child process may be simplified first.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ EXPECTED = (
     "expected plain data: None, bool, int, float, str, bytes, list, tuple, dict, or an "
     "array of numbers"
 )
-_ARRAY, _SCALAR, _TUPLE = 1, 2, 3
+_ARRAY = 1
 #: How deep values may be nested: what is written can be read again, however little of the stack is
 #: left then.
 MAX_DEPTH = 100
@@ -74,8 +75,8 @@ def to_plain(value: Any, where: str, simplify: Callable[[Any], Any] | None = Non
 
     Args:
         where: What it is called in errors.
-        simplify: Replaces values that msgpack has no type for, and tuples are lists then; None:
-            all values come back as they were, or are refused.
+        simplify: Replaces values that msgpack has no type for; None: they are refused, but for
+            arrays, which come back, and NumPy's scalars, which come back as numbers.
 
     Raises:
         NotPlainError: It holds what is no plain data.
@@ -102,13 +103,10 @@ def to_plain_items(
 
 def from_plain(code: int, data: memoryview) -> Any:
     """The `ext_hook` that undoes `to_plain`."""
-    if code == _TUPLE:
-        return tuple(msgspec.msgpack.decode(data, ext_hook=from_plain))
-    if code not in (_ARRAY, _SCALAR):
+    if code != _ARRAY:
         raise ValueError(f"unknown extension {code}")
     dtype, shape, content = msgspec.msgpack.decode(data)
-    array = np.frombuffer(bytearray(content), dtype=dtype).reshape(shape)
-    return array if code == _ARRAY else array[()]
+    return np.frombuffer(bytearray(content), dtype=dtype).reshape(shape)
 
 
 def simplify(value: Any) -> Any:
@@ -164,17 +162,16 @@ def _plain(value: Any, depth: int, simplify: Callable[[Any], Any] | None) -> Any
         return value
     if kind is dict:  # one of another type would not come back as such
         return _plain_dict(value, depth + 1, simplify)
-    if kind is list:
+    if kind is list or kind is tuple:
         return _plain_list(value, depth + 1, simplify)
-    if kind is tuple:
-        items = _plain_list(value, depth + 1, simplify)
-        return items if simplify else msgspec.msgpack.Ext(_TUPLE, encoder.encode(items))
-    is_array = kind is np.ndarray  # a subclass has more than its numbers, such as a mask
-    is_scalar = isinstance(value, np.generic) and kind is value.dtype.type
-    if not simplify and (is_array or is_scalar) and value.dtype.kind in _NUMBERS:
+    if not simplify and kind is np.ndarray and value.dtype.kind in _NUMBERS:
         array = np.ascontiguousarray(value)
-        content = [array.dtype.str, list(np.shape(value)), array.tobytes()]
-        return msgspec.msgpack.Ext(_ARRAY if is_array else _SCALAR, encoder.encode(content))
+        content = [array.dtype.str, list(value.shape), array.tobytes()]
+        return msgspec.msgpack.Ext(_ARRAY, encoder.encode(content))
+    if not simplify and isinstance(value, np.generic):
+        number = value.item()
+        if type(number) in (bool, int, float):
+            return _plain(number, depth, simplify)
     return _replace(value, depth, simplify)
 
 

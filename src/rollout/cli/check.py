@@ -26,9 +26,9 @@ from rollout.engine.model_files import model_path_fault
 from rollout.engine.pool.opening import build_core_spec
 from rollout.errors import AgentError, ConfigError, EngineError, SandboxError
 from rollout.interactions import InteractionRegistry
+from rollout.journal.log_file import find_path_fault
 from rollout.runtime.opening import needs_sandbox
 from rollout.sandbox.providers import open_provider
-from rollout.scheduling.journal.journal_file import path_fault
 from rollout.scheduling.selection import find_accept
 from rollout.tools.shipped import SHIPPED
 
@@ -145,7 +145,7 @@ def _group_and_journal_faults(config: RolloutConfig) -> Iterator[str]:
         find_accept(config.scheduling.groups.accept)
     except ConfigError as error:
         yield str(error)
-    if config.journal.file is not None and (fault := path_fault(config.journal.file)):
+    if config.journal.file is not None and (fault := find_path_fault(config.journal.file)):
         yield fault
 
 

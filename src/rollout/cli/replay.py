@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from rollout.journal.replay_log import ReplayStep
     from rollout.runtime.replaying import Replayed
-    from rollout.scheduling.journal.replay_log import ReplayStep
 
 
 def replay_command(arguments: argparse.Namespace, output: Console) -> int:
@@ -56,7 +56,7 @@ def replay_command(arguments: argparse.Namespace, output: Console) -> int:
 
 
 def _told(replayed: Replayed, output: Console) -> int:
-    from rollout.scheduling.journal.replay_log import ending
+    from rollout.journal.replay_log import describe_end
 
     trajectory, ended = replayed.trajectory, replayed.record.ended
     steps = count(replayed.steps, "step")
@@ -65,10 +65,10 @@ def _told(replayed: Replayed, output: Console) -> int:
         print_line(output, f"{'departs':<12}{where}, from the record: {replayed.departure}")
         return SOME_FAILED
     if replayed.is_beyond or ended is None:
-        why = "it was not finished" if ended is None else ending(ended)
+        why = "it was not finished" if ended is None else describe_end(ended)
         print_line(output, f"{'as recorded':<12}{steps}, to the end of the record: {why}")
         return OK
-    print_line(output, f"{'as recorded':<12}{steps}, {ending(trajectory)}")
+    print_line(output, f"{'as recorded':<12}{steps}, {describe_end(trajectory)}")
     if ended.reward is not None:
         print_line(
             output, f"{'reward':<12}not asked for in a replay; recorded was {ended.reward:g}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 from typing import TYPE_CHECKING
@@ -11,7 +10,7 @@ import attrs
 
 from rollout.cli.aside import set_aside, settle
 from rollout.errors import ConfigError, PromptError, RolloutError
-from rollout.scheduling.journal.held_files import opening_error
+from rollout.journal.log_file import lock_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -108,11 +107,12 @@ def set_journal_aside(config: RolloutConfig, directory: Path, *, resume: bool) -
         return
     try:
         with path.open("rb+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(file.fileno(), path)
             if not resume and is_own(path, directory):
                 set_aside(directory / JOURNAL)
     except OSError as error:
-        raise opening_error(path, error) from error
+        why = f"cannot be opened: {error.strerror}"
+        raise ConfigError(f"journal.path = {str(path)!r}: {why}") from error
 
 
 def remove_earlier_batch(directory: Path) -> None:
@@ -126,7 +126,7 @@ def remove_earlier_batch(directory: Path) -> None:
 
 def ended_in(config: RolloutConfig) -> int:
     """Trajectories that the journal of a run has finished."""
-    from rollout.scheduling.journal.journal_reading import read_journal
+    from rollout.journal.index import read_journal
 
     path = config.journal.file
     if path is None:

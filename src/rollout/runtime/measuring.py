@@ -13,10 +13,10 @@ from rollout.engine.pool.load_windows import LoadWindow
 from rollout.engine.pool.pool import EnginePool
 from rollout.engine.pool.replica import ReplicaStatistics, find_missing
 from rollout.engine.pool.request_runner import RecoveryCounts
+from rollout.journal.journal import JournalStatistics
 from rollout.observe.events import BatchEnded, BatchStarted, RuntimeSampled
 from rollout.observe.loop_lag import LagWindow
 from rollout.sandbox.pool import PoolStatistics
-from rollout.scheduling.journal.open_journal import JournalStatistics
 from rollout.types import format_error
 
 if TYPE_CHECKING:

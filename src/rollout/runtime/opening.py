@@ -23,6 +23,8 @@ from rollout.engine.pool.pool import EnginePool, ExpectationsGiver
 from rollout.errors import AgentError, ConfigError, RolloutError
 from rollout.function_refs import refuse_while_imported
 from rollout.interactions import InteractionRegistry
+from rollout.journal.opening import open_journal, open_journal_file
+from rollout.journal.run_header import choose_run_seed
 from rollout.observe.event_stream import EventStream
 from rollout.observe.loop_lag import LoopLag
 from rollout.observe.tally import Tally
@@ -31,9 +33,6 @@ from rollout.runtime.driver_model import DriverModel, load_driver_model, warn_of
 from rollout.runtime.gateway_opening import serve_gateway
 from rollout.runtime.observing import open_observers
 from rollout.runtime.runtime import RolloutRuntime
-from rollout.scheduling.journal.journal import open_journal
-from rollout.scheduling.journal.journal_file import journal_file
-from rollout.scheduling.journal.run_identity import seed_of_run
 from rollout.scheduling.rewards.functions import GivenRewards, load_rewards
 from rollout.scheduling.rewards.processes import make_reward_processes
 from rollout.scheduling.rewards.score import Rewarding
@@ -177,8 +176,8 @@ async def _open(
     find_accept(config.scheduling.groups.accept)
     async with AsyncExitStack() as stack:
         # What can be refused before anything starts.
-        file = await stack.enter_async_context(journal_file(config, resume=resume))
-        run_seed = seed_of_run(config, None if file is None else file.contents)
+        file = await stack.enter_async_context(open_journal_file(config, resume=resume))
+        run_seed = choose_run_seed(config, None if file is None else file.index.header)
         registry = InteractionRegistry(interactions)
         parser = tool_parser(config, registry)
         builtin = make_shipped(

@@ -23,18 +23,21 @@ from rollout.engine.core import EngineInfo
 from rollout.engine.pool.model_template import load_model_template
 from rollout.errors import AgentError, ConfigError, EngineError, ToolError
 from rollout.interactions import InteractionRegistry
+from rollout.journal.finished import read_finished
+from rollout.journal.index import (
+    JournalIndex,
+    RecordedMedia,
+    get_prompt_key,
+    make_reader,
+    read_journal,
+    read_steps,
+)
+from rollout.journal.records import Key, PromptRecord, PullRecord, ResultsRecord, TurnRecord
+from rollout.journal.replay_log import ReplayLog, ReplayStep
+from rollout.journal.values import read_prompt
 from rollout.observe.tally import Tally
 from rollout.runtime.gateway_opening import serve_gateway
 from rollout.runtime.opening import tool_executor
-from rollout.scheduling.journal.ended_trajectories import ended_trajectories
-from rollout.scheduling.journal.journal_reading import (
-    RecordedMedia,
-    read_journal,
-    reader_of,
-    steps_of,
-)
-from rollout.scheduling.journal.packed_prompt import prompt_of
-from rollout.scheduling.journal.replay_log import ReplayLog, ReplayStep, said_calls
 from rollout.scheduling.member_group import Member, MemberGroup
 from rollout.scheduling.rewards.score import Rewarding
 from rollout.scheduling.tokenization import TokenizationCheck
@@ -54,9 +57,8 @@ if TYPE_CHECKING:
 
     from rollout.chat import ChatTemplate
     from rollout.chat.trajectory import Trajectory
-    from rollout.scheduling.journal.entries import AnswersEntry, Header, Key, PromptEntry, TurnEntry
-    from rollout.scheduling.journal.journal_reading import Contents, Recorded
-    from rollout.types import Prompt, ToolCall
+    from rollout.journal.records import Header
+    from rollout.types import InvalidToolCall, Prompt, ToolCall
 
 #: Reason of a replayed trajectory that has departed from its record.
 DEPARTED = "departed"
@@ -73,7 +75,7 @@ class Record(NamedTuple):
     key: Key
     header: Header
     prompt: Prompt
-    entries: list[TurnEntry | AnswersEntry]
+    steps: list[TurnRecord | ResultsRecord]
     media: KnownContents
     ended: Trajectory | None
 
@@ -117,17 +119,17 @@ def find_record(
         JournalError: It cannot be read.
         ConfigError: It has no such trajectory, or several.
     """
-    contents = read_journal(path)
+    index = read_journal(path)
     keys = [
         key
-        for key in contents.trajectories
+        for key in index.trajectories
         if (key.uid, key.member) == (uid, member) and step in (None, key.step)
     ]
-    if not keys or contents.header is None:
-        known = ", ".join(f"{key.uid}/{key.member}" for key in list(contents.trajectories)[:8])
+    if not keys or index.header is None:
+        known = ", ".join(f"{key.uid}/{key.member}" for key in list(index.trajectories)[:8])
         raise ConfigError(
             f"--trajectory {uid}/{member}: is not in {path}; it has {known or 'none'}"
-            f"{', …' if len(contents.trajectories) > 8 else ''}"
+            f"{', …' if len(index.trajectories) > 8 else ''}"
         )
     if len({key.validate for key in keys}) > 1:
         keys = [key for key in keys if key.validate is validate]
@@ -145,30 +147,32 @@ def find_record(
             f"--trajectory {uid}/{member}: is in {path} in calls {', '.join(map(str, calls))} of "
             f"step {steps[0]}; expected one of them with --call"
         )
-    return _read_record(path, contents, keys[0])
+    return _read_record(path, index, keys[0])
 
 
-def _read_record(path: Path, contents: Contents, key: Key) -> Record:
-    assert contents.header is not None
-    read, recorded = reader_of(path), contents.trajectories[key]
-    payload = contents.prompts[(key.step, key.uid, key.validate, key.call)]
-    prompt = prompt_of(cast("PromptEntry", read(payload)).fields)
-    steps, _ = steps_of(recorded, read)
+def _read_record(path: Path, index: JournalIndex, key: Key) -> Record:
+    assert index.header is not None
+    read = make_reader(path)
+    record = read(index.prompts[get_prompt_key(key)])
+    assert isinstance(record, PromptRecord | PullRecord)
     return Record(
         key,
-        contents.header,
-        prompt,
-        steps,
-        KnownContents(RecordedMedia(contents.media, read), str(path)),
-        _ended(path, contents, recorded),
+        index.header,
+        read_prompt(record.fields, uid=key.uid),
+        read_steps(index.trajectories[key], read),
+        KnownContents(RecordedMedia(index.media, read), str(path)),
+        read_finished(path, _AllBut(key)).get(key),
     )
 
 
-def _ended(path: Path, contents: Contents, recorded: Recorded) -> Trajectory | None:
-    if recorded.end is None:
-        return None
-    ended = [each for each in contents.trajectories.values() if each.end is not None]
-    return ended_trajectories(path)[ended.index(recorded)]
+class _AllBut:
+    """Contains every key but one."""
+
+    def __init__(self, key: Key) -> None:
+        self._key = key
+
+    def __contains__(self, key: object) -> bool:
+        return key != self._key
 
 
 async def replay(
@@ -216,15 +220,15 @@ async def _run(
     template, key = services.template, record.key
     reader = TurnReader(template, services.parser, record.header.schemas)
 
-    def calls_in(ids: array[int]) -> str:
-        return said_calls(reader.turn(ids, None, in_reasoning=False).calls)
+    def parse_calls(ids: array[int]) -> Sequence[ToolCall | InvalidToolCall]:
+        return reader.turn(ids, None, in_reasoning=False).calls
 
     log = ReplayLog(
-        record.entries,
+        record.steps,
         record.ended,
-        whole=record.media.whole,
+        restore=record.media.whole,
         decode=template.decode,
-        calls_in=calls_in,
+        parse_calls=parse_calls,
         on_step=on_step,
         on_departure=lambda: member.cancel(DEPARTED),
     )

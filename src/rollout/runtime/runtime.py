@@ -13,7 +13,8 @@ import attrs
 
 from rollout.bridge import loop_clock
 from rollout.engine.channel.operations import ALL_TAGS
-from rollout.errors import RolloutError, SourceEnded
+from rollout.errors import RolloutError
+from rollout.journal.call_log import CallLog
 from rollout.limits import Deadline
 from rollout.observe.loop_lag import LoopLag
 from rollout.runtime.calls import GroupStream, SleepBetweenBatches, StepCount, number_rows
@@ -28,14 +29,14 @@ from rollout.scheduling.batch_call import (
 )
 from rollout.scheduling.call_arguments import check_call, check_groups, check_target
 from rollout.scheduling.group_call import get_result, make_group_call
-from rollout.scheduling.journal.group_log import GroupLog
 from rollout.scheduling.prompts import check_names, check_prompts
+from rollout.scheduling.run_log import RunLog
 from rollout.scheduling.scheduler import Scheduler
 from rollout.scopes import open_task_group
 from rollout.worker_threads import may_leave_loop, run_in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 
     from anyio.abc import TaskGroup
     from anyio.streams.memory import MemoryObjectReceiveStream
@@ -47,11 +48,10 @@ if TYPE_CHECKING:
     from rollout.config import GroupPolicy, RolloutConfig
     from rollout.engine.pool.pool import EnginePool
     from rollout.engine.weights import UpdateMode, WeightSource
+    from rollout.journal.journal import Journal
     from rollout.observe.explanation import Explanation
     from rollout.observe.tally import Tally
     from rollout.runtime.measuring import BatchWindow
-    from rollout.scheduling.journal.entries import PromptEntry
-    from rollout.scheduling.journal.journal import Journal
     from rollout.scheduling.member_group import MemberGroup
     from rollout.scheduling.sources import Source
     from rollout.scheduling.trajectory import TrajectoryRunner
@@ -108,6 +108,7 @@ class RolloutRuntime:
         self._lag = LoopLag(services.events)
         self._watch = BatchWatch(services.events, services.engines, self._lag, tally)
         self._steps, self._clock = StepCount(), loop_clock()
+        has_group_reward = runner.rewarding.functions.group is not None
         self._scheduler = Scheduler(
             config,
             runner,
@@ -115,7 +116,7 @@ class RolloutRuntime:
             run_seed,
             self.admission.limiter,
             lambda job: self._tasks.start_soon(job),  # noqa: PLW0108  (there is no group yet)
-            GroupLog(journal, has_group_reward=runner.rewarding.functions.group is not None),
+            RunLog() if journal is None else CallLog(journal, has_group_reward=has_group_reward),
         )
         self._tasks: TaskGroup
         self._is_closing = False
@@ -179,9 +180,7 @@ class RolloutRuntime:
                 with suppress(Exception):
                     await self._collation.attach(error, rows, window, "packed")
                 raise
-        if self._journal is not None:
-            logs = [member.log for member in call.members if member.log is not None]
-            self._journal.delivered([log.key for log in logs if not log.is_taken])
+        self._scheduler.log.note_delivery(call.members)
         return batch
 
     @asynccontextmanager
@@ -282,7 +281,7 @@ class RolloutRuntime:
                 call.note_missing(groups - len(found))
             failure = await call.record_delivery(found)
             if len(found) < groups:
-                call.note_source_end(is_recorded=isinstance(error, SourceEnded))
+                call.note_source_end()
             error = error or failure
             if error is None:
                 return batch
@@ -487,16 +486,15 @@ class RolloutRuntime:
         is_long = isinstance(prompts, Sized) and len(prompts) * samples > MANY_MEMBERS
         with self._steps.counted(step) as step:
             make = partial(self._make_groups, prompts, samples, step, validate)
-            groups, prompt_entries = await run_in_thread(make) if is_long else make()
+            groups, record_prompts = await run_in_thread(make) if is_long else make()
         self._refuse_when_closed()
-        if self._journal is not None:
-            self._journal.put_all(prompt_entries)
+        record_prompts()
         return groups, step, deadline
 
     def _make_groups(
         self, prompts: Sequence[Prompt], samples: int, step: int, validate: bool
-    ) -> tuple[list[MemberGroup], list[PromptEntry]]:
-        """Those of a call, once its prompts are known to be good; and what is written of them."""
+    ) -> tuple[list[MemberGroup], Callable[[], None]]:
+        """Those of a call, once its prompts are known to be good; and what records these."""
         uids, services = check_prompts(prompts), self.services
         check_names(prompts, self.config.agent, services.tools.names, services.interactions)
         groups = make_groups(
@@ -508,7 +506,7 @@ class RolloutRuntime:
             validate=validate,
         )
         members = [member for group in groups for member in group.waiting]
-        return groups, [] if self._journal is None else self._journal.enrol(members)
+        return groups, self._scheduler.log.enrol_batch(members)
 
     def _refuse_when_closed(self) -> None:
         if self._is_closing:

@@ -146,7 +146,7 @@ class BatchCall(Call):
 
     async def _wait_until_written(self, ended: Sequence[Ended]) -> bool:
         """Wait for the journal; False where it cannot be written, which is an error in the end."""
-        unwritten = await self._log.until_written(
+        unwritten = await self._log.wait_written(
             ended, self.deadline.at, lambda: self.is_closed or self._is_leaving
         )
         self._unwritten = unwritten or self._unwritten

@@ -262,7 +262,7 @@ class Call:
 
     def _find_recorded(self, member: Member) -> Trajectory | None:
         """Return a member's trajectory, where the journal has it."""
-        return self._log.recorded(member)
+        return self._log.find_trajectory(member)
 
     async def _finish_recorded(self, member: Member, trajectory: Trajectory) -> None:
         """End a member with its trajectory from the journal; its agent is not run."""
@@ -348,7 +348,7 @@ class Call:
                 trajectory.trainable = False
         is_counted = not (is_surplus or is_again)
         if is_counted:
-            self._log.ended(member, trajectory)  # first: it fails what it cannot write
+            self._log.note_end(member, trajectory)  # first: it fails what it cannot write
         self._tally.outcomes[trajectory.outcome] += 1
         self._bad.add(trajectory, is_free=not is_counted)
         if self._events.is_on:
@@ -377,7 +377,7 @@ class Call:
         """Drop a complete group, or have it rewarded and handed over."""
         try:
             if self.groups.is_to_drop(group):
-                self._log.unwanted(group)
+                self._log.note_dropped(group)
                 self.groups.drop(group)
                 self._emit_group_ended(wanted, "dropped")
             elif await self._reward(group, wanted):
@@ -401,7 +401,7 @@ class Call:
                     del self._rewards[group]
             if scope.cancelled_caught:
                 return False
-        self._log.rewarded(group.ended)  # it fails those that it cannot write
+        self._log.note_rewards(group.ended)  # it fails those that it cannot write
         return True
 
     async def _hand_over(self, group: MemberGroup, wanted: Sequence[Ended]) -> None:

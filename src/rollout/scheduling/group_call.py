@@ -46,6 +46,7 @@ class GroupCall(Call):
 
     Attributes:
         source: Where its prompts come from.
+        is_replayed: It returned in an earlier process: what it delivered then is all it has.
         taken_names: Uids of groups that it has adopted.
         selection: What it took of what it had run.
     """
@@ -56,10 +57,13 @@ class GroupCall(Call):
         groups: Groups,
         source: PromptSource,
         accept: Accept | None,
+        *,
+        is_replayed: bool,
         **options: Any,
     ) -> None:
         super().__init__(scheduler, groups, **options)
         self.source, self._queue, self._accept = source, scheduler.queue, accept
+        self.is_replayed = is_replayed
         self.taken_names: set[str] = set()
         self.selection = Selection(by_group=scheduler.rewards_groups)
         self._count_of_ended = 0
@@ -101,7 +105,7 @@ class GroupCall(Call):
                 raise self.failure
             if self.groups.is_complete:
                 if not self._is_leaving:  # else its caller has left, and learns nothing
-                    self.note_source_end(is_recorded=not self._is_cancelled)
+                    self.note_source_end()
                 return None
             with anyio.move_on_after(HINT_S) as scope:
                 await self._changed.wait()
@@ -139,12 +143,12 @@ class GroupCall(Call):
         """
         new = [group for group in groups if not group.delivery]  # else a caller was cancelled
         ended = [each for group in new for each in group.choose(self.groups.wanted.members)]
-        number = self._log.delivered(ended, self.step)
+        number = self._log.note_delivery([each.member for each in ended], self.step)
         for group in new:
             group.delivery = number
         try:
             last = max((group.delivery for group in groups), default=0)
-            return await self._log.kept(last, self.deadline.at)
+            return await self._log.wait_delivery(last, self.deadline.at)
         except BaseException:
             self.take_back(groups)
             raise
@@ -157,20 +161,13 @@ class GroupCall(Call):
 
     def note_missing(self, missing: int) -> None:
         """Record that the caller gets so many groups fewer than it wanted, and no error."""
-        self._log.returns_short(self.step, missing)
+        self._log.note_missing(self.step, missing)
 
-    def note_source_end(self, *, is_recorded: bool) -> None:
-        """Forget a source that is over, as the caller learns now: given again, it begins again.
-
-        Args:
-            is_recorded: Whether a resumed run is to end the call at this point as well.
-        """
-        source = self.source
-        if source.is_over and not self._has_noted_end:
+    def note_source_end(self) -> None:
+        """Forget a source that is over, as the caller learns now: given again, it begins again."""
+        if self.source.is_over and not self._has_noted_end:
             self._has_noted_end = True
-            self._queue.forget(source)
-            if is_recorded and not source.is_replayed:
-                self._log.source_ended(source, self.step)
+            self._queue.forget(self.source)
 
     def metrics(self) -> dict[str, float]:
         """See `Selection`."""
@@ -215,6 +212,20 @@ class GroupCall(Call):
 
     # Where members come from.
 
+    async def admit(self) -> None:
+        """See `Call.admit`."""
+        await self._pull_again()
+        await super().admit()
+
+    async def _pull_again(self) -> None:
+        """Bring the source of a resumed call where it stood: the journal has what it gave then."""
+        source = self.source
+        for _ in range(self._log.count_pulls(self.step)):
+            if source.can_pull and source.failure is None:
+                self._queue.ask(source, self.step)
+            while source.is_pulling:
+                await self._changed.wait()
+
     async def _find_next_member(self) -> Member | None:
         while True:
             member = self.groups.next_member()
@@ -227,7 +238,7 @@ class GroupCall(Call):
                 if self.groups.wants_group and self.source.can_pull:
                     await self._runs.wait_for_slot()
                     if not self._pull_wait.cancel_called:  # else nothing may be as it was
-                        self._queue.ask(self.source)
+                        self._queue.ask(self.source, self.step)
                 await anyio.sleep_forever()
 
     def _adopt_one(self) -> bool:
@@ -264,7 +275,9 @@ class GroupCall(Call):
         if source.failure is not None and not self.groups.has_all:  # else the next call fails
             error, source.failure = source.failure, None
             self._fail(error)
-        elif source.is_over and self.groups.wants_group and not source.is_pulling:
+        elif not self.groups.wants_group or source.is_pulling:
+            return
+        elif source.is_over or self.is_replayed:
             self.groups.stop_pulling()
             self.change()
 
@@ -307,9 +320,7 @@ class GroupCall(Call):
 
     async def _hand_over(self, group: MemberGroup, wanted: Sequence[Ended]) -> None:
         # Nothing is delivered before the journal has it.
-        failure = await self._log.until_written(
-            wanted, self.deadline.at, lambda: self._ends_rewards
-        )
+        failure = await self._log.wait_written(wanted, self.deadline.at, lambda: self._ends_rewards)
         if failure is not None:
             self._fail(failure)
         result = Group.of(group.uid, group.prompt, [each.trajectory for each in wanted])
@@ -322,7 +333,7 @@ class GroupCall(Call):
         if is_accepted:
             self.groups.accept(group)
         else:
-            self._log.unwanted(group)
+            self._log.note_dropped(group)
             self.groups.refuse(group, _describe_refusal(result, self._accept))
 
     def _call_accept(self, group: Group) -> bool | None:
@@ -409,12 +420,16 @@ def make_group_call(
         refills=config.scheduling.max_retries if policy.refill_failed else 0,
         staleness=staleness,
     )
-    # The call of this step was told before that it had ended, or returned without some groups.
-    missing, prompts = scheduler.log.missing_in(step), scheduler.queue.find_source(source)
-    if scheduler.log.has_ended(step) or missing is not None:
-        prompts = scheduler.queue.end_source(prompts)
+    missing, prompts = scheduler.log.take_missing(step), scheduler.queue.find_source(source)
     found = Groups(wanted, lambda: engines.weight_version)
     found.counts["dropped"] = missing or 0
     return GroupCall(
-        scheduler, found, prompts, accept, step=step, deadline=deadline, group_s=policy.group_s
+        scheduler,
+        found,
+        prompts,
+        accept,
+        step=step,
+        deadline=deadline,
+        group_s=policy.group_s,
+        is_replayed=missing is not None,
     )

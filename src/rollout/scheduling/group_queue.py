@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from rollout.scheduling.journal.pulled_before import name_at
+from rollout.agents.identity import named
 from rollout.scheduling.member_group import MemberGroup
 from rollout.scheduling.prompts import check_prompt
 from rollout.scheduling.sources import PromptSource
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from rollout.containment import Containment
     from rollout.observe.tally import Tally
-    from rollout.scheduling.journal.group_log import GroupLog
-    from rollout.scheduling.journal.pulled_before import PulledBefore
+    from rollout.scheduling.recorded import RecordedGroup
+    from rollout.scheduling.run_log import RunLog
     from rollout.worker_threads import WorkerThreads
 
 #: Sources whose position is known; of more, the one used longest ago is closed.
@@ -31,11 +31,13 @@ class QueueUser(Protocol):
 
     Attributes:
         step: The trainer's.
+        is_replayed: What it delivered in an earlier process is all that it has.
         source: Where its prompts come from.
         taken_names: Uids of groups that it has.
     """
 
     step: int
+    is_replayed: bool
     source: PromptSource
     taken_names: set[str]
 
@@ -47,7 +49,7 @@ class GroupQueue:
     """Groups that were pulled and that no call has, and the sources of more.
 
     Args:
-        log: The journal of groups.
+        log: The journal.
         start: Starts a task of the runtime's.
         samples: Members of a group.
 
@@ -59,7 +61,7 @@ class GroupQueue:
 
     def __init__(
         self,
-        log: GroupLog,
+        log: RunLog,
         threads: WorkerThreads,
         containment: Containment,
         tally: Tally,
@@ -73,7 +75,7 @@ class GroupQueue:
         self._log, self._run_seed, self._samples = log, run_seed, samples
         self._threads, self._start = threads, start
         self._containment, self._tally = containment, tally
-        self._pulled = log.pulled
+        self._pulled = log.pull_count
         self._sources: dict[int, PromptSource] = {}
         #: What the journal says that the calls which run had before; they take it first of all.
         self._delivered_before: list[MemberGroup] = []
@@ -82,13 +84,8 @@ class GroupQueue:
 
     def add_call(self, call: QueueUser) -> None:
         """Note a call that begins, and queue the groups that the journal has for its step."""
-        if not self.calls:  # else those may have groups that are not queued here
-            left = {group.source.number for group in self.leftovers}
-            self._log.expect_no_lists_before(call.step, left)
-        self._delivered_before += map(self._restore, self._log.given_in(call.step))
-        if not call.source.is_replayed:
-            names = {group.uid for group in (*self._delivered_before, *self.leftovers)}
-            self.keep([*map(self._restore, self._log.given_in_none(names))])
+        self._delivered_before += map(self._restore, self._log.take_delivered(call.step))
+        self.keep([*map(self._restore, self._log.take_left(call.step))])
         self.calls[call] = call.source.users[call] = None
 
     def remove_call(self, call: QueueUser) -> None:
@@ -103,13 +100,12 @@ class GroupQueue:
         One with a uid of its own that the call has already is left for a later call.
         """
         for group in self._delivered_before:
-            if group.before is not None and group.before.step == call.step:
+            if group.before is not None and group.before.delivered_in == call.step:
                 self._delivered_before.remove(group)
                 return group
-        source = call.source
-        if source.is_replayed:
+        if call.is_replayed:
             return None
-        for store in (self.leftovers, source.pulled):  # what is left was pulled before
+        for store in (self.leftovers, call.source.pulled):  # what is left was pulled before
             for group in store:
                 is_named = group.is_begun or group.waiting or group.before is not None
                 if not (is_named and group.uid in call.taken_names):
@@ -132,17 +128,18 @@ class GroupQueue:
             count += 1
             group.prompt = msgspec.structs.replace(group.prompt, uid=f"{uid}@{count}")
         call.taken_names.add(group.uid)
-        step = call.step if group.before is None else group.before.entry.step
+        step = call.step if group.before is None else group.before.step
         group.add_members(self._samples, step=step, run_seed=self._run_seed)
         self._log.enrol(group)
 
-    def _restore(self, before: PulledBefore) -> MemberGroup:
-        source, pulled = self._make_ended_source(()), before.entry.pulled or ""
-        source.number, source.is_used_up = before.entry.source, before.entry.is_last
+    def _restore(self, before: RecordedGroup) -> MemberGroup:
+        source = self._make_source(())
+        source.is_over = True
+        if before.call is None:  # no member of it began
+            prompt = named(before.prompt, f"prompt-{before.number}")
+            return MemberGroup(before.number, prompt, source)
         version = before.version
-        return MemberGroup(
-            before.number, before.prompt, source, version=version, pulled=pulled, before=before
-        )
+        return MemberGroup(before.number, before.prompt, source, version=version, before=before)
 
     # Sources.
 
@@ -156,40 +153,33 @@ class GroupQueue:
                 self.forget(each)
         return source
 
-    def end_source(self, source: PromptSource) -> PromptSource:
-        """Return a source without prompts, where the journal says that a caller got its end."""
-        return self._make_ended_source(source.given, is_replayed=True)
-
     def forget(self, source: PromptSource) -> None:
         """Close a source and forget its position: given again, it begins again."""
         if self._sources.get(id(source.given)) is source:  # else it has begun again already
             del self._sources[id(source.given)]
         source.close()
 
-    def ask(self, source: PromptSource) -> None:
-        """Ask a source for one prompt, if it is not being asked."""
+    def ask(self, source: PromptSource, step: int) -> None:
+        """Ask a source for one prompt, if it is not being asked.
+
+        Args:
+            step: Of the call that wants it.
+        """
         if not source.is_pulling:
+            source.step = step
             source.ask(self._start, self._containment, self._tally)
 
     def _make_source(self, given: Any) -> PromptSource:
         return PromptSource(given, self._threads, self._read, self._note_pull)
 
-    def _make_ended_source(self, given: Any, *, is_replayed: bool = False) -> PromptSource:
-        source = self._make_source(given)
-        source.is_over, source.is_replayed = True, is_replayed
-        return source
-
     def _read(self, prompt: Any, source: PromptSource) -> MemberGroup | None:
         """Make a group of a prompt that was pulled; None where the journal has it."""
-        position = source.count - 1
-        check_prompt(prompt, f"source: prompt {position}")
-        if self._log.is_repeated(prompt, source, position):
+        number, where = self._pulled, f"source: prompt {source.count - 1}"
+        check_prompt(prompt, where)
+        if not self._log.note_pull(number, prompt, source.step, where):
             return None
-        number, self._pulled = self._pulled, self._pulled + 1
-        name = name_at(prompt, position)
-        if prompt.uid is None:  # `name_at` would give prompts of two sources one name
-            prompt = msgspec.structs.replace(prompt, uid=f"prompt-{number}")
-        return MemberGroup(number, prompt, source, pulled=name)
+        self._pulled += 1
+        return MemberGroup(number, named(prompt, f"prompt-{number}"), source)
 
     def _note_pull(self, source: PromptSource) -> None:
         self._release(source)

@@ -327,7 +327,7 @@ class Groups:
         groups = self.wanted.groups
         taken = [self._ready.popleft() for _ in range(min(len(self._ready), groups or 0))]
         self.consumed += len(taken)
-        return sorted(taken, key=lambda group: group.row)
+        return sorted(taken, key=lambda group: group.number)
 
     def take_back(self, groups: Sequence[MemberGroup]) -> bool:
         """Make groups ready again that the consumer did not get; False where the call was left."""

@@ -12,9 +12,7 @@ import attrs
 from rollout.agents.identity import Identity, named
 from rollout.chat.group import Group
 from rollout.limits import Clock, Deadline
-from rollout.scheduling.journal.entries import Key
-from rollout.scheduling.journal.pulled_before import PulledBefore
-from rollout.scheduling.journal.trajectory_log import TrajectoryLog
+from rollout.scheduling.recorded import MemberLog, RecordedGroup
 from rollout.types import Outcome, Prompt
 
 if TYPE_CHECKING:
@@ -50,7 +48,7 @@ class Member:
         clock: Its limits, once it has a slot.
         is_carried: It is carried to the next call: its task waits, without a slot.
         is_finished: Whether it has its outcome.
-        log: Its journal; None where there is none.
+        log: Its part of the journal; None where there is none.
         concluding_since: When its agent ended, or its trajectory began to wait for others of its
             group, on the loop's clock; None before.
         batch: Number of the call that admitted it, for events.
@@ -68,7 +66,7 @@ class Member:
     clock: Clock | None = None
     is_carried: bool = False
     is_finished: bool = False
-    log: TrajectoryLog | None = None
+    log: MemberLog | None = None
     concluding_since: float | None = None
     batch: int = 0
     began: float | None = None
@@ -179,9 +177,7 @@ class MemberGroup:
         is_shared: Whether several members begin with its prompt.
         refills: How often each member was restarted.
         result: What its consumer gets, once it is judged.
-        pulled: Its uid as its source gave it; see `name_at`.
         before: What the journal has of it from an earlier process.
-        key: Of one of its members in the journal; None while it is not there.
         delivery: Number of the journal's record that this call gives it to its caller; 0: none.
         known: Of its members that have ended, as many as had before its call adopted it.
     """
@@ -198,9 +194,7 @@ class MemberGroup:
     is_shared: bool = False
     refills: dict[int, int] = attrs.field(factory=dict)
     result: Group | None = None
-    pulled: str = ""
-    before: PulledBefore | None = None
-    key: Key | None = None
+    before: RecordedGroup | None = None
     delivery: int = 0
     known: int = 0
     _deadline: Deadline | None = None
@@ -213,12 +207,6 @@ class MemberGroup:
     def uid(self) -> str:
         """The prompt's."""
         return self.prompt.uid or ""
-
-    @property
-    def row(self) -> int:
-        """What sorts it among the rows of a call."""
-        given = None if self.before is None else self.before.row
-        return self.number if given is None else given
 
     @property
     def is_complete(self) -> bool:
@@ -238,7 +226,7 @@ class MemberGroup:
     @property
     def was_delivered(self) -> bool:
         """Whether an earlier process gave it to its caller."""
-        return self.before is not None and self.before.step is not None
+        return self.before is not None and self.before.delivered_in is not None
 
     @property
     def is_carried(self) -> bool:
@@ -347,8 +335,7 @@ class MemberGroup:
 
     def restart(self) -> MemberGroup:
         """Make a group of the same prompt, without members, as it was when it was pulled."""
-        key = self.key if self.before is None else self.before.key
-        return MemberGroup(self.number, self.prompt, self.source, pulled=self.pulled, key=key)
+        return MemberGroup(self.number, self.prompt, self.source)
 
 
 def _get_number(ended: Ended) -> int:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from rollout.chat.trajectory import Trajectory
     from rollout.limits import Deadline
-    from rollout.scheduling.journal.group_log import GroupLog
     from rollout.scheduling.member_group import Member
+    from rollout.scheduling.run_log import RunLog
     from rollout.scheduling.trajectory import TrajectoryRunner
 
 #: Reason of those that nobody takes, because the call itself was cancelled.
@@ -36,7 +36,7 @@ class MemberRuns:
 
     Args:
         start: Starts a task of the runtime's: carried members outlive the call that started them.
-        log: The journal of groups.
+        log: The journal.
 
     Attributes:
         limiter: Members take their slots from it.
@@ -48,7 +48,7 @@ class MemberRuns:
         runner: TrajectoryRunner,
         limiter: anyio.CapacityLimiter,
         start: Callable[..., object],
-        log: GroupLog,
+        log: RunLog,
     ) -> None:
         self.limiter = limiter
         self.live: dict[Member, None] = {}
@@ -132,7 +132,7 @@ class MemberRuns:
         """Note the end of a member whose group no call has."""
         member.is_finished = True
         member.group.record_end_between_calls(Ended(0, member, trajectory))
-        self._log.ended(member, trajectory)
+        self._log.note_end(member, trajectory)
         self._tally.outcomes[trajectory.outcome] += 1
         if self._events.is_on:
             emit_ended(self._events, member, trajectory)

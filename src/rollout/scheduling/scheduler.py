@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from rollout.config import RolloutConfig
-    from rollout.scheduling.journal.group_log import GroupLog
     from rollout.scheduling.member_group import Ended, MemberGroup
+    from rollout.scheduling.run_log import RunLog
     from rollout.scheduling.trajectory import TrajectoryRunner
     from rollout.worker_threads import WorkerThreads
 
@@ -68,7 +68,7 @@ class Scheduler:
         runs: The slots and tasks of members.
         queue: Groups that no call has.
         calls: Those that are open.
-        log: The journal of groups.
+        log: The journal.
         rewards_groups: Whether groups have a reward.
     """
 
@@ -80,7 +80,7 @@ class Scheduler:
         run_seed: int,
         limiter: anyio.CapacityLimiter,
         start: Callable[..., object],
-        log: GroupLog,
+        log: RunLog,
     ) -> None:
         services = runner.services
         self.config, self.engines, self.log = config, services.engines, log
@@ -139,7 +139,7 @@ class Scheduler:
         leftovers[:] = [group for group in leftovers if not group.is_carried]
         if reason == DISCARDED:
             for group in groups:
-                self.log.unwanted(group)
+                self.log.note_dropped(group)
         waiting = [member for group in groups for member in group.waiting]
         carried = [each for each in waiting if each.is_carried and not each.is_finished]
         cancel_members(carried, reason)

@@ -81,11 +81,7 @@ class PromptSource:
         is_over: Whether it has given all that it has.
         failure: What it raised, until a call ends with that.
         is_pulling: Whether a pull is under way.
-        number: Its own in a journal; None where it has none.
-        is_replayed: It stands for one whose end an earlier process told the caller: what that had
-            is all that there is.
-        is_beyond: Whether it has given what the journal does not have.
-        is_used_up: Whether it has given all of it, and is a sequence, or has items by number.
+        step: Of the call that asked it last.
     """
 
     def __init__(
@@ -101,8 +97,7 @@ class PromptSource:
         self.users: dict[Any, None] = {}
         self.is_over = self.is_pulling = False
         self.failure: BaseException | None = None
-        self.number: int | None = None
-        self.is_replayed = self.is_beyond = self.is_used_up = False
+        self.step = 0
         self._threads, self._read, self._changed = threads, read, changed
         self._iterator: Any = None
         #: Of an async source: what runs its task, and is set to have that pull once more.
@@ -147,7 +142,6 @@ class PromptSource:
             if group is not None:
                 self.pulled.append(group)
             if is_last:
-                self.is_used_up = True
                 self._end()
         except BaseException as error:  # loaders in other languages raise what is no Exception
             is_sync = not isinstance(self.given, AsyncIterable)

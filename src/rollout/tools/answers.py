@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 
 from rollout.tools.results import ToolResult
-
-#: Stateful tools that were called; and nothing, in the place of states of others.
-States = tuple[Sequence[str], Mapping[str, Any]]
 
 
 class Answers(msgspec.Struct, gc=False):

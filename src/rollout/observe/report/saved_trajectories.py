@@ -18,7 +18,7 @@ from rollout.errors import RolloutError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rollout.scheduling.journal.entries import Key
+    from rollout.journal.records import Key
 
 logger = logging.getLogger("rollout.observe")
 
@@ -179,9 +179,9 @@ class TrajectoryLines:
             return []
         self._journal_size = size
         from rollout.batch.records import trajectory_line
-        from rollout.scheduling.journal.ended_trajectories import ended_by_key
+        from rollout.journal.finished import read_finished
 
-        new = ended_by_key(journal, self._from_journal)
+        new = read_finished(journal, self._from_journal)
         self._from_journal.update(new)
         return [
             _with_key(trajectory_line(each, None).rstrip(b"\n"), key) for key, each in new.items()

@@ -1,0 +1,230 @@
+"""The log of a trajectory that runs again on its record alone, and where it departs from it."""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import anyio.lowlevel
+
+from rollout.errors import RolloutError
+from rollout.journal.records import ResultsRecord, TurnRecord
+from rollout.journal.trajectory_log import (
+    RecordedAnswers,
+    fill_generation,
+    find_calls_question,
+    find_turn_question,
+    read_results,
+)
+from rollout.limits import AGENT_TIMEOUT
+from rollout.types import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rollout.agents.turn_log import Question
+    from rollout.chat.trajectory import Trajectory
+    from rollout.engine.pool.generation import Generation
+    from rollout.medium import Media
+    from rollout.token_prefix import TokenPrefix
+    from rollout.tools.answers import Answers
+    from rollout.types import InvalidToolCall, ToolCall
+
+#: Tokens that are shown of a context, from its end; characters of calls.
+_TAIL, _SHOWN = 24, 300
+
+
+class Departed(RolloutError):
+    """A replayed trajectory asks what its record has no answer to; it ends by that."""
+
+
+class ReplayStep(NamedTuple):
+    """A question of the agent that the record answered.
+
+    Attributes:
+        number: From 1.
+        what: It and its answer, in words.
+    """
+
+    number: int
+    what: str
+
+
+class ReplayLog:
+    """Answers from the record alone; a `MemberLog`.
+
+    Args:
+        records: Turns and tool results, in order.
+        recorded: The trajectory as it ended; None where it had not.
+        restore: Gives a medium of the record its content.
+        decode: Ids to text.
+        parse_calls: Ids of a turn to its calls.
+        on_step: Called with each step.
+        on_departure: Called when the record has no answer, before `Departed` is raised.
+
+    Attributes:
+        steps: How many questions were answered.
+        departure: What was asked that the record has not, and what it has; "" while nothing was.
+        is_beyond: The record ended before the agent, and nothing of the agent's had ended it.
+    """
+
+    has_answers = True
+
+    def __init__(
+        self,
+        records: Sequence[TurnRecord | ResultsRecord],
+        recorded: Trajectory | None,
+        *,
+        restore: Callable[[Media], Media],
+        decode: Callable[[array[int]], str],
+        parse_calls: Callable[[array[int]], Sequence[ToolCall | InvalidToolCall]],
+        on_step: Callable[[ReplayStep], object],
+        on_departure: Callable[[], object],
+    ) -> None:
+        self.steps = 0
+        self.departure, self.is_beyond = "", False
+        self._records, self._recorded = list(records), recorded
+        self._restore, self._decode, self._parse_calls = restore, decode, parse_calls
+        self._on_step, self._on_departure = on_step, on_departure
+        self._calls: Sequence[ToolCall | InvalidToolCall] = ()  # asked about just now
+
+    def begin(self) -> None:
+        """Begin at the start of the agent."""
+        self._left, self._answers = list(self._records), RecordedAnswers(self._records)
+
+    async def recall_turn(
+        self, prefix: TokenPrefix, seed: int, generation: Generation
+    ) -> float | None:
+        """See `TurnLog`.
+
+        Raises:
+            Departed: The record has no such turn.
+        """
+        await anyio.lowlevel.checkpoint()
+        known = self._take(TurnRecord, find_turn_question(prefix, seed))
+        if known is None:
+            raise self._depart(f"asks the model after {self._show_context(prefix.ids)}")
+        self._note_step(f"{_name_turn(known)}: {len(known.ids) // 4} tokens, {known.finish_reason}")
+        return fill_generation(generation, known)
+
+    def asked(
+        self, prefix: TokenPrefix, calls: Sequence[ToolCall | InvalidToolCall]
+    ) -> Question | None:
+        """See `TurnLog`."""
+        self._calls = calls
+        question = find_calls_question(prefix, calls)
+        if question is None:
+            raise self._depart(f"calls tools with what no record can hold: {show_calls(calls)}")
+        return question
+
+    async def recall_answers(self, asked: Question, segment: str) -> Answers | None:
+        """See `TurnLog`.
+
+        Raises:
+            Departed: The record has no such calls.
+        """
+        calls = self._calls  # between these and their results nothing else runs
+        known = self._take(ResultsRecord, asked, segment)
+        if known is None:
+            raise self._depart(f"calls tools after {asked[0]} tokens: {show_calls(calls)}")
+        self._note_step(f"calls after {_name_turn(known, -1)}: {show_calls(calls)}")
+        await anyio.lowlevel.checkpoint()
+        return read_results(known, self._restore)
+
+    async def room(self) -> None:
+        """See `TurnLog`."""
+
+    async def kept(self) -> None:
+        """See `TurnLog`."""
+
+    def note_turn(self, *_: Any) -> bool:
+        """See `TurnLog`; nothing is new here."""
+        return False
+
+    note_answers = note_turn
+
+    def compare(self, trajectory: Trajectory) -> None:
+        """Check that the record ends where the agent has ended, and in the same way."""
+        recorded = self._recorded
+        if self.departure or self.is_beyond:
+            return
+        if self._left:
+            self._depart(f"the agent ends here ({describe_end(trajectory)})")
+        elif recorded is not None and _ended_itself(recorded):
+            ends = [(each.outcome, each.reason) for each in (trajectory, recorded)]
+            ids = [[t.prefix.ids for t in each.transcripts] for each in (trajectory, recorded)]
+            if ends[0] != ends[1]:
+                self._depart(f"ends as {describe_end(trajectory)}")
+            elif ids[0] != ids[1]:
+                self._depart("ends with other tokens")
+
+    def _take(self, kind: type, question: Question, segment: str | None = None) -> Any:
+        if self.departure or self.is_beyond:
+            raise Departed(self.departure or "the record has ended")
+        known = self._answers.take(kind, question, segment)
+        if known is not None:
+            self._left.remove(known)
+        return known
+
+    def _note_step(self, what: str) -> None:
+        self.steps += 1
+        self._on_step(ReplayStep(self.steps, what))
+
+    def _depart(self, asked: str) -> Departed:
+        recorded = self._recorded
+        if self._left or (recorded is not None and _ended_itself(recorded)):
+            self.departure = f"{asked}; the record has {self._show_next()}"
+        else:
+            self.is_beyond = True
+        self._on_departure()
+        return Departed(asked)
+
+    def _show_next(self) -> str:
+        if not self._left:
+            return "ended" + (f" as {describe_end(self._recorded)}" if self._recorded else "")
+        record = self._left[0]
+        length, digest, _ = record.question
+        if isinstance(record, ResultsRecord):
+            turns = [each for each in self._records if isinstance(each, TurnRecord)]
+            place = record.segment, record.turn - 1
+            ids = next((each.ids for each in turns if (each.segment, each.turn) == place), b"")
+            calls = show_calls(self._parse_calls(array("i", ids)))
+            return f"calls after {_name_turn(record, -1)}: {calls}"
+        for transcript in () if self._recorded is None else self._recorded.transcripts:
+            packed = transcript.prefix.packed(0, length)
+            if zlib.crc32(packed) == digest:
+                return f"{_name_turn(record)} after {self._show_context(array('i', packed))}"
+        return f"{_name_turn(record)} after {length} tokens"
+
+    def _show_context(self, ids: array[int]) -> str:
+        return f"{len(ids)} tokens, which end with {self._decode(ids[-_TAIL:])!r}"
+
+
+def _name_turn(record: TurnRecord | ResultsRecord, by: int = 0) -> str:
+    return f"turn {record.turn + by + 1} of {record.segment}"
+
+
+def show_calls(calls: Sequence[Any]) -> str:
+    """Show calls on a line."""
+    each = [
+        f"{call.name}({dict(call.arguments)})" if hasattr(call, "arguments") else f"{call.raw!r}"
+        for call in calls
+    ]
+    return ", ".join(each)[:_SHOWN] or "no call"
+
+
+def describe_end(trajectory: Trajectory) -> str:
+    """Say how a trajectory ended."""
+    cause = trajectory.cause
+    error = "" if cause is None else f"{cause.type}: {cause.message}"
+    why = ", ".join(each for each in (trajectory.reason, error) if each)
+    return f"{trajectory.outcome.value}{why and f' ({why})'}"
+
+
+def _ended_itself(trajectory: Trajectory) -> bool:
+    """Whether the agent's own steps led to its end, and no clock, engine or caller."""
+    is_cut = trajectory.outcome in (Outcome.DEADLINE, Outcome.CANCELLED)
+    if is_cut or trajectory.limit_source == AGENT_TIMEOUT:
+        return False
+    return trajectory.outcome is not Outcome.FAILED or trajectory.reason == "agent"

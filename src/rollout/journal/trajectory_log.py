@@ -1,0 +1,321 @@
+"""The journal of one trajectory: answers are written as they come, and given again on resume."""
+
+from __future__ import annotations
+
+import json
+import logging
+import zlib
+from collections import deque
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import anyio.lowlevel
+import msgspec
+from msgspec.structs import astuple
+
+from rollout.chat.media_records import contents_of, without_content
+from rollout.chat.plain_data import encoder, to_plain
+from rollout.journal.index import RecordedTrajectory, read_steps
+from rollout.journal.journal import Journal
+from rollout.journal.records import EndRecord, Key, ResultsRecord, TurnRecord
+from rollout.journal.trajectory_record import pack_end, unpack_end
+from rollout.journal.values import REFUSE, UNENCODABLE
+from rollout.medium import Media
+from rollout.tools import ToolResult
+from rollout.tools.answers import Answers
+from rollout.types import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from rollout.agents.turn_log import Question
+    from rollout.chat.trajectory import Trajectory
+    from rollout.engine.pool.generation import Generation
+    from rollout.token_prefix import TokenPrefix
+    from rollout.types import InvalidToolCall, Prompt, ToolCall
+
+logger = logging.getLogger("rollout.journal")
+
+#: Reasons of cancelled trajectories that are not finished by it: the runtime was closed, a signal
+#: ended `rollout run`, or a call had enough groups. A resumption continues them.
+UNFINISHED = frozenset(("closed", "interrupted", "surplus"))
+#: What the journal has of a new trajectory.
+NOTHING = RecordedTrajectory()
+
+Answer = TurnRecord | ResultsRecord
+
+
+class RecordedAnswers:
+    """Turns and tool results by their questions; each is given once."""
+
+    def __init__(self, records: Iterable[Answer]) -> None:
+        self._records: dict[tuple[type, Question], deque[Answer]] = {}
+        for each in records:
+            self._records.setdefault((type(each), each.question), deque()).append(each)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._records.values()))
+
+    def take(self, kind: type, question: Question, segment: str | None = None) -> Any:
+        """Take the next answer to a question, of this segment where there is one; None: none."""
+        found = self._records.get((kind, question))
+        if not found:
+            return None
+        record = next((each for each in found if each.segment == segment), found[0])
+        found.remove(record)
+        return record
+
+
+class TrajectoryLog(msgspec.Struct, eq=False):
+    """Answers by what was asked: the same question after the same tokens gets the same answer.
+
+    A resumed trajectory runs again from the start of its agent. Each question that it asked before
+    is answered from the journal, without an engine or a tool; the first one that is not known is a
+    new one. So conversations side by side resume in any order, and an agent that asks otherwise
+    than before has fewer answers.
+
+    Attributes:
+        key: Which trajectory it is.
+        recalled: How many answers were given again.
+        has_answers: Whether the journal had any.
+        number: Of the record of its end in this process; 0 where it has not ended.
+    """
+
+    key: Key
+    _journal: Journal
+    _recorded: RecordedTrajectory = NOTHING
+    _start: int = 0
+    recalled: int = 0
+    has_answers: bool = False
+    number: int = 0
+    _has_begun: bool = False
+    _latest: int = 0
+    _answers: RecordedAnswers | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether an earlier process finished it."""
+        return self._recorded.end is not None
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether a caller of an earlier process had it."""
+        return self._recorded.is_delivered
+
+    def read_end(self, prompt: Prompt, group: int) -> Trajectory | None:
+        """Read the trajectory, where the journal has it finished.
+
+        Args:
+            group: Its number in the call.
+        """
+        if self._recorded.end is None:
+            return None
+        record = self._journal.read(self._recorded.end)
+        assert isinstance(record, EndRecord)
+        packed = dict(record.ends)[self.key]
+        trajectory = unpack_end(packed, prompt, self._journal.make_readers(prompt))
+        if any(transcript.media for transcript in trajectory.transcripts):
+            self._journal.media.restore([trajectory])
+        trajectory.group = group
+        self._journal.counts.returned += 1
+        return trajectory
+
+    def begin(self) -> None:
+        """Begin an attempt from the start of the agent; the first one has what is recorded."""
+        recorded, counts = self._recorded, self._journal.counts
+        is_first, self._has_begun = not self._has_begun, True
+        if is_first and recorded.has_begun and not recorded.stateful:
+            counts.continued += 1
+            self._answers = RecordedAnswers(read_steps(recorded, self._journal.read))
+            self.has_answers = True
+            return
+        if is_first and not recorded.has_begun:
+            return
+        if is_first:
+            counts.restarted += 1
+            tools = ", ".join(sorted(recorded.stateful))
+            logger.info("%s starts from its beginning: the state of %s is lost", self.key, tools)
+        self._answers, self.has_answers = None, False
+        self._start += 1
+
+    async def recall_turn(
+        self, prefix: TokenPrefix, seed: int, generation: Generation
+    ) -> float | None:
+        """See `TurnLog`."""
+        await anyio.lowlevel.checkpoint()
+        known = self._take(TurnRecord, find_turn_question(prefix, seed))
+        return None if known is None else fill_generation(generation, known)
+
+    def _take(self, kind: type, question: Question, segment: str | None = None) -> Any:
+        known = None if self._answers is None else self._answers.take(kind, question, segment)
+        if known is not None:
+            self.recalled += 1
+            self._journal.counts.recalled += 1
+        return known
+
+    def note_turn(
+        self,
+        prefix: TokenPrefix,
+        seed: int,
+        segment: str,
+        turn: int,
+        generation: Generation,
+        seconds: float,
+    ) -> bool:
+        """See `TurnLog`."""
+        ids, log_probs = generation.packed()
+        record = TurnRecord(
+            self.key,
+            self._start,
+            segment,
+            turn,
+            find_turn_question(prefix, seed),
+            ids,
+            log_probs,
+            generation.versions,
+            generation.finish_reason,
+            generation.cached_tokens,
+            generation.resumes,
+            seconds,
+        )
+        if generation.top_count:
+            record.top = (generation.top_count, generation.top_ids, generation.top_log_probs)
+        if generation.expert_shape is not None:
+            shape, experts = generation.expert_shape, generation.routed_experts
+            record.experts = (*shape, generation.expert_room, experts)
+        self._latest = self._journal.put(record)
+        return self._journal.waits
+
+    def asked(
+        self, prefix: TokenPrefix, calls: Sequence[ToolCall | InvalidToolCall]
+    ) -> Question | None:
+        """See `TurnLog`."""
+        return find_calls_question(prefix, calls)
+
+    async def recall_answers(self, asked: Question, segment: str) -> Answers | None:
+        """See `TurnLog`."""
+        await anyio.lowlevel.checkpoint()
+        known = self._take(ResultsRecord, asked, segment)
+        return None if known is None else read_results(known, self._journal.media.whole)
+
+    def note_answers(
+        self,
+        asked: Question,
+        segment: str,
+        turn: int,
+        results: Sequence[ToolResult],
+        seconds: float,
+        stateful: Sequence[str],
+    ) -> bool:
+        """See `TurnLog`. Results that cannot be written are left out, and asked for again."""
+        try:
+            packed = [_pack_result(each, at) for at, each in enumerate(results)]
+            for medium in (m for each in results for m in chain(each.images, each.videos)):
+                self._journal.put_media({medium.digest: medium.content})
+            where = self.key, self._start, segment, turn, asked
+            self._latest = self._journal.put(ResultsRecord(*where, packed, seconds, stateful))
+        except UNENCODABLE as error:
+            self._journal.warn_of_results(error)
+            return False
+        return self._journal.waits
+
+    async def room(self) -> None:
+        """See `TurnLog`."""
+        await self._journal.wait_written(self._latest)
+
+    async def kept(self) -> None:
+        """See `TurnLog`."""
+        await self._journal.wait_written(self._latest)
+
+    def pack_end(self, trajectory: Trajectory) -> tuple[Key, bytes] | None:
+        """Pack a trajectory that has its outcome; None where a resumption is to continue it.
+
+        One that holds what cannot be written fails by that.
+        """
+        if trajectory.outcome is Outcome.CANCELLED and trajectory.reason in UNFINISHED:
+            return None
+        self._journal.put_media(contents_of([trajectory]))
+        if self._answers:
+            self._journal.counts.departed += 1
+            logger.warning(
+                "%s asked otherwise than before it was resumed: %d of its recorded answers were of "
+                "no use, and it continued after the %d before them",
+                self.key,
+                len(self._answers),
+                self.recalled,
+            )
+        self._answers = None
+        schemas = self._journal.make_readers(trajectory.prompt)(None).schemas
+        return self.key, pack_end(trajectory, schemas, self._journal.unwritable)
+
+    def delivered(self) -> None:
+        """Note that the caller has it."""
+        if not self.is_taken:
+            self._journal.note_delivery([self.key])
+
+
+def find_turn_question(prefix: TokenPrefix, seed: int) -> Question:
+    """Describe a turn that continues these tokens with this seed."""
+    return prefix.length, prefix.compute_sum(prefix.length), seed
+
+
+def find_calls_question(
+    prefix: TokenPrefix, calls: Sequence[ToolCall | InvalidToolCall]
+) -> Question | None:
+    """Describe calls that are made after these tokens; None where no record can hold them."""
+    try:
+        encoded = encoder.encode(calls)
+    except UNENCODABLE:
+        try:  # JSON has numbers of any size, and texts that UTF-8 cannot hold
+            encoded = json.dumps(msgspec.to_builtins(calls)).encode()
+        except UNENCODABLE:
+            return None
+    return prefix.length, prefix.compute_sum(prefix.length), zlib.crc32(encoded)
+
+
+def fill_generation(generation: Generation, known: TurnRecord) -> float:
+    """Fill a generation as it was; return the seconds that it took."""
+    generation.cached_tokens, generation.resumes = known.cached_tokens, known.resumes
+    if known.top is not None:
+        generation.top_count, generation.top_ids, generation.top_log_probs = known.top
+    if known.experts is not None:
+        layers, top_k, generation.expert_room, generation.routed_experts = known.experts
+        generation.expert_shape = (layers, top_k)
+    finish: Any = known.finish_reason
+    generation.recall(known.ids, known.log_probs, known.versions, finish)
+    return known.seconds
+
+
+#: What a result has besides its text, where that is all.
+_BARE = astuple(ToolResult())[1:]
+_RESULT_FIELDS = ("text", "data", "reward", "metrics", "is_error", "end_trajectory", "extra")
+
+
+def _pack_result(result: ToolResult, at: int) -> str | list[Any]:
+    if result.data is None and astuple(result)[1:] == _BARE:
+        return str(to_plain(str.__str__(result.text), f"answers[{at}].text"))
+    fields = [
+        REFUSE.pack_value(getattr(result, name), f"answers[{at}].{name}") for name in _RESULT_FIELDS
+    ]
+    if result.has_media:
+        fields += ([without_content(m) for m in each] for each in (result.images, result.videos))
+    return fields
+
+
+def read_results(known: ResultsRecord, restore: Callable[[Media], Media]) -> Answers:
+    """Read what tools answered.
+
+    Args:
+        restore: Gives a medium its content.
+    """
+    results = []
+    for fields in known.results:
+        if isinstance(fields, str):
+            results.append(ToolResult(fields))
+            continue
+        count = len(_RESULT_FIELDS)
+        own = dict(zip(_RESULT_FIELDS, fields[:count], strict=True))
+        for kind, media in zip(("images", "videos"), fields[count:], strict=False):
+            own[kind] = [restore(msgspec.convert(each, Media)) for each in media]
+        results.append(ToolResult(**own))
+    return Answers(results, known.seconds)

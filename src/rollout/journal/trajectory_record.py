@@ -1,0 +1,138 @@
+"""A finished trajectory as the bytes of an end record, and back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rollout.agents.kept_messages import KeptMessages, PackedMessages, TurnReader, pack_texts
+from rollout.chat.packed_trajectory import (
+    PackedTrajectory,
+    pack_message,
+    pack_trajectory,
+    unpack_message,
+    unpack_trajectory,
+)
+from rollout.chat.plain_data import NotPlainError, encoder, from_plain
+from rollout.errors import JournalError
+from rollout.journal.log_file import get_size_limit
+from rollout.journal.values import REFUSE, UNENCODABLE, Unwritable
+from rollout.types import Cause, Outcome, format_error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from rollout.chat.trajectory import Trajectory
+    from rollout.chat.transcript import Transcript
+    from rollout.types import Message, Prompt
+
+    #: Makes what reads messages, of tools with these schemas; None: those that the prompt offers.
+    MakeTurnReader = Callable[[Sequence[Mapping[str, Any]] | None], TurnReader]
+
+Schemas = list[dict[str, Any]]
+_conversation = tuple[PackedMessages, Schemas | None]
+_decoder = msgspec.msgpack.Decoder(PackedTrajectory, ext_hook=from_plain)
+
+#: Reason of a trajectory that fails because it holds what cannot be written.
+UNWRITABLE = "journal"
+
+
+def pack_end(
+    trajectory: Trajectory, schemas: Sequence[Mapping[str, Any]], unwritable: Unwritable
+) -> bytes:
+    """Pack a finished trajectory, without its prompt.
+
+    One that holds what cannot be written fails by that, and loses it: first what is no plain data
+    in its `extra` and `metrics`, then these and its messages.
+
+    Args:
+        schemas: Of the tools that its prompt offers.
+    """
+    for drop in (_drop_values, _drop_messages):
+        try:
+            return _encode(trajectory, schemas, unwritable)
+        except UNENCODABLE as error:
+            _fail(trajectory, error)
+            drop(trajectory)
+    return _encode(trajectory, schemas, unwritable)
+
+
+def _encode(
+    trajectory: Trajectory, schemas: Sequence[Mapping[str, Any]], unwritable: Unwritable
+) -> bytes:
+    segments = {id(each.transcript.prefix): at for at, each in enumerate(trajectory.segments)}
+
+    def pack_messages(messages: Sequence[Message]) -> tuple[PackedMessages, Schemas | None]:
+        if isinstance(messages, KeptMessages):  # their texts are in the tokens
+            packed = messages.packed(
+                segments, lambda each: pack_message(each, unwritable.pack_value)
+            )
+            if packed is not None:
+                own = messages.schemas
+                is_prompts = own is schemas or list(own) == list(schemas)
+                return packed, None if is_prompts else [dict(each) for each in own]
+        return pack_texts([pack_message(m, unwritable.pack_value) for m in messages]), None
+
+    record = pack_trajectory(trajectory, unwritable.pack_value, pack_messages)
+    try:
+        packed = encoder.encode(record)
+    except (OverflowError, UnicodeEncodeError):  # of a metric only the type was looked at
+        record.metrics = unwritable.pack_items(trajectory.metrics, "metrics")
+        packed = encoder.encode(record)
+    if len(packed) > get_size_limit():
+        raise JournalError(
+            f"the trajectory is packed in {len(packed):,} bytes; expected at most "
+            f"{get_size_limit():,}"
+        )
+    return packed
+
+
+def _fail(trajectory: Trajectory, error: Exception) -> None:
+    if not isinstance(error, JournalError):
+        why = str(error) if isinstance(error, NotPlainError) else format_error(error)
+        error = JournalError(why)
+    trajectory.outcome, trajectory.reason = Outcome.FAILED, UNWRITABLE
+    trajectory.limit_source, trajectory.cause = None, Cause.of(error)
+    trajectory.trainable, trajectory.reward = False, None
+    for segment in trajectory.segments:
+        segment.reward = segment.token_rewards = None
+
+
+def _drop_values(trajectory: Trajectory) -> None:
+    trajectory.extra = _keep_plain(trajectory.extra)
+    trajectory.metrics = _keep_plain(trajectory.metrics)
+
+
+def _drop_messages(trajectory: Trajectory) -> None:
+    trajectory.extra, trajectory.messages = {}, []
+    for segment in trajectory.segments:
+        segment.messages = []
+    trajectory.turn_scores, trajectory.tool_rewards = [], []
+
+
+def _keep_plain(items: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {key: value for key, value in items.items() if _is_plain({key: value})}
+
+
+def _is_plain(items: Mapping[Any, Any]) -> bool:
+    try:
+        encoder.encode(REFUSE.pack_items(items, ""))
+    except UNENCODABLE:
+        return False
+    return True
+
+
+def unpack_end(packed: bytes, prompt: Prompt | None, make_reader: MakeTurnReader) -> Trajectory:
+    """Unpack a trajectory; its images and videos are without their contents.
+
+    Args:
+        prompt: What it started from.
+    """
+
+    def unpack_messages(each: Any, transcripts: Sequence[Transcript]) -> KeptMessages:
+        messages, schemas = msgspec.convert(each, _conversation)
+        prefixes = [transcript.prefix for transcript in transcripts]
+        return KeptMessages.from_packed(messages, prefixes, make_reader(schemas), unpack_message)
+
+    return unpack_trajectory(_decoder.decode(packed), prompt, unpack_messages)

@@ -1,0 +1,501 @@
+"""What each call had comes back in that call, whatever else the run did beside and between."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import anyio
+import attrs
+import numpy as np
+import pytest
+import torch
+
+import rollout
+from journal_material import records_in
+from rollout import (
+    AgentLoop,
+    Group,
+    GroupPolicy,
+    JournalError,
+    Outcome,
+    Prompt,
+    RolloutConfig,
+    TensorWeights,
+    function_tool,
+)
+from rollout.agents import AgentContext, register_agent
+from rollout.config import AgentConfig, JournalConfig, LimitsConfig, SchedulingConfig
+from rollout.journal.records import DeliveredRecord
+from rollout.testing import Scenario, run_virtual, tool_call
+from rollout.types import ToolCall
+
+SCENARIO = (
+    Scenario(seed=1)
+    .reply("slow", "word " * 300)
+    .reply("pick", tool_call("pick"))
+    .then("the end")
+    .reply("", "at once", filler={"median": 40, "sigma": 1.0, "max": 300})
+    .timing(base_s=0.01, slope_s=0.0, prefill_tokens_per_s=1e9)
+)
+
+
+def config(
+    path: Path, agent: str = "tool_agent", scenario: Scenario = SCENARIO, **scheduling: Any
+) -> RolloutConfig:
+    return scenario.config(
+        agent=AgentConfig(name=agent),
+        journal=JournalConfig(path=str(path)),
+        scheduling=SchedulingConfig(**{"samples_per_prompt": 2, **scheduling}),
+        seed=5,
+    )
+
+
+def user(text: str, uid: str) -> Prompt:
+    return Prompt(messages=[{"role": "user", "content": text}], uid=uid)
+
+
+def loader(*slow: int) -> Iterator[Prompt]:
+    for at in range(60):
+        yield user("slow" if at in slow else f"go {at}", f"p{at}")
+
+
+def uids(batch: Any) -> list[str]:
+    return [each.uid for each in batch.trajectories if each.member == 0]
+
+
+def sampled(runtime: Any) -> int:
+    return sum(each.tokens.arrived for each in runtime.statistics().replicas)
+
+
+@pytest.mark.parametrize("oversample", [1.0, 3.0])
+def test_two_collects_at_once_get_their_own_batches_again(
+    tmp_path: Path, oversample: float
+) -> None:
+    policy = GroupPolicy(oversample=oversample, surplus="carry")
+
+    def ran(*, resume: bool) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+
+        async def act() -> None:
+            source = loader()
+            async with rollout.open_rollout(config(tmp_path / "j"), resume=resume) as runtime:
+
+                async def one(step: int) -> None:
+                    batch = await runtime.collect(source, 3, policy=policy, step=step)
+                    found[str(step)] = [each.transcript.ids_bytes() for each in batch.trajectories]
+
+                for first in (0, 2):
+                    async with anyio.create_task_group() as tasks:
+                        tasks.start_soon(one, first)
+                        tasks.start_soon(one, first + 1)
+                if oversample == 1:  # else there is more to do
+                    found["sampled"] = sampled(runtime)
+
+        run_virtual(act)
+        return found
+
+    first = ran(resume=False)
+    again = ran(resume=True)
+    assert again.pop("sampled", 0) == 0
+    first.pop("sampled", None)
+    assert again == first
+
+
+def test_same_step_again_after_many_others_has_its_own_trajectories(tmp_path: Path) -> None:
+    steps = 70
+
+    def versions(*, resume: bool) -> list[list[int]]:
+        found: list[list[int]] = []
+
+        async def act() -> None:
+            scenario = Scenario(seed=1).reply("", "at once", filler=5).timing(base_s=0.001)
+            own = config(tmp_path / "j", "single_turn", scenario)
+            async with rollout.open_rollout(own, resume=resume) as runtime:
+                weights = TensorWeights({"a": torch.zeros(1)})
+                if resume:
+                    await runtime.update_weights(version=steps, source=weights)
+                for step in range(steps):
+                    await runtime.generate([user("train", "t")], step=step)
+                    if step in (0, steps - 1):
+                        batch = await runtime.generate([user("val", "v")], step=0, validate=True)
+                        found.extend([t.transcript.versions for t in batch.trajectories])
+                    if not resume:
+                        await runtime.update_weights(version=step + 1, source=weights)
+
+        run_virtual(act)
+        return [[*each] for each in found]
+
+    first = versions(resume=False)
+    assert first[0] != first[-1]
+    assert versions(resume=True) == first
+
+
+def collected(path: Path, source: Iterator[Prompt], *, resume: bool, **options: Any) -> Any:
+    """Two steps: their rows, and how many tokens were sampled."""
+    policies, groups = options.pop("policies"), options.pop("groups")
+    rows: list[Any] = []
+
+    async def act() -> None:
+        scenario = options.pop("scenario", SCENARIO)
+        own = config(path, options.pop("agent", "single_turn"), scenario, max_in_flight=8)
+        async with rollout.open_rollout(own, resume=resume, **options) as runtime:
+            for step, policy in enumerate(policies):
+                batch = await runtime.collect(source, groups, policy=policy, step=step)
+                rows.append([(t.uid, t.member, t.outcome, t.reason) for t in batch.trajectories])
+            rows.append(sampled(runtime))
+
+    run_virtual(act)
+    return rows
+
+
+def test_collect_that_returned_one_group_less_does_so_again(tmp_path: Path) -> None:
+    policy = GroupPolicy(group_s=1.0, on_group_deadline="drop")
+    given: dict[str, Any] = {"policies": [policy, policy], "groups": 3}
+    first = collected(tmp_path / "j", loader(1), resume=False, **given)
+    assert len(first[0]) == 4
+    for _ in range(2):
+        again = collected(tmp_path / "j", loader(1), resume=True, **given)
+        assert again[:2] == first[:2]
+        assert again[2] == 0
+
+
+def test_group_cut_off_in_a_call_that_keeps_it_is_given_again_in_one_that_would_drop_it(
+    tmp_path: Path,
+) -> None:
+    keep = GroupPolicy(oversample=2.0, group_s=1.0, on_group_deadline="keep")
+    drop = GroupPolicy(group_s=1.0, on_group_deadline="drop")
+    given: dict[str, Any] = {"policies": [keep, drop], "groups": 1}
+    first = collected(tmp_path / "j", loader(0, 1), resume=False, **given)
+    assert [row[2:] for row in first[1]] == [(Outcome.DEADLINE, "group")] * 2
+    for _ in range(2):
+        again = collected(tmp_path / "j", loader(0, 1), resume=True, **given)
+        assert again[:2] == first[:2]
+        assert again[2] == 0
+
+
+def test_rows_of_a_batch_given_again_stand_in_their_order(tmp_path: Path) -> None:
+    """One of them began again after the other one had begun, so it is spoken of later."""
+    scenario = Scenario(seed=1).reply("slow", "word " * 60).reply("", "at once", filler=5)
+    given: dict[str, Any] = {
+        "policies": [GroupPolicy(oversample=3.0), GroupPolicy()],
+        "groups": 2,
+        "scenario": scenario.timing(base_s=0.01, slope_s=0.0, prefill_tokens_per_s=1e9),
+    }
+    first = collected(tmp_path / "j", loader(0), resume=False, **given)
+    names = [row[0] for row in first[1]]
+    assert names[0] == names[1] < names[2] == names[3]
+    for _ in range(2):
+        again = collected(tmp_path / "j", loader(0), resume=True, **given)
+        assert again[:2] == first[:2]
+
+
+@register_agent("journal_slow_end")
+class _SlowEnd(AgentLoop):
+    async def run(self, context: AgentContext) -> None:
+        try:
+            await context.generate()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(1)
+
+
+def test_member_whose_group_reward_failed_is_the_one_given_again(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def group_reward(group: Group) -> list[float]:
+        asked.append(group.uid)
+        if group.uid == "p1":
+            raise ValueError("no reward")
+        return [1.0 for _ in group.trajectories]
+
+    given = {
+        "policies": [GroupPolicy(members=1)] * 2,
+        "groups": 2,
+        "group_reward": group_reward,
+        "agent": "journal_slow_end",
+    }
+    first = collected(tmp_path / "j", loader(), resume=False, **given)
+    assert first[0][1][2:] == (Outcome.FAILED, "group_reward")
+    asked.clear()
+    assert collected(tmp_path / "j", loader(), resume=True, **given)[:2] == first[:2]
+    assert asked == []
+
+
+def test_sub_agents_side_by_side_get_their_own_answers_again(tmp_path: Path) -> None:
+    numbers = count()
+
+    @function_tool(stateful=False)
+    async def pick() -> str:
+        """Make something new; the second is done first."""
+        number = next(numbers)
+        await anyio.sleep([0.5, 0.1, 0.3][number % 3])
+        return f"made {number}"
+
+    @register_agent("journal_side_by_side")
+    class _SideBySide(AgentLoop):
+        async def run(self, context: AgentContext) -> None:
+            await context.begin()
+            await context.generate()
+            start = [{"role": "user", "content": "work"}]
+            workers = [await context.subagent(start) for _ in range(3)]
+
+            async def work(at: int) -> None:
+                [result] = await workers[at].call_tools([ToolCall(name="pick", arguments={})])
+                context.extra[str(at)] = result.text
+                await workers[at].generate()
+
+            async with anyio.create_task_group() as tasks:
+                for at in range(3):
+                    tasks.start_soon(work, at)
+            if len(starts) == 1:
+                await anyio.sleep_forever()
+
+    starts: list[bool] = []
+
+    def ran(*, resume: bool) -> Any:
+        starts.append(resume)
+        found: list[Any] = []
+
+        async def act() -> None:
+            own = config(tmp_path / "j", "journal_side_by_side", samples_per_prompt=1)
+            async with rollout.open_rollout(own, [pick], resume=resume) as runtime:
+                with anyio.move_on_after(20):
+                    batch = await runtime.generate([user("go", "a")], step=0)
+                    found.append(batch.trajectories[0].extra)
+                statistics = runtime.statistics().journal
+                assert statistics is not None
+                found.append((statistics.recalled, statistics.departed, sampled(runtime)))
+
+        run_virtual(act)
+        return found
+
+    ran(resume=False)
+    [extra, counts] = ran(resume=True)
+    assert sorted(extra.values()) == ["made 0", "made 1", "made 2"]
+    assert next(numbers) == 3  # no tool was called again
+    assert counts == (7, 0, 0)
+
+
+@pytest.mark.parametrize("backend", ["trio", "asyncio"])
+def test_collect_has_written_what_it_gave_when_it_returns(tmp_path: Path, backend: str) -> None:
+    path = tmp_path / "j"
+    policy = GroupPolicy(oversample=4.0, surplus="carry")
+
+    async def act() -> None:
+        scenario = Scenario(seed=1).reply("", filler={"median": 60, "sigma": 1.2, "max": 600})
+        own = config(path, "single_turn", scenario.timing(base_s=0.002), max_in_flight=8)
+        async with rollout.open_rollout(own) as runtime:
+            taken = uids(await runtime.collect(loader(), 2, policy=policy, step=0))
+            died = path.with_name("died")
+            died.write_bytes(path.read_bytes())
+        marks = [each for each in records_in(died) if isinstance(each, DeliveredRecord)]
+        assert [(each.step, sorted({key.uid for key in each.keys})) for each in marks] == [
+            (0, sorted(taken))
+        ]
+        again = config(died, "single_turn", scenario.timing(base_s=0.002), max_in_flight=8)
+        async with rollout.open_rollout(again, resume=True) as runtime:
+            assert uids(await runtime.collect(loader(), 2, policy=policy, step=0)) == taken
+
+    anyio.run(act, backend=backend)
+
+
+def test_collect_that_cannot_write_what_it_gives_ends_with_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its groups had ended in the call before: nothing else of them is to be written."""
+    write, full = os.write, [False]
+
+    def written(descriptor: int, parts: Any) -> int:
+        if full[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, parts)
+
+    monkeypatch.setattr(os, "write", written)
+    scenario = Scenario(seed=1).reply("", "at once", filler=5).timing(base_s=0.01)
+    own = config(tmp_path / "j", "single_turn", scenario)
+    own = attrs.evolve(own, limits=LimitsConfig(batch_s=30.0))
+    policy = GroupPolicy(oversample=2.0, surplus="carry")
+
+    async def act(*, resume: bool) -> list[list[str]]:
+        source, given = loader(), []
+        async with rollout.open_rollout(own, resume=resume) as runtime:
+            for step in range(3):
+                if step == 1 and not resume:
+                    full[0] = True
+                    with pytest.raises(JournalError, match="No space left on device") as failed:
+                        await runtime.collect(source, 2, policy=policy, step=step)
+                    full[0], batch = False, failed.value.partial
+                else:
+                    batch = await runtime.collect(source, 2, policy=policy, step=step)
+                given.append(uids(batch))
+        return given
+
+    first = run_virtual(lambda: act(resume=False))
+    assert len({uid for each in first for uid in each}) == 6
+    assert run_virtual(lambda: act(resume=True)) == first
+
+
+def test_texts_of_types_of_their_own_are_written_as_the_texts_that_they_are(
+    tmp_path: Path,
+) -> None:
+    @function_tool
+    async def pick() -> str:
+        """Pick a door."""
+        return np.random.default_rng(0).choice(["left", "right"])  # type: ignore[no-any-return]
+
+    @register_agent("journal_named")
+    class _Named(AgentLoop):
+        async def run(self, context: AgentContext) -> None:
+            await context.generate()
+            worker = await context.subagent(
+                [{"role": "user", "content": "go"}], purpose=np.str_("judge")
+            )
+            await worker.generate()
+            context.end(Outcome.COMPLETED, np.str_("solved"))
+
+    def ran(*, resume: bool) -> list[Any]:
+        found: list[Any] = []
+
+        async def act() -> None:
+            own = config(tmp_path / "j", samples_per_prompt=1)
+            async with rollout.open_rollout(own, [pick], resume=resume) as runtime:
+                named = Prompt(
+                    messages=[{"role": "user", "content": "go"}],
+                    uid="b",
+                    agent_name="journal_named",
+                )
+                batch = await runtime.generate([user("pick", "a"), named, user("go", "c")], step=0)
+                for each in batch.trajectories:
+                    said = [str(message.content) for message in each.messages]
+                    found.append((each.uid, each.outcome, str(each.reason), said))
+                found.append(sampled(runtime) > 0)
+
+        run_virtual(act)
+        return found
+
+    first = ran(resume=False)
+    assert [each[1] for each in first[:3]] == [Outcome.COMPLETED] * 3
+    assert first[1][2] == "solved"
+    again = ran(resume=True)
+    assert again == [*first[:3], False]
+
+
+def epoch(step: int) -> list[Prompt]:
+    """The list of a step: of six prompts, that come again and again, three."""
+    return [user(f"go {at}", f"p{at}") for at in range(3 * (step % 2), 3 * (step % 2) + 3)]
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_lists_of_steps_come_again_in_later_epochs_after_a_resumption(
+    tmp_path: Path, first: int
+) -> None:
+    given = config(tmp_path / "j", agent="single_turn", samples_per_prompt=1)
+
+    def ran(steps: range, *, resume: bool) -> None:
+        async def act() -> None:
+            async with rollout.open_rollout(given, resume=resume) as runtime:
+                for step in steps:
+                    batch = await runtime.collect(epoch(step), 3, step=step)
+                    assert uids(batch) == [each.uid for each in epoch(step)]
+
+        run_virtual(act)
+
+    ran(range(3), resume=False)
+    ran(range(first, 8), resume=True)
+
+
+def test_step_that_was_interrupted_in_a_later_epoch_has_its_list_again_whole(
+    tmp_path: Path,
+) -> None:
+    given = config(tmp_path / "j", agent="single_turn", samples_per_prompt=1, max_in_flight=1)
+    found: list[list[str]] = []
+
+    async def interrupted() -> None:
+        async with rollout.open_rollout(given) as runtime:
+            for step in (0, 2):
+                with anyio.move_on_after(0.5 if step else 60.0):
+                    found.append(uids(await runtime.collect(epoch(step), 3, step=step)))
+
+    async def resumed() -> None:
+        async with rollout.open_rollout(given, resume=True) as runtime:
+            found.extend([uids(await runtime.collect(epoch(0), 3, step=at)) for at in (2, 4)])
+
+    run_virtual(interrupted)
+    assert len(found) == 1
+    run_virtual(resumed)
+    assert found == [["p0", "p1", "p2"]] * 3
+
+
+@pytest.mark.parametrize("cut_s", [1.0, 1.5])
+def test_list_whose_last_prompt_was_begun_again_after_a_resumption_is_known_to_be_used_up(
+    tmp_path: Path, cut_s: float
+) -> None:
+    given = config(tmp_path / "j", agent="single_turn", samples_per_prompt=1, max_in_flight=1)
+
+    def ran(steps: list[int], limit_s: float, *, resume: bool) -> list[list[str]]:
+        found: list[list[str]] = []
+
+        async def act() -> None:
+            async with rollout.open_rollout(given, resume=resume) as runtime:
+                for step in steps:
+                    with anyio.move_on_after(limit_s):
+                        found.append(uids(await runtime.collect(epoch(0), 3, step=step)))
+
+        run_virtual(act)
+        return found
+
+    ran([0], cut_s, resume=False)
+    ran([0, 0], 0.05, resume=True)
+    assert ran([0, 2], 60.0, resume=True) == [["p0", "p1", "p2"]] * 2
+
+
+@pytest.mark.parametrize("backend", ["trio", "asyncio"])
+def test_stream_polled_with_cancellation_loses_no_group_to_its_journal(
+    tmp_path: Path, backend: str
+) -> None:
+    given = config(tmp_path / "j", agent="single_turn")
+    names = [f"p{at}" for at in range(6)]
+
+    async def act() -> list[str]:
+        got: list[str] = []
+        async with rollout.open_rollout(given) as runtime:
+            async with runtime.stream_groups([user("go", name) for name in names]) as groups:
+                group: Group | None = None
+                while True:
+                    with anyio.move_on_after(0) as scope:
+                        group = await groups.receive()
+                    if scope.cancelled_caught:
+                        await anyio.sleep(0.001)
+                    elif group is None:
+                        break
+                    else:
+                        got.append(group.uid)
+            assert groups.metrics()["groups/accepted"] == len(got)
+        return got
+
+    assert sorted(anyio.run(act, backend=backend)) == names
+    delivered = [e for e in records_in(tmp_path / "j") if isinstance(e, DeliveredRecord)]
+    assert len(delivered) == len(names)
+
+
+def test_resumption_that_has_everything_writes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    given = [user("a", "a"), user("b", "b")]
+
+    async def act(*, resume: bool) -> None:
+        async with rollout.open_rollout(config(path), resume=resume) as runtime:
+            await runtime.generate(given, step=0)
+            await runtime.generate(given, step=0, validate=True)
+            async with runtime.stream(given, step=1) as trajectories:
+                _ = [each async for each in trajectories]
+            await runtime.collect(loader(), 2, step=2)
+
+    run_virtual(lambda: act(resume=False))
+    whole = path.read_bytes()
+    run_virtual(lambda: act(resume=True))
+    assert path.read_bytes() == whole

@@ -1,0 +1,380 @@
+"""Values of users in a journal: back as they were, or refused by the field that holds them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from datetime import date
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+import msgspec
+import numpy as np
+import pytest
+
+import rollout
+from journal_material import CALLED, config_of, prompts, run
+from rollout import (
+    ConfigError,
+    JournalError,
+    Message,
+    Outcome,
+    Prompt,
+    PromptError,
+    Reward,
+    Tool,
+    Trajectory,
+    function_tool,
+)
+from rollout.chat.media_records import KnownContents
+from rollout.chat.plain_data import EXPECTED, MAX_DEPTH, TOO_DEEP, NotPlainError, to_plain
+from rollout.journal.values import Unwritable, find_media, pack_prompt, read_prompt
+from rollout.medium import Media
+from rollout.testing import run_virtual
+from rollout.tools import ToolResult
+from rollout.types import InvalidToolCall, ToolCall
+
+
+def attached(prompt: Prompt, extra: dict[str, Any]) -> Prompt:
+    return msgspec.structs.replace(prompt, extra=extra)
+
+
+def nested(depth: int, innermost: Any = None) -> Any:
+    value = innermost
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def endless() -> list[Any]:
+    value: list[Any] = []
+    value.append((value, value))
+    return value
+
+
+@pytest.mark.parametrize("value", [endless(), nested(3000), {"in": nested(MAX_DEPTH)}])
+def test_extra_that_is_nested_without_end_fails_its_trajectory_alone(
+    tmp_path: Path, value: Any
+) -> None:
+    def attaching(trajectory: Trajectory) -> Reward:
+        return Reward(value=1.0, extra={"v": value} if trajectory.uid == "quick" else {})
+
+    given = prompts("quick", "sum")
+    path = tmp_path / "journal"
+    quick, whole = run(config_of(path), given, reward=attaching).trajectories
+    assert whole.outcome is Outcome.COMPLETED
+    assert (quick.outcome, quick.reason, quick.extra) == (Outcome.FAILED, "journal", {})
+    assert quick.cause is not None
+    assert quick.cause.message == f"extra['v'] {TOO_DEEP}; {EXPECTED}"
+    again = run(config_of(path), given, reward=attaching, resume=True)
+    assert again.statistics.returned == 2
+
+
+METRICS: list[tuple[str, Any, str]] = [
+    ("big", 2**70, "metrics['big'] is an int of more than 64 bits"),
+    ("third", Fraction(1, 3), "metrics['third'] is a fractions.Fraction"),
+    ("\ud800", 1.0, r"metrics['\ud800'] is a str that UTF-8 cannot hold"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "fault"), METRICS)
+@pytest.mark.parametrize("unwritable", ["refuse", "text"])
+def test_metric_that_cannot_be_written_concerns_its_trajectory_alone(
+    tmp_path: Path, name: str, value: Any, fault: str, unwritable: str
+) -> None:
+    def measuring(trajectory: Trajectory) -> float:
+        if trajectory.uid == "quick":
+            trajectory.metrics[name] = value
+        return 1.0
+
+    given = prompts("quick", "sum")
+    config = config_of(tmp_path / "journal", journal={"unwritable": unwritable})
+    quick, whole = run(config, given, reward=measuring).trajectories
+    again = run(config, given, reward=measuring, resume=True)
+    assert again.statistics.returned == 2
+    assert whole.outcome is Outcome.COMPLETED
+    resumed = again.trajectories[0]
+    if unwritable == "text":
+        assert (quick.outcome, quick.reward) == (Outcome.COMPLETED, 1.0)
+        written = resumed.metrics[name.encode("utf-8", "backslashreplace").decode()]
+        assert (resumed.outcome, written) == (Outcome.COMPLETED, float(value))
+        return
+    for each in (quick, resumed):
+        assert (each.outcome, each.reason, each.reward) == (Outcome.FAILED, "journal", None)
+        assert each.cause is not None
+        assert each.cause.message.startswith(fault)
+        assert name not in each.metrics
+        assert "total_s" in each.metrics
+
+
+@pytest.mark.parametrize("unwritable", ["refuse", "text"])
+def test_name_in_an_extra_that_cannot_be_written_concerns_its_trajectory_alone(
+    tmp_path: Path, unwritable: str
+) -> None:
+    config = config_of(tmp_path / "journal", journal={"unwritable": unwritable})
+    given = prompts("quick", "sum")
+    run(config, given, reward=lambda _: Reward(value=1.0, extra={"\ud800": 1}))
+    again = run(config, given, resume=True)
+    extra = {} if unwritable == "refuse" else {r"\ud800": "1"}
+    assert [each.extra for each in again.trajectories] == [extra, extra]
+
+
+def test_values_as_deep_as_may_be_come_back_and_deeper_ones_are_refused() -> None:
+    assert to_plain(nested(MAX_DEPTH), "here") == nested(MAX_DEPTH)
+    for value in (nested(MAX_DEPTH + 1), endless()):
+        with pytest.raises(NotPlainError) as refused:
+            to_plain(value, "here")
+        assert str(refused.value) == f"here {TOO_DEEP}; {EXPECTED}"
+
+
+def test_text_of_a_set_is_the_same_in_each_process() -> None:
+    given = {"v": {"b", "a", "c"}, "w": frozenset(("z", "y"))}
+    written = Unwritable(is_text=True).pack_items(given, "x")
+    assert written == {"v": "{'a', 'b', 'c'}", "w": "{'y', 'z'}"}
+
+
+def test_extra_without_end_is_text_where_text_is_written() -> None:
+    deep = nested(3000)
+    written = Unwritable(is_text=True).pack_items({"fine": 1, "v": endless(), "w": deep}, "x")
+    assert written == {
+        "fine": 1,
+        "v": "[([...], [...])]",
+        "w": "<list whose repr raises RecursionError>",
+    }
+
+
+def test_answer_of_a_tool_without_end_is_not_written_and_asked_again(tmp_path: Path) -> None:
+    @function_tool
+    async def add(a: int, b: int) -> ToolResult:
+        """Add.
+
+        Args:
+            a: One.
+            b: Another.
+        """
+        CALLED.append((a, b))
+        return ToolResult(str(a + b), data=endless())
+
+    run_ = run(config_of(tmp_path / "journal"), prompts("sum"), tools=[add], reward=None)
+    assert run_.trajectories[0].outcome is Outcome.COMPLETED
+    assert len(CALLED) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "where"),
+    [
+        ({"extra": {"v": endless()}}, r"\.extra"),
+        ({"messages": [{"role": "user", "content": "x", "v": endless()}]}, r"\.messages"),
+        ({"messages": [Message(role="user", content="x", extra={"v": nested(3000)})]}, ".messages"),
+    ],
+)
+def test_prompt_without_end_is_refused_by_field(
+    tmp_path: Path, fields: dict[str, Any], where: str
+) -> None:
+    given = Prompt(**{"messages": [{"role": "user", "content": "quick"}], **fields})
+    with pytest.raises(PromptError, match=rf"^prompts\[0\]{where}.* refers to itself"):
+        run(config_of(tmp_path / "journal"), [given])
+
+
+class Scaled(np.ndarray):
+    """An array that is more than its numbers."""
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (np.ma.masked_array([1, 2, 3], mask=[0, 1, 0]), "numpy.ma.MaskedArray"),
+        (np.arange(3).view(Scaled), "test_journal_plain_data.Scaled"),
+        (OrderedDict(a=1), "collections.OrderedDict"),
+        (defaultdict(list, a=[1]), "collections.defaultdict"),
+        (MappingProxyType({"a": 1}), "mappingproxy"),
+    ],
+)
+def test_value_that_would_come_back_as_another_is_refused(value: Any, name: str) -> None:
+    with pytest.raises(NotPlainError) as refused:
+        to_plain({"v": [value]}, "extra")
+    # The module of a masked array has had two names.
+    told = str(refused.value).replace("numpy.ma.core.", "numpy.ma.")
+    assert told == f"extra['v'][0] is a {name}; {EXPECTED}"
+
+
+def test_extra_itself_may_be_any_mapping(tmp_path: Path) -> None:
+    given = Prompt(
+        messages=[OrderedDict(role="user", content="quick")],
+        uid="quick",
+        extra=MappingProxyType({"a": (1, 2)}),
+    )
+
+    def attaching(trajectory: Trajectory) -> Reward:
+        return Reward(value=1.0, extra=OrderedDict(a=(1, 2)))
+
+    path = tmp_path / "journal"
+    whole = run(config_of(path), [given], reward=attaching).trajectories[0]
+    assert whole.outcome is Outcome.COMPLETED
+    again = run(config_of(path), [given], reward=None, resume=True).trajectories[0]
+    assert again.extra == {"a": [1, 2]}
+
+
+@pytest.mark.parametrize("pulled", [False, True])
+def test_extra_of_a_prompt_is_text_where_text_is_written(tmp_path: Path, pulled: bool) -> None:
+    config = config_of(tmp_path / "journal", journal={"unwritable": "text"})
+
+    async def act(resume: bool) -> Trajectory:
+        extra = {"day": date(2026, 1, 31), "it": object(), "n": 1}
+        given = [attached(prompts("quick")[0], extra)]
+        async with rollout.open_rollout(config, resume=resume) as runtime:
+            if pulled:
+                batch = await runtime.collect(given, 1, step=0)
+            else:
+                batch = await runtime.generate(given, step=0)
+            return batch.trajectories[0]
+
+    first = run_virtual(lambda: act(False))
+    assert first.prompt is not None
+    assert first.prompt.extra["day"] == date(2026, 1, 31)
+    again = run_virtual(lambda: act(True))
+    assert again.transcript.ids_bytes() == first.transcript.ids_bytes()
+    (loaded,) = rollout.load_trajectories(tmp_path / "journal")
+    assert loaded.prompt is not None
+    assert loaded.prompt.extra == {
+        "day": "datetime.date(2026, 1, 31)",
+        "it": "<object object>",
+        "n": 1,
+    }
+
+
+@pytest.mark.parametrize("unwritable", ["text", "refuse"])
+def test_ground_truth_that_is_no_plain_data_is_text_where_its_caller_gives_it_again(
+    tmp_path: Path, unwritable: str
+) -> None:
+    config = config_of(tmp_path / "journal", journal={"unwritable": unwritable})
+    fields = {"ground_truth": Decimal("1.5"), "tools_kwargs": {"add": {"day": date(2026, 1, 31)}}}
+    given = [msgspec.structs.replace(prompts("quick")[0], **fields)]
+    seen: list[Any] = []
+
+    async def act(pulled: bool, resume: bool) -> rollout.RolloutBatch:
+        async with rollout.open_rollout(
+            config, (), lambda t: seen.append(t.prompt.ground_truth) or 1.0, resume=resume
+        ) as runtime:
+            if pulled:
+                return await runtime.collect(given, 1, step=1)
+            return await runtime.generate(given, step=0)
+
+    with pytest.raises(PromptError, match=r"tools_kwargs\[.*is a datetime\.date"):
+        run_virtual(act, True, False)  # what is left of a source comes back from the journal
+    if unwritable == "refuse":
+        with pytest.raises(PromptError, match=r"tools_kwargs\[.*is a datetime\.date"):
+            run_virtual(act, False, True)
+        return
+    first = run_virtual(act, False, True).trajectories[0]
+    again = run_virtual(act, False, True).trajectories[0]
+    assert seen == [Decimal("1.5")]
+    assert again.transcript.ids_bytes() == first.transcript.ids_bytes()
+    (loaded,) = rollout.load_trajectories(tmp_path / "journal")
+    assert loaded.prompt is not None
+    assert loaded.prompt.ground_truth == "Decimal('1.5')"
+    assert loaded.prompt.tools_kwargs == {"add": "{'day': datetime.date(2026, 1, 31)}"}
+    given[0] = msgspec.structs.replace(given[0], ground_truth=Decimal("2.5"))
+    with pytest.raises(PromptError, match="differs in ground_truth"):
+        run_virtual(act, False, True)
+
+
+def test_packed_prompt_has_its_messages_as_they_were_given() -> None:
+    """Each as a `Message` or a mapping, with values of all kinds; media without contents."""
+    extra = {"list": [1, [2]], "bytes": b"\xff", "empty": ""}
+    call = ToolCall(name="add", arguments={"a": [1]}, id="7", raw="…")
+    picture = Media(kind="image", content=b"png", mime="image/png", width=2, height=3)
+    messages = [
+        Message(role="system", content="", extra=extra, fields={"k": [None]}),
+        {"role": "user", "content": "hé", "extra": extra},
+        Message(role="assistant", tool_calls=(call,), name="it"),
+        Message(role="user", content="see", parts=("see", picture)),
+    ]
+    prompt = Prompt(messages=messages)
+    packed = pack_prompt(prompt, "prompts[0]")
+    media = KnownContents(find_media(prompt), "here")
+    assert read_prompt(packed, media=media) == prompt
+    shown = read_prompt(packed).messages[3]
+    assert isinstance(shown, Message)
+    assert shown.parts[1].content == b""  # type: ignore[union-attr]
+
+
+class Noted(Message, frozen=True, kw_only=True):
+    """A message of a type of its own."""
+
+    note: str = ""
+
+
+@pytest.mark.parametrize(
+    ("message", "fault"),
+    [
+        (Noted(role="user", content="hi"), r"\] is a test_journal_plain_data.Noted"),
+        (
+            Message(role="assistant", tool_calls=(InvalidToolCall(raw="{", reason="cut"),)),  # type: ignore[arg-type]
+            r"\]: expected tool_calls of ToolCall, parts of str and Media",
+        ),
+        (
+            Message(role="user", content="", parts=({"type": "text", "text": "hi"},)),  # type: ignore[arg-type]
+            r"\]: expected tool_calls of ToolCall",
+        ),
+    ],
+)
+def test_packed_prompt_of_a_message_that_could_not_be_read_names_the_field(
+    message: Message, fault: str
+) -> None:
+    with pytest.raises(JournalError, match=r"prompts\[0\]\.messages\[0" + fault):
+        pack_prompt(Prompt(messages=[message]), "prompts[0]")
+
+
+def test_packed_prompt_of_messages_with_arrays_has_them_or_names_the_field() -> None:
+    array = np.arange(3)
+    message = Message(role="user", content="hi", extra={"array": array})
+    (restored,) = read_prompt(pack_prompt(Prompt(messages=[message]), "prompts[0]")).messages
+    assert isinstance(restored, Message)
+    assert restored.extra["array"].tobytes() == array.tobytes()
+    wrong = Message(role="user", content="hi", extra={"it": object()})
+    with pytest.raises(JournalError, match=r"prompts\[0\]\.messages\[0\]\.extra\['it'\] is"):
+        pack_prompt(Prompt(messages=[wrong]), "prompts[0]")
+
+
+def test_packed_prompt_of_a_text_that_no_file_holds_names_the_field() -> None:
+    prompt = Prompt(messages=[{"role": "user", "content": "\ud800"}])
+    with pytest.raises(JournalError, match=r"messages\[0\]\['content'\] is a str that"):
+        pack_prompt(prompt, "prompts[0]")
+
+
+@pytest.mark.parametrize(
+    ("value", "fault"),
+    [(2**70, "is an int of more than 64 bits"), ("\ud800", "is a str that UTF-8 cannot hold")],
+)
+def test_configuration_that_cannot_be_written_is_refused_by_its_key(
+    tmp_path: Path, value: Any, fault: str
+) -> None:
+    config = config_of(tmp_path / "journal")
+    model = attrs.evolve(config.model, chat_template_kwargs={"x": value})
+    with pytest.raises(ConfigError) as refused:
+        run(attrs.evolve(config, model=model), prompts("quick"))
+    [line] = refused.value.faults
+    assert line.startswith(f"model.chat_template_kwargs['x'] {fault}")
+    assert not (tmp_path / "journal").exists()
+
+
+def test_schema_that_cannot_be_written_is_refused_by_its_tool(tmp_path: Path) -> None:
+    class Odd(Tool):
+        name = "odd"
+
+        def __init__(self) -> None:
+            parameters = {"type": "object", "properties": {"a": {"default": 2**70}}}
+            function = {"name": "odd", "parameters": parameters}
+            self.schema = {"type": "function", "function": function}
+
+        async def open(self, context: Any) -> Any:
+            raise NotImplementedError
+
+    with pytest.raises(ConfigError) as refused:
+        run(config_of(tmp_path / "journal"), prompts("quick"), tools=[Odd()])
+    assert "the schema of tool 'odd'['function']" in str(refused.value)
+    assert not (tmp_path / "journal").exists()

@@ -1,0 +1,280 @@
+"""`rollout replay`: a recorded trajectory again, on its record alone, and where it departs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollout.cli import main
+
+pytestmark = pytest.mark.process
+CONFIG = """
+from rollout.config import *
+from rollout.testing import Scenario, tool_call
+
+scenario = (
+    Scenario(seed=1)
+    .reply("sum", tool_call("add", a=1, b=1), filler=8)
+    .then("unused")
+    .then(tool_call("add", a=2, b=2))
+    .then("unused")
+    .then("the end")
+)
+config = scenario.config(
+    placement=InProcessPlacement(), agent=AgentConfig(name="NAME"), seed=3,
+    scheduling=SchedulingConfig(samples_per_prompt=2),
+)
+"""
+
+TOOLS = """
+from pathlib import Path
+import rollout
+from rollout.agents import register_agent
+
+SAYS = "go on"
+
+
+@rollout.function_tool
+async def add(a: int, b: int) -> int:
+    '''Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    '''
+    with Path("called").open("a") as file:
+        file.write(f"{a} {b}\\n")
+    return a + b
+
+
+@register_agent("NAME")
+class Adding(rollout.AgentLoop):
+    async def run(self, context):
+        for number in range(TURNS):
+            turn = await context.generate()
+            calls = [*turn.calls]
+            HOOK
+            if not calls:
+                return
+            await context.call_tools(calls)
+            context.observe([{"role": "user", "content": SAYS}])
+"""
+
+RUN = ["run", "config.py", "--prompts", "prompts.jsonl", "--out", "out", "--tools", "tools.py"]
+
+
+def write(folder: Path, name: str, *, says: str = "go on", turns: int = 5, hook: str = "") -> None:
+    """The user's files; the agent of each test has a name of its own."""
+    (folder / "config.py").write_text(CONFIG.replace("NAME", name))
+    tools = TOOLS.replace("NAME", name).replace("go on", says).replace("TURNS", str(turns))
+    (folder / "tools.py").write_text(tools.replace("HOOK", hook or "pass"))
+    lines = [json.dumps({"prompt": f"sum {at}"}) for at in range(2)]
+    (folder / "prompts.jsonl").write_text("\n".join(lines))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return tmp_path
+
+
+def replayed(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, list[str]]:
+    capsys.readouterr()
+    code = main(["replay", "out", "--trajectory", "prompt-1/1", "--tools", "tools.py", *options])
+    output, errors = capsys.readouterr()
+    return code, f"{output}{errors}".splitlines()
+
+
+@pytest.mark.parametrize("backend", ["trio", "asyncio"])
+def test_replay_of_an_unchanged_agent_does_as_recorded_and_calls_no_tool(
+    folder: Path, capsys: pytest.CaptureFixture[str], backend: str
+) -> None:
+    write(folder, f"unchanged_{backend}")
+    assert main(RUN) == 0
+    called = (folder / "called").read_text()
+    journal = (folder / "out" / "trajectories.journal").read_bytes()
+    for _ in range(2):
+        code, lines = replayed(capsys, "--backend", backend)
+        assert code == 0
+        assert lines[0].startswith("replay      prompt-1/1 of step 0, from out/")
+        said = [line.split(":")[0] for line in lines[1:-1]]
+        assert said == [
+            "step 1      turn 1 of 0/prompt-1/1",
+            "step 2      calls after turn 1 of 0/prompt-1/1",
+            "step 3      turn 2 of 0/prompt-1/1",
+            "step 4      calls after turn 2 of 0/prompt-1/1",
+            "step 5      turn 3 of 0/prompt-1/1",
+        ]
+        assert "add({'a': 1, 'b': 1})" in lines[2]
+        assert lines[-1].startswith("as recorded 5 steps, completed")
+    assert (folder / "called").read_text() == called
+    assert (folder / "out" / "trajectories.journal").read_bytes() == journal
+
+
+def test_replay_of_an_agent_that_says_something_else_names_step_and_tokens(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(folder, "saying")
+    assert main(RUN) == 0
+    write(folder, "saying", says="go away")
+    code, lines = replayed(capsys)
+    assert code == 1
+    assert lines[-1].startswith("departs     at step 3, from the record: asks the model after ")
+    asked, _, recorded = lines[-1].partition("; the record has turn 2 of 0/prompt-1/1 after ")
+    assert "go away" in asked
+    assert "go on" in recorded
+
+
+@pytest.mark.slow
+def test_replay_of_an_agent_that_calls_otherwise_names_both_calls(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(folder, "calling")
+    assert main(RUN) == 0
+    other = "calls = [type(c)(name=c.name, arguments={'a': 9, 'b': 9}) for c in calls]"
+    write(folder, "calling", hook=other)
+    code, lines = replayed(capsys)
+    assert code == 1
+    asked, _, recorded = lines[-1].partition("; the record has calls after turn 1 of 0/prompt-1/1")
+    assert asked.startswith("departs     at step 2, from the record: calls tools after ")
+    assert asked.endswith(" tokens: add({'a': 9, 'b': 9})")
+    assert recorded == ": add({'a': 1, 'b': 1})"
+
+
+@pytest.mark.slow
+def test_replay_of_an_agent_that_ends_early_or_late_says_what_the_record_has(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(folder, "ending")
+    assert main(RUN) == 0
+    write(folder, "ending", turns=1)
+    code, lines = replayed(capsys)
+    assert code == 1
+    assert lines[-1].startswith("departs     at step 3, from the record: the agent ends here")
+    assert "; the record has turn 2 of 0/prompt-1/1 after " in lines[-1]
+    write(folder, "ending", hook="await context.generate() if not calls else None")
+    code, lines = replayed(capsys)
+    assert code == 1
+    assert "departs     at step 6, from the record: asks the model after" in lines[-1]
+    assert "the record has ended as completed" in lines[-1]
+
+
+@pytest.mark.slow
+def test_replay_of_an_agent_that_raises_says_what(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(folder, "raising_in_a_replay")
+    assert main(RUN) == 0
+    write(folder, "raising_in_a_replay", hook="assert calls, 'no calls'")
+    code, lines = replayed(capsys)
+    assert code == 1
+    assert lines[-1] == (
+        "departs     at step 6, from the record: ends as failed (agent, AssertionError: no calls); "
+        "the record has ended as completed"
+    )
+
+
+def test_replay_of_what_is_not_there_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(folder, "missing")
+    assert main(RUN) == 0
+    assert main(["replay", "out", "--trajectory", "prompt-7/0", "--tools", "tools.py"]) == 2
+    assert main(["replay", "out", "--trajectory", "prompt-1"]) == 2
+    assert main(["replay", "no", "--trajectory", "prompt-1/0"]) == 1
+    errors = capsys.readouterr().err.splitlines()
+    assert errors[-3:][0].startswith(
+        "error: --trajectory prompt-7/0: is not in out/trajectories.journal; it has prompt-"
+    )
+    assert errors[-2] == ("error: --trajectory prompt-1: expected UID/MEMBER, such as prompt-3/0")
+
+
+@pytest.mark.slow
+def test_replay_stops_in_a_debugger_on_the_terminal_that_it_was_started_from(
+    folder: Path,
+) -> None:
+    write(folder, "debugged")
+    assert main(RUN) == 0
+    write(folder, "debugged", hook="breakpoint()")
+    options = ["replay", "out", "--trajectory", "prompt-1/1", "--tools", "tools.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "rollout", *options],
+        input="p context.identity.member\np calls\nc\nc\nc\n",
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        # Ray, where a test before has started it in this process, sets a debugger of its own.
+        env={name: value for name, value in os.environ.items() if name != "PYTHONBREAKPOINT"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "(Pdb) 1\n" in done.stdout
+    assert "name='add'" in done.stdout
+    assert "as recorded 5 steps, completed" in done.stdout
+    assert "blocked" not in done.stderr
+
+
+FUNCTION_AGENT = """
+import httpx
+import rollout
+from rollout.config import *
+from rollout.testing import Scenario
+
+config = Scenario(seed=1).reply("sum", "First.").then("Second.").config(
+    placement=InProcessPlacement(), agent=AgentConfig(name="NAME"), seed=3
+)
+
+
+@rollout.agent("NAME")
+async def by_http(task):
+    headers = {"authorization": f"Bearer {task.api_key}"}
+    messages = list(task.messages)
+    async with httpx.AsyncClient(trust_env=False, timeout=60, headers=headers) as client:
+        for more in ("go on", None):
+            got = await client.post(
+                f"{task.base_url}/chat/completions",
+                json={"model": task.model, "messages": messages},
+            )
+            messages += [got.json()["choices"][0]["message"], {"role": "user", "content": more}]
+    return 0.5
+"""
+
+
+@pytest.mark.parametrize("backend", ["trio", "asyncio"])
+def test_replay_of_a_function_agent_serves_it_the_record_through_the_gateway(
+    folder: Path, capsys: pytest.CaptureFixture[str], backend: str
+) -> None:
+    pytest.importorskip("httptools")
+    source = FUNCTION_AGENT.replace("NAME", f"by_http_{backend}")
+    (folder / "config.py").write_text(source)
+    (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "sum"}))
+    assert main(["run", "config.py", "--prompts", "prompts.jsonl", "--out", "out"]) == 0
+
+    def again() -> tuple[int, list[str]]:
+        capsys.readouterr()
+        command = ["replay", "out", "--trajectory", "prompt-0/0", "--config", "config.py"]
+        code = main([*command, "--backend", backend])
+        return code, capsys.readouterr().out.splitlines()
+
+    code, lines = again()
+    assert code == 0, lines
+    said = [line.split(":")[0] for line in lines[1:3]]
+    assert said == ["step 1      turn 1 of 0/prompt-0/0", "step 2      turn 2 of 0/prompt-0/0"]
+    assert lines[3:] == [
+        "as recorded 2 steps, completed",
+        "reward      not asked for in a replay; recorded was 0.5",
+    ]
+
+    (folder / "config.py").write_text(source.replace("go on", "go away"))
+    code, lines = again()
+    assert code == 1
+    asked, _, recorded = lines[-1].partition("; the record has turn 2 of 0/prompt-0/0 after ")
+    assert asked.startswith("departs     at step 2, from the record: asks the model after ")
+    assert "go away" in asked
+    assert "go on" in recorded
