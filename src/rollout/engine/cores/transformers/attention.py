@@ -72,6 +72,12 @@ class KeyValueCache:
                 self._layers[index] = (grown[0], grown[1])
         return self._capacity
 
+    def copy(self, source: int, target: int, start: int, stop: int) -> None:
+        """Copy positions ``[start, stop)`` of one slot to another."""
+        for layer in self._layers.values():
+            for content in layer:
+                content[target, :, start:stop] = content[source, :, start:stop]
+
     def clear(self, slot: int) -> None:
         """Forget a slot whose numbers are not finite."""
         for keys, values in self._layers.values():

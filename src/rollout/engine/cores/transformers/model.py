@@ -90,6 +90,10 @@ class SlotModel:
         spans = [Span(piece.slot.index, piece.start, piece.stop) for piece in pieces]
         return self._forward(torch.from_numpy(ids), spans)
 
+    def copy(self, source: int, target: int, start: int, stop: int) -> None:
+        """Copy what was computed for positions ``[start, stop)`` of one slot to another."""
+        self._cache.copy(source, target, start, stop)
+
     def clear(self, slot: int) -> None:
         """Forget a slot whose numbers are not finite."""
         self._cache.clear(slot)

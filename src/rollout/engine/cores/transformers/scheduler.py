@@ -1,10 +1,10 @@
 """Which requests run, and which of their tokens the next step computes. No torch here.
 
-A pure state machine that owns no thread: `submit` and `abort` change what is wanted, `plan` gives
-slots to waiting requests and names the tokens of one step, `advance` takes what was sampled.
+A pure state machine that owns no thread: `submit` and `abort` change what is wanted, `admit` gives
+slots to waiting requests, `plan` names the tokens of one step, `advance` takes what was sampled.
 
 A slot keeps the tokens of its last request after that has ended, so that the next turn of the same
-session need not compute them again.
+session, or another prompt with the same beginning, need not compute them again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from rollout.engine.core import Chunk, FinishReason, GenerationRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from rollout.engine.cores.transformers.sampling import Draw
 
@@ -28,6 +28,10 @@ Ids = npt.NDArray[np.int32]
 #: Prompt tokens computed in one step beside the decoded ones, padding included: a long prompt
 #: delays the running requests by some 0.2 s a step on one CPU core with a small model, and no more.
 PREFILL_TOKENS = 256
+#: Fewer common tokens than this are cheaper to compute again than to copy or to wait for.
+MIN_SHARED = 32
+#: Waiting requests looked at in one step, where the first ones wait for a prompt that they share.
+MAX_LOOKED_AT = 64
 
 
 class Sequence:
@@ -100,6 +104,15 @@ class Piece(NamedTuple):
         return self.stop == self.sequence.length
 
 
+class Copy(NamedTuple):
+    """Positions ``[start, stop)`` of the KV cache that the slot `target` takes from `source`."""
+
+    source: int
+    target: int
+    start: int
+    stop: int
+
+
 class Scheduler:
     """Waiting and running requests of one engine, and the slots that they share.
 
@@ -156,10 +169,30 @@ class Scheduler:
             if not slot.is_stale:
                 slot.computed = 0
 
+    def admit(self) -> list[Copy]:
+        """Give free slots to waiting requests; what is to be copied for them, in this order.
+
+        A request waits while a running one is computing a beginning that both prompts share.
+        """
+        copies: list[Copy] = []
+        for sequence in self._waiting[:MAX_LOOKED_AT]:
+            if all(slot.sequence is not None for slot in self.slots):
+                break
+            prompt = sequence.ids[: sequence.prompt_length - 1]  # the last one's logits are needed
+            fresh = [slot for slot in self.slots if not slot.is_stale]
+            shared = {slot: count_common(prompt, slot.ids[: slot.computed]) for slot in fresh}
+            coming = [
+                count_common(prompt, slot.ids[: slot.sequence.prompt_length])
+                for slot in fresh
+                if slot.sequence is not None and slot.computed < slot.sequence.prompt_length
+            ]
+            if max(coming, default=0) - max(shared.values()) < MIN_SHARED:
+                self._waiting.remove(sequence)
+                copies += self._start(sequence, shared)
+        return copies
+
     def plan(self) -> list[list[Piece]]:
         """The batches of the next step: parts of prompts, and the last tokens of other requests."""
-        while self._waiting and any(slot.sequence is None for slot in self.slots):
-            self._admit(self._waiting.pop(0))
         prompts: list[Piece] = []
         decoded: list[Piece] = []
         widest = 0
@@ -199,22 +232,25 @@ class Scheduler:
         self._report(sequence, reason, error=error)
         self._leave(sequence)
 
-    def _admit(self, sequence: Sequence) -> None:
+    def _start(self, sequence: Sequence, shared: Mapping[Slot, int]) -> list[Copy]:
         """Give a free slot to a request: its session's own, else the one used longest ago.
 
-        At least the prompt's last token is always left to compute, because its logits are needed.
+        `shared` says how much of the prompt each slot holds.
         """
         session_id = sequence.request.session_id
         free = [slot for slot in self.slots if slot.sequence is None]
         own = [slot for slot in free if session_id and slot.session_id == session_id]
         slot = own[0] if own else min(free, key=lambda each: (each.computed > 0, each.last_used))
-        reused = 0
-        if own:
-            prompt = sequence.ids[: sequence.prompt_length - 1]
-            reused = count_common(prompt, slot.ids[: slot.computed])
+        source = max(shared, key=lambda each: shared[each])
+        kept = reused = shared[slot]
+        copies = []
+        if shared[source] - kept >= MIN_SHARED:
+            reused = shared[source]
+            copies.append(Copy(source.index, slot.index, kept, reused))
         slot.ids, slot.computed, slot.session_id = sequence.ids, reused, session_id
         slot.sequence, sequence.slot = sequence, slot
         sequence.cached_tokens = reused
+        return copies
 
     def _leave(self, sequence: Sequence) -> None:
         """Free the slot of a request that has ended; its tokens stay until another needs it."""

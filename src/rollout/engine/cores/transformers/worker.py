@@ -155,6 +155,8 @@ class Worker:
             self._post(lambda: self._on_started(info))
             while not self._is_closing:
                 self._inbox_round()
+                for copy in self._scheduler.admit():
+                    self._model.copy(*copy)
                 for pieces in self._scheduler.plan():
                     self._compute(pieces)
                 self._report()
