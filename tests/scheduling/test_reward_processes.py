@@ -328,9 +328,7 @@ UNIMPORTABLE = [
     (
         isolated_rewards.score_tenfold,
         "reward: rewards.processes = 2 needs a function that its process finds by its name: "
-        f"isolated_rewards.score leads to {isolated_rewards.score!r}; set "
-        "__qualname__ of the one that is meant to the name under which its module has it, "
-        "or name it as 'package.module:name'",
+        "isolated_rewards.score leads to <function",
     ),
     (
         isolated_rewards.first_renamed,
