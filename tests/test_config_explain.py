@@ -51,7 +51,7 @@ def test_config_explained_says_what_runs_where_and_how_long() -> None:
         "not set     seed, model.revision, model.chat_template, engine.context_length, "
         "placement.python, channel.tls_certificate, channel.tls_key, channel.tls_authority, "
         "sampling.max_new_tokens, validation_sampling.max_new_tokens, lengths.turn, "
-        "agent.interaction, sandbox.image, sandbox.workdir, sandbox.setup, sandbox.user, "
+        "agent.interaction, tools.search_url, sandbox.image, sandbox.workdir, sandbox.setup, sandbox.user, "
         "sandbox.cpus, sandbox.memory_mb, sandbox.disk_mb, sandbox.max_processes, "
         "sandbox.max_open, sandbox.max_creating, sandbox.creations_per_min, gateway.public_url, "
         "journal.path, journal.prompts, observe.path, "
