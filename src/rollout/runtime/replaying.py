@@ -328,8 +328,5 @@ class _RecordedTool(Tool):
 
 
 class _SilentSession(ToolSession):
-    async def restore(self, state: Any) -> None:
-        """Nothing builds on it."""
-
     async def execute(self, call: ToolCall) -> str:
         raise ToolError(f"{call.name}: no tool runs in a replay")
