@@ -169,4 +169,4 @@ anyio.run(main, backend=sys.argv[1])
 
 @pytest.mark.parametrize("backend", slow_after(1, ["trio", "asyncio"]))
 def test_opening_imports_off_the_loop_all_that_the_first_batch_needs(backend: str) -> None:
-    assert said_by(OPENING, backend) == "tensordict torch torch._dynamo\n\n"
+    assert said_by(OPENING, backend) == "tensordict torch torch._dynamo transformers\n\n"

@@ -184,7 +184,7 @@ def test_batch_metrics_of_a_full_engine_that_ends_before_its_second_report() -> 
 
     batch = observed.run_virtual(body)
     assert batch.metrics["replica/engine-0/utilisation/max"] == 1  # type: ignore[attr-defined]
-    assert batch.metrics["replica/engine-0/utilisation/mean"] > 0.8  # type: ignore[attr-defined]
+    assert batch.metrics["replica/engine-0/utilisation/mean"] >= 0.8  # type: ignore[attr-defined]
     assert 0 < batch.metrics["replica/engine-0/prefix_hits"] < 1  # type: ignore[attr-defined]
 
 

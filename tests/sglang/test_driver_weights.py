@@ -141,6 +141,15 @@ async def test_abort_and_resume_goes_on_as_a_fresh_prefill_under_the_new_weights
             assert again.versions == [[new, count]]
 
 
+def follows_change(before: Any, after: Any, ids: Any, start: int, change: int, end: int) -> bool:
+    """Whether tokens up to `change` are those of the old weights, and later ones of the new."""
+    if not is_greedy(before, ids, start, change):
+        return False
+    if change >= end:
+        return True
+    return bool(is_greedy(after, ids, change, end, keys_and_values(before, ids[: change - 1])))
+
+
 @pytest.mark.parametrize("kind", ["disk", "tensors"])
 async def test_in_place_tokens_follow_from_old_keys_and_new_weights(
     kind: str, runtime: Any, pool: EnginePool, models: list[str], networks: list[Any]
@@ -150,12 +159,12 @@ async def test_in_place_tokens_follow_from_old_keys_and_new_weights(
     new, batch = await changed_under_trajectories(runtime, pool, "in_place", source, models[0])
     for ids, versions, start, end in spans_of(batch):
         first = versions.index(new, start) if new in versions[start:end] else end
-        assert first == start or is_greedy(before, ids, start, first)
         if first == start:  # a turn that began later
             assert is_greedy(after, ids, start, end)
-        elif first < end:
-            cache = keys_and_values(before, ids[: first - 1])
-            assert is_greedy(after, ids, first, end, cache)
+            continue
+        # One token, sampled while the weights changed, may bear the next version.
+        changes = [first, *([first + 1] if first < end else [])]
+        assert any(follows_change(before, after, ids, start, each, end) for each in changes)
     assert sum(sample.metrics.get("resumes", 0) for sample in batch.samples) == 0
     late = await ask(pool, prompts(1)[0], Generation(), max_new_tokens=8)
     with pytest.raises(EngineError) as caught:

@@ -15,7 +15,7 @@ from sglang.srt.entrypoints.openai.protocol import Tool
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
 from rollout.chat import get_tool_parser
-from rollout.chat.parsers.text import without_end
+from rollout.chat.parsers.text import END_TOKENS, strip_stop
 from rollout.types import ToolCall
 
 THEIRS = {
@@ -41,7 +41,7 @@ def detector_of(name: str, text: str) -> str:
 
 
 def read_by_them(name: str, text: str) -> tuple[str, list[Any]]:
-    text = without_end(text) if name != "gpt_oss" else f"<|start|>assistant{text}"
+    text = strip_stop(text, END_TOKENS) if name != "gpt_oss" else f"<|start|>assistant{text}"
     tools = [Tool.model_validate(tool) for tool in TOOLS]
     parser = FunctionCallParser(tools, detector_of(name, text))
     content, calls = parser.parse_non_stream(text)
