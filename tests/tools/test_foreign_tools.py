@@ -578,8 +578,8 @@ async def test_langchain_tools_run_sync_and_async(executor: Callable[..., ToolEx
         ToolResult("rain", data={"days": 3}),
         ToolResult("ValueError: no such city", is_error=True),
         ToolResult(
-            "invalid arguments for 'weather': missing 'city'; unknown 'town' (it takes 'city', "
-            "'place')",
+            "invalid arguments for 'weather': unknown 'town' (it takes 'city', 'place'); missing "
+            "'city'",
             is_error=True,
         ),
         ToolResult(
