@@ -169,13 +169,17 @@ PROMPT = Prompt(messages=[{"role": "user", "content": "Q"}], uid="task-0")
 async def explained(waits: Waiting) -> str:
     """What a runtime says while its agent waits so."""
 
+    begun = anyio.Event()
+
     class Waits(AgentLoop):
         async def run(self, context: AgentContext) -> None:
+            begun.set()
             await waits()
 
     rollout.register_agent("waits")(Waits)
     async with rollout.open_rollout(config("waits")) as runtime, open_task_group() as tasks:
         tasks.start_soon(runtime.generate, [PROMPT])
+        await begun.wait()
         await anyio.sleep(0.1)
         text = str(runtime.explain())
         release.set()
@@ -239,6 +243,7 @@ async def test_explain_where_an_installed_agent_waits_names_the_line_of_its_pack
     )
     async with rollout.open_rollout(config("installed")) as runtime, open_task_group() as tasks:
         tasks.start_soon(runtime.generate, [PROMPT])
+        await begun.wait()
         await anyio.sleep(0.1)
         text = str(runtime.explain())
         tasks.cancel_scope.cancel()
