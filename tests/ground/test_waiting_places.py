@@ -243,7 +243,6 @@ async def test_explain_where_an_installed_agent_waits_names_the_line_of_its_pack
     )
     async with rollout.open_rollout(config("installed")) as runtime, open_task_group() as tasks:
         tasks.start_soon(runtime.generate, [PROMPT])
-        await begun.wait()
         await anyio.sleep(0.1)
         text = str(runtime.explain())
         tasks.cancel_scope.cancel()
