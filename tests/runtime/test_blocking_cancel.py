@@ -100,8 +100,10 @@ CALLS: list[Callable[[BlockingRollout], Any]] = [
 def ctrl_c_soon() -> Iterator[None]:
     """In the block the main thread gets a KeyboardInterrupt; the loop is released after it."""
 
+    timer = threading.Timer(0.05, released.set)
+
     def interrupt(_number: int, _frame: object) -> None:
-        threading.Timer(0.05, released.set).start()
+        timer.start()
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, interrupt)
@@ -111,6 +113,8 @@ def ctrl_c_soon() -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        if timer.ident is not None:
+            timer.join()  # else it would release the next one
 
 
 def test_blocking_call_interrupted_before_it_begins_runs_nothing(runtime: BlockingRollout) -> None:
