@@ -19,7 +19,7 @@ from rollout.chat.placeholder_exchange import USER_MARKER
 from rollout.chat.reasoning import opens_reasoning
 from rollout.chat.rendering import Renderer, around, own_template
 from rollout.chat.special_token_escaping import render_escaped
-from rollout.chat.token_text import GrowingText, token_text
+from rollout.chat.token_text import spell_token, token_text
 from rollout.errors import MediaError, TemplateError
 
 if TYPE_CHECKING:
@@ -273,9 +273,11 @@ class ChatTemplate:
         assert isinstance(text, str)
         return text
 
-    def growing_text(self) -> GrowingText:
-        """Decodes ids that come bit by bit, in time linear in their number."""
-        return GrowingText(self.decode, self._token_text, self._backend)
+    def spell_token(self, token_id: int) -> bytes:
+        """The bytes that one token adds to a text: they may be a part of a character."""
+        if self._token_text is not None:
+            return self._token_text.spelling(token_id)
+        return spell_token(self._backend, self.decode, token_id)
 
     @property
     def eos_token_id(self) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import re
 from array import array
 from typing import TYPE_CHECKING, Any
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
 
 #: How tokenizers that spell what they do not know byte by byte name these tokens.
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-#: So many tokens before a new one decide how it is written: whether after a space, at most.
-_CONTEXT = 8
 _UNSIGNED = np.dtype(np.uint32)
 
 
@@ -81,48 +78,14 @@ def token_text(backend: Any) -> TokenText | None:
     return TokenText(backend) if kinds == ["ByteLevel"] else None
 
 
-class GrowingText:
-    """The text of ids that come bit by bit, as far as no later id can change it.
+def spell_token(backend: Any, decode: Callable[[Sequence[int]], str], token_id: int) -> bytes:
+    """The bytes that one token adds to a text where `TokenText` does not know them.
 
     Args:
-        decode: Gives the text of all ids, which begins with what is told here.
-        spellings: The bytes of each id, where texts are nothing but these.
-        backend: Else a `tokenizers.Tokenizer`; where there is none, nothing is certain.
+        backend: A `tokenizers.Tokenizer`; None where there is none.
+        decode: Ids to text.
     """
-
-    def __init__(
-        self, decode: Callable[[Sequence[int]], str], spellings: TokenText | None, backend: Any
-    ) -> None:
-        self._spellings = spellings
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._decode = decode
-        self._backend = backend
-        self._ids: list[int] = []  # told ones, as context, and those that wait
-        self._context = ""  # the text of the former
-
-    def spelling(self, token_id: int) -> bytes:
-        """What one token adds to the text: it may be a part of a character."""
-        if self._spellings is not None:
-            return self._spellings.spelling(token_id)
-        name = "" if self._backend is None else self._backend.id_to_token(token_id) or ""
-        if _BYTE.fullmatch(name):
-            return bytes.fromhex(name[3:5])
-        return self._decode((token_id,)).encode(errors="replace")
-
-    def more(self, ids: Iterable[int]) -> str:
-        """What is certain by these ids, after what was told before."""
-        if self._spellings is not None:
-            return self._utf8.decode(self._spellings.joined(ids))
-        if self._backend is None:
-            return ""
-        self._ids += ids
-        if not self._ids or _BYTE.fullmatch(self._backend.id_to_token(self._ids[-1]) or ""):
-            return ""  # bytes that make no character together change all of their run
-        text = self._decode(self._ids)
-        if text.endswith("\ufffd") or not text.startswith(self._context):
-            return ""
-        said = text[len(self._context) :]
-        if said:
-            self._ids = self._ids[-_CONTEXT:]
-            self._context = self._decode(self._ids)
-        return said
+    name = "" if backend is None else backend.id_to_token(token_id) or ""
+    if _BYTE.fullmatch(name):
+        return bytes.fromhex(name[3:5])
+    return decode((token_id,)).encode(errors="replace")

@@ -108,7 +108,7 @@ def _service(services: Services, sessions: Sessions, loop: RuntimeLoop) -> Servi
         loop=loop,
         limits=exchange_limits(config),
         models=(config.model, *config.model_aliases),
-        spell=services.template.growing_text().spelling,
+        spell=services.template.spell_token,
         keep_alive_s=config.keep_alive_s,
         unenforced=config.unenforced,
         begin_s=_begin_s(services.config.limits),

@@ -1,4 +1,4 @@
-"""Texts of ids that come bit by bit."""
+"""Texts of ids, and the bytes of one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from chat_material import chat
-from rollout.chat.token_text import GrowingText, token_text
+from rollout.chat.token_text import spell_token, token_text
 from slow_cases import slow_after
 
 
@@ -27,48 +27,6 @@ def spelled() -> Tokenizer:
         ]
     )
     return made
-
-
-def check(growing: GrowingText, ids: list[int], whole: str, random: Random) -> str:
-    told = ""
-    while ids:
-        size = random.choice((1, 1, 2, 5))
-        told += growing.more(ids[:size])
-        ids = ids[size:]
-        assert whole.startswith(told)
-    return told
-
-
-@pytest.mark.parametrize("seed", slow_after(4, range(40)))
-def test_text_of_bytes_that_make_characters_grows(seed: int) -> None:
-    backend, random = spelled(), Random(seed)
-    ids: list[int] = []
-    for _ in range(60):
-        word = random.choice(["word", "word", "漢", "\n", "bad"])
-        if word == "word":
-            ids.append(random.randrange(6))
-        elif word == "bad":
-            ids.append(6 + random.randrange(256))
-        else:
-            ids += [6 + byte for byte in word.encode()]
-    ids.append(0)
-
-    def decode(some: object) -> str:
-        return str(backend.decode(some, skip_special_tokens=False))
-
-    growing = GrowingText(decode, token_text(backend), backend)
-    assert check(growing, ids, decode(ids), random)
-
-
-@pytest.mark.parametrize("seed", slow_after(2, range(10)))
-@pytest.mark.parametrize("vocabulary", ["smollm2", "qwen"])
-def test_text_of_byte_level_ids_grows_to_all_of_it(vocabulary: str, seed: int) -> None:
-    template, random = chat(vocabulary, "chatml"), Random(seed)
-    text = "Grüße, 漢字 👩‍👩‍👧 and <|im_end|> so.\n" * 2
-    ids = template.text_ids(text) + [random.randrange(1000) for _ in range(20)]
-    ids += template.text_ids(" end")
-    told = check(template.growing_text(), list(ids), template.decode(ids), random)
-    assert told == template.decode(ids)
 
 
 @pytest.mark.parametrize("seed", slow_after(2, range(20)))
@@ -101,16 +59,18 @@ def test_text_of_ids_that_a_vocabulary_leaves_gaps_between() -> None:
 @pytest.mark.parametrize("vocabulary", ["smollm2", "qwen"])
 def test_spellings_of_parts_of_characters_join_to_the_text(vocabulary: str) -> None:
     template, text = chat(vocabulary, "chatml"), "漢字 👩‍👩‍👧 so<|im_end|>"
-    growing = template.growing_text()
-    spelt = [growing.spelling(each) for each in template.text_ids(text)]
+    spelt = [template.spell_token(each) for each in template.text_ids(text)]
     assert b"".join(spelt) == text.encode()
     assert any(b"\xef\xbf\xbd" not in each and not _is_text(each) for each in spelt)
 
 
 def test_bytes_of_a_vocabulary_of_words_are_spelt_as_they_are() -> None:
     backend = spelled()
-    growing = GrowingText(lambda ids: str(backend.decode(list(ids))), None, backend)
-    assert [growing.spelling(each) for each in (2, 6 + 0xE6, 4)] == [b"s", b"\xe6", "é".encode()]
+    assert [spell_token(backend, backend.decode, each) for each in (2, 6 + 0xE6, 4)] == [
+        b"s",
+        b"\xe6",
+        "é".encode(),
+    ]
 
 
 def _is_text(spelling: bytes) -> bool:
