@@ -170,7 +170,7 @@ def configs(draw: st.DrawFn) -> RolloutConfig:
             section(
                 ChannelConfig,
                 heartbeat_s=st.floats(0.01, 1.0),
-                heartbeat_timeout_s=st.floats(1.5, 60.0),
+                heartbeat_timeout_s=st.floats(2.5, 60.0),
                 reconnect_s=st.floats(0.0, 60.0),
                 stream_interval_s=st.floats(0.01, 1.0),
                 max_frame_bytes=st.integers(4096, 2**32 - 1),
