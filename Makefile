@@ -87,7 +87,7 @@ test-virtual: $(READY)
 	$(BIN)/python -m pytest -m "not slow and not process" --numprocesses $(CORES) --dist loadgroup
 
 test-full: $(READY) $(TRL_READY) $(VERL_READY) $(LIGHT_READY)
-	$(BIN)/python -m pytest $(PARALLEL)
+	$(BIN)/python -m pytest --hypothesis-profile full $(PARALLEL)
 	$(TRL_BIN)/python -m pytest tests/trainers
 	$(VERL_BIN)/python -m pytest tests/trainers
 	set -e; for each in $(LIGHT_TRAINERS); do \

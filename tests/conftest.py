@@ -27,8 +27,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="rollout-tests-")
     atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
 
-# A busy machine makes no example wrong.
-settings.register_profile("rollout", deadline=None)
+# A busy machine makes no example wrong. `make test` draws the same examples each time, and few;
+# `make test-full` asks for the profile "full".
+settings.register_profile("rollout", deadline=None, max_examples=25, derandomize=True)
+settings.register_profile("full", deadline=None, max_examples=100)
 settings.load_profile("rollout")
 
 # Shells start background jobs with Ctrl-C ignored, which the processes of tests would inherit.

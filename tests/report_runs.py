@@ -33,6 +33,7 @@ from rollout.types import DRIFT, Message, Outcome, Prompt, ToolCall
 #: Seconds of the parts of a turn, where nothing is wrong.
 QUEUE_S, PREFILL_S, DECODE_S, TOOL_S = 0.02, 0.08, 0.9, 0.05
 BATCH_AT = 3.0
+_TOKENIZER = simulated_tokenizer()
 
 
 @attrs.frozen(kw_only=True)
@@ -248,11 +249,11 @@ CONFIG = {
 
 
 def _decode(ids: Any) -> str:
-    return str(simulated_tokenizer().decode(list(ids)))
+    return str(_TOKENIZER.decode(list(ids)))
 
 
 def _transcript(number: int, result: str, *, is_cut: bool) -> tuple[Transcript, list[Message]]:
-    encode = simulated_tokenizer().encode
+    encode = _TOKENIZER.encode
     arguments = {"query": f"boats {number}"}
     question = f"How many boats are in harbour {number}?"
     transcript = Transcript()

@@ -22,7 +22,7 @@ from rollout.agents import agent_names
 from rollout.chat import tool_parser_names
 from rollout.cli import main
 from rollout.testing import simulated_tokenizer
-from slow_cases import slow_after, slow_but
+from slow_cases import slow_after
 
 pytestmark = pytest.mark.process
 CONFIG = """
@@ -699,8 +699,9 @@ atexit.register(linger)
 }
 
 
-@pytest.mark.parametrize("signum", slow_but([signal.SIGINT, signal.SIGTERM], signal.SIGTERM))
-@pytest.mark.parametrize("moment", slow_but(["closing", "exiting"], "exiting"))
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("moment", ["closing", "exiting"])
 def test_cli_signal_after_saving_ends_without_a_traceback(
     folder: Path, signum: signal.Signals, moment: str
 ) -> None:

@@ -67,6 +67,7 @@ async def disturbed(disturb: Any, config: RolloutConfig) -> tuple[RolloutBatch, 
     return batch, runtime
 
 
+@pytest.mark.slow
 def test_engine_killed_without_recovery_members_fail_and_the_batch_ends() -> None:
     config = embedded(
         scheduling=SchedulingConfig(samples_per_prompt=4, max_retries=0, max_failures=None),
@@ -77,6 +78,7 @@ def test_engine_killed_without_recovery_members_fail_and_the_batch_ends() -> Non
     assert all(t.reward is None and not t.trainable for t in batch.trajectories)
 
 
+@pytest.mark.slow
 def test_asyncio_timeout_and_task_cancel_pass_through_and_the_runtime_stays_usable() -> None:
     async def main() -> RolloutBatch:
         async with rollout.open_rollout(embedded()) as runtime:

@@ -14,6 +14,7 @@ from rollout.config import LimitsConfig, RolloutConfig, SchedulingConfig, Simula
 from rollout.engine import DiskWeights
 from rollout.errors import ConfigError, EngineError
 from rollout.testing import Scenario
+from slow_cases import slow_after
 
 pytestmark = [pytest.mark.anyio, pytest.mark.rollout(ceiling_s=3000)]
 
@@ -79,7 +80,9 @@ async def test_sleep_replica_dies_or_comes_it_sleeps_too() -> None:
         await runtime.generate([PROMPT])
 
 
-@pytest.mark.parametrize("operation", ["sleep", "wake_up", "flush_cache", "update_weights"])
+@pytest.mark.parametrize(
+    "operation", slow_after(1, ["update_weights", "sleep", "wake_up", "flush_cache"])
+)
 async def test_replica_that_is_removed_as_an_operation_begins_breaks_none(operation: str) -> None:
     async def once(offset: int) -> None:
         recorder = Recorder()

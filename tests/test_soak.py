@@ -15,7 +15,7 @@ SOAK = Path(__file__).parent.parent / "benchmarks" / "soak.py"
 
 def test_soak_small_finds_no_anomaly_and_prints_its_figures_as_json() -> None:
     done = subprocess.run(
-        [sys.executable, str(SOAK), "--trajectories", "320", "--round", "160"],
+        [sys.executable, str(SOAK), "--trajectories", "96", "--round", "48"],
         capture_output=True,
         text=True,
         check=True,
@@ -23,7 +23,7 @@ def test_soak_small_finds_no_anomaly_and_prints_its_figures_as_json() -> None:
     )
     figures = json.loads(done.stdout.splitlines()[-1])
     assert figures["anomalies"] == 0
-    assert figures["trajectories"] == 320
+    assert figures["trajectories"] == 96
     assert set(figures) == {
         "trajectories",
         "anomalies",

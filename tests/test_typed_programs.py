@@ -12,6 +12,7 @@ import rollout
 from slow_cases import slow_after
 
 pytestmark = pytest.mark.process
+ROOT = Path(__file__).parents[1]
 PROGRAM = """
 import rollout
 
@@ -59,8 +60,9 @@ policy = rollout.GroupPolicy(accept=rollout.has_signal)
 def test_program_of_every_form_passes_strict_type_checks(tmp_path: Path) -> None:
     path = tmp_path / "program.py"
     path.write_text(PROGRAM, "utf-8")
-    command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", str(path)]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    # With the options of `make lint`, which are strict, and what it has kept of the package.
+    command = [sys.executable, "-m", "mypy", "--strict", str(path)]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout
 
 

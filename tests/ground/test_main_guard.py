@@ -78,7 +78,7 @@ def run(path: Path, what: str, face: str, backend: str, end: str, first: str = "
 
 
 @pytest.mark.parametrize("backend", slow_but(["trio", "asyncio"], "asyncio"))
-@pytest.mark.parametrize("face", ["async", "blocking"])
+@pytest.mark.parametrize("face", slow_but(["async", "blocking"], "async"))
 @pytest.mark.parametrize("what", slow_but(["reward", "tool"], "reward"))
 def test_script_without_guard_ends_at_once_and_names_the_guard(
     tmp_path: Path, what: str, face: str, backend: str
@@ -100,7 +100,7 @@ def test_script_without_guard_that_exits_by_itself_names_the_guard(tmp_path: Pat
     assert said.count("imported\n") == 2
 
 
-@pytest.mark.parametrize("what", ["reward", "tool"])
+@pytest.mark.parametrize("what", slow_but(["reward", "tool"], "reward"))
 def test_script_without_guard_that_hides_the_refusal_names_the_guard_too(
     tmp_path: Path, what: str
 ) -> None:
@@ -110,14 +110,14 @@ def test_script_without_guard_that_hides_the_refusal_names_the_guard_too(
     assert GUARD in said.splitlines()[-1]
 
 
-@pytest.mark.parametrize("what", ["reward", "tool"])
+@pytest.mark.parametrize("what", slow_but(["reward", "tool"], "tool"))
 def test_script_with_guard_works(tmp_path: Path, what: str) -> None:
     said = run(tmp_path, what, "async", "asyncio", "if __name__ == '__main__':\n    main()")
     assert "outcome completed 1.0" in said
     assert ("'HI'" in said) == (what == "tool")
 
 
-@pytest.mark.parametrize("what", ["reward", "tool"])
+@pytest.mark.parametrize("what", slow_but(["reward", "tool"], "reward"))
 @pytest.mark.parametrize(
     ("first", "words"),
     [
