@@ -26,8 +26,7 @@ from rollout.engine.core import (
     GenerationRequest,
 )
 from rollout.engine.cores.base import BaseCore
-from rollout.engine.cores.simulated.batching import Batcher
-from rollout.engine.cores.simulated.jobs import Job
+from rollout.engine.cores.simulated.batching import Batcher, Job
 from rollout.engine.cores.simulated.kv_cache import KvCache
 from rollout.engine.cores.simulated.options import parse_scenario
 from rollout.engine.cores.simulated.scenario_faults import FaultPlan, Freeze
@@ -112,7 +111,6 @@ class SimulatedCore(BaseCore[Stream]):
         )
         self._failure = ""  # it serves without a start
         self._weight_version = options.weight_version
-        self._forgotten = 0
         self._is_dead = False
 
     @property
@@ -197,8 +195,7 @@ class SimulatedCore(BaseCore[Stream]):
     async def flush_cache(self) -> None:
         """No request that comes later finds a prefix."""
         self._advance()
-        self._forgotten += 1
-        self._batcher.forget_prefixes(b"%d" % self._forgotten)
+        self._batcher.forget_prefixes()
 
     def load(self) -> EngineLoad:
         """What the engine is doing now."""
@@ -239,7 +236,7 @@ class SimulatedCore(BaseCore[Stream]):
         room = self.info.context_length - len(prompt) // 4
         answer = self._model.plan(prompt, sampling, room)
         reason: FinishReason = "stop" if answer[-1] in end_ids(sampling) else "length"
-        job = Job(prompt, answer, reason, stream, request.priority)
+        job = Job(prompt, answer, reason, stream.emit, request.priority)
         if not self._batcher.submit(job, self._engine_time()):
             return False
         stream.job = job
