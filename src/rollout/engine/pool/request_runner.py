@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import anyio
 import attrs
@@ -17,7 +17,7 @@ from rollout.observe.events import RequestEnded, RequestPlaced
 from rollout.seeds import RequestIds, split_session
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Mapping
 
     from rollout.engine.channel.channel import Channel
     from rollout.engine.pool.replica import Replica
@@ -117,7 +117,7 @@ class RequestRunner:
         try:
             while True:
                 await self._wait_carried(request)
-                dispatch = await self._place(request, avoid)
+                dispatch = await self._find_replica(request, avoid)
                 if dispatch is None:
                     continue  # its trajectory was carried meanwhile
                 await self._send(request, dispatch)
@@ -132,17 +132,14 @@ class RequestRunner:
 
     async def _wait_carried(self, request: Request) -> None:
         """Wait until its trajectory continues; that time is charged to nobody."""
-        if request.clock.carried_since is None:
-            return
-        began = self._now()
-        try:
-            await request.clock.wait_carried()
-        finally:
-            request.generation.held_s += self._now() - began
+        if request.clock.carried_since is not None:
+            began = self._now()
+            try:
+                await request.clock.wait_carried()
+            finally:
+                request.generation.held_s += self._now() - began
 
-    # A place on a replica.
-
-    async def _place(self, request: Request, avoid: str | None) -> Dispatch | None:
+    async def _find_replica(self, request: Request, avoid: str | None) -> Dispatch | None:
         """Find a replica, by priority where requests wait; None where the trajectory is carried.
 
         Args:
@@ -182,8 +179,6 @@ class RequestRunner:
         )
         return self._assign(request, None) if dispatch is None and avoid is not None else dispatch
 
-    # The request there.
-
     async def _send(self, request: Request, dispatch: Dispatch) -> None:
         """Send a request, and return when the engine no longer works on it."""
         replica = self._replicas[dispatch.replica.name]
@@ -194,15 +189,13 @@ class RequestRunner:
             await self._submit(request, replica, channel)
             try:
                 await request.done.wait()
-            except anyio.get_cancelled_exc_class():
-                request.is_cancelled = True
+            except BaseException as error:
                 channel.abort_nowait(request.request_id)
-                with cleanup_scope(self._last_answer_s):
-                    await request.done.wait()
-                request.is_abandoned = True
-                raise
-            except BaseException:  # the coroutine is closed, and may not be awaited in
-                channel.abort_nowait(request.request_id)
+                # Otherwise the coroutine is being closed, and may not wait.
+                if isinstance(error, anyio.get_cancelled_exc_class()):
+                    request.is_cancelled = True
+                    with cleanup_scope(self._last_answer_s):
+                        await request.done.wait()
                 request.is_abandoned = True
                 raise
             finally:
@@ -229,20 +222,17 @@ class RequestRunner:
             self._emit_placed(request)
 
     def release(self, request: Request) -> None:
-        """The engine does not work on a request, or no longer: give its place back."""
+        """The engine does not work on a request, or no longer: count it there no more."""
         dispatch, replica, generated = request.dispatch, request.replica, None
         assert dispatch is not None
         assert replica is not None
         if request.finish_reason in WHOLE_ANSWERS and not request.is_abandoned:
-            generation = request.generation
-            generated = generation.parts[-1].count
+            generated = request.generation.parts[-1].count
             replica.prompt_tokens += dispatch.prompt_tokens
-            replica.cached_tokens += generation.cached_tokens
+            replica.cached_tokens += request.generation.cached_tokens
         self._router.release(dispatch, generated=generated)
         replica.changed.notify()
         self.queue.call_next()
-
-    # What comes after it.
 
     async def _is_over(self, request: Request) -> bool:
         """Whether the generation has its answer; returns when the next request may be made.
@@ -279,9 +269,8 @@ class RequestRunner:
 
     def _was_aborted_early(self, request: Request) -> bool:
         """Whether the abort was the driver's, or by a deadline that has been put off since."""
-        return request.is_interrupted or (
-            self._now() < request.limit.deadline.at != request.deadline
-        )
+        is_put_off = self._now() < request.limit.deadline.at != request.deadline
+        return request.is_interrupted or is_put_off
 
     async def _count_failure(self, request: Request) -> None:
         """Count a lost or malformed answer, and end a generation that has had too many."""
@@ -314,8 +303,6 @@ class RequestRunner:
         else:
             request.generation.resumes += 1
             self.counts.resumed += 1
-
-    # All of them.
 
     def pause_deadlines(self, *, running: bool) -> None:
         """Time counts for `batch_s` only until `resume_deadlines`, or until a request is sent.
@@ -367,8 +354,6 @@ class RequestRunner:
             waits[trajectory].append(request.describe_wait(path, now))
         return waits
 
-    # Events.
-
     def _emit_placed(self, request: Request) -> None:
         self._events.emit(
             RequestPlaced(
@@ -382,44 +367,26 @@ class RequestRunner:
         )
 
     def _emit_ended(self, request: Request) -> None:
-        part, dispatch = request.generation.parts[-1], request.dispatch
+        part, dispatch, now = request.generation.parts[-1], request.dispatch, self._now()
         assert dispatch is not None
-        finish_reason: str | None = request.finish_reason
-        if finish_reason is None:
-            finish_reason = "lost" if request.is_lost else "cancelled"
-            finish_reason = "error" if request.is_malformed else finish_reason
-        facts = (
-            request.trajectory,
-            request.session_id,
-            part,
-            request.waits_since,
-            request.placed_at,
-            request.first_at,
-            self._now(),
-            dispatch.prompt_tokens,
-            request.generation.cached_tokens if request.finish_reason else 0,
-            finish_reason,
+        reason: str | None = request.finish_reason
+        if reason is None:
+            reason = "lost" if request.is_lost else "cancelled"
+            reason = "error" if request.is_malformed else reason
+        first_at = now if request.first_at is None else request.first_at
+        event = RequestEnded(
+            at=self._events.since_start(now),
+            trajectory=request.trajectory,
+            session=request.session_id,
+            request=part.request_id,
+            replica=part.replica,
+            began=self._events.since_start(request.waits_since),
+            queue_s=request.placed_at - request.waits_since,
+            prefill_s=first_at - request.placed_at,
+            decode_s=now - first_at,
+            prompt_tokens=dispatch.prompt_tokens,
+            cached_tokens=request.generation.cached_tokens if request.finish_reason else 0,
+            tokens=part.count,
+            finish_reason=reason,
         )
-        self._events.tell(_make_request_ended, facts)
-
-
-def _make_request_ended(start: float, facts: Sequence[Any]) -> tuple[RequestEnded, None]:
-    trajectory, session, part, began, placed, first, now = facts[:7]
-    prompt_tokens, cached_tokens, finish_reason = facts[7:]
-    first = now if first is None else first
-    event = RequestEnded(
-        at=now - start,
-        trajectory=trajectory,
-        session=session,
-        request=part.request_id,
-        replica=part.replica,
-        began=began - start,
-        queue_s=placed - began,
-        prefill_s=first - placed,
-        decode_s=now - first,
-        prompt_tokens=prompt_tokens,
-        cached_tokens=cached_tokens,
-        tokens=part.count,
-        finish_reason=finish_reason,
-    )
-    return event, None
+        self._events.tell(lambda _, facts: (facts[1], None), (request.trajectory, event))

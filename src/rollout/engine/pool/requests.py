@@ -234,9 +234,9 @@ class Request:
 
     def describe_wait(self, path: str, now: float) -> Wait:
         """What it waits for; `path`: of its conversation."""
-        carried_since, part = self.clock.carried_since, self.generation.last_part
+        carried_since = self.clock.carried_since
         if self.is_running:
-            tokens = self.generation.count
+            part, tokens = self.generation.last_part, self.generation.count
             note = f"{tokens:,} tokens so far" if part and part.count else NO_TOKEN
             since = now - self.placed_at
             return Wait("generation", since, self.generation.replica, note=note, path=path)

@@ -1,4 +1,4 @@
-"""Requests that wait for a place on a replica."""
+"""Requests that wait until a replica has room."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 from typing import TYPE_CHECKING
 
 import anyio
+import attrs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,23 +16,23 @@ if TYPE_CHECKING:
     from rollout.engine.pool.requests import Request
 
 
-class Waiter:
-    """A request in the queue; `called` fires when it may look for a place."""
+@attrs.define(order=False, eq=False)
+class _Waiter:
+    """A request in the queue; `called` fires when it may look for a replica."""
 
-    def __init__(self, priority: int, number: int) -> None:
-        self.rank = (-priority, number)
-        self.called = anyio.Event()
-        self.scope = anyio.CancelScope()
-        self.has_left = False
+    rank: tuple[int, int]
+    called: anyio.Event = attrs.field(factory=anyio.Event)
+    scope: anyio.CancelScope = attrs.field(factory=anyio.CancelScope)
+    has_left: bool = False
 
-    def __lt__(self, other: Waiter) -> bool:
+    def __lt__(self, other: _Waiter) -> bool:
         return self.rank < other.rank
 
 
 class WaitQueue:
-    """Requests that wait for a place, by priority and then in their order.
+    """Waiting requests by priority, and then in their order.
 
-    The first is called when a place is free, and calls the next one once it has looked.
+    The first is called when a replica has room, and calls the next one once it has looked.
 
     Args:
         has_room: Whether it is worth looking.
@@ -39,7 +40,7 @@ class WaitQueue:
 
     def __init__(self, has_room: Callable[[], bool]) -> None:
         self._has_room = has_room
-        self._waiters: list[Waiter] = []  # a heap; those that have left are still in it
+        self._waiters: list[_Waiter] = []  # a heap; those that have left are still in it
         self._numbers = itertools.count()
         self._deadline = math.inf
         self._count = 0
@@ -58,7 +59,7 @@ class WaitQueue:
 
         A caller that does not use its turn calls `call_next`; cancellation passes it on.
         """
-        waiter = Waiter(request.priority, next(self._numbers))
+        waiter = _Waiter((-request.priority, next(self._numbers)))
         heapq.heappush(self._waiters, waiter)
         self._count += 1
         try:
