@@ -96,11 +96,6 @@ class Channel:
         self._handled = 0
 
     @property
-    def in_flight(self) -> int:
-        """Requests whose last chunk has not come, those that are aborted included."""
-        return len(self._requests)
-
-    @property
     def aborting(self) -> int:
         """Aborted requests whose last chunk has not come."""
         return len(self._aborting)
@@ -110,13 +105,8 @@ class Channel:
         """Bytes of images and videos that the engine was sent."""
         return self._media.sent_bytes
 
-    @property
-    def is_full(self) -> bool:
-        """Whether so much waits to be sent that requests should `wait_for_room` first."""
-        return self._frames.is_full
-
     async def wait_for_room(self) -> None:
-        """Return when a request may be sent, or the channel is lost."""
+        """Return when a request may be sent, or the channel is lost; mostly at once."""
         await self._frames.wait_for_room()
 
     def submit_nowait(self, submit: Submit, request: ChannelRequest) -> None:

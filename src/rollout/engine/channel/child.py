@@ -29,7 +29,7 @@ import msgspec
 
 from rollout.engine.channel.core_hosting import describe_error, load_core, watch_core
 from rollout.engine.channel.server import BACKLOG, EngineServer
-from rollout.engine.channel.sockets import TlsFiles, make_server_context
+from rollout.engine.channel.sockets import TlsFiles, make_context
 from rollout.engine.core import CORE_CLOSE_S
 
 if TYPE_CHECKING:
@@ -69,11 +69,7 @@ class ChildReady(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class _Ending(threading.Event):
-    """Set when the process is to end.
-
-    Attributes:
-        is_serving: There is something to close; before, nothing is worth waiting for.
-    """
+    """Set when the process is to end; there is something to close once it `is_serving`."""
 
     is_serving = False
 
@@ -104,13 +100,6 @@ def _kill_group() -> None:
     os._exit(1)
 
 
-def _take_standard_output() -> int:
-    """Return a private descriptor for the answer; what a core prints goes to standard error."""
-    answer = os.dup(1)
-    os.dup2(2, 1)
-    return answer
-
-
 async def _serve(spec: ChildSpec, answer: int, ending: _Ending) -> None:
     core = load_core(spec.core)(**spec.options)
     await core.start()
@@ -120,7 +109,7 @@ async def _serve(spec: ChildSpec, answer: int, ending: _Ending) -> None:
         _answer(answer, ChildReady())
         await _live(core, ending, anyio.sleep_forever)
         return
-    tls = None if spec.tls is None else make_server_context(spec.tls)
+    tls = make_context(spec.tls, is_server=True)
     server = EngineServer(core, bytes.fromhex(spec.secret), tls=tls)
     listener = await anyio.create_tcp_listener(local_host=spec.host, local_port=0, backlog=BACKLOG)
     port = listener.extra(anyio.abc.SocketAttribute.local_port)
@@ -182,7 +171,8 @@ def _read_line(parent: int) -> bytes:
 def main() -> None:
     """Run until it is time to end."""
     parent = _find_parent(int(sys.argv[1]))
-    answer = _take_standard_output()
+    answer = os.dup(1)
+    os.dup2(2, 1)  # what a core prints goes to standard error
     spec = msgspec.json.decode(_read_line(parent), type=ChildSpec)
     sys.path[:] = spec.sys_path or sys.path
     logging.basicConfig(level=spec.log_level, format="%(levelname)s %(name)s: %(message)s")

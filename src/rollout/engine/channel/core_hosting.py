@@ -36,10 +36,9 @@ def load_core(path: str) -> Callable[..., EngineCore]:
     module_name, _, class_name = path.partition(":")
     with importing(module_name):
         module = importlib.import_module(module_name)
-    try:
-        core: Callable[..., EngineCore] = getattr(module, class_name)
-    except AttributeError:
-        raise ImportError(f"module {module_name!r} has no class {class_name!r}") from None
+    core: Callable[..., EngineCore] | None = getattr(module, class_name, None)
+    if core is None:
+        raise ImportError(f"module {module_name!r} has no class {class_name!r}")
     return core
 
 

@@ -192,8 +192,7 @@ class ServerSession:
                 is_over = chunk.finish_reason is not None
                 if is_over:
                     return
-                if self._frames.is_full:
-                    await self._frames.wait_for_room()
+                await self._frames.wait_for_room()
         finally:
             # Closing it aborts the request; an iterator need not be a generator.
             close = getattr(chunks, "aclose", None)

@@ -208,8 +208,7 @@ class RequestRunner:
 
     async def _submit(self, request: Request, replica: Replica, channel: Channel) -> None:
         try:
-            if channel.is_full:
-                await channel.wait_for_room()
+            await channel.wait_for_room()
             request_id = self._ids.new()
             submit = request.build_submit(request_id, self._now())
             request.generation.begin(request_id, replica.name)
