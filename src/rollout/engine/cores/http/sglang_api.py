@@ -52,11 +52,7 @@ class SGLangApi:
         self._priority_sign = 0  # 0: it serves requests in their order
 
     async def describe(self, client: HttpClient) -> tuple[int | None, int]:
-        """The context length and the weight version that the server names.
-
-        Raises:
-            HttpError: It does not answer.
-        """
+        """The context length and the weight version that the server names."""
         try:
             facts = await client.get("/server_info")
         except HttpError as error:
@@ -77,12 +73,7 @@ class SGLangApi:
     def body(
         self, request: GenerationRequest, room: int, weight_version: int, chunk_tokens: int
     ) -> dict[str, Any]:
-        """A request as JSON.
-
-        Args:
-            room: Tokens that fit into the context after the prompt.
-            chunk_tokens: Of an event.
-        """
+        """A request as JSON; `room` tokens fit into the context, an event has `chunk_tokens`."""
         params = build_sampling(request.sampling, room)
         params["stream_interval"] = chunk_tokens
         if self._is_deterministic:
@@ -104,11 +95,7 @@ class SGLangApi:
         return SGLangReader(request.request_id, is_incremental=self._is_incremental)
 
     async def abort(self, client: HttpClient, request_id: str) -> None:
-        """Have the server end a request.
-
-        Raises:
-            HttpError: It does not answer.
-        """
+        """Have the server end a request."""
         await client.call("POST", "/abort_request", {"rid": request_id})
 
 

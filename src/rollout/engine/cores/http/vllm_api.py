@@ -48,15 +48,10 @@ class VllmApi:
     has_abort = False
     is_gathering = False
 
-    def __init__(self) -> None:
-        self._model = ""
+    _model = ""
 
     async def describe(self, client: HttpClient) -> tuple[int | None, int]:
-        """The context length that the server names; it knows no weight version of ours.
-
-        Raises:
-            HttpError: It does not answer.
-        """
+        """The context length that the server names; it knows no weight version of ours."""
         model = (await client.get("/v1/models"))["data"][0]
         self._model = model["id"]
         return model.get("max_model_len"), 0
