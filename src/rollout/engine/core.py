@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 import msgspec
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable
+from rollout.medium import PlacedMedia
 
-    from rollout.medium import PlacedMedia
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable
 
 FinishReason = Literal["stop", "length", "abort", "error", "rejected"]
 #: Of answers that were not cut short, whose counts are those of the whole request.

@@ -27,12 +27,7 @@ LAST_ANSWERS_S = 0.2
 
 
 def load_core(path: str) -> Callable[..., EngineCore]:
-    """Import the class named ``package.module:Class``.
-
-    Raises:
-        ImportError: There is no such module or no such class in it.
-        MainGuardError: It is a script that starts a runtime when it is imported.
-    """
+    """Import the class named ``package.module:Class``."""
     module_name, _, class_name = path.partition(":")
     with importing(module_name):
         module = importlib.import_module(module_name)

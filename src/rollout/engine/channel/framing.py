@@ -78,7 +78,6 @@ class FrameStream:
 
         Raises:
             FrameTooLongError: It is past the maximum; nothing has been queued.
-            OverflowError: An integer does not fit into 64 bits; nothing has been queued.
         """
         buffer = self._outgoing
         start = len(buffer)
@@ -120,12 +119,7 @@ class FrameStream:
         return payload
 
     async def read(self, most: int | None = None) -> list[bytearray]:
-        """Return the payloads that have arrived, at least one and at `most` so many.
-
-        Raises:
-            anyio.EndOfStream: The peer closed between two frames.
-            FrameError: It closed within one, or announced one past the maximum.
-        """
+        """Return the payloads that have arrived, at least one and at `most` so many."""
         while not (frames := self._split_incoming(most)):
             try:
                 self._incoming += await self._stream.receive(READ_BYTES)

@@ -107,12 +107,7 @@ async def authenticate_server(
     settings: ChannelSettings,
     expectations: ClientExpectations,
 ) -> EngineInfo:
-    """Return the engine's facts, after each side has proved that it holds the secret.
-
-    Raises:
-        FrameError: It is no engine of ours, speaks another version, does not hold the secret, or
-            refuses this driver.
-    """
+    """Return the engine's facts, after each side has proved that it holds the secret."""
     challenge = decode_from_server(await frames.read_one())
     if not isinstance(challenge, Challenge):
         raise FrameError(f"expected a challenge, got {type(challenge).__name__}")

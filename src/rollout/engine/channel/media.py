@@ -48,11 +48,7 @@ class MediaSender:
         self._queue, self._queued = anyio.create_memory_object_stream[tuple[Media, int]](math.inf)
 
     def queue(self, media: Iterable[PlacedMedia], digests: Iterable[str]) -> None:
-        """Send what the engine lacks of the media of a request.
-
-        Raises:
-            FrameError: It asks for something else.
-        """
+        """Send what the engine lacks of the media of a request."""
         held = {placed.medium.digest: placed.medium for placed in media}
         for digest in digests:
             if digest not in held:
@@ -126,11 +122,7 @@ class MediaReceiver:
         return tuple(PlacedMedia(media[digest], start, count) for digest, start, count in places)
 
     def take(self, part: MediaPart) -> None:
-        """Take the next part of a medium.
-
-        Raises:
-            FrameError: Nobody asked for it, or it is out of order.
-        """
+        """Take the next part of a medium."""
         digest = part.digest
         arrival = self._arriving.get(digest)
         if arrival is None:

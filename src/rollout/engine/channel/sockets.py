@@ -40,11 +40,7 @@ class TlsFiles(msgspec.Struct, frozen=True):
 
 
 def make_context(files: TlsFiles | None, *, is_server: bool) -> ssl.SSLContext | None:
-    """Make the engine's or the driver's side of encrypted connections, TLS 1.3.
-
-    Raises:
-        EngineError: A file cannot be used.
-    """
+    """Make the engine's or the driver's side of encrypted connections, TLS 1.3."""
     if files is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
@@ -63,12 +59,7 @@ def make_context(files: TlsFiles | None, *, is_server: bool) -> ssl.SSLContext |
 
 
 async def connect_engine(host: str, port: int, tls: TlsFiles | None = None) -> ByteStream:
-    """Open a connection to an engine's port.
-
-    Raises:
-        EngineError: The authority cannot be used.
-        OSError: Nobody listens, or the engine's certificate is not of the authority.
-    """
+    """Open a connection to an engine's port."""
     context = make_context(tls, is_server=False)
     return await wrap_tls(await anyio.connect_tcp(host, port), context, server_side=False)
 

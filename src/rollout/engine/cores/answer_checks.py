@@ -17,11 +17,7 @@ _Shape = TypeVar("_Shape")
 
 
 def read_fields(answer: Any, shape: type[_Shape]) -> _Shape:
-    """An answer, decoded from JSON, as the Struct `shape`.
-
-    Raises:
-        EngineError: A field is missing, null or of another type; it is named.
-    """
+    """An answer, decoded from JSON, as the Struct `shape`."""
     try:
         return msgspec.convert(answer, type=shape)
     except msgspec.ValidationError as error:
@@ -29,11 +25,7 @@ def read_fields(answer: Any, shape: type[_Shape]) -> _Shape:
 
 
 def check_log_probs(field: str, count: int, ids_field: str, expected: int) -> None:
-    """Check that there is one log-prob for each id.
-
-    Raises:
-        EngineError: There are more or fewer.
-    """
+    """Check that there is one log-prob for each id."""
     if count != expected:
         raise EngineError(f"{field} has {count} entries; expected {expected}, as {ids_field} has")
 
@@ -46,9 +38,6 @@ def check_scored_ids(
     Args:
         scored: Of each log-prob the id that it is of; None where the server does not say so.
         start: Where the first of them stands in its list.
-
-    Raises:
-        EngineError: One is of another id.
     """
     for position, (own, expected) in enumerate(zip(scored, ids, strict=True), start):
         if own is not None and own != expected:

@@ -15,11 +15,7 @@ TIED = frozenset({"lm_head.weight"})
 
 
 def tensor_shapes(directory: str) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor, by its name.
-
-    Raises:
-        EngineError: There is no such directory, no safetensors in it, or a broken file.
-    """
+    """The shape of every tensor, by its name."""
     files = sorted(Path(directory).glob("*.safetensors"))
     if not files:
         raise EngineError(f"{directory}: expected a directory with safetensors")
@@ -33,9 +29,6 @@ def check_checkpoint(directory: str, reference: str) -> None:
     """Check that a directory holds other weights of the same model as `reference`.
 
     A reference that is no directory (a hub name) allows no comparison.
-
-    Raises:
-        EngineError: It does not; the first tensor that is missing, foreign or of another shape.
     """
     found = tensor_shapes(directory)
     if not Path(reference).is_dir():

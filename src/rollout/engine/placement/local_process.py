@@ -42,6 +42,29 @@ def child_command(python: str | None) -> list[str]:
     return [python or sys.executable, "-m", "rollout.engine.channel.child", str(os.getpid())]
 
 
+def encode_spec(
+    spec: CoreSpec,
+    secret: bytes,
+    *,
+    with_sys_path: bool,
+    host: str = "127.0.0.1",
+    is_follower: bool = False,
+) -> bytes:
+    """What a child reads: a `ChildSpec` as JSON, with our module search path or without."""
+    return msgspec.json.encode(
+        ChildSpec(
+            core=spec.core,
+            options=spec.options,
+            secret=secret.hex(),
+            host=host,
+            sys_path=[path or os.getcwd() for path in sys.path] if with_sys_path else [],
+            tls=spec.tls,
+            is_follower=is_follower,
+            log_level=logger.getEffectiveLevel(),
+        )
+    )
+
+
 class LocalProcess:
     """The placement `local_process`.
 
@@ -74,7 +97,11 @@ class LocalProcess:
             async with open_task_group() as tasks:
                 tasks.start_soon(_forward_errors, name, process, last_output)
                 tasks.start_soon(_watch, process, died)
-                port = await self._start(name, process, spec, secret, start_timeout_s, last_output)
+                line = encode_spec(spec, secret, with_sys_path=self._python is None)
+                try:
+                    port = await self._start(process, line, start_timeout_s, last_output)
+                except EngineError as error:
+                    raise EngineError(f"{name}: {error}") from None
                 patience_s = STOP_S
 
                 async def connect() -> ByteStream:
@@ -88,26 +115,11 @@ class LocalProcess:
         """Nothing is kept."""
 
     async def _start(
-        self,
-        name: str,
-        process: Process,
-        spec: CoreSpec,
-        secret: bytes,
-        start_timeout_s: float,
-        last_output: LastOutput,
+        self, process: Process, line: bytes, start_timeout_s: float, last_output: LastOutput
     ) -> int:
+        """Have the child start its engine; returns the port."""
         assert process.stdin is not None
         assert process.stdout is not None
-        line = msgspec.json.encode(
-            ChildSpec(
-                core=spec.core,
-                options=spec.options,
-                secret=secret.hex(),
-                tls=spec.tls,
-                sys_path=[] if self._python else [p or os.getcwd() for p in sys.path],
-                log_level=logger.getEffectiveLevel(),
-            )
-        )
         answer = BufferedByteReceiveStream(process.stdout)
         try:
             with anyio.fail_after(start_timeout_s):
@@ -125,7 +137,7 @@ class LocalProcess:
             with anyio.move_on_after(READ_S):
                 await process.wait()
             reason = last_output.describe_error(ready.error)
-        raise EngineError(f"{name}: {reason}")
+        raise EngineError(reason)
 
 
 async def _forward_errors(name: str, process: Process, last_output: LastOutput) -> None:

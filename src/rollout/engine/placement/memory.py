@@ -36,12 +36,9 @@ class _Pipe:
         self._changed.set()
         self._changed = anyio.Event()
 
-    async def wait(self) -> None:
-        await self._changed.wait()
-
     async def put(self, data: bytes) -> None:
         while self.unread >= WINDOW_BYTES and not (self.broken or self.ended):
-            await self.wait()
+            await self._changed.wait()
         if self.broken or self.ended:
             raise anyio.BrokenResourceError
         self.pieces.append((anyio.current_time() + self.latency_s, data))
@@ -54,7 +51,7 @@ class _Pipe:
                 raise anyio.BrokenResourceError
             if self.ended:
                 raise anyio.EndOfStream
-            await self.wait()
+            await self._changed.wait()
         due, data = self.pieces.popleft()
         # Only one task reads a direction, so holding the piece across the sleep loses nothing
         # unless that reader is cancelled, and then the connection is over.
@@ -133,7 +130,7 @@ class MemoryByteStream(ByteStream):
 
 
 def memory_stream_pair(
-    *, latency_s: float = 0.0, max_read: int | None = None
+    latency_s: float = 0.0, max_read: int | None = None
 ) -> tuple[MemoryByteStream, MemoryByteStream]:
     """Two connected ends; bytes become readable `latency_s` later, at most `max_read` at once."""
     there, back = _Pipe(latency_s, max_read), _Pipe(latency_s, max_read)

@@ -63,15 +63,16 @@ class EngineHost:
             process.stdin.write(spec + b"\n")
             process.stdin.flush()
         answer = process.stdout.readline()
+        ready = ChildReady()
         if not answer.endswith(b"\n"):
             code = process.wait()
             reader.join(READ_S)
-            reason = self._last_output.describe_exit(code)
-            return msgspec.json.encode(ChildReady(error=reason))
-        ready = msgspec.json.decode(answer, type=ChildReady)
-        if ready.error:
-            reader.join(READ_S)
-            ready.error = self._last_output.describe_error(ready.error)
+            ready.error = self._last_output.describe_exit(code)
+        else:
+            ready = msgspec.json.decode(answer, type=ChildReady)
+            if ready.error:
+                reader.join(READ_S)
+                ready.error = self._last_output.describe_error(ready.error)
         return msgspec.json.encode(ready)
 
     def free_port(self) -> int:

@@ -219,8 +219,8 @@ class Generation:
         """Append a chunk's tokens; how many, 0 where all were taken before.
 
         Raises:
-            ChunkFault: Tokens are missing before it, or its log-probs do not match its ids; nothing
-                was taken.
+            ChunkFault: Tokens are missing before it, or what comes with them does not match them;
+                nothing was taken.
         """
         size = len(chunk.ids)
         if size % 4 or len(chunk.log_probs) != size:

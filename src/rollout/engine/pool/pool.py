@@ -288,11 +288,7 @@ class EnginePool:
             await self._weights.aclose()
 
     async def _wait_for_enough(self) -> None:
-        """Return when `min_replicas` serve.
-
-        Raises:
-            EngineError: So many did not start that there will not be enough.
-        """
+        """Return when `min_replicas` serve."""
         count = len(self._replicas)
         while len(self._serving) < self._min_replicas:
             if len(self._failed) > count - self._min_replicas:
@@ -387,11 +383,7 @@ class EnginePool:
         return replica
 
     async def _prepare(self, replica: Replica, channel: Channel) -> None:
-        """Check a connected replica, and give it the current weights, asleep as the others are.
-
-        Raises:
-            EngineError: It serves another model, or cannot load the weights.
-        """
+        """Check a connected replica, and give it the current weights, asleep as the others are."""
         found, shared = channel.info, self._info or channel.info
         self._info = shared
         if found.fingerprint != shared.fingerprint:

@@ -238,9 +238,6 @@ class Replica:
         """Start the engine and serve by it, session after session, until it must be restarted.
 
         Returns for how long it served. An engine before it is gone: its context was left.
-
-        Raises:
-            EngineError: It did not start, or could not be brought up to date.
         """
         settings, served_s = self._settings, 0.0
         self.weights, self.released, self._must_restart = None, frozenset(), False

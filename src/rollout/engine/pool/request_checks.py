@@ -45,11 +45,7 @@ def describe_outside_id(ids: bytes, vocab_size: int, start: int = 0) -> str:
 
 
 def check_ids(prompt: bytes | TokenPrefix, vocab_size: int) -> None:
-    """Check the ids of a prompt; of a prefix, only those that were not checked before.
-
-    Raises:
-        EngineError: An id is outside the vocabulary; names it and its position.
-    """
+    """Check the ids of a prompt; of a prefix, only those that were not checked before."""
     if not isinstance(prompt, TokenPrefix):
         fault = describe_outside_id(prompt, vocab_size)
     else:
@@ -62,11 +58,7 @@ def check_ids(prompt: bytes | TokenPrefix, vocab_size: int) -> None:
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Check that an engine can read these.
-
-    Raises:
-        EngineError: A field has another type, or is out of its range; names it and its value.
-    """
+    """Check that an engine can read these."""
     try:
         _DECODER.decode(_ENCODER.encode(sampling))
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:

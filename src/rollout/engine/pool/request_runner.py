@@ -144,9 +144,6 @@ class RequestRunner:
 
         Args:
             avoid: A replica that gets it only where no other one does.
-
-        Raises:
-            EngineError: No replica serves, and none has for too long.
         """
         request.waits_since = self._now()
         dispatch = None if self.queue else self._assign(request, avoid)
@@ -234,11 +231,7 @@ class RequestRunner:
         self.queue.call_next()
 
     async def _is_over(self, request: Request) -> bool:
-        """Whether the generation has its answer; returns when the next request may be made.
-
-        Raises:
-            EngineError: There is no next request.
-        """
+        """Whether the generation has its answer; returns when the next request may be made."""
         if request.is_lost or request.is_malformed:
             await self._count_failure(request)
             if self._policy == "fail":

@@ -45,11 +45,7 @@ class HttpClient:
         self._url = url
 
     async def get(self, path: str) -> dict[str, Any]:
-        """The JSON object at `path`.
-
-        Raises:
-            HttpError: No answer, or one that is an error or no object.
-        """
+        """The JSON object at `path`."""
         content = await self.call("GET", path)
         try:
             return msgspec.json.decode(content, type=dict[str, Any])
@@ -73,9 +69,6 @@ class HttpClient:
         """The server-sent events that answer `body`.
 
         Closing the iterator closes the connection, which a server takes for a disconnect.
-
-        Raises:
-            HttpError: As `get`, also when the connection breaks between two events.
         """
         # A generation may take its time; its limit is the caller's.
         timeout, content = self._httpx.Timeout(CONNECT_S, read=None), msgspec.json.encode(body)
@@ -118,11 +111,7 @@ class HttpClient:
 async def open_client(
     url: str, api_key_variable: str | None, connections: int
 ) -> AsyncIterator[HttpClient]:
-    """A client of the server at `url`; its connections are closed at the end.
-
-    Raises:
-        EngineError: httpx is not installed, or there is no key where one was named.
-    """
+    """A client of the server at `url`; its connections are closed at the end."""
     try:
         import httpx
     except ImportError as error:

@@ -56,16 +56,7 @@ class HttpCore(BaseCore[_Request]):
     Tokens travel as JSON here, at some ten times the cost of the channel: for a few hundred
     requests at once, not for thousands. Weights are changed on the server, not here.
 
-    Args:
-        url: Base URL of the server.
-        api: "sglang" for its /generate, "vllm" for its /v1/completions.
-        api_key_variable: Environment variable that holds the server's API key; None sends none.
-        max_requests: Requests that the server gets at once.
-        model: What the server serves, for its vocabulary and end tokens: a local directory, a hub
-            name or ``embedded:smollm2-135m-instruct``.
-        revision: Of a hub name.
-        trust_remote_code: Lets code from the model's repository run.
-        stream_interval: Tokens of an event, where the server lets us say so.
+    Args are fields of `rollout.config.HttpEngine` and `ModelConfig`; `url` is one of its `urls`.
     """
 
     def __init__(
@@ -275,10 +266,6 @@ def _describe_model(model: str, revision: str | None, trust_remote_code: bool) -
     """What a server does not say about its model, read from the model's files; blocks.
 
     Of a directory with a tokenizer alone it is what that says.
-
-    Raises:
-        EngineError: There is no such model.
-        TemplateError: There is neither a configuration nor a tokenizer.
     """
     path = resolve_model(model, revision, needs_weights=False)
     config = read_model_config(path, revision)

@@ -149,11 +149,7 @@ class SGLangReader(AnswerReader):
         self._scored: list[Any] = []
 
     def read(self, answer: Mapping[str, Any]) -> list[Chunk]:
-        """The chunks that an event adds.
-
-        Raises:
-            EngineError: The event is an error, or not what was asked for.
-        """
+        """The chunks that an event adds."""
         fault = answer.get("error")
         if fault is not None:
             text = fault.get("message") if isinstance(fault, dict) else fault

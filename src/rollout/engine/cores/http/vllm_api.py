@@ -147,11 +147,7 @@ class VllmReader:
         self.tokens = 0
 
     def read(self, answer: Mapping[str, Any]) -> list[Chunk]:
-        """The chunk that an event adds.
-
-        Raises:
-            EngineError: The event is an error, or not what was asked for.
-        """
+        """The chunk that an event adds."""
         fault = answer.get("error")
         if fault is not None:
             text = fault.get("message") if isinstance(fault, dict) else fault

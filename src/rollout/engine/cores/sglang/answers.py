@@ -53,11 +53,7 @@ class AnswerReader:
         self._version: int | None = None
 
     def read(self, answer: Mapping[str, Any]) -> list[Chunk]:
-        """The chunks that an answer adds; the last one of a final answer has a finish reason.
-
-        Raises:
-            EngineError: It leaves out tokens or log-probs, or contradicts itself.
-        """
+        """The chunks that an answer adds; the last one of a final answer has a finish reason."""
         meta = answer["meta_info"]
         if not is_abort(meta):  # what one repeats or leaves out is not taken
             self._check_counts(answer, meta)

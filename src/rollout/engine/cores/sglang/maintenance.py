@@ -38,11 +38,7 @@ class SGLangMaintenance:
         self.names_versions = hasattr(io_struct, "WeightVersionSpans")
 
     async def load_from_disk(self, path: str, version: int) -> None:
-        """Load the safetensors of a directory; requests pause meanwhile and then continue.
-
-        Raises:
-            EngineBroken: They cannot be loaded; some of them may be in place.
-        """
+        """Load the safetensors of a directory; requests pause meanwhile and then continue."""
         async with self._paused():
             request = self._request(
                 "UpdateWeightFromDiskReqInput",

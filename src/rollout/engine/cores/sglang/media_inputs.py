@@ -60,12 +60,7 @@ class MediaInputs:
         self._lock = threading.Lock()
 
     def fields(self, request: GenerationRequest) -> dict[str, Any]:
-        """Those of SGLang's `GenerateReqInput` that carry the media of a request.
-
-        Raises:
-            MediaError: One cannot be decoded.
-            TemplateError: The placeholders in the prompt are not those of the media.
-        """
+        """Those of SGLang's `GenerateReqInput` that carry the media of a request."""
         import torch
 
         ids = np.frombuffer(request.prompt_ids, dtype="<i4")

@@ -45,7 +45,17 @@ NO_MEMORY_SAVER = (
 
 
 class SGLangOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What `SGLangCore` was asked for; see there."""
+    """What `SGLangCore` was asked for: most are fields of `rollout.config.SGLangEngine`.
+
+    Attributes:
+        model: A local directory, a hub name or ``embedded:smollm2-135m-instruct``.
+        weight_version: Of the weights that are loaded at the start.
+        nodes: Machines that the weights are spread over.
+        node_rank: Which of them this is. Only the first one serves; another one's core is
+            started, watched and closed, and nothing else.
+        rendezvous: ``host:port`` on the first machine, where they meet.
+        server_args: Further arguments of `sglang.Engine`, by its own names.
+    """
 
     model: str
     revision: str | None = None
@@ -101,9 +111,6 @@ def engine_arguments(
     Args:
         model_path: Where the model lies, as SGLang understands it.
         known: Names of the arguments that the installed version has.
-
-    Raises:
-        EngineError: It lacks one that was asked for.
     """
     arguments: dict[str, Any] = {
         "model_path": model_path,

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import heapq
 import math
-from array import array
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rollout.engine.core import EngineLoad, FinishReason
 
 if TYPE_CHECKING:
+    from array import array
+    from collections.abc import Callable
+
     from rollout.engine.cores.simulated.kv_cache import KvCache, Lease
     from rollout.engine.cores.simulated.options import Timing
 

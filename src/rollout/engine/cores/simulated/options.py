@@ -184,11 +184,7 @@ class ScenarioOptions(_Section, frozen=True, kw_only=True):
 
 
 def parse_scenario(data: Mapping[str, Any], path: str = "engine.scenario") -> ScenarioOptions:
-    """The scenario that plain `data` describes.
-
-    Raises:
-        ConfigError: Every unknown key with the nearest known one; else the first wrong value.
-    """
+    """The scenario that plain `data` describes."""
     faults = tuple(_unknown_keys(data, ScenarioOptions, path))
     if faults:
         raise ConfigError("\n".join(faults), faults)

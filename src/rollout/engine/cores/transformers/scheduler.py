@@ -13,6 +13,7 @@ from array import array
 from bisect import insort
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -32,6 +33,27 @@ PREFILL_TOKENS = 256
 MIN_SHARED = 32
 #: Waiting requests looked at in one step, where the first ones wait for a prompt that they share.
 MAX_LOOKED_AT = 64
+
+
+class TransformersOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How the model is loaded and served; most are fields of `rollout.config.TransformersEngine`.
+
+    Attributes:
+        model: A local directory, a hub name or ``embedded:smollm2-135m-instruct``.
+        device: A torch device, or "auto" for a GPU if there is one.
+        gpu: Which GPU of its machine, counted round, where `device` names none ("cuda", "auto").
+    """
+
+    model: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+    dtype: str = "auto"
+    device: str = "cpu"
+    gpu: int = 0
+    threads: int = 1
+    max_running: int = 32
+    max_queued: int = 1024
+    context_length: int | None = None
 
 
 class Sequence:
