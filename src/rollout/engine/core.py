@@ -197,7 +197,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         core: Name of the core, for people.
         device: Where its weights are, or the first part of them, as torch names it in its process
             ("cuda:1"); weights over NCCL are received there. Empty where that is not known.
-        gpu: Which GPU of its machine that is; see `devices.name_gpu`.
+        gpu: Which GPU of its machine that is; see `cores.base.name_gpu`.
         capabilities: What it can do beside generating.
     """
 

@@ -17,11 +17,7 @@ INCIDENTAL = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "
 
 
 def model_fingerprint(model: str, revision: str | None = None) -> str:
-    """16 hex digits that agree where the models' configurations agree; "" where there is none.
-
-    Args:
-        model: As `resolve_model` gives it: a directory or a hub name, which may be downloaded.
-    """
+    """16 hex digits that agree where the models' configurations agree; "" where there is none."""
     config = read_model_config(model, revision)
     named = {name: value for name, value in config.items() if name not in INCIDENTAL}
     if not named:

@@ -114,11 +114,7 @@ def _join(weights: DistributedWeights, rank: int) -> Any:
     if weights.backend == "nccl" and not dist.is_nccl_available():
         raise EngineError("DistributedWeights: backend = 'nccl', and this torch has no NCCL")
     store = dist.TCPStore(
-        weights.host,
-        weights.port,
-        is_master=rank == 0,
-        timeout=limit,
-        wait_for_workers=False,
+        weights.host, weights.port, is_master=rank == 0, timeout=limit, wait_for_workers=False
     )
     if weights.backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()

@@ -102,10 +102,7 @@ def _find_mismatch(expected: ClientExpectations, info: EngineInfo) -> str:
 
 
 async def authenticate_server(
-    frames: FrameStream,
-    secret: bytes,
-    settings: ChannelSettings,
-    expectations: ClientExpectations,
+    frames: FrameStream, secret: bytes, settings: ChannelSettings, expectations: ClientExpectations
 ) -> EngineInfo:
     """Return the engine's facts, after each side has proved that it holds the secret."""
     challenge = decode_from_server(await frames.read_one())

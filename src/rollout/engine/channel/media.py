@@ -82,12 +82,7 @@ class _Arrival:
 
 
 class MediaReceiver:
-    """The engine's side of one connection: asks for media, and caches them for later requests.
-
-    Args:
-        cache_bytes: Of the contents that are cached; the least recently used ones go first, and
-            are asked for again where a later request names them.
-    """
+    """The engine's side of one connection: asks for media, and caches them for later requests."""
 
     def __init__(self, frames: FrameStream, cache_bytes: int) -> None:
         self._frames = frames
@@ -102,9 +97,6 @@ class MediaReceiver:
         """Return the media of a request, once all of them are there.
 
         Cancellation leaves what was asked for to other requests.
-
-        Args:
-            places: Digest, start and count of each; see `Submit.media`.
         """
         digests = dict.fromkeys(digest for digest, _, _ in places)
         media = {digest: self._cached[digest] for digest in digests if digest in self._cached}

@@ -12,6 +12,7 @@ from anyio import to_thread
 
 from rollout.engine.core import ALL_TAGS as ALL_TAGS
 from rollout.engine.core import TAGS_OF_LEVEL as TAGS_OF_LEVEL
+from rollout.engine.core import EngineBroken
 from rollout.engine.weights import DiskWeights, DistributedWeights
 from rollout.errors import EngineError
 
@@ -62,7 +63,13 @@ async def carry_out(core: Any, operation: Operation) -> str:
     """
     match operation:
         case LoadWeights(version, source):
-            await _find_method(core, "update_weights")(version, source)
+            update = _find_method(core, "update_weights")
+            try:
+                await update(version, source)
+            except (EngineError, EngineBroken, OSError):
+                raise
+            except Exception as error:  # of no kind that says whether the old weights stayed
+                raise EngineBroken(f"{type(error).__name__}: {error}") from error
         case ReceiveWeights(sent):
             return await _receive(core, sent)
         case DropWeights(path):

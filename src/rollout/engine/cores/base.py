@@ -5,13 +5,14 @@ Loaded in engine processes: imports msgspec and anyio only.
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import anyio
 
 from rollout.engine.core import Chunk, EngineInfo, FinishReason, GenerationRequest
-from rollout.engine.cores.request_checks import find_outside_id, find_request_fault
+from rollout.engine.cores.checks import find_outside_id, find_request_fault
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:
@@ -194,3 +195,19 @@ class BaseCore(Generic[Request]):
 
 def _answer(request: GenerationRequest, reason: FinishReason, error: str) -> Chunk:
     return Chunk(request_id=request.request_id, finish_reason=reason, error=error)
+
+
+def name_gpu(device: str) -> str:
+    """The GPU of a torch device of this process, as ``CUDA_VISIBLE_DEVICES`` names it.
+
+    Empty for a CPU, and for a device that the process cannot see.
+    """
+    kind, _, index = device.partition(":")
+    if kind != "cuda":
+        return ""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    number = int(index or 0)
+    if visible is None:
+        return str(number)
+    names = [name.strip() for name in visible.split(",")]
+    return names[number] if number < len(names) else ""

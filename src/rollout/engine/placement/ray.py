@@ -237,9 +237,7 @@ class RayActors:
         host = LOOPBACK if is_here else address
         # A module that only the driver's search path has is found on the driver's machine.
         with_path = is_here and not self._python
-        line = encode_spec(
-            spec, secret, with_sys_path=with_path, host=host, is_follower=rank > 0
-        )
+        line = encode_spec(spec, secret, with_sys_path=with_path, host=host, is_follower=rank > 0)
         if self._gpu_slots:
             devices = self._find_gpu_slot(name, spec.slot, rank).gpu_ids
         else:

@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 
 class MemoryManager:
-    """Puts all replicas to sleep and wakes them; requests wait meanwhile.
-
-    Args:
-        limit_s: How long a replica may take.
-    """
+    """Puts all replicas to sleep and wakes them; requests wait meanwhile."""
 
     def __init__(
         self, requests: RequestRunner, replicas: Collection[Replica], *, limit_s: float
@@ -44,9 +40,7 @@ class MemoryManager:
             raise EngineError(f"level = {level!r}; expected 1 or 2")
         for replica in self._replicas:
             if replica.channel is not None and replica.channel.info.capabilities.no_sleep:
-                raise EngineError(
-                    f"{replica.name}: {replica.channel.info.capabilities.no_sleep}"
-                )
+                raise EngineError(f"{replica.name}: {replica.channel.info.capabilities.no_sleep}")
         if not self._requests.is_admission_blocked:
             self._requests.is_admission_blocked = True
             self._requests.pause_deadlines(running=True)

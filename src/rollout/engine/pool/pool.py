@@ -19,11 +19,7 @@ from rollout.engine.pool.load_windows import LoadWindow
 from rollout.engine.pool.memory import MemoryManager
 from rollout.engine.pool.replica import Notifier, Replica, ReplicaSettings, ReplicaStatistics
 from rollout.engine.pool.request_checks import check_ids, check_sampling
-from rollout.engine.pool.request_runner import (
-    LAST_ANSWER_S,
-    RecoveryPolicy,
-    RequestRunner,
-)
+from rollout.engine.pool.request_runner import LAST_ANSWER_S, RecoveryPolicy, RequestRunner
 from rollout.engine.pool.requests import Request
 from rollout.engine.pool.weight_update import WeightUpdater, check_update
 from rollout.errors import EngineError
@@ -433,7 +429,6 @@ class EnginePool:
         them is restarted, unless none can. Cancellation leaves them to it.
 
         Args:
-            version: What the tokens sampled with them are stamped with.
             mode: What becomes of the requests that a replica has in flight. "wait": they end
                 first. "abort_and_resume": they are cut off, keep their tokens, and resume from
                 those under the new weights. "in_place": they continue, with what was computed of
@@ -450,11 +445,9 @@ class EnginePool:
     async def sleep(self, level: int = 1) -> None:
         """Every replica has released memory afterwards; returns once it is free.
 
-        Running requests are cut off and keep their tokens; they, and those that come, wait and go
-        on after `wake_up`. Replicas that start meanwhile sleep too.
-
-        Args:
-            level: 1 releases the KV cache, 2 the weights as well.
+        Level 1 releases the KV cache, 2 the weights as well. Running requests are cut off and keep
+        their tokens; they, and those that come, go on after `wake_up`. Replicas that start
+        meanwhile sleep too.
 
         Raises:
             EngineError: An engine could not; all stay awake.
@@ -467,9 +460,6 @@ class EnginePool:
         """Take back what `sleep` released; requests resume once all of it is there.
 
         Weights are those that were current, or were loaded while the engines slept.
-
-        Args:
-            tags: "weights", "kv_cache", or both.
 
         Raises:
             EngineError: An engine could not; it is restarted.

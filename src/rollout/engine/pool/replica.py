@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Protocol
 
 import anyio
@@ -29,7 +28,7 @@ from rollout.observe.events import ReplicaChanged, ReplicaSampled
 from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
+    from collections.abc import Iterable
 
     from rollout.engine.channel.operations import Operation
     from rollout.engine.routing import ReplicaState
@@ -176,7 +175,6 @@ class Replica:
         self, name: str, spec: CoreSpec, load_share: float, settings: ReplicaSettings
     ) -> None:
         self.name, self.spec, self.load_share = name, spec, load_share
-        self.state = "starting"
         self.starts = 0
         self.last_error = ""
         self.start_error: EngineError | None = None
@@ -198,7 +196,7 @@ class Replica:
         self._commands = 0
         self._must_restart = False
         self._media_bytes = 0
-        self._emit("starting")
+        self._set_state("starting")
 
     # Its life.
 
@@ -217,7 +215,10 @@ class Replica:
                         served_s = await self._run_engine()
                     except EngineError as error:
                         logger.error("%s did not start: %s", self.name, error)
-                        self._note_failed_start(error)
+                        self.start_error = error
+                        self.note_error(str(error))
+                        self.tried.set()
+                        self._settings.on_change(self)
                     losses = 0 if served_s >= STABLE_S else losses
                     self._set_state("restarting")
                     pause_s = backoff_s * 2 ** min(losses, MAX_DOUBLINGS)
@@ -246,52 +247,40 @@ class Replica:
             async with placed as handle:
                 self.machines, self.is_here = handle.machines, handle.is_here
                 self.machine = handle.machine
-                patience_s = 0.0
+                give_up_at: float | None = None  # it must connect at once the first time
                 while not (self._must_restart or handle.died.is_set()):
                     try:
-                        async with self._connect(handle, patience_s) as channel:
+                        async with connect_channel(
+                            self.name,
+                            handle.connect,
+                            handle.secret,
+                            settings=settings.channel,
+                            expectations=await settings.expectations(),
+                            timeout_s=self._limit_connecting(give_up_at),
+                        ) as channel:
                             self._settle_loss(is_process_lost=False)
                             served_s += await self._serve(channel, handle)
+                        give_up_at = anyio.current_time() + settings.channel.reconnect_s
                     except ChannelError as error:
-                        if served_s == 0.0:
+                        if give_up_at is None:
                             raise
-                        logger.warning("%s: %s", self.name, error)
-                        break
-                    patience_s = settings.channel.reconnect_s
+                        if handle.died.is_set() or anyio.current_time() >= give_up_at:
+                            logger.warning("%s: %s", self.name, error)
+                            break
+                        await anyio.sleep(RECONNECT_PAUSE_S)
         finally:
             self._settle_loss(is_process_lost=True)
         return served_s
 
-    @asynccontextmanager
-    async def _connect(self, handle: ReplicaHandle, patience_s: float) -> AsyncIterator[Channel]:
-        """A session with the engine; for `patience_s` it is tried again while the engine lives."""
-        expectations = await self._settings.expectations()
-        give_up_at = anyio.current_time() + patience_s
-        while True:
-            left_s = give_up_at - anyio.current_time()
-            async with AsyncExitStack() as stack:
-                connecting = connect_channel(
-                    self.name,
-                    handle.connect,
-                    handle.secret,
-                    settings=self._settings.channel,
-                    expectations=expectations,
-                    timeout_s=max(left_s, RECONNECT_PAUSE_S) if patience_s else CONNECT_S,
-                )
-                try:
-                    channel = await stack.enter_async_context(connecting)
-                except ChannelError:
-                    if handle.died.is_set() or anyio.current_time() >= give_up_at:
-                        raise
-                else:
-                    yield channel
-                    return
-            await anyio.sleep(RECONNECT_PAUSE_S)
+    def _limit_connecting(self, give_up_at: float | None) -> float:
+        if give_up_at is None:
+            return CONNECT_S
+        return max(give_up_at - anyio.current_time(), RECONNECT_PAUSE_S)
 
     async def _serve(self, channel: Channel, handle: ReplicaHandle) -> float:
         """Serve by one session until it is lost; returns for how long it served."""
         async with open_task_group() as tasks:
-            tasks.start_soon(_lose_when_dead, channel, handle.died)
+            tasks.start_soon(self._lose_when_dead, channel, handle.died)
             try:
                 await self._settings.prepare(self, channel)
                 if channel.lost.is_set():
@@ -307,6 +296,10 @@ class Replica:
         if channel.lost_cause != "connection":
             self._must_restart = True
         return anyio.current_time() - began
+
+    async def _lose_when_dead(self, channel: Channel, died: anyio.Event) -> None:
+        await died.wait()
+        channel.lose("the engine died", "process")
 
     def _begin_serving(self, channel: Channel) -> None:
         """Let the router send requests to it, and close its books on the way to its loss."""
@@ -349,16 +342,15 @@ class Replica:
             self._loss.settle(is_process_lost=is_process_lost)
             self._loss = None
 
-    def _note_failed_start(self, error: EngineError) -> None:
-        self.start_error = error
-        self.note_error(str(error))
-        self.tried.set()
-        self._settings.on_change(self)
-
     def _set_state(self, state: str, why: str = "", *, capacity: int = 0) -> None:
         self.state = state
-        self._emit(state, why, capacity)
         self.changed.notify()
+        events = self._settings.events
+        if events.is_on:
+            at = events.now()
+            events.emit(
+                ReplicaChanged(at=at, replica=self.name, state=state, why=why, capacity=capacity)
+            )
 
     # What others ask of it.
 
@@ -463,15 +455,6 @@ class Replica:
             cached_tokens=self.cached_tokens,
         )
 
-    def _emit(self, state: str, why: str = "", capacity: int = 0) -> None:
-        events = self._settings.events
-        if events.is_on:
-            events.emit(
-                ReplicaChanged(
-                    at=events.now(), replica=self.name, state=state, why=why, capacity=capacity
-                )
-            )
-
 
 @attrs.frozen
 class ReplicaStatistics:
@@ -508,8 +491,3 @@ def describe_errors(replicas: Iterable[Replica]) -> str:
     staying = [replica for replica in replicas if not replica.is_leaving]
     errors = [each.last_error or f"{each.name}: {each.state}" for each in staying]
     return "; ".join(errors) or "all were removed"
-
-
-async def _lose_when_dead(channel: Channel, died: anyio.Event) -> None:
-    await died.wait()
-    channel.lose("the engine died", "process")

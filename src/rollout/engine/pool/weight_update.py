@@ -168,9 +168,6 @@ class WeightUpdater:
         """Empty a replica and have it load; its refusal or loss is noted.
 
         One that is lost gets the current weights when it comes back.
-
-        Args:
-            channel: That by which it served: it may be removed before this task begins.
         """
         try:
             if mode == "wait":

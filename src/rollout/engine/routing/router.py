@@ -76,12 +76,7 @@ class Router:
         return self._replica_set.open_count > 0
 
     def add(
-        self,
-        name: str,
-        capacity: int,
-        *,
-        weight: float = 1.0,
-        weight_version: int = 0,
+        self, name: str, capacity: int, *, weight: float = 1.0, weight_version: int = 0
     ) -> ReplicaState:
         """Offer a replica for work. One that was here before comes back with its counts.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rollout.engine.core import Chunk, Id, Natural, unpack_ids
-from rollout.engine.cores.answer_checks import LogProb, read_fields
+from rollout.engine.cores.checks import LogProb, read_fields
 from rollout.engine.cores.http.client import HttpError
 from rollout.engine.cores.sglang.answers import COUNT, IDS, AnswerReader, is_abort, parse_version
 from rollout.engine.cores.sglang.generate_requests import (
@@ -49,7 +49,7 @@ class SGLangApi:
         self.liveness_path = "/model_info"
         self._is_incremental = False
         self._is_deterministic = False
-        self._priority_sign = 0  # 0: it serves requests in their order
+        self._priority_sign = 0  # what a priority is multiplied by
 
     async def describe(self, client: HttpClient) -> tuple[int | None, int]:
         """The context length and the weight version that the server names."""
@@ -62,7 +62,8 @@ class SGLangApi:
             self.liveness_path = "/get_model_info"
         self._is_incremental = bool(facts.get("incremental_streaming_output"))
         self._is_deterministic = bool(facts.get("enable_deterministic_inference"))
-        self._priority_sign = _priority_sign(facts)
+        if facts.get("enable_priority_scheduling"):  # other servers may refuse priorities
+            self._priority_sign = -1 if facts.get("schedule_low_priority_values_first") else 1
         length = facts.get("max_req_input_len") or facts.get("context_length")
         return length, parse_version(facts.get("weight_version"))
 
@@ -97,13 +98,6 @@ class SGLangApi:
     async def abort(self, client: HttpClient, request_id: str) -> None:
         """Have the server end a request."""
         await client.call("POST", "/abort_request", {"rid": request_id})
-
-
-def _priority_sign(facts: Mapping[str, Any]) -> int:
-    """What a priority is multiplied by; 0 where the server knows none, and may refuse them."""
-    if not facts.get("enable_priority_scheduling"):
-        return 0
-    return -1 if facts.get("schedule_low_priority_values_first") else 1
 
 
 class _ScoredToken(msgspec.Struct, array_like=True):
@@ -150,10 +144,6 @@ class SGLangReader(AnswerReader):
 
     def read(self, answer: Mapping[str, Any]) -> list[Chunk]:
         """The chunks that an event adds."""
-        fault = answer.get("error")
-        if fault is not None:
-            text = fault.get("message") if isinstance(fault, dict) else fault
-            raise EngineError(str(text))
         checked = read_fields(answer, _Answer)
         meta: Mapping[str, Any] = answer["meta_info"]
         if checked.output_ids is None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rollout.engine.core import Chunk, FinishReason, Id, Natural, unpack_ids
-from rollout.engine.cores.answer_checks import (
+from rollout.engine.cores.checks import (
     LogProb,
     check_log_probs,
     check_scored_ids,
@@ -114,6 +114,9 @@ class VllmApi:
         raise NotImplementedError
 
 
+# The fields of an event that are read, and their types.
+
+
 class _LogProbs(msgspec.Struct):
     token_logprobs: list[LogProb]
     tokens: list[str] | None = None
@@ -131,8 +134,6 @@ class _Usage(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """The fields of an event that are read, and their types."""
-
     choices: list[_Choice]
     usage: _Usage | None = None
 
@@ -148,10 +149,6 @@ class VllmReader:
 
     def read(self, answer: Mapping[str, Any]) -> list[Chunk]:
         """The chunk that an event adds."""
-        fault = answer.get("error")
-        if fault is not None:
-            text = fault.get("message") if isinstance(fault, dict) else fault
-            raise EngineError(str(text))
         event = read_fields(answer, _Event)
         if not event.choices:  # the usage, at the very end
             return []

@@ -20,7 +20,7 @@ import anyio
 import anyio.to_thread
 
 from rollout.engine.core import ALL_TAGS, TAGS_OF_LEVEL, Capabilities, EngineInfo
-from rollout.engine.cores.devices import name_gpu
+from rollout.engine.cores.base import name_gpu
 from rollout.engine.cores.sglang import plugin
 from rollout.engine.cores.sglang.maintenance import SGLangMaintenance, list_fields
 from rollout.engine.cores.sglang.media_inputs import open_media_inputs

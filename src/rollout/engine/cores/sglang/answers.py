@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from rollout.engine.core import Chunk, FinishReason
-from rollout.engine.cores.answer_checks import check_log_probs, check_scored_ids
+from rollout.engine.cores.checks import check_log_probs, check_scored_ids
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:

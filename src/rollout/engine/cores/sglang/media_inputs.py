@@ -119,12 +119,7 @@ def _of_frames(grids: Any) -> Any:
 def open_media_inputs(
     family: str, path: str, *, revision: str | None, trust_remote_code: bool
 ) -> tuple[MediaInputs | None, tuple[str, ...], str]:
-    """What reads a model's media, their kinds, and why a kind is missing; blocks.
-
-    Args:
-        family: The type in the model's configuration.
-        path: Where the model lies.
-    """
+    """What reads a model's media, their kinds, and why a kind is missing; blocks."""
     if family not in FAMILIES:
         return None, (), f"SGLang is given media of {', '.join(FAMILIES)} only, not of {family}"
     from rollout.chat.processors import load_media_processor

@@ -106,12 +106,7 @@ class SGLangOptions(msgspec.Struct, frozen=True, kw_only=True):
 def engine_arguments(
     options: SGLangOptions, model_path: str, known: Collection[str]
 ) -> dict[str, Any]:
-    """The keyword arguments of `sglang.Engine`.
-
-    Args:
-        model_path: Where the model lies, as SGLang understands it.
-        known: Names of the arguments that the installed version has.
-    """
+    """The keyword arguments of `sglang.Engine`."""
     arguments: dict[str, Any] = {
         "model_path": model_path,
         "trust_remote_code": options.trust_remote_code,

@@ -22,14 +22,14 @@ from rollout.engine.core import (
     GenerationRequest,
 )
 from rollout.engine.cores.base import BaseCore, OpenRequest
-from rollout.engine.cores.checkpoints import check_checkpoint
-from rollout.engine.cores.sglang.adapter import SGLang, ServerThread
+from rollout.engine.cores.sglang.adapter import ServerThread, SGLang
 from rollout.engine.cores.sglang.answers import AnswerReader
 from rollout.engine.cores.sglang.generate_requests import (
     build_fields,
     find_sampling_fault,
     make_salt,
 )
+from rollout.engine.cores.sglang.maintenance import check_checkpoint
 from rollout.engine.cores.sglang.server_arguments import SGLangOptions
 from rollout.errors import EngineError, RolloutError
 from rollout.limits import cleanup_scope

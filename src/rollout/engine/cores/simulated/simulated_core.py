@@ -84,21 +84,19 @@ class SimulatedCore(BaseCore[Stream]):
     ) -> None:
         super().__init__()
         options = parse_scenario(scenario)
-        plan = FaultPlan(options.faults, options.seed, replica)
+        plan, kv = FaultPlan(options.faults, options.seed, replica), options.kv
         self.on_death: Callable[[], None] | None = None
         self.is_gathering = stream_interval_s is not None
         self._options = options
         self._experts = options.experts if routed_experts else None
         self._fault_plan = plan
         self._lost_aborts = plan.faults.lost_aborts
-        self._freeze = Freeze.of(plan.faults, 0.0)
+        self._freeze = Freeze(plan.faults, 0.0)
         self._model = SimulatedModel(options)
         self._batcher = Batcher(
             timing=options.timing,
             kv=KvCache(
-                tokens=options.kv.tokens,
-                block_tokens=options.kv.block_tokens,
-                prefix_cache=options.kv.prefix_cache,
+                tokens=kv.tokens, block_tokens=kv.block_tokens, prefix_cache=kv.prefix_cache
             ),
             max_running=options.capacity.max_running,
             max_queued=options.capacity.max_queued,
@@ -140,7 +138,7 @@ class SimulatedCore(BaseCore[Stream]):
     async def start(self) -> None:
         """Wait for `faults.start_delay_s`; a freeze counts from here."""
         await anyio.sleep(self._fault_plan.faults.start_delay_s)
-        self._freeze = Freeze.of(self._fault_plan.faults, anyio.current_time())
+        self._freeze = Freeze(self._fault_plan.faults, anyio.current_time())
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         """Chunks of one request, the last one with a finish reason.
@@ -172,7 +170,8 @@ class SimulatedCore(BaseCore[Stream]):
         Raises:
             FileNotFoundError: The directory does not exist.
         """
-        _check_directory(source.path)
+        if not os.path.isdir(source.path):  # noqa: ASYNC240
+            raise FileNotFoundError(f"there is no directory {source.path!r}")
         await anyio.sleep(self._options.timing.load_weights_s)
         self._advance()
         if not self._is_dead:
@@ -237,11 +236,10 @@ class SimulatedCore(BaseCore[Stream]):
         answer = self._model.plan(prompt, sampling, room)
         reason: FinishReason = "stop" if answer[-1] in end_ids(sampling) else "length"
         job = Job(prompt, answer, reason, stream.emit, request.priority)
-        if not self._batcher.submit(job, self._engine_time()):
-            return False
-        stream.job = job
-        self._sleepers.replan()
-        return True
+        if self._batcher.submit(job, self._engine_time()):
+            stream.job = job
+            self._sleepers.replan()
+        return stream.job is not None
 
     def _abort(self, stream: Stream) -> None:
         if stream.job is not None and not self._is_closed and not self._is_dead:
@@ -281,18 +279,9 @@ class SimulatedCore(BaseCore[Stream]):
 
     def _die(self) -> None:
         self._is_dead = True
+        program = getattr(sys.modules["__main__"], "__spec__", None)
         if self.on_death is not None:
             self.on_death()
-        elif _is_engine_process():
+        elif program is not None and program.name == _ENGINE_PROGRAM:
             os._exit(DEATH_EXIT_CODE)
         self._sleepers.wake_all()
-
-
-def _check_directory(path: str) -> None:
-    if not os.path.isdir(path):
-        raise FileNotFoundError(f"there is no directory {path!r}")
-
-
-def _is_engine_process() -> bool:
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec is not None and spec.name == _ENGINE_PROGRAM

@@ -50,12 +50,7 @@ class SimulatedModel:
         self._rules = options.rules
 
     def plan(self, prompt: bytes, sampling: SamplingParams, room: int) -> array[int]:
-        """The ids to come, at least one and at most `room` or `max_new_tokens`.
-
-        Args:
-            prompt: int32 little-endian, packed.
-            room: What the context leaves for new tokens, at least 1.
-        """
+        """The ids to come, at least one and at most `room` or `max_new_tokens`."""
         count, turn_start = len(prompt) // 4, open_turn_start(prompt)
         start = count if turn_start is None else turn_start
         stop = count + min(room, sampling.max_new_tokens)

@@ -101,11 +101,7 @@ class BatchLayout:
     """
 
     def __init__(
-        self,
-        spans: Sequence[Span],
-        cache: KeyValueCache,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, spans: Sequence[Span], cache: KeyValueCache, device: torch.device, dtype: torch.dtype
     ) -> None:
         self._cache = cache
         stops = torch.tensor([span.stop for span in spans], device=device)

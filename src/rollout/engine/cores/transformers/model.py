@@ -19,15 +19,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import (
-    AttentionInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rollout.engine.core import ALL_TAGS, TAGS_OF_LEVEL, Capabilities, EngineInfo
-from rollout.engine.cores.devices import name_gpu
+from rollout.engine.cores.base import name_gpu
 from rollout.engine.cores.transformers.attention import (
     BACKEND,
     BatchLayout,
@@ -45,11 +40,7 @@ if TYPE_CHECKING:
 
     from rollout.engine.cores.transformers.scheduler import Piece, TransformersOptions
 
-DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 #: torch's questions whether this CPU multiplies bfloat16 by itself; older releases lack some.
 BFLOAT16_PROBES = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
 #: Types of rotary positions that differ with the longest sequence of a batch.
@@ -154,7 +145,8 @@ class SlotModel:
             self._forward(torch.ones(1, 1, dtype=torch.int64), [Span(0, 2, 3)])
         except NotImplementedError as error:
             raise EngineError(f"{name} is not supported: {error}") from error
-        called, layers = len(self._cache.layers), self._model.config.get_text_config().num_hidden_layers
+        called = len(self._cache.layers)
+        layers = self._model.config.get_text_config().num_hidden_layers
         if called != layers:
             raise EngineError(
                 f"{name} is not supported: {called} of its {layers} layers use the attention "
@@ -168,11 +160,7 @@ def load_model(
     options: TransformersOptions,
     configs: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """The model, ready to be computed; nothing is written to the terminal.
-
-    Args:
-        configs: In the place of those in a directory that has none.
-    """
+    """The model, ready to be computed; nothing is written to the terminal."""
     directory = path if configs else resolve_model(path, revision)
     device = choose_device(options.device, options.gpu)
     given: dict[str, Any] = {

@@ -68,12 +68,7 @@ class Sequence:
     """
 
     def __init__(
-        self,
-        request: GenerationRequest,
-        *,
-        context_length: int,
-        eos_ids: Iterable[int],
-        seed: int,
+        self, request: GenerationRequest, *, context_length: int, eos_ids: Iterable[int], seed: int
     ) -> None:
         prompt = np.frombuffer(request.prompt_ids, dtype="<i4")
         self.request = request
