@@ -144,6 +144,7 @@ def test_engines_log_at_the_level_of_their_driver(caplog: pytest.LogCaptureFixtu
     assert msgspec.json.decode(line, type=ChildSpec).log_level == logging.DEBUG
 
 
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # a real thread takes real time
 async def test_ray_is_imported_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[int] = []
 

@@ -199,14 +199,16 @@ class Channel:
                     self._handle(decode_from_server(payload))
                     if self.lost_cause is not None:
                         return
+        except anyio.EndOfStream:
+            self.lose("the engine closed the connection", "connection")
         except CONNECTION_ERRORS as error:
-            self.lose(_describe_break(error), "connection")
+            self.lose(f"the connection broke ({type(error).__name__}: {error})", "connection")
 
     async def _write(self) -> None:
         try:
             await self._frames.write_forever()
         except CONNECTION_ERRORS as error:
-            self.lose(_describe_break(error), "connection")
+            self.lose(f"the connection broke ({type(error).__name__}: {error})", "connection")
 
     async def _watch_silence(self) -> None:
         """Lose a session of which nothing has been heard for `heartbeat_timeout_s`.
@@ -264,12 +266,6 @@ class Channel:
             done, answers = self._commands[answer.number]
             answers.append(answer)
             done.set()
-
-
-def _describe_break(error: BaseException) -> str:
-    if isinstance(error, anyio.EndOfStream):
-        return "the engine closed the connection"
-    return f"the connection broke ({type(error).__name__}: {error})"
 
 
 @asynccontextmanager

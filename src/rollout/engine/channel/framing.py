@@ -40,7 +40,6 @@ class FrameStream:
     Attributes:
         max_frame_bytes: Longest message, either way.
         arrivals: Counts reads that brought bytes; an arrival is a sign of life.
-        queued: Bytes that wait to be written.
     """
 
     def __init__(self, stream: ByteStream, *, max_frame_bytes: int) -> None:
@@ -55,17 +54,12 @@ class FrameStream:
 
     @property
     def queued(self) -> int:
-        """See the class."""
+        """Bytes that wait to be written."""
         return len(self._outgoing) + self._sending
-
-    @property
-    def is_full(self) -> bool:
-        """Whether so much waits to be written that callers should wait too."""
-        return self.queued >= HIGH_WATER_BYTES
 
     async def wait_for_room(self) -> None:
         """Return when a caller may send more, or when nothing is written any more."""
-        while self.is_full:
+        while self.queued >= HIGH_WATER_BYTES:
             await self._written.wait()
 
     async def wait_until_written(self) -> None:

@@ -66,12 +66,9 @@ class OpenRequest:
         assert self._end is not None
         self.is_over = True
         reason, error, is_fatal = self._end
+        rid, count = self.request_id, self.tokens
         return Chunk(
-            request_id=self.request_id,
-            offset=self.tokens,
-            finish_reason=reason,
-            error=error,
-            is_fatal=is_fatal,
+            request_id=rid, offset=count, finish_reason=reason, error=error, is_fatal=is_fatal
         )
 
 
@@ -168,10 +165,9 @@ class BaseCore(Generic[Request]):
     def _find_obstacle(self) -> str:
         """Why no request is taken on now; empty where there is room."""
         info, count = self.info, len(self._open)
-        if count < info.max_requests:
-            return ""
         waiting, limit = count - info.max_running, info.max_requests - info.max_running
-        return f"engine queue is full: {waiting} waiting, limit {limit}"
+        full = f"engine queue is full: {waiting} waiting, limit {limit}"
+        return full if count >= info.max_requests else ""
 
     #: Position of the first id of a packed prompt outside a vocabulary of a size, or None.
     _find_outside_id = staticmethod(find_outside_id)
