@@ -141,10 +141,7 @@ async def run_batch(runtime: Any, groups: int, result: dict[str, Any]) -> None:
 
     async def update() -> None:
         # Where sending takes longer than an answer, the first ones end before the last are sent.
-        while (
-            count_in_flight(runtime) < groups * SAMPLES  # noqa: ASYNC110
-            and not runtime.statistics().finished
-        ):
+        while count_in_flight(runtime) < groups * SAMPLES and not runtime.statistics().finished:
             await anyio.sleep(0.5)
         result["in_flight_at_update"] = count_in_flight(runtime)
         cpu, began = time.process_time(), anyio.current_time()

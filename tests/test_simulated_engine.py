@@ -788,7 +788,9 @@ def _simulate(
     made = []
     for index, (arrival, prompt, answer, abort, priority) in enumerate(jobs):
         ids = encode_text(chr(97 + index % 3) * prompt)
-        made.append(Job(ids.tobytes(), encode_text("x" * answer), "stop", records[index].emit, priority))
+        made.append(
+            Job(ids.tobytes(), encode_text("x" * answer), "stop", records[index].emit, priority)
+        )
         events.append((arrival, index, "arrive"))
         if abort is not None:
             events.append((arrival + abort, index, "end"))
