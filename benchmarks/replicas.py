@@ -141,7 +141,12 @@ async def run_batch(runtime: Any, groups: int, result: dict[str, Any]) -> None:
 
     async def update() -> None:
         # Where sending takes longer than an answer, the first ones end before the last are sent.
-        while count_in_flight(runtime) < groups * SAMPLES and not runtime.statistics().finished:
+        def is_underway() -> bool:
+            statistics = runtime.statistics()
+            in_flight = sum(replica.in_flight for replica in statistics.replicas)
+            return in_flight == groups * SAMPLES or statistics.finished > 0
+
+        while not is_underway():  # noqa: ASYNC110
             await anyio.sleep(0.5)
         result["in_flight_at_update"] = count_in_flight(runtime)
         cpu, began = time.process_time(), anyio.current_time()
