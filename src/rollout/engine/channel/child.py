@@ -35,8 +35,6 @@ from rollout.engine.core import CORE_CLOSE_S
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from rollout.engine.core import EngineCore
-
 #: Between two looks at the parent process.
 POLL_S = 0.25
 #: From the end of the driver to the end by force of an engine that serves. The promise is 5 s,
@@ -101,26 +99,20 @@ def _kill_group() -> None:
 
 
 async def _serve(spec: ChildSpec, answer: int, ending: _Ending) -> None:
+    """Serve until the driver ends or the engine is lost; of a follower, there is nothing to ask."""
     core = load_core(spec.core)(**spec.options)
     await core.start()
     ending.is_serving = True
     gc.freeze()  # a full collection would stop the engine for a fifth of a second
-    if spec.is_follower:
-        _answer(answer, ChildReady())
-        await _live(core, ending, anyio.sleep_forever)
-        return
-    tls = make_context(spec.tls, is_server=True)
-    server = EngineServer(core, bytes.fromhex(spec.secret), tls=tls)
-    listener = await anyio.create_tcp_listener(local_host=spec.host, local_port=0, backlog=BACKLOG)
-    port = listener.extra(anyio.abc.SocketAttribute.local_port)
+    work: Callable[[], Coroutine[Any, Any, Any]] = anyio.sleep_forever
+    port = 0
+    if not spec.is_follower:
+        tls = make_context(spec.tls, is_server=True)
+        server = EngineServer(core, bytes.fromhex(spec.secret), tls=tls)
+        listener = await anyio.create_tcp_listener(local_host=spec.host, backlog=BACKLOG)
+        port = listener.extra(anyio.abc.SocketAttribute.local_port)
+        work = partial(server.serve, listener.listeners)
     _answer(answer, ChildReady(port=port))
-    await _live(core, ending, partial(server.serve, listener.listeners))
-
-
-async def _live(
-    core: EngineCore, ending: _Ending, work: Callable[[], Coroutine[Any, Any, Any]]
-) -> None:
-    """Work until the driver ends or the engine is lost."""
     try:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(work)

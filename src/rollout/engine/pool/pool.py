@@ -353,11 +353,7 @@ class EnginePool:
             self.router.drain(name)
 
     def resume(self, name: str) -> None:
-        """End `drain`.
-
-        Raises:
-            EngineError: There is no such replica.
-        """
+        """End `drain`; raises as that does."""
         replica = self._find(name)
         replica.is_drained = False
         if replica.is_serving:

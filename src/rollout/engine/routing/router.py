@@ -122,11 +122,7 @@ class Router:
         self._replica_set.refresh(replica)
 
     def resume(self, name: str) -> None:
-        """End `drain`.
-
-        Raises:
-            KeyError: There is no such replica.
-        """
+        """End `drain`; raises as that does."""
         replica = self._replica_set.get(name)
         replica.is_draining = False
         self._replica_set.refresh(replica)
