@@ -31,8 +31,8 @@ def end_ids(model: str, revision: str | None = None) -> tuple[int, ...]:
     inner = config.get("text_config")
     named = (read_model_config(model, revision, "generation_config.json"), config, inner or {})
     found = (each.get("eos_token_id") for each in named)
-    given = next((ids for ids in found if ids is not None), ())
-    return (given,) if isinstance(given, int) else tuple(sorted(given))
+    ends = next((ids for ids in found if ids is not None), ())
+    return (ends,) if isinstance(ends, int) else tuple(sorted(ends))
 
 
 def read_model_config(

@@ -199,14 +199,14 @@ class LastOutput:
     def describe_exit(self, code: int) -> str:
         """Why a process ended that was to start an engine."""
         shown = [*self._lines][-_SHOWN:]
-        said = f"; it said last:{_list_lines(shown)}" if shown else ""
+        last = f"; it said last:{_list_lines(shown)}" if shown else ""
         lacking = _LACKING.search("\n".join(shown))
         if lacking is not None:
-            said += (
+            last += (
                 f"\n  placement.python needs the package {lacking[1]} in its environment: "
                 "`pip install anyio msgspec`, and this library by `pip install --no-deps`"
             )
-        return f"the engine's process ended with exit code {code} while starting{said}"
+        return f"the engine's process ended with exit code {code} while starting{last}"
 
     def describe_error(self, error: str) -> str:
         """An engine's own error, and exceptions before it: one of its processes may know more."""

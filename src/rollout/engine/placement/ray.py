@@ -277,19 +277,19 @@ class RayActors:
         return f"{name}: Ray did not place it within {limit}: {shortage}"
 
     async def _describe_shortage(self) -> str:
-        """What was asked, what is free, and what the largest machine has."""
+        """What is wanted, what is free, and what the largest machine has."""
         free = await self._calls.run(self._ray.available_resources)
         nodes = await self._calls.run(self._ray.nodes)
         alive = [node["Resources"] for node in nodes if node["Alive"]]
         kinds = sorted({"CPU", "GPU", *self._resources}, reverse=True)
-        asked = _list_amounts(self._resources, [kind for kind in kinds if kind in self._resources])
+        wanted = _list_amounts(self._resources, [kind for kind in kinds if kind in self._resources])
         if self._machines > 1:
-            asked = f"{asked} on each of {self._machines} machines"
+            wanted = f"{wanted} on each of {self._machines} machines"
         alive.sort(key=lambda has: [has.get(kind, 0) for kind in kinds], reverse=True)
         machines = "; ".join(f"one with {_list_amounts(each, kinds)}" for each in alive)
         where = f" on one of {', '.join(self._nodes)}" if self._nodes else ""
         return (
-            f"asked for {asked}{where}; free in the cluster: {_list_amounts(free, kinds)}; "
+            f"asked for {wanted}{where}; free in the cluster: {_list_amounts(free, kinds)}; "
             f"its machines: {machines}"
         )
 

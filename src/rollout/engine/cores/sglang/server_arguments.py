@@ -141,14 +141,14 @@ def engine_arguments(
         # it does not start. Those of decoding can.
         arguments["disable_prefill_cuda_graph"] = True
     arguments.update(options.server_args)
-    return _supported(arguments, options.server_args, known)
+    return _select_supported(arguments, options.server_args, known)
 
 
-def _supported(
+def _select_supported(
     arguments: dict[str, Any], wanted: Collection[str], known: Collection[str]
 ) -> dict[str, Any]:
-    kept = {name: value for name, value in arguments.items() if name in known}
-    lacking = arguments.keys() - kept.keys()
+    supported = {name: value for name, value in arguments.items() if name in known}
+    lacking = arguments.keys() - supported.keys()
     for name in sorted(lacking):
         if name in wanted:
             raise EngineError(
@@ -160,4 +160,4 @@ def _supported(
             f"the installed SGLang has no argument {', '.join(essential)}; expected a version "
             "from 0.5.17 on"
         )
-    return kept
+    return supported

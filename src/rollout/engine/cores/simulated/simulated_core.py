@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -279,7 +278,9 @@ class SimulatedCore(BaseCore[Stream]):
 
     def _die(self) -> None:
         self._is_dead = True
-        program = getattr(sys.modules["__main__"], "__spec__", None)
+        import __main__  # the program of this process
+
+        program = getattr(__main__, "__spec__", None)
         if self.on_death is not None:
             self.on_death()
         elif program is not None and program.name == _ENGINE_PROGRAM:

@@ -13,7 +13,7 @@ import anyio
 
 from rollout.engine.core import Chunk, FinishReason
 from rollout.engine.cores.base import OpenRequest
-from rollout.engine.cores.simulated.vocabulary import expert_of, log_probs_of, top_of
+from rollout.engine.cores.simulated.vocabulary import choose_expert, compute_log_probs, compute_top
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,13 +71,13 @@ class Stream(OpenRequest):
     def emit(self, job: Job, first: int, stop: int, reason: FinishReason | None) -> None:
         """See `Job.emit`."""
         ids, position = job.answer[first:stop], len(job.prompt) // 4 + first
-        top_ids, top_log_probs = top_of(ids, position, self._request.top_log_probs)
+        top_ids, top_log_probs = compute_top(ids, position, self._request.top_log_probs)
         self._send(
             Chunk(
                 request_id=self._request.request_id,
                 offset=first,
                 ids=ids.tobytes(),
-                log_probs=log_probs_of(ids, position).tobytes(),
+                log_probs=compute_log_probs(ids, position).tobytes(),
                 top_ids=top_ids.tobytes(),
                 top_log_probs=top_log_probs.tobytes(),
                 routed_experts=self._experts_up_to(job, stop),
@@ -98,7 +98,7 @@ class Stream(OpenRequest):
         return array(
             "h",
             [
-                expert_of(ids[at], at, layer, rank, experts.count)
+                choose_expert(ids[at], at, layer, rank, experts.count)
                 for at in range(first, len(ids))
                 for layer in range(experts.layers)
                 for rank in range(experts.top_k)

@@ -259,11 +259,11 @@ class Scheduler:
         own = [slot for slot in free if session_id and slot.session_id == session_id]
         slot = own[0] if own else min(free, key=lambda each: (each.computed > 0, each.last_used))
         source = max(shared, key=lambda each: shared[each])
-        kept = reused = shared[slot]
+        own_count = reused = shared[slot]
         copies = []
-        if shared[source] - kept >= MIN_SHARED:
+        if shared[source] - own_count >= MIN_SHARED:
             reused = shared[source]
-            copies.append(Copy(source.index, slot.index, kept, reused))
+            copies.append(Copy(source.index, slot.index, own_count, reused))
         slot.ids, slot.computed, slot.session_id = sequence.ids, reused, session_id
         slot.sequence, sequence.slot = sequence, slot
         sequence.cached_tokens = reused
