@@ -23,8 +23,7 @@ def find_outside_id(prompt_ids: bytes, vocab_size: int) -> int | None:
     """Position of the first id of a packed prompt outside [0, vocab_size); None where all fit."""
     import numpy as np  # engine processes may lack it, where their cores need none
 
-    ids = np.frombuffer(prompt_ids, dtype="<i4")
-    is_outside = (ids < 0) | (ids >= vocab_size)
+    is_outside = np.frombuffer(prompt_ids, dtype="<u4") >= vocab_size  # as are negative ids
     return int(is_outside.argmax()) if is_outside.any() else None
 
 

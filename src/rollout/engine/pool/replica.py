@@ -37,8 +37,6 @@ logger = logging.getLogger("rollout.engine")
 
 #: The longest pause before a replica is restarted, unless the first one is longer.
 MAX_BACKOFF_S = 30.0
-#: The pause is the longest one long before; a thousand times would be no float any more.
-MAX_DOUBLINGS = 30
 #: A replica that served this long was lost by something new: its next pause is the first again.
 STABLE_S = 60.0
 #: Between two attempts to connect anew.
@@ -205,8 +203,7 @@ class Replica:
 
         A start that fails is tried again, after pauses that grow.
         """
-        backoff_s, longest_s = self._settings.backoff_s, MAX_BACKOFF_S
-        losses = 0
+        first_s = pause_s = self._settings.backoff_s
         try:
             with self._scope:
                 while True:
@@ -219,11 +216,10 @@ class Replica:
                         self.note_error(str(error))
                         self.tried.set()
                         self._settings.on_change(self)
-                    losses = 0 if served_s >= STABLE_S else losses
+                    pause_s = first_s if served_s >= STABLE_S else pause_s
                     self._set_state("restarting")
-                    pause_s = backoff_s * 2 ** min(losses, MAX_DOUBLINGS)
-                    await anyio.sleep(min(pause_s, max(longest_s, backoff_s)))
-                    losses += 1
+                    await anyio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, max(MAX_BACKOFF_S, first_s))
         finally:
             try:
                 with cleanup_scope(RELEASE_S):

@@ -39,11 +39,8 @@ MAX_CUTS = 20
 MAX_MALFORMED = 3
 #: Reasons of trajectories whose requests are not made again, whatever `scheduling.max_retries` is.
 LOST_ENGINES, NO_ENGINE = "lost_engines", "no_engine"
-#: Seconds before a request that a full engine refused is placed again; doubled up to the second.
-REFUSED_BACKOFF_S = 0.05
+#: The longest pause before a request that a full engine refused is sent elsewhere.
 MAX_REFUSED_BACKOFF_S = 1.0
-#: It is past that second long before; a thousand times would be no float any more.
-MAX_DOUBLINGS = 10
 #: How long a cancelled request waits for its last answer. An engine gives it between two of its
 #: steps; `rollout run` gives up on trajectories somewhat later.
 LAST_ANSWER_S = 1.0
@@ -321,9 +318,10 @@ class RequestRunner:
                     request.generation.restart(f"it was interrupted (sampling.{field})")
                 return False
             case "rejected":
-                pause_s = REFUSED_BACKOFF_S * 2 ** min(request.refusals, MAX_DOUBLINGS)
-                request.refusals += 1
-                await anyio.sleep(min(pause_s, MAX_REFUSED_BACKOFF_S))
+                await anyio.sleep(request.refused_backoff_s)
+                request.refused_backoff_s = min(
+                    2 * request.refused_backoff_s, MAX_REFUSED_BACKOFF_S
+                )
                 return False
             case "error":
                 name = request.generation.replica
