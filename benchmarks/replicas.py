@@ -140,8 +140,15 @@ async def run_batch(runtime: Any, groups: int, result: dict[str, Any]) -> None:
     prompts = [Prompt(messages=[{"role": "user", "content": "go"}]) for _ in range(groups)]
 
     async def update() -> None:
-        while count_in_flight(runtime) < groups * SAMPLES:  # noqa: ASYNC110
-            await anyio.sleep(0.2)
+        # Where sending takes longer than an answer, the first ones end before the last are sent.
+        def is_underway() -> bool:
+            statistics = runtime.statistics()
+            in_flight = sum(replica.in_flight for replica in statistics.replicas)
+            return in_flight == groups * SAMPLES or statistics.finished > 0
+
+        while not is_underway():  # noqa: ASYNC110
+            await anyio.sleep(0.5)
+        result["in_flight_at_update"] = count_in_flight(runtime)
         cpu, began = time.process_time(), anyio.current_time()
         await runtime.update_weights(version=1, source=DiskWeights("."))
         result["weight_update_loop_s"] = time.process_time() - cpu

@@ -202,10 +202,10 @@ async def test_abort_that_the_core_loses_is_sent_again_with_each_report() -> Non
         request = Requester(channel).submit([1], 100, request_id="r" * 32)
         await anyio.sleep(0.5)
         channel.abort_nowait("r" * 32)
-        assert (channel.in_flight, channel.aborting) == (1, 1)
+        assert channel.aborting == 1
         await request.done.wait()
         assert (core.heard, request.finish_reason) == (3, "abort")
-        assert (channel.in_flight, channel.aborting) == (0, 0)
+        assert channel.aborting == 0
         assert request.ids == expected(1, len(request.ids)), "tokens come until the end"
         channel.abort_nowait("r" * 32)  # ignored
         assert channel.aborting == 0
@@ -254,7 +254,6 @@ async def test_request_longer_than_a_frame_is_refused_before_anything_is_sent() 
         assert str(caught.value) == (
             "engine-0: the request does not fit: Submit of 8107 bytes; 4096 are allowed"
         )
-        assert channel.in_flight == 0
         assert await requester.generate([7], 2) == [8, 9]
 
 
@@ -355,11 +354,9 @@ async def test_writer_has_much_to_write_callers_wait(monkeypatch: pytest.MonkeyP
         requester, queued = Requester(channel), list[int]()
         for number in range(3):
             requester.submit([number] * 100, 1)
-        assert channel.is_full
 
         async def one(number: int) -> None:
-            if channel.is_full:
-                await channel.wait_for_room()
+            await channel.wait_for_room()
             request = requester.submit([number] * 100, 1)
             queued.append(channel._frames.queued)
             await request.done.wait()

@@ -14,8 +14,7 @@ import psutil
 import pytest
 
 from rollout.engine.core import SamplingParams
-from rollout.engine.placement.last_output import LastOutput
-from rollout.engine.placement.local_process import LocalProcess
+from rollout.engine.placement.local_process import LastOutput, LocalProcess
 from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.pool import EnginePool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -131,7 +132,10 @@ def test_resolve_without_the_package_says_what_to_install(
 
 
 def test_fault_without_converters_names_them(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_files, "_has_module", lambda name: name not in {"gguf", "accelerate"})
+    missing = {"gguf", "accelerate"}
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in missing else object()
+    )
     monkeypatch.setattr(model_files, "_gguf_file", lambda: Path("model.gguf"))
     assert model_path_fault(EMBEDDED) == (
         "model.path = 'embedded:smollm2-135m-instruct' needs: pip install gguf accelerate"

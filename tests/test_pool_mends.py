@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 import time  # noqa: TID251  (what is measured here is CPU time)
 from array import array
 from pathlib import Path
@@ -10,11 +12,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 from fake_core import CountingCore
+from faulty_cores import MortalCore, UpdatableCore
+from rollout.engine.channel.child import ChildSpec
+from rollout.engine.channel.framing import FrameStream
 from rollout.engine.core import Chunk, SamplingParams
+from rollout.engine.placement import ray as ray_placement
 from rollout.engine.placement.in_process import InProcess
+from rollout.engine.placement.local_process import encode_spec
 from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.pool import EnginePool
@@ -38,17 +46,27 @@ class TiredCore(CountingCore):
         """Nothing to forget."""
 
 
-def pool_of(core: str, **options: Any) -> EnginePool:
+class HalfLoadedCore(UpdatableCore):
+    """Computes with weights of which only a part has come."""
+
+    async def update_weights(self, version: int, source: DiskWeights) -> None:
+        self.version = version
+        raise RuntimeError("the link broke")
+
+
+def pool_of(core: str, placement: InProcess | None = None, **options: Any) -> EnginePool:
     return EnginePool(
-        placement=InProcess(),
+        placement=placement or InProcess(),
         specs=[CoreSpec(core, options)],
         router=Router(),
         start_timeout_s=5,
     )
 
 
-async def ask(pool: EnginePool, last: int, count: int) -> list[int]:
-    generation = Generation()
+async def ask(
+    pool: EnginePool, last: int, count: int, generation: Generation | None = None
+) -> list[int]:
+    generation = generation or Generation()
     await pool.generate(
         generation,
         session_id=f"s{last}",
@@ -76,6 +94,69 @@ async def test_update_whose_caller_left_fails_the_log_has_its_error(
         await anyio.sleep(10)
     told = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
     assert any("caller was cancelled" in text and "no weights in bad" in text for text in told)
+
+
+async def test_update_raises_of_no_kind_the_replica_is_restarted_with_the_old_weights(
+    rollout_clock: Any,
+) -> None:
+    async with pool_of("test_pool_mends:HalfLoadedCore", token_s=1.0).serving() as pool:
+        with pytest.raises(EngineError, match="the link broke"):
+            await pool.update_weights(8, DiskWeights("w8"))
+        generation = Generation()
+        await ask(pool, 100, 2, generation)
+        assert generation.versions == [[0, 2]]
+        assert pool.statistics()[0].starts == 2
+
+
+async def test_request_that_only_waits_to_be_sent_is_not_blamed_for_engines_that_die(
+    rollout_clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cores: list[MortalCore] = []
+
+    def note(name: str, core: Any) -> Any:
+        cores.append(core)
+        return core
+
+    async def wait(frames: FrameStream) -> None:
+        await anyio.sleep(1.0 if len(cores) < 6 else 0.0)
+
+    pool = pool_of("faulty_cores:MortalCore", placement=InProcess(wrap=note))
+    async with pool.serving(), anyio.create_task_group() as tasks:
+        monkeypatch.setattr(FrameStream, "wait_for_room", wait)
+        answers: list[list[int]] = []
+
+        async def generate() -> None:
+            answers.append(await ask(pool, 100, 3))
+
+        tasks.start_soon(generate)
+        while not answers:
+            if len(cores) < 6 and pool.statistics()[0].in_flight:
+                await anyio.sleep(0.5)
+                cores[-1].on_death()
+            await anyio.sleep(0.1)
+    assert (len(cores), answers) == (6, [[101, 102, 103]])
+    assert pool.recoveries.failed == 0
+
+
+def test_engines_log_at_the_level_of_their_driver(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="rollout.engine"):
+        line = encode_spec(CoreSpec("m:C", {}), b"secret", with_sys_path=True)
+    assert msgspec.json.decode(line, type=ChildSpec).log_level == logging.DEBUG
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # a real thread takes real time
+async def test_ray_is_imported_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+
+    def refuse() -> Any:
+        threads.append(threading.get_ident())
+        raise EngineError("no Ray here")
+
+    monkeypatch.setattr(ray_placement, "import_ray", refuse)
+    with pytest.raises(EngineError, match="no Ray here"):
+        async with ray_placement.open_ray_actors(address=None, python=None, resources={}):
+            pytest.fail("opened")
+    assert threads != [threading.get_ident()]
 
 
 def test_generation_takes_many_chunks_in_time_that_grows_with_their_number() -> None:

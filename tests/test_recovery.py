@@ -545,7 +545,7 @@ async def test_update_weights_core_that_cannot_says_so(cores: list[Any]) -> None
     async with pool_of(1).serving() as pool:
         with pytest.raises(EngineError) as caught:
             await pool.update_weights(1, DiskWeights("w"))
-    assert str(caught.value) == "engine-0: MortalCore cannot change its weights"
+    assert str(caught.value) == "engine-0: MortalCore has no method update_weights"
 
 
 async def test_update_weights_cancelled_caller_leaves_the_engines_to_it(

@@ -13,7 +13,7 @@ from rollout import Prompt, RolloutBatch, Trajectory, function_tool
 from rollout.batch import collate
 from rollout.chat import Transcript
 from rollout.config import LengthsConfig, RecoveryConfig, SchedulingConfig, SimulatedEngine
-from rollout.engine.cores.simulated.vocabulary import expert_of
+from rollout.engine.cores.simulated.vocabulary import choose_expert
 from rollout.errors import ConfigError
 from rollout.testing import Scenario, tool_call
 
@@ -53,7 +53,10 @@ async def generate(scenario: Scenario, count: int = 1, **sections: Any) -> Rollo
 def expected(transcript: Transcript) -> np.ndarray:
     """(T, layers, top_k): all but the last token, which nothing was computed of."""
     values = [
-        [[expert_of(token, at, layer, k, COUNT) for k in range(TOP_K)] for layer in range(LAYERS)]
+        [
+            [choose_expert(token, at, layer, k, COUNT) for k in range(TOP_K)]
+            for layer in range(LAYERS)
+        ]
         for at, token in enumerate(transcript.ids().tolist())
     ]
     values[-1] = [[-1] * TOP_K] * LAYERS

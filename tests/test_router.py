@@ -479,10 +479,10 @@ def test_repr_is_readable() -> None:
     router = router_of("a", "b", capacity=2)
     send(router, "s", max_new_tokens=100)
     router.drain("b")
-    assert repr(router) == "<Router estimated_seconds: a 1/2 0.0 s, b 0/2 0.0 s draining>"
+    assert repr(router) == "<Router estimated_seconds: a 1/2 serving, b 0/2 draining>"
     for number in range(10):
         router.add(f"r{number}", 1)
-    assert repr(router).endswith("r5 0/1 0.0 s, and 4 more>")
+    assert repr(router).endswith("r5 0/1 serving, and 4 more>")
     assert repr(send(router, "s")) == "<Dispatch s to a>"
 
 

@@ -25,8 +25,7 @@ from rollout.engine.core import (
     GenerationRequest,
     SamplingParams,
 )
-from rollout.engine.cores.simulated.batching import Batcher
-from rollout.engine.cores.simulated.jobs import Job
+from rollout.engine.cores.simulated.batching import Batcher, Job
 from rollout.engine.cores.simulated.kv_cache import KvCache
 from rollout.engine.cores.simulated.options import Lognormal, Timing
 from rollout.errors import ConfigError
@@ -789,7 +788,9 @@ def _simulate(
     made = []
     for index, (arrival, prompt, answer, abort, priority) in enumerate(jobs):
         ids = encode_text(chr(97 + index % 3) * prompt)
-        made.append(Job(ids.tobytes(), encode_text("x" * answer), "stop", records[index], priority))
+        made.append(
+            Job(ids.tobytes(), encode_text("x" * answer), "stop", records[index].emit, priority)
+        )
         events.append((arrival, index, "arrive"))
         if abort is not None:
             events.append((arrival + abort, index, "end"))

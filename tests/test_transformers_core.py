@@ -329,6 +329,18 @@ async def test_core_further_turns_reuse_the_session_and_stay_exact(tiny: str) ->
             ]
 
 
+@pytest.mark.anyio
+async def test_core_group_computes_its_prompt_once(tiny: str) -> None:
+    prompt = prompts(1, shared=100)[0]
+    async with opened(tiny) as core:
+        members = [asked(prompt, f"m{i}", temperature=1.0, seed=i) for i in range(6)]
+        answers = await collect_all(core, members)
+        alone = [await collect(core, asked(prompt, temperature=1.0, seed=i)) for i in range(6)]
+    cached = sorted(answer.last.cached_tokens for answer in answers)
+    assert cached == [0] + [len(prompt) - 1] * 5
+    assert [answer.ids for answer in answers] == [answer.ids for answer in alone]
+
+
 @pytest.mark.slow
 @pytest.mark.anyio
 async def test_core_seeded_request_is_the_same_alone_and_in_a_full_batch(tiny: str) -> None:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 
-from rollout.engine.cores.simulated.batching import Batcher
-from rollout.engine.cores.simulated.jobs import Job
+from rollout.engine.cores.simulated.batching import Batcher, Job
 from rollout.engine.cores.simulated.kv_cache import KvCache
 from rollout.engine.cores.simulated.options import Capacity, Kv, Timing
 
@@ -127,7 +126,7 @@ class Simulation:
         prompt = session.ids[: 4 * prompt_tokens]
         answer = array("i")
         answer.frombytes(session.ids[4 * prompt_tokens : 4 * (prompt_tokens + said)])
-        job = Job(prompt, answer, "stop", _Sink(self, session, turn, replica))
+        job = Job(prompt, answer, "stop", _Sink(self, session, turn, replica).emit)
         engine = self._engines[replica]
         engine.advance(self.now)
         if not engine.submit(job, self.now):
@@ -182,7 +181,7 @@ class _Sink:
         self._replica = replica
 
     def emit(self, job: Job, first: int, stop: int, reason: str | None) -> None:
-        """See `rollout.engine.cores.simulated.jobs.Sink`."""
+        """See `Job.emit`."""
         if reason is not None:
             self._simulation.end_turn(self._session, self._turn, self._replica, job)
 

@@ -12,7 +12,7 @@ from rollout.chat.trajectory import BRANCH, COMPACTION
 from rollout.chat.transcript import NO_EXPERT, NO_VERSION
 from rollout.config import SimulatedEngine
 from rollout.engine.cores.simulated.options import parse_scenario
-from rollout.engine.cores.simulated.vocabulary import expert_of, log_probs_of, top_of
+from rollout.engine.cores.simulated.vocabulary import choose_expert, compute_log_probs, compute_top
 from rollout.seeds import split_session
 from rollout.types import Outcome
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rollout.config import RolloutConfig
     from rollout.engine.pool.generation import Generation
 
-_expert_of = np.frompyfunc(expert_of, 5, 1)
+_choose_expert = np.frompyfunc(choose_expert, 5, 1)
 
 #: Outcomes of which no reward can be known.
 REWARDLESS = (Outcome.FAILED, Outcome.REJECTED, Outcome.CANCELLED)
@@ -252,7 +252,7 @@ def _answer_anomalies(
         ends = "stop"  # by its caller, who has found the end in the text
     if span.finish_reason != ends and (span.finish_reason, ends) != ("deadline", "abort"):
         yield f"{where} ends with {span.finish_reason}; its engine said {generation.finish_reason}"
-    if facts.is_simulated and generation.log_probs != log_probs_of(generation.ids, span.start):
+    if facts.is_simulated and generation.log_probs != compute_log_probs(generation.ids, span.start):
         yield f"{where}: its log-probs are not those of the simulated model at these positions"
     if len(span) == len(generation.ids):
         for text in _top_anomalies(transcript, span, generation, is_simulated=facts.is_simulated):
@@ -339,7 +339,7 @@ def _top_anomalies(
     if top is None or not len(span):
         return
     if is_simulated:
-        ids, log_probs = top_of(said.ids, span.start, count)
+        ids, log_probs = compute_top(said.ids, span.start, count)
         made_up = np.array(ids, np.int32), np.array(log_probs, np.float32)
         top = made_up[0].reshape(-1, count), made_up[1].reshape(-1, count)
     for name, expected in zip(("top_ids", "top_log_probs"), top, strict=True):
@@ -383,6 +383,6 @@ def _made_up(transcript: Transcript, shape: tuple[int, ...], count: int) -> npt.
     """(T, layers, top_k) of all tokens, as the simulated model routes them."""
     tokens, layers, ranks = np.indices(shape)
     ids = transcript.ids()[tokens]
-    values: Any = _expert_of(ids, tokens, layers, ranks, count)
+    values: Any = _choose_expert(ids, tokens, layers, ranks, count)
     routed: npt.NDArray[np.int16] = values.astype(np.int16)
     return routed

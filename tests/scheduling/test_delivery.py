@@ -16,7 +16,7 @@ import pytest
 import faulty_cores
 from rollout.engine import weight_broadcasting
 from rollout.engine.channel.operations import ReceiveWeights, carry_out
-from rollout.engine.cores.devices import name_gpu
+from rollout.engine.cores.base import name_gpu
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
 from rollout.engine.pool.pool import EnginePool

@@ -9,16 +9,11 @@ from typing import TYPE_CHECKING
 
 import anyio
 import pytest
-from driver import PYTHON, ask_all, check_pair, processes, prompts, shares_an_engine
+from driver import PYTHON, ask_all, check_pair, prompts, shares_an_engine
 
 from rollout.config import HttpEngine, InProcessPlacement, ModelConfig, RolloutConfig
 from rollout.engine import open_engines
 from rollout.engine.cores.sglang.plugin import CPU_VARIABLE
-from rollout.engine.cores.sglang.shared_memory import (
-    list_mapped_files,
-    list_shared_files,
-    remove_files,
-)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -45,7 +40,6 @@ async def sglang_server(model: str, *arguments: str) -> AsyncIterator[str]:
         *arguments,
     ]
     environment = {**os.environ, CPU_VARIABLE: "1", "OMP_NUM_THREADS": "1"}
-    before = list_shared_files()
     process = await anyio.open_process(
         command, env=environment, start_new_session=True, stdout=None, stderr=None
     )
@@ -53,10 +47,8 @@ async def sglang_server(model: str, *arguments: str) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         with anyio.CancelScope(shield=True):
-            left = list_mapped_files(each.pid for each in processes()) - before
             os.killpg(process.pid, 9)
             await process.aclose()
-            remove_files(left)
 
 
 @pytest.mark.parametrize("extra", [(), pytest.param((INCREMENTAL,), marks=pytest.mark.slow)])

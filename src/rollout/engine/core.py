@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 import msgspec
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable
+from rollout.medium import PlacedMedia
 
-    from rollout.medium import PlacedMedia
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable
 
 FinishReason = Literal["stop", "length", "abort", "error", "rejected"]
 #: Of answers that were not cut short, whose counts are those of the whole request.
@@ -78,11 +78,12 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True,
     top_log_probs: Natural = 0
 
 
-class GenerationRequest:
+class GenerationRequest(msgspec.Struct, kw_only=True, eq=False):
     """Token ids in, sampled token ids out.
 
     Attributes:
         request_id: Fixed width, never used twice, so that no id is a prefix of another.
+        prompt_ids: int32 little-endian, packed.
         sampling: How the tokens are drawn.
         session_id: The trajectory; a core may keep its prefix warm.
         priority: Larger runs first where the core supports it.
@@ -94,49 +95,19 @@ class GenerationRequest:
             ids elsewhere stand for nothing: the model sampled them.
     """
 
-    __slots__ = (
-        "_prompt",
-        "media",
-        "priority",
-        "request_id",
-        "routed_experts",
-        "routed_experts_start",
-        "sampling",
-        "session_id",
-    )
-
-    def __init__(
-        self,
-        *,
-        request_id: str,
-        prompt_ids: bytes | Callable[[], bytes],
-        sampling: SamplingParams,
-        session_id: str = "",
-        priority: int = 0,
-        routed_experts: bool = False,
-        routed_experts_start: int = 0,
-        media: tuple[PlacedMedia, ...] = (),
-    ) -> None:
-        self.request_id = request_id
-        self.sampling = sampling
-        self.session_id = session_id
-        self.priority = priority
-        self.routed_experts = routed_experts
-        self.routed_experts_start = routed_experts_start
-        self.media = media
-        self._prompt = prompt_ids
+    request_id: str
+    prompt_ids: bytes
+    sampling: SamplingParams
+    session_id: str = ""
+    priority: int = 0
+    routed_experts: bool = False
+    routed_experts_start: int = 0
+    media: tuple[PlacedMedia, ...] = ()
 
     @property
     def top_log_probs(self) -> int:
         """How many of the most likely tokens are wanted at each position; see `Chunk.top_ids`."""
         return self.sampling.top_log_probs
-
-    @property
-    def prompt_ids(self) -> bytes:
-        """int32 little-endian, packed; put together when it is first looked at."""
-        if not isinstance(self._prompt, bytes):
-            self._prompt = self._prompt()
-        return self._prompt
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11):
@@ -226,7 +197,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         core: Name of the core, for people.
         device: Where its weights are, or the first part of them, as torch names it in its process
             ("cuda:1"); weights over NCCL are received there. Empty where that is not known.
-        gpu: Which GPU of its machine that is; see `devices.name_gpu`.
+        gpu: Which GPU of its machine that is; see `cores.base.name_gpu`.
         capabilities: What it can do beside generating.
     """
 
@@ -247,15 +218,18 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         """`max_running` if it is known, otherwise `max_requests`."""
         return self.max_running or self.max_requests
 
+    def describe_modalities(self) -> str:
+        """What prompts may hold, and why a kind is missing, for people."""
+        able = self.capabilities
+        kinds = " and ".join(f"{kind}s" for kind in sorted(able.modalities)) or "text only"
+        return f"{kinds}: {able.no_media}" if able.no_media else kinds
+
     def media_fault(self, kinds: Iterable[str]) -> str:
         """Why the engine cannot be asked about these kinds of media; empty where it can."""
-        able = self.capabilities
         for kind in kinds:
-            if kind not in able.modalities:
-                taken = " and ".join(f"{kind}s" for kind in able.modalities) or "text only"
-                why = f": {able.no_media}" if able.no_media else ""
+            if kind not in self.capabilities.modalities:
                 core = self.core or "the engine"
-                return f"{core} takes no {kind}s; it takes {taken}{why}"
+                return f"{core} takes no {kind}s; it takes {self.describe_modalities()}"
         return ""
 
 

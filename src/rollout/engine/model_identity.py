@@ -17,12 +17,8 @@ INCIDENTAL = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "
 
 
 def model_fingerprint(model: str, revision: str | None = None) -> str:
-    """16 hex digits that agree where the models' configurations agree; "" where there is none.
-
-    Args:
-        model: As `resolve_model` gives it: a directory or a hub name, which may be downloaded.
-    """
-    config = _read(model, revision, "config.json")
+    """16 hex digits that agree where the models' configurations agree; "" where there is none."""
+    config = read_model_config(model, revision)
     named = {name: value for name, value in config.items() if name not in INCIDENTAL}
     if not named:
         return ""
@@ -31,15 +27,17 @@ def model_fingerprint(model: str, revision: str | None = None) -> str:
 
 def end_ids(model: str, revision: str | None = None) -> tuple[int, ...]:
     """The ids that end the model's generations, as its files name them; empty where none does."""
-    config = _read(model, revision, "config.json")
+    config = read_model_config(model, revision)
     inner = config.get("text_config")
-    named = (_read(model, revision, "generation_config.json"), config, inner or {})
+    named = (read_model_config(model, revision, "generation_config.json"), config, inner or {})
     found = (each.get("eos_token_id") for each in named)
-    given = next((ids for ids in found if ids is not None), ())
-    return (given,) if isinstance(given, int) else tuple(sorted(given))
+    ends = next((ids for ids in found if ids is not None), ())
+    return (ends,) if isinstance(ends, int) else tuple(sorted(ends))
 
 
-def _read(model: str, revision: str | None, name: str) -> dict[str, Any]:
+def read_model_config(
+    model: str, revision: str | None = None, name: str = "config.json"
+) -> dict[str, Any]:
     """A file of a model; empty where it has none, or where it is no JSON object."""
     try:
         path = model_file(model, name, revision)

@@ -13,11 +13,7 @@ if TYPE_CHECKING:
 
 
 def load_model_tokenizer(model: str, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model; code of its repository is never run.
-
-    Raises:
-        RolloutError: There is no such model, or its tokenizer cannot be loaded.
-    """
+    """The tokenizer of a model; code of its repository is never run."""
     from rollout.chat.template_loading import load_tokenizer
     from rollout.engine.cores.simulated.tokenizer import simulated_tokenizer
     from rollout.engine.model_files import resolve_model
@@ -28,11 +24,7 @@ def load_model_tokenizer(model: str, revision: str | None = None) -> PreTrainedT
 
 
 def load_decoder(model: str, revision: str | None = None) -> Callable[[Sequence[int]], str]:
-    """Ids to text, special tokens spelled out; code of a model's repository is never run.
-
-    Raises:
-        RolloutError: There is no such model, or its tokenizer cannot be loaded.
-    """
+    """Ids to text, special tokens spelled out; code of a model's repository is never run."""
     tokenizer = load_model_tokenizer(model, revision)
     return make_decoder(tokenizer)
 

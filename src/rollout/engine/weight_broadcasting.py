@@ -63,7 +63,7 @@ def send_weights(tensors: Mapping[str, Any], weights: DistributedWeights) -> Non
     group = _join(weights, rank=0)
     for tensor in tensors.values():
         device = "cuda" if weights.backend == "nccl" else "cpu"
-        _broadcast(group, _bytes_of(tensor.detach().to(device).contiguous()))
+        _broadcast(group, _view_bytes(tensor.detach().to(device).contiguous()))
     if weights.backend == "nccl":
         import torch
 
@@ -88,7 +88,7 @@ def receive_weights(weights: DistributedWeights, device: str = "cuda") -> str:
         )
     try:
         group = _join(weights, rank=weights.rank)
-        received = _received(group, weights, device if weights.backend == "nccl" else "cpu")
+        received = _receive_each(group, weights, device if weights.backend == "nccl" else "cpu")
         if weights.is_kept:
             return stage(TensorWeights(received, directory=weights.directory))
         deque(received, maxlen=0)  # each has to be taken: the others wait for it
@@ -97,12 +97,14 @@ def receive_weights(weights: DistributedWeights, device: str = "cuda") -> str:
     return ""
 
 
-def _received(group: Any, weights: DistributedWeights, device: str) -> Iterator[tuple[str, Any]]:
+def _receive_each(
+    group: Any, weights: DistributedWeights, device: str
+) -> Iterator[tuple[str, Any]]:
     import torch
 
     for name, dtype, shape in zip(weights.names, weights.dtypes, weights.shapes, strict=True):
         tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-        _broadcast(group, _bytes_of(tensor))
+        _broadcast(group, _view_bytes(tensor))
         yield name, tensor
 
 
@@ -114,11 +116,7 @@ def _join(weights: DistributedWeights, rank: int) -> Any:
     if weights.backend == "nccl" and not dist.is_nccl_available():
         raise EngineError("DistributedWeights: backend = 'nccl', and this torch has no NCCL")
     store = dist.TCPStore(
-        weights.host,
-        weights.port,
-        is_master=rank == 0,
-        timeout=limit,
-        wait_for_workers=False,
+        weights.host, weights.port, is_master=rank == 0, timeout=limit, wait_for_workers=False
     )
     if weights.backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
@@ -127,7 +125,7 @@ def _join(weights: DistributedWeights, rank: int) -> Any:
     return dist.ProcessGroupGloo(store, rank, weights.world_size, limit)
 
 
-def _bytes_of(tensor: Any) -> Any:
+def _view_bytes(tensor: Any) -> Any:
     """Its memory; the backends know few types, and all of them are bytes."""
     import torch
 

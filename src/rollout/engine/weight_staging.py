@@ -25,11 +25,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def stage(weights: TensorWeights) -> str:
-    """Write the tensors into a directory of their own; blocks while it copies.
-
-    Raises:
-        EngineError: There is no room, or nothing to write; nothing is left then.
-    """
+    """Write the tensors into a directory of their own; blocks while it copies."""
     from safetensors.torch import save_file  # torch; a caller with tensors has loaded it
 
     remove_orphans(weights.directory)

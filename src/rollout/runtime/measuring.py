@@ -116,7 +116,7 @@ class BatchWatch:
     def measured(self, batch: int = -1) -> Iterator[BatchWindow]:
         """What is measured while the block runs; of no call where it has no number."""
         engines = self._engines
-        with self.lag.window() as lag, engines.load_windows.window() as load:
+        with self.lag.window() as lag, engines.load_window() as load:
             yield BatchWindow(batch, engines, anyio.current_time(), lag, load)
 
     async def sample(self) -> None:

@@ -96,11 +96,6 @@ class Channel:
         self._handled = 0
 
     @property
-    def in_flight(self) -> int:
-        """Requests whose last chunk has not come, those that are aborted included."""
-        return len(self._requests)
-
-    @property
     def aborting(self) -> int:
         """Aborted requests whose last chunk has not come."""
         return len(self._aborting)
@@ -110,13 +105,8 @@ class Channel:
         """Bytes of images and videos that the engine was sent."""
         return self._media.sent_bytes
 
-    @property
-    def is_full(self) -> bool:
-        """Whether so much waits to be sent that requests should `wait_for_room` first."""
-        return self._frames.is_full
-
     async def wait_for_room(self) -> None:
-        """Return when a request may be sent, or the channel is lost."""
+        """Return when a request may be sent, or the channel is lost; mostly at once."""
         await self._frames.wait_for_room()
 
     def submit_nowait(self, submit: Submit, request: ChannelRequest) -> None:
@@ -209,14 +199,16 @@ class Channel:
                     self._handle(decode_from_server(payload))
                     if self.lost_cause is not None:
                         return
+        except anyio.EndOfStream:
+            self.lose("the engine closed the connection", "connection")
         except CONNECTION_ERRORS as error:
-            self.lose(_describe_break(error), "connection")
+            self.lose(f"the connection broke ({type(error).__name__}: {error})", "connection")
 
     async def _write(self) -> None:
         try:
             await self._frames.write_forever()
         except CONNECTION_ERRORS as error:
-            self.lose(_describe_break(error), "connection")
+            self.lose(f"the connection broke ({type(error).__name__}: {error})", "connection")
 
     async def _watch_silence(self) -> None:
         """Lose a session of which nothing has been heard for `heartbeat_timeout_s`.
@@ -274,12 +266,6 @@ class Channel:
             done, answers = self._commands[answer.number]
             answers.append(answer)
             done.set()
-
-
-def _describe_break(error: BaseException) -> str:
-    if isinstance(error, anyio.EndOfStream):
-        return "the engine closed the connection"
-    return f"the connection broke ({type(error).__name__}: {error})"
 
 
 @asynccontextmanager

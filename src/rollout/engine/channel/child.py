@@ -29,13 +29,11 @@ import msgspec
 
 from rollout.engine.channel.core_hosting import describe_error, load_core, watch_core
 from rollout.engine.channel.server import BACKLOG, EngineServer
-from rollout.engine.channel.sockets import TlsFiles, make_server_context
+from rollout.engine.channel.sockets import TlsFiles, make_context
 from rollout.engine.core import CORE_CLOSE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
-
-    from rollout.engine.core import EngineCore
 
 #: Between two looks at the parent process.
 POLL_S = 0.25
@@ -69,11 +67,7 @@ class ChildReady(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class _Ending(threading.Event):
-    """Set when the process is to end.
-
-    Attributes:
-        is_serving: There is something to close; before, nothing is worth waiting for.
-    """
+    """Set when the process is to end; there is something to close once it `is_serving`."""
 
     is_serving = False
 
@@ -104,34 +98,21 @@ def _kill_group() -> None:
     os._exit(1)
 
 
-def _take_standard_output() -> int:
-    """Return a private descriptor for the answer; what a core prints goes to standard error."""
-    answer = os.dup(1)
-    os.dup2(2, 1)
-    return answer
-
-
 async def _serve(spec: ChildSpec, answer: int, ending: _Ending) -> None:
+    """Serve until the driver ends or the engine is lost; of a follower, there is nothing to ask."""
     core = load_core(spec.core)(**spec.options)
     await core.start()
     ending.is_serving = True
     gc.freeze()  # a full collection would stop the engine for a fifth of a second
-    if spec.is_follower:
-        _answer(answer, ChildReady())
-        await _live(core, ending, anyio.sleep_forever)
-        return
-    tls = None if spec.tls is None else make_server_context(spec.tls)
-    server = EngineServer(core, bytes.fromhex(spec.secret), tls=tls)
-    listener = await anyio.create_tcp_listener(local_host=spec.host, local_port=0, backlog=BACKLOG)
-    port = listener.extra(anyio.abc.SocketAttribute.local_port)
+    work: Callable[[], Coroutine[Any, Any, Any]] = anyio.sleep_forever
+    port = 0
+    if not spec.is_follower:
+        tls = make_context(spec.tls, is_server=True)
+        server = EngineServer(core, bytes.fromhex(spec.secret), tls=tls)
+        listener = await anyio.create_tcp_listener(local_host=spec.host, backlog=BACKLOG)
+        port = listener.extra(anyio.abc.SocketAttribute.local_port)
+        work = partial(server.serve, listener.listeners)
     _answer(answer, ChildReady(port=port))
-    await _live(core, ending, partial(server.serve, listener.listeners))
-
-
-async def _live(
-    core: EngineCore, ending: _Ending, work: Callable[[], Coroutine[Any, Any, Any]]
-) -> None:
-    """Work until the driver ends or the engine is lost."""
     try:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(work)
@@ -182,7 +163,8 @@ def _read_line(parent: int) -> bytes:
 def main() -> None:
     """Run until it is time to end."""
     parent = _find_parent(int(sys.argv[1]))
-    answer = _take_standard_output()
+    answer = os.dup(1)
+    os.dup2(2, 1)  # what a core prints goes to standard error
     spec = msgspec.json.decode(_read_line(parent), type=ChildSpec)
     sys.path[:] = spec.sys_path or sys.path
     logging.basicConfig(level=spec.log_level, format="%(levelname)s %(name)s: %(message)s")

@@ -27,19 +27,13 @@ LAST_ANSWERS_S = 0.2
 
 
 def load_core(path: str) -> Callable[..., EngineCore]:
-    """Import the class named ``package.module:Class``.
-
-    Raises:
-        ImportError: There is no such module or no such class in it.
-        MainGuardError: It is a script that starts a runtime when it is imported.
-    """
+    """Import the class named ``package.module:Class``."""
     module_name, _, class_name = path.partition(":")
     with importing(module_name):
         module = importlib.import_module(module_name)
-    try:
-        core: Callable[..., EngineCore] = getattr(module, class_name)
-    except AttributeError:
-        raise ImportError(f"module {module_name!r} has no class {class_name!r}") from None
+    core: Callable[..., EngineCore] | None = getattr(module, class_name, None)
+    if core is None:
+        raise ImportError(f"module {module_name!r} has no class {class_name!r}")
     return core
 
 

@@ -40,7 +40,6 @@ class FrameStream:
     Attributes:
         max_frame_bytes: Longest message, either way.
         arrivals: Counts reads that brought bytes; an arrival is a sign of life.
-        queued: Bytes that wait to be written.
     """
 
     def __init__(self, stream: ByteStream, *, max_frame_bytes: int) -> None:
@@ -55,17 +54,12 @@ class FrameStream:
 
     @property
     def queued(self) -> int:
-        """See the class."""
+        """Bytes that wait to be written."""
         return len(self._outgoing) + self._sending
-
-    @property
-    def is_full(self) -> bool:
-        """Whether so much waits to be written that callers should wait too."""
-        return self.queued >= HIGH_WATER_BYTES
 
     async def wait_for_room(self) -> None:
         """Return when a caller may send more, or when nothing is written any more."""
-        while self.is_full:
+        while self.queued >= HIGH_WATER_BYTES:
             await self._written.wait()
 
     async def wait_until_written(self) -> None:
@@ -78,7 +72,6 @@ class FrameStream:
 
         Raises:
             FrameTooLongError: It is past the maximum; nothing has been queued.
-            OverflowError: An integer does not fit into 64 bits; nothing has been queued.
         """
         buffer = self._outgoing
         start = len(buffer)
@@ -120,12 +113,7 @@ class FrameStream:
         return payload
 
     async def read(self, most: int | None = None) -> list[bytearray]:
-        """Return the payloads that have arrived, at least one and at `most` so many.
-
-        Raises:
-            anyio.EndOfStream: The peer closed between two frames.
-            FrameError: It closed within one, or announced one past the maximum.
-        """
+        """Return the payloads that have arrived, at least one and at `most` so many."""
         while not (frames := self._split_incoming(most)):
             try:
                 self._incoming += await self._stream.receive(READ_BYTES)

@@ -44,10 +44,6 @@ HANDSHAKE_FRAME_BYTES = 64 * 1024
 NONCE_BYTES = 32
 
 
-class RefusedError(FrameError):
-    """The engine refused the connection, and would refuse it again."""
-
-
 def prove(secret: bytes, side: Literal["client", "server"], *nonces: bytes) -> bytes:
     """HMAC-SHA256 over the side and both nonces: neither side can replay the other's proof."""
     return hmac.digest(secret, side.encode() + b"".join(nonces), "sha256")
@@ -85,15 +81,12 @@ def _find_hello_fault(hello: FromClient, secret: bytes, nonce: bytes, info: Engi
         return f"protocol version {hello.version}; this engine speaks {PROTOCOL_VERSION}"
     if not hmac.compare_digest(hello.proof, prove(secret, "client", nonce, hello.nonce)):
         return "the proof of the shared secret is wrong"
-    fault, remedy = find_mismatch(hello.expectations, info), hello.expectations.remedy
+    fault, remedy = _find_mismatch(hello.expectations, info), hello.expectations.remedy
     return f"{fault}; {remedy}" if fault and remedy else fault
 
 
-def find_mismatch(expected: ClientExpectations, info: EngineInfo) -> str:
-    """Say what the driver assumes and the engine knows to be otherwise; empty if nothing.
-
-    What either of them does not know is no mismatch.
-    """
+def _find_mismatch(expected: ClientExpectations, info: EngineInfo) -> str:
+    """What the driver assumes and the engine knows to be otherwise; empty if nothing."""
     if expected.vocab_size > info.vocab_size > 0:
         return (
             f"the driver's tokenizer knows {expected.vocab_size} ids, the engine's model "
@@ -109,24 +102,15 @@ def find_mismatch(expected: ClientExpectations, info: EngineInfo) -> str:
 
 
 async def authenticate_server(
-    frames: FrameStream,
-    secret: bytes,
-    settings: ChannelSettings,
-    expectations: ClientExpectations,
+    frames: FrameStream, secret: bytes, settings: ChannelSettings, expectations: ClientExpectations
 ) -> EngineInfo:
-    """Return the engine's facts, after each side has proved that it holds the secret.
-
-    Raises:
-        RefusedError: The engine refuses this driver, speaks another version, or does not hold the
-            secret.
-        FrameError: It is no engine of ours.
-    """
+    """Return the engine's facts, after each side has proved that it holds the secret."""
     challenge = decode_from_server(await frames.read_one())
     if not isinstance(challenge, Challenge):
         raise FrameError(f"expected a challenge, got {type(challenge).__name__}")
     if challenge.version != PROTOCOL_VERSION:
         theirs, ours = challenge.version, PROTOCOL_VERSION
-        raise RefusedError(f"the engine speaks protocol version {theirs}; this driver {ours}")
+        raise FrameError(f"the engine speaks protocol version {theirs}; this driver {ours}")
     nonce = secrets.token_bytes(NONCE_BYTES)
     proof = prove(secret, "client", challenge.nonce, nonce)
     frames.send_nowait(Hello(PROTOCOL_VERSION, nonce, proof, settings, expectations))
@@ -134,9 +118,9 @@ async def authenticate_server(
     # The engine may send on at once: what follows the answer stays in the stream's buffer.
     answer = decode_from_server(await frames.read_one())
     if isinstance(answer, Refused):
-        raise RefusedError(f"the engine refused the connection: {answer.reason}")
+        raise FrameError(f"the engine refused the connection: {answer.reason}")
     if not isinstance(answer, Welcome) or not hmac.compare_digest(
         answer.proof, prove(secret, "server", nonce, challenge.nonce)
     ):
-        raise RefusedError("the engine did not prove that it holds the shared secret")
+        raise FrameError("the engine did not prove that it holds the shared secret")
     return answer.info

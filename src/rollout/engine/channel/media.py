@@ -48,11 +48,7 @@ class MediaSender:
         self._queue, self._queued = anyio.create_memory_object_stream[tuple[Media, int]](math.inf)
 
     def queue(self, media: Iterable[PlacedMedia], digests: Iterable[str]) -> None:
-        """Send what the engine lacks of the media of a request.
-
-        Raises:
-            FrameError: It asks for something else.
-        """
+        """Send what the engine lacks of the media of a request."""
         held = {placed.medium.digest: placed.medium for placed in media}
         for digest in digests:
             if digest not in held:
@@ -64,22 +60,15 @@ class MediaSender:
         with self._queue, self._queued:
             async for medium, start in self._queued:
                 stop = start + self._part_bytes
-                self._send_part(medium, start, stop)
-                if stop < len(medium.content):
+                facts = None if start else msgspec.structs.replace(medium, content=b"")
+                part, is_last = medium.content[start:stop], stop >= len(medium.content)
+                self._frames.send_nowait(
+                    MediaPart(digest=medium.digest, content=part, medium=facts, is_last=is_last)
+                )
+                self.sent_bytes += len(part)
+                if not is_last:
                     self._queue.send_nowait((medium, stop))
                 await self._frames.wait_until_written()
-
-    def _send_part(self, medium: Media, start: int, stop: int) -> None:
-        part = medium.content[start:stop]
-        self._frames.send_nowait(
-            MediaPart(
-                digest=medium.digest,
-                content=part,
-                medium=None if start else msgspec.structs.replace(medium, content=b""),
-                is_last=stop >= len(medium.content),
-            )
-        )
-        self.sent_bytes += len(part)
 
 
 class _Arrival:
@@ -93,13 +82,7 @@ class _Arrival:
 
 
 class MediaReceiver:
-    """The engine's side of one connection: asks for media, and caches them for later requests.
-
-    Args:
-        frames: Of the connection.
-        cache_bytes: Of the contents that are cached; the least recently used ones go first, and
-            are asked for again where a later request names them.
-    """
+    """The engine's side of one connection: asks for media, and caches them for later requests."""
 
     def __init__(self, frames: FrameStream, cache_bytes: int) -> None:
         self._frames = frames
@@ -114,36 +97,24 @@ class MediaReceiver:
         """Return the media of a request, once all of them are there.
 
         Cancellation leaves what was asked for to other requests.
-
-        Args:
-            places: Digest, start and count of each; see `Submit.media`.
         """
-        media: dict[str, Media] = {}
-        arrivals: dict[str, _Arrival] = {}
-        missing: list[str] = []
-        for digest in dict.fromkeys(digest for digest, _, _ in places):
-            if digest in self._cached:
-                self._cached.move_to_end(digest)
-                media[digest] = self._cached[digest]
-                continue
-            if digest not in self._arriving:
-                missing.append(digest)
-                self._arriving[digest] = _Arrival()
-            arrivals[digest] = self._arriving[digest]
+        digests = dict.fromkeys(digest for digest, _, _ in places)
+        media = {digest: self._cached[digest] for digest in digests if digest in self._cached}
+        for digest in media:
+            self._cached.move_to_end(digest)
+        lacking = [digest for digest in digests if digest not in media]
+        missing = tuple(digest for digest in lacking if digest not in self._arriving)
+        self._arriving.update({digest: _Arrival() for digest in missing})
         if missing:
-            self._frames.send_nowait(SendMedia(request_id, tuple(missing)))
-        for digest, arrival in arrivals.items():
+            self._frames.send_nowait(SendMedia(request_id, missing))
+        for digest, arrival in [(digest, self._arriving[digest]) for digest in lacking]:
             await arrival.arrived.wait()
             assert arrival.medium is not None
             media[digest] = arrival.medium
         return tuple(PlacedMedia(media[digest], start, count) for digest, start, count in places)
 
     def take(self, part: MediaPart) -> None:
-        """Take the next part of a medium.
-
-        Raises:
-            FrameError: Nobody asked for it, or it is out of order.
-        """
+        """Take the next part of a medium."""
         digest = part.digest
         arrival = self._arriving.get(digest)
         if arrival is None:
@@ -155,15 +126,11 @@ class MediaReceiver:
         if part.is_last:
             assert arrival.facts is not None
             content = b"".join(arrival.parts)
-            medium = msgspec.structs.replace(arrival.facts, content=content, digest=digest)
             del self._arriving[digest]
-            self._cache(medium)
-            arrival.medium = medium
+            arrival.medium = msgspec.structs.replace(arrival.facts, content=content, digest=digest)
+            self._cached[digest] = arrival.medium
+            self._bytes += len(content)
+            while self._bytes > self._cache_bytes:
+                _, oldest = self._cached.popitem(last=False)
+                self._bytes -= len(oldest.content)
             arrival.arrived.set()
-
-    def _cache(self, medium: Media) -> None:
-        self._cached[medium.digest] = medium
-        self._bytes += len(medium.content)
-        while self._bytes > self._cache_bytes:
-            _, oldest = self._cached.popitem(last=False)
-            self._bytes -= len(oldest.content)

@@ -7,16 +7,13 @@ Loaded in engine processes: imports msgspec only.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, TypeVar
 
 import msgspec
 
 from rollout.engine.channel.operations import Operation
 from rollout.engine.core import Chunk, EngineInfo, EngineLoad, Natural, SamplingParams
 from rollout.medium import Media
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 PROTOCOL_VERSION = 4
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
@@ -179,21 +176,23 @@ class FrameTooLongError(Exception):
 _DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, ValueError, OverflowError, MemoryError)
 
 encoder = msgspec.msgpack.Encoder()
-_decode_from_server: Callable[[Any], FromServer] = msgspec.msgpack.Decoder(FromServer).decode
-_decode_from_client: Callable[[Any], FromClient] = msgspec.msgpack.Decoder(FromClient).decode
+_from_server: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)
+_from_client: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
+Decoded = TypeVar("Decoded")
 
 
 def decode_from_server(payload: bytes | bytearray) -> FromServer:
     """Decode a frame; raises a `FrameError` whatever is wrong with it."""
-    try:
-        return _decode_from_server(payload)
-    except _DECODE_ERRORS as error:
-        raise FrameError(f"not a message: {error}") from None
+    return _decode(_from_server, payload)
 
 
 def decode_from_client(payload: bytes | bytearray) -> FromClient:
     """Decode a frame; raises a `FrameError` whatever is wrong with it."""
+    return _decode(_from_client, payload)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Decoded], payload: bytes | bytearray) -> Decoded:
     try:
-        return _decode_from_client(payload)
+        return decoder.decode(payload)
     except _DECODE_ERRORS as error:
         raise FrameError(f"not a message: {error}") from None

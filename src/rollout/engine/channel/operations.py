@@ -12,6 +12,7 @@ from anyio import to_thread
 
 from rollout.engine.core import ALL_TAGS as ALL_TAGS
 from rollout.engine.core import TAGS_OF_LEVEL as TAGS_OF_LEVEL
+from rollout.engine.core import EngineBroken
 from rollout.engine.weights import DiskWeights, DistributedWeights
 from rollout.errors import EngineError
 
@@ -55,29 +56,35 @@ Operation = LoadWeights | ReceiveWeights | DropWeights | Sleep | WakeUp | FlushC
 
 
 async def carry_out(core: Any, operation: Operation) -> str:
-    """Have `core` do it; what came of it, where there is something to say.
+    """Have `core` do it; returns the result.
 
     Raises:
         EngineError: It cannot; or whatever it raises.
     """
     match operation:
         case LoadWeights(version, source):
-            await _method(core, "update_weights", "change its weights")(version, source)
+            update = _find_method(core, "update_weights")
+            try:
+                await update(version, source)
+            except (EngineError, EngineBroken, OSError):
+                raise
+            except Exception as error:  # of no kind that says whether the old weights stayed
+                raise EngineBroken(f"{type(error).__name__}: {error}") from error
         case ReceiveWeights(sent):
             return await _receive(core, sent)
         case DropWeights(path):
             await to_thread.run_sync(_drop, path)
         case Sleep(level):
-            await _method(core, "sleep", "release its memory")(level)
+            await _find_method(core, "sleep")(level)
         case WakeUp(tags):
-            await _method(core, "wake_up", "release its memory")(tags)
+            await _find_method(core, "wake_up")(tags)
         case FlushCache():
-            await _method(core, "flush_cache", "flush its cache")()
+            await _find_method(core, "flush_cache")()
     return ""
 
 
 async def _receive(core: Any, sent: DistributedWeights) -> str:
-    _method(core, "update_weights", "change its weights")
+    _find_method(core, "update_weights")
     from rollout.engine.weight_broadcasting import receive_weights  # torch
 
     device = core.info.device or "cuda"
@@ -92,8 +99,9 @@ def _drop(path: str) -> None:
     unstage(path)
 
 
-def _method(core: Any, name: str, ability: str) -> Any:
+def _find_method(core: Any, name: str) -> Any:
+    """A method that a core inherits from `BaseCore`, or may lack."""
     method = getattr(core, name, None)
     if method is None:
-        raise EngineError(f"{type(core).__name__} cannot {ability}")
+        raise EngineError(f"{type(core).__name__} has no method {name}")
     return method

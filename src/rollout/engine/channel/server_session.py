@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
 from typing import TYPE_CHECKING
 
 import anyio
 import msgspec
 
-from rollout.engine.channel.coalescing import ChunkCoalescer
 from rollout.engine.channel.core_hosting import describe_error, is_fatal
 from rollout.engine.channel.framing import CONNECTION_ERRORS, FrameStream
 from rollout.engine.channel.media import MediaReceiver
@@ -40,45 +38,30 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rollout.engine")
 
+#: Fields of a chunk whose bytes follow each other when chunks are joined.
+_PACKED = ("ids", "log_probs", "top_ids", "top_log_probs", "routed_experts")
+
 
 class _ServerRequest:
     """A request of the session, from its arrival to its last chunk.
 
     Attributes:
         deadline: Clock time at which it is aborted.
-        media: Of its prompt; see `Submit.media`.
-        collecting: Scope of its wait for them, while it lasts.
+        collecting: Scope of its wait for the media of its prompt, while it lasts.
         is_started: The core has it.
         is_aborted: It was aborted before the core had it.
-        coalescer: Tokens of its answer that wait for more.
+        waiting: Chunks whose tokens wait for more; each continues the one before it.
     """
 
-    __slots__ = (
-        "coalescer",
-        "collecting",
-        "deadline",
-        "is_aborted",
-        "is_started",
-        "media",
-        "request",
-    )
+    __slots__ = ("collecting", "deadline", "is_aborted", "is_started", "submit", "waiting")
 
-    def __init__(self, submit: Submit, interval: int) -> None:
-        self.request = GenerationRequest(
-            request_id=submit.request_id,
-            prompt_ids=submit.ids,
-            sampling=submit.sampling,
-            session_id=submit.session_id,
-            priority=submit.priority,
-            routed_experts=submit.routed_experts,
-            routed_experts_start=submit.routed_experts_start,
-        )
+    def __init__(self, submit: Submit) -> None:
         remaining_s = submit.remaining_s
+        self.submit = submit
         self.deadline = math.inf if remaining_s is None else anyio.current_time() + remaining_s
-        self.media = submit.media
         self.collecting: anyio.CancelScope | None = None
         self.is_started = self.is_aborted = False
-        self.coalescer = ChunkCoalescer(interval)
+        self.waiting: list[Chunk] = []
 
 
 class ServerSession:
@@ -97,19 +80,12 @@ class ServerSession:
         self._settings = settings
         self._carry_out = carry_out
         self._requests: dict[str, _ServerRequest] = {}
-        self._queue: deque[_ServerRequest] = deque()
-        self._idle_workers: list[anyio.Event] = []
-        self._is_worker_due = False
         self._media = MediaReceiver(frames, media_cache_bytes)
         self._interval = 1 if getattr(core, "is_gathering", False) else settings.stream_interval
         self._has_waiting_tokens = anyio.Event()
 
     async def run(self) -> None:
-        """Serve until the connection ends; the core is then rid of the session's requests.
-
-        Raises:
-            OSError, anyio.EndOfStream, anyio.BrokenResourceError: How the connection ended.
-        """
+        """Serve until the connection ends; the core is then rid of the session's requests."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._write, tasks.cancel_scope)
             tasks.start_soon(self._report_load)
@@ -141,12 +117,15 @@ class ServerSession:
                     self._abort(request)
             await anyio.sleep(self._settings.heartbeat_s)
 
-    # --- messages
-
     def _handle(self, message: FromClient, tasks: anyio.abc.TaskGroup) -> None:
         match message:
-            case Submit():
-                self._submit(message, tasks)
+            case Submit(request_id) if request_id in self._requests:
+                self._fail(request_id, f"request id {request_id!r} is in use")
+            case Submit(request_id, ids) if len(ids) % 4:
+                self._fail(request_id, f"{len(ids)} bytes of ids; expected packed int32")
+            case Submit(request_id):
+                request = self._requests[request_id] = _ServerRequest(message)
+                tasks.start_soon(self._serve_request, request)
             case Abort(request_id):
                 if request_id in self._requests:  # else its last chunk is on its way
                     self._abort(self._requests[request_id])
@@ -157,21 +136,10 @@ class ServerSession:
             case _:
                 raise FrameError(f"a {type(message).__name__} after the handshake")
 
-    def _submit(self, submit: Submit, tasks: anyio.abc.TaskGroup) -> None:
-        request_id = submit.request_id
-        if request_id in self._requests:
-            self._fail(request_id, f"request id {request_id!r} is in use")
-        elif len(submit.ids) % 4:
-            self._fail(request_id, f"{len(submit.ids)} bytes of ids; expected packed int32")
-        else:
-            request = self._requests[request_id] = _ServerRequest(submit, self._interval)
-            self._queue.append(request)
-            self._wake_worker(tasks)
-
     def _abort(self, request: _ServerRequest) -> None:
         """Ask for the end of a request; it is over when its last chunk has been sent."""
         if request.is_started:
-            self._core.abort_nowait(request.request.request_id)
+            self._core.abort_nowait(request.submit.request_id)
             return
         request.is_aborted = True
         if request.collecting is not None:
@@ -186,55 +154,37 @@ class ServerSession:
             error, fatal = describe_error(failure), is_fatal(failure)
         self._frames.send_nowait(CommandDone(command.number, error, fatal, result))
 
-    # --- requests
-
-    def _wake_worker(self, tasks: anyio.abc.TaskGroup) -> None:
-        """Have a task serve what is queued, unless one is about to.
-
-        Requests run side by side: a worker wakes another one before it may have to wait within the
-        core. A core that answers at once thus needs no task switch for each request.
-        """
-        if self._is_worker_due:
-            return
-        self._is_worker_due = True
-        if self._idle_workers:
-            self._idle_workers.pop().set()
-        else:
-            tasks.start_soon(self._work, tasks)
-
-    async def _work(self, tasks: anyio.abc.TaskGroup) -> None:
-        while True:
-            self._is_worker_due = False
-            while self._queue:
-                request = self._queue.popleft()
-                if self._queue:
-                    self._wake_worker(tasks)
-                await self._serve_request(request)
-            woken = anyio.Event()
-            self._idle_workers.append(woken)
-            await woken.wait()
-
     async def _serve_request(self, request: _ServerRequest) -> None:
-        request_id = request.request.request_id
+        submit = request.submit
         try:
-            if request.media and not request.is_aborted:
+            media = ()
+            if submit.media and not request.is_aborted:
                 with anyio.CancelScope() as request.collecting:
-                    request.request.media = await self._media.collect(request_id, request.media)
+                    media = await self._media.collect(submit.request_id, submit.media)
             if request.is_aborted:
-                self._send(Chunk(request_id=request_id, finish_reason="abort"))
+                self._send(Chunk(request_id=submit.request_id, finish_reason="abort"))
                 return
             request.is_started = True
-            await self._generate(request)
+            wanted = GenerationRequest(
+                request_id=submit.request_id,
+                prompt_ids=submit.ids,
+                sampling=submit.sampling,
+                session_id=submit.session_id,
+                priority=submit.priority,
+                routed_experts=submit.routed_experts,
+                routed_experts_start=submit.routed_experts_start,
+                media=media,
+            )
+            await self._generate(request, wanted)
         except Exception as error:
-            logger.exception("the core failed on request %s", request_id)
+            logger.exception("the core failed on request %s", submit.request_id)
             self._flush(request)
-            self._fail(request_id, describe_error(error), fatal=is_fatal(error))
+            self._fail(submit.request_id, describe_error(error), fatal=is_fatal(error))
         finally:
-            del self._requests[request_id]
+            del self._requests[submit.request_id]
 
-    async def _generate(self, request: _ServerRequest) -> None:
-        request_id = request.request.request_id
-        chunks = self._core.generate(request.request)
+    async def _generate(self, request: _ServerRequest, wanted: GenerationRequest) -> None:
+        chunks = self._core.generate(wanted)
         is_over = False
         try:
             async for chunk in chunks:
@@ -242,24 +192,31 @@ class ServerSession:
                 is_over = chunk.finish_reason is not None
                 if is_over:
                     return
-                if self._frames.is_full:
-                    await self._frames.wait_for_room()
+                await self._frames.wait_for_room()
         finally:
             # Closing it aborts the request; an iterator need not be a generator.
             close = getattr(chunks, "aclose", None)
             if close is not None:
                 await close()
             elif not is_over:
-                self._core.abort_nowait(request_id)
+                self._core.abort_nowait(wanted.request_id)
         self._flush(request)
-        self._fail(request_id, "the engine ended its answer without saying why")
+        self._fail(wanted.request_id, "the engine ended its answer without saying why")
+
+    # Chunks are coalesced: tokens wait until there are enough of them, or for long enough.
 
     def _deliver(self, request: _ServerRequest, chunk: Chunk) -> None:
-        if chunk.request_id != request.request.request_id:
+        if chunk.request_id != request.submit.request_id:
             raise ValueError(f"the engine answered for request {chunk.request_id!r}")
-        for each in request.coalescer.add(chunk):
-            self._send(each)
-        if not request.coalescer.is_empty:
+        waiting = request.waiting
+        if waiting and not _continues(waiting[-1], chunk):
+            self._flush(request)
+        waiting.append(chunk)
+        count = sum(len(each.ids) for each in waiting) // 4
+        # One that contradicts itself goes alone: the client refuses it, and none with it.
+        if chunk.finish_reason or count >= self._interval or not _is_sound(chunk):
+            self._flush(request)
+        else:
             self._has_waiting_tokens.set()
 
     async def _flush_waiting_tokens(self) -> None:
@@ -272,8 +229,14 @@ class ServerSession:
                 self._flush(request)
 
     def _flush(self, request: _ServerRequest) -> None:
-        for chunk in request.coalescer.flush():
-            self._send(chunk)
+        """Send what waits as one chunk."""
+        waiting = request.waiting
+        if len(waiting) == 1:
+            self._send(waiting[0])
+        elif waiting:
+            joined = {name: b"".join(getattr(each, name) for each in waiting) for name in _PACKED}
+            self._send(msgspec.structs.replace(waiting[-1], offset=waiting[0].offset, **joined))
+        waiting.clear()
 
     def _send(self, chunk: Chunk) -> None:
         try:
@@ -285,3 +248,12 @@ class ServerSession:
         self._frames.send_nowait(
             Chunk(request_id=request_id, finish_reason="error", error=error, is_fatal=fatal)
         )
+
+
+def _is_sound(chunk: Chunk) -> bool:
+    return len(chunk.log_probs) == len(chunk.ids) and len(chunk.top_log_probs) == len(chunk.top_ids)
+
+
+def _continues(last: Chunk, chunk: Chunk) -> bool:
+    is_next = chunk.offset == last.offset + len(last.ids) // 4
+    return is_next and chunk.weight_version == last.weight_version and _is_sound(chunk)

@@ -39,52 +39,29 @@ class TlsFiles(msgspec.Struct, frozen=True):
     authority: str
 
 
-def make_server_context(files: TlsFiles) -> ssl.SSLContext:
-    """Make the engine's side of encrypted connections, TLS 1.3.
-
-    Raises:
-        EngineError: Its certificate or key cannot be used.
-    """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+def make_context(files: TlsFiles | None, *, is_server: bool) -> ssl.SSLContext | None:
+    """Make the engine's or the driver's side of encrypted connections, TLS 1.3."""
+    if files is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     try:
-        context.load_cert_chain(files.certificate, files.key)
+        if is_server:
+            names = f"tls_certificate = {files.certificate!r} with channel.tls_key = {files.key!r}"
+            context.load_cert_chain(files.certificate, files.key)
+        else:
+            names = f"tls_authority = {files.authority!r}"
+            context.check_hostname = False
+            context.load_verify_locations(files.authority)
     except OSError as error:
-        raise EngineError(
-            f"channel.tls_certificate = {files.certificate!r} with channel.tls_key = "
-            f"{files.key!r}: cannot be used: {error}"
-        ) from None
-    return context
-
-
-def make_driver_context(files: TlsFiles) -> ssl.SSLContext:
-    """Make the driver's side of encrypted connections, TLS 1.3.
-
-    Raises:
-        EngineError: Its authority cannot be used.
-    """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False
-    try:
-        context.load_verify_locations(files.authority)
-    except OSError as error:
-        raise EngineError(
-            f"channel.tls_authority = {files.authority!r}: cannot be used: {error}"
-        ) from None
+        raise EngineError(f"channel.{names}: cannot be used: {error}") from None
     return context
 
 
 async def connect_engine(host: str, port: int, tls: TlsFiles | None = None) -> ByteStream:
-    """Open a connection to an engine's port.
-
-    Raises:
-        EngineError: The authority cannot be used.
-        OSError: Nobody listens, or the engine's certificate is not of the authority.
-    """
-    context = None if tls is None else make_driver_context(tls)
-    stream = await anyio.connect_tcp(host, port)
-    return await wrap_tls(stream, context, server_side=False)
+    """Open a connection to an engine's port."""
+    context = make_context(tls, is_server=False)
+    return await wrap_tls(await anyio.connect_tcp(host, port), context, server_side=False)
 
 
 async def wrap_tls(

@@ -5,13 +5,14 @@ Loaded in engine processes: imports msgspec and anyio only.
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import anyio
 
 from rollout.engine.core import Chunk, EngineInfo, FinishReason, GenerationRequest
-from rollout.engine.cores.request_checks import find_outside_id, find_request_fault
+from rollout.engine.cores.checks import find_outside_id, find_request_fault
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:
@@ -65,12 +66,9 @@ class OpenRequest:
         assert self._end is not None
         self.is_over = True
         reason, error, is_fatal = self._end
+        rid, count = self.request_id, self.tokens
         return Chunk(
-            request_id=self.request_id,
-            offset=self.tokens,
-            finish_reason=reason,
-            error=error,
-            is_fatal=is_fatal,
+            request_id=rid, offset=count, finish_reason=reason, error=error, is_fatal=is_fatal
         )
 
 
@@ -167,10 +165,9 @@ class BaseCore(Generic[Request]):
     def _find_obstacle(self) -> str:
         """Why no request is taken on now; empty where there is room."""
         info, count = self.info, len(self._open)
-        if count < info.max_requests:
-            return ""
         waiting, limit = count - info.max_running, info.max_requests - info.max_running
-        return f"engine queue is full: {waiting} waiting, limit {limit}"
+        full = f"engine queue is full: {waiting} waiting, limit {limit}"
+        return full if count >= info.max_requests else ""
 
     #: Position of the first id of a packed prompt outside a vocabulary of a size, or None.
     _find_outside_id = staticmethod(find_outside_id)
@@ -194,3 +191,19 @@ class BaseCore(Generic[Request]):
 
 def _answer(request: GenerationRequest, reason: FinishReason, error: str) -> Chunk:
     return Chunk(request_id=request.request_id, finish_reason=reason, error=error)
+
+
+def name_gpu(device: str) -> str:
+    """The GPU of a torch device of this process, as ``CUDA_VISIBLE_DEVICES`` names it.
+
+    Empty for a CPU, and for a device that the process cannot see.
+    """
+    kind, _, index = device.partition(":")
+    if kind != "cuda":
+        return ""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    number = int(index or 0)
+    if visible is None:
+        return str(number)
+    names = [name.strip() for name in visible.split(",")]
+    return names[number] if number < len(names) else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -48,7 +48,7 @@ class InProcess:
     ) -> AsyncIterator[ReplicaHandle]:
         """See `Placement.open_replica`."""
         secret = secrets.token_bytes(32)
-        died = anyio.Event()
+        died, frozen = anyio.Event(), anyio.Event()
         streams: set[MemoryByteStream] = set()
 
         def die() -> None:
@@ -56,19 +56,16 @@ class InProcess:
             for stream in streams:
                 stream.cut()
 
-        frozen = anyio.Event()
-
         def freeze() -> None:
             frozen.set()
             for stream in streams:
                 stream.stall()
 
         async with open_task_group() as tasks:
-            core = await self._start_core(name, spec, start_timeout_s)
-            if hasattr(core, "on_death"):
-                core.on_death = die
-            if hasattr(core, "on_freeze"):
-                core.on_freeze = freeze
+            core: Any = await self._start_core(name, spec, start_timeout_s)
+            for hook, act in (("on_death", die), ("on_freeze", freeze)):
+                if hasattr(core, hook):
+                    setattr(core, hook, act)
             server = EngineServer(core, secret)
             tasks.start_soon(watch_core, core, die)
 
@@ -82,9 +79,7 @@ class InProcess:
             async def connect() -> ByteStream:
                 if died.is_set():
                     raise anyio.BrokenResourceError
-                ours, theirs = memory_stream_pair(
-                    latency_s=self._latency_s, max_read=self._max_read
-                )
+                ours, theirs = memory_stream_pair(self._latency_s, self._max_read)
                 if frozen.is_set():
                     theirs.stall()
                 tasks.start_soon(serve, theirs)

@@ -19,111 +19,87 @@ if TYPE_CHECKING:
 WINDOW_BYTES = 1024 * 1024
 
 
-class _Pipe:
-    """One direction: pieces with the time at which they may be read."""
+class MemoryByteStream(ByteStream):
+    """One end of a pair made by `memory_stream_pair`: it holds what its peer has sent."""
 
     def __init__(self, latency_s: float, max_read: int | None) -> None:
-        self.latency_s = latency_s
-        self.max_read = max_read
-        self.pieces: deque[tuple[float, bytes]] = deque()
-        self.unread = 0
-        self.ended = False
-        self.broken = False
-        self.stalled = False
+        self.peer = self
+        self._latency_s = latency_s
+        self._max_read = max_read
+        self._pieces: deque[tuple[float, bytes]] = deque()  # with when they may be read
+        self._unread = 0
+        self._is_closed = self._has_ended = self._is_broken = self._is_stalled = False
         self._changed = anyio.Event()
-
-    def notify(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
-
-    async def wait(self) -> None:
-        await self._changed.wait()
-
-    async def put(self, data: bytes) -> None:
-        while self.unread >= WINDOW_BYTES and not (self.broken or self.ended):
-            await self.wait()
-        if self.broken or self.ended:
-            raise anyio.BrokenResourceError
-        self.pieces.append((anyio.current_time() + self.latency_s, data))
-        self.unread += len(data)
-        self.notify()
-
-    async def get(self, max_bytes: int) -> bytes:
-        while not self.pieces or (self.stalled and not self.broken):
-            if self.broken:
-                raise anyio.BrokenResourceError
-            if self.ended:
-                raise anyio.EndOfStream
-            await self.wait()
-        due, data = self.pieces.popleft()
-        # Only one task reads a direction, so holding the piece across the sleep loses nothing
-        # unless that reader is cancelled, and then the connection is over.
-        if due > anyio.current_time():
-            await anyio.sleep_until(due)
-        size = min(max_bytes, self.max_read or max_bytes)
-        if len(data) > size:
-            self.pieces.appendleft((due, data[size:]))
-            data = data[:size]
-        self.unread -= len(data)
-        self.notify()
-        return data
-
-
-class MemoryByteStream(ByteStream):
-    """One end of a pair made by `memory_stream_pair`."""
-
-    def __init__(self, incoming: _Pipe, outgoing: _Pipe) -> None:
-        self._incoming = incoming
-        self._outgoing = outgoing
-        self._closed = False
 
     async def receive(self, max_bytes: int = 65536) -> bytes:
         """The next bytes; `EndOfStream` once the peer has closed and all is read."""
         await anyio.lowlevel.checkpoint_if_cancelled()
-        if self._closed:
+        if self._is_closed:
             raise anyio.ClosedResourceError
-        data = await self._incoming.get(max_bytes)
+        while not self._pieces or (self._is_stalled and not self._is_broken):
+            if self._is_broken:
+                raise anyio.BrokenResourceError
+            if self._has_ended:
+                raise anyio.EndOfStream
+            await self._changed.wait()
+        due, data = self._pieces.popleft()
+        # Only one task reads, so holding the piece across the sleep loses nothing unless that
+        # reader is cancelled, and then the connection is over.
+        if due > anyio.current_time():
+            await anyio.sleep_until(due)
+        size = min(max_bytes, self._max_read or max_bytes)
+        if len(data) > size:
+            self._pieces.appendleft((due, data[size:]))
+            data = data[:size]
+        self._unread -= len(data)
+        self._notify()
         await anyio.lowlevel.cancel_shielded_checkpoint()
         return data
 
     async def send(self, item: bytes) -> None:
         """Hand over bytes; waits while the peer has too much unread."""
         await anyio.lowlevel.checkpoint()
-        if self._closed:
+        peer = self.peer
+        if self._is_closed:
             raise anyio.ClosedResourceError
-        await self._outgoing.put(item)
+        while peer._unread >= WINDOW_BYTES and not (peer._is_broken or peer._has_ended):
+            await peer._changed.wait()
+        if peer._is_broken or peer._has_ended:
+            raise anyio.BrokenResourceError
+        peer._pieces.append((anyio.current_time() + self._latency_s, item))
+        peer._unread += len(item)
+        peer._notify()
 
     async def send_eof(self) -> None:
         """Tell the peer that nothing more comes."""
-        self._outgoing.ended = True
-        self._outgoing.notify()
+        self.peer._has_ended = True
+        self.peer._notify()
 
     def cut(self, *, after: Callable[[int], int] = lambda _: 0) -> None:
         """Break both directions at once, as a lost network does.
 
-        `after` maps the bytes that the peer has not read yet to how many of them still arrive.
+        `after` maps the bytes that an end has not read yet to how many of them still arrive.
         """
-        for pipe in (self._incoming, self._outgoing):
-            data = b"".join(piece for _, piece in pipe.pieces)
-            kept = data[: after(len(data))]
-            pipe.pieces.clear()
-            if kept:
-                pipe.pieces.append((anyio.current_time(), kept))
-            pipe.unread = len(kept)
-            pipe.broken = True
-            pipe.notify()
+        for end in (self, self.peer):
+            data = b"".join(piece for _, piece in end._pieces)
+            arriving = data[: after(len(data))]
+            end._pieces.clear()
+            if arriving:
+                end._pieces.append((anyio.current_time(), arriving))
+            end._unread = len(arriving)
+            end._is_broken = True
+            end._notify()
 
     def stall(self) -> None:
         """Deliver nothing any more, in either direction, as where one end is frozen."""
-        for pipe in (self._incoming, self._outgoing):
-            pipe.stalled = True
+        self._is_stalled = self.peer._is_stalled = True
 
     async def aclose(self) -> None:
         """Close both directions; the peer reads what was sent and then the end."""
-        self._closed = True
-        for pipe in (self._incoming, self._outgoing):
-            pipe.ended = True
-            pipe.notify()
+        self._is_closed = True
+        for end in (self, self.peer):
+            end._has_ended = True
+            end._notify()
         await anyio.lowlevel.checkpoint()
 
     @property
@@ -131,10 +107,15 @@ class MemoryByteStream(ByteStream):
         """None: there is no socket under it."""
         return {}
 
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
 
 def memory_stream_pair(
-    *, latency_s: float = 0.0, max_read: int | None = None
+    latency_s: float = 0.0, max_read: int | None = None
 ) -> tuple[MemoryByteStream, MemoryByteStream]:
     """Two connected ends; bytes become readable `latency_s` later, at most `max_read` at once."""
-    there, back = _Pipe(latency_s, max_read), _Pipe(latency_s, max_read)
-    return MemoryByteStream(back, there), MemoryByteStream(there, back)
+    one, other = MemoryByteStream(latency_s, max_read), MemoryByteStream(latency_s, max_read)
+    one.peer, other.peer = other, one
+    return one, other

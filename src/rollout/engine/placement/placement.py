@@ -62,9 +62,6 @@ class Placement(Protocol):
         """Start an engine; it is gone when the block has been left, whatever it was doing.
 
         What it lives on may be kept for its next start, until `release`.
-
-        Raises:
-            EngineError: It did not start, with what it said.
         """
 
     async def release(self, name: str) -> None:

@@ -9,9 +9,7 @@ pool does.
 from __future__ import annotations
 
 import logging
-import os
 import secrets
-import sys
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +18,10 @@ import attrs
 import msgspec
 
 from rollout.bridge import wait_future
-from rollout.engine.channel.child import ChildReady, ChildSpec
+from rollout.engine.channel.child import ChildReady
 from rollout.engine.channel.sockets import connect_engine
 from rollout.engine.placement.gpu_slots import GpuSlot
+from rollout.engine.placement.local_process import encode_spec
 from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
 from rollout.engine.placement.ray_cluster import (
     CLOSE_S,
@@ -138,8 +137,6 @@ class RayActors:
         for name in [*self._groups]:
             await self.release(name)
 
-    # Where a replica is to live.
-
     async def _reserve(self, name: str, slot: int) -> str:
         """Wait for the replica's resources; returns the node that has them."""
         if self._gpu_slots:
@@ -183,8 +180,6 @@ class RayActors:
                 return str(node[key])
         known = ", ".join(f"{node['NodeManagerAddress']} ({node['NodeID']})" for node in alive)
         raise EngineError(f"placement: the cluster has no live node {name!r}; it has {known}")
-
-    # Its actors and its engine.
 
     async def _start_actor(self, name: str, slot: int, rank: int) -> Any:
         """An actor on the replica's resources."""
@@ -240,24 +235,15 @@ class RayActors:
         address = await self._calls.ask(actor.__ray_call__, find_address)
         is_here = address == self._own_address
         host = LOOPBACK if is_here else address
-        child = ChildSpec(
-            core=spec.core,
-            options=spec.options,
-            secret=secret.hex(),
-            host=host,
-            # A module that only the driver's search path has is found on the driver's machine.
-            sys_path=[p or os.getcwd() for p in sys.path] if is_here and not self._python else [],
-            tls=spec.tls,
-            is_follower=rank > 0,
-            log_level=logging.getLogger("rollout.engine").getEffectiveLevel(),
-        )
+        # A module that only the driver's search path has is found on the driver's machine.
+        with_path = is_here and not self._python
+        line = encode_spec(spec, secret, with_sys_path=with_path, host=host, is_follower=rank > 0)
         if self._gpu_slots:
             devices = self._find_gpu_slot(name, spec.slot, rank).gpu_ids
         else:
             devices = await self._calls.ask(actor.__ray_call__, find_gpu_ids)
         # Ray does so only where it has not been told not to, as trainers do.
         environment = {"CUDA_VISIBLE_DEVICES": devices}
-        line = msgspec.json.encode(child)
         answer = await self._calls.ask(actor.start, line, self._python, environment)
         ready = msgspec.json.decode(answer, type=ChildReady)
         if ready.error:
@@ -277,8 +263,6 @@ class RayActors:
         with cleanup_scope(CLOSE_S):
             await self._calls.run(self._ray.kill, actor, no_restart=True)
 
-    # What is said while it waits.
-
     async def _log_waiting(self, name: str) -> None:
         while True:
             await anyio.sleep(PROGRESS_S)
@@ -287,25 +271,25 @@ class RayActors:
     async def _describe_delay(self, name: str, start_timeout_s: float) -> str:
         limit = f"engine.start_timeout_s = {start_timeout_s:g} s"
         group = self._groups.get(name)
-        if group is not None and not await self._calls.run(group.wait, 0):
-            shortage = await self._describe_shortage()
-            return f"{name}: Ray did not place it within {limit}: {shortage}"
-        return f"{name}: not ready after {limit}"
+        if group is None or await self._calls.run(group.wait, 0):
+            return f"{name}: not ready after {limit}"
+        shortage = await self._describe_shortage()
+        return f"{name}: Ray did not place it within {limit}: {shortage}"
 
     async def _describe_shortage(self) -> str:
-        """What was asked, what is free, and what the largest machine has."""
+        """What is wanted, what is free, and what the largest machine has."""
         free = await self._calls.run(self._ray.available_resources)
         nodes = await self._calls.run(self._ray.nodes)
         alive = [node["Resources"] for node in nodes if node["Alive"]]
         kinds = sorted({"CPU", "GPU", *self._resources}, reverse=True)
-        asked = _list_amounts(self._resources, [kind for kind in kinds if kind in self._resources])
+        wanted = _list_amounts(self._resources, [kind for kind in kinds if kind in self._resources])
         if self._machines > 1:
-            asked = f"{asked} on each of {self._machines} machines"
+            wanted = f"{wanted} on each of {self._machines} machines"
         alive.sort(key=lambda has: [has.get(kind, 0) for kind in kinds], reverse=True)
         machines = "; ".join(f"one with {_list_amounts(each, kinds)}" for each in alive)
         where = f" on one of {', '.join(self._nodes)}" if self._nodes else ""
         return (
-            f"asked for {asked}{where}; free in the cluster: {_list_amounts(free, kinds)}; "
+            f"asked for {wanted}{where}; free in the cluster: {_list_amounts(free, kinds)}; "
             f"its machines: {machines}"
         )
 
@@ -321,9 +305,6 @@ async def open_ray_actors(
             that ``RAY_ADDRESS`` names or that runs on this machine, else a new one that ends with
             the block.
         python, resources, options: As for `RayActors`.
-
-    Raises:
-        EngineError: Ray is not installed, or there is no cluster at the address.
     """
     ray = await anyio.to_thread.run_sync(import_ray)  # which takes a second
     async with join_cluster(ray, address):

@@ -46,11 +46,7 @@ class RayCalls:
 
 @asynccontextmanager
 async def join_cluster(ray: Any, address: str | None) -> AsyncIterator[None]:
-    """Have this process in a cluster while the block lasts, unless it is in one already.
-
-    Raises:
-        EngineError: There is no cluster at the address, or none can be started.
-    """
+    """Have this process in a cluster while the block lasts, unless it is in one already."""
     if ray.is_initialized():
         yield
         return
@@ -91,11 +87,7 @@ async def join_cluster(ray: Any, address: str | None) -> AsyncIterator[None]:
 
 
 def import_ray() -> Any:
-    """The package Ray.
-
-    Raises:
-        EngineError: It is not installed.
-    """
+    """The package Ray."""
     try:
         with importing:
             import ray

@@ -18,8 +18,7 @@ from contextlib import suppress
 import msgspec
 
 from rollout.engine.channel.child import ChildReady
-from rollout.engine.placement.last_output import READ_S, LastOutput
-from rollout.engine.placement.local_process import child_command
+from rollout.engine.placement.local_process import READ_S, LastOutput, child_command
 
 #: From telling the engine to leave to killing it.
 STOP_S = 1.0
@@ -33,16 +32,7 @@ class EngineHost:
         self._last_output = LastOutput()
 
     def start(self, spec: bytes, python: str | None, environment: dict[str, str]) -> bytes:
-        """Start the engine and wait for its answer.
-
-        Args:
-            spec: A `ChildSpec` as JSON.
-            python: Interpreter of the engine; None takes this process's.
-            environment: Variables set for the engine beside this process's own.
-
-        Returns:
-            A `ChildReady` as JSON, with the error where it did not start.
-        """
+        """Start the engine of a `ChildSpec`, as JSON; returns its `ChildReady`, as JSON."""
         command = child_command(python)
         try:
             process = self._process = subprocess.Popen(
@@ -63,15 +53,16 @@ class EngineHost:
             process.stdin.write(spec + b"\n")
             process.stdin.flush()
         answer = process.stdout.readline()
+        ready = ChildReady()
         if not answer.endswith(b"\n"):
             code = process.wait()
             reader.join(READ_S)
-            reason = self._last_output.describe_exit(code)
-            return msgspec.json.encode(ChildReady(error=reason))
-        ready = msgspec.json.decode(answer, type=ChildReady)
-        if ready.error:
-            reader.join(READ_S)
-            ready.error = self._last_output.describe_error(ready.error)
+            ready.error = self._last_output.describe_exit(code)
+        else:
+            ready = msgspec.json.decode(answer, type=ChildReady)
+            if ready.error:
+                reader.join(READ_S)
+                ready.error = self._last_output.describe_error(ready.error)
         return msgspec.json.encode(ready)
 
     def free_port(self) -> int:

@@ -80,9 +80,12 @@ class Generation:
         versions: Runs ``[weight version, number of ids]``.
         bounded_by: Path of the length that bounds it, for the agent that asked for it.
         top_count: How many of the most likely ids are asked for with each token: k.
+        top_ids: int32: the `top_count` most likely ids at each position, likeliest first.
+        top_log_probs: float32, one for each of `top_ids`.
         expert_shape: (layers, top_k) of the experts that are asked for; None asks for none.
         expert_room: Tokens of the prompt whose experts are asked for: those that the caller does
             not know yet. Those of the generated tokens follow them.
+        routed_experts: int16: the experts of the tokens asked for, as far as they are known.
         kept: How many of its tokens the caller keeps, once it has decided; None keeps all.
         held_s: Seconds that it waited because its trajectory was carried.
         is_seeded: Whether its seed was set and does not derive from the place of its turn.
@@ -110,10 +113,9 @@ class Generation:
         self.held_s = 0.0
         self.is_seeded, self.is_truncated = is_seeded, False
         self.on_tokens = tuple(on_tokens)
-        # Pieces as they came: appending to bytes would copy all of them at each chunk.
-        self._top_ids: list[bytes] = []
-        self._top_log_probs: list[bytes] = []
-        self._experts: list[bytes] = []
+        self.top_ids: bytes | bytearray = bytearray()
+        self.top_log_probs: bytes | bytearray = bytearray()
+        self.routed_experts: bytes | bytearray = bytearray()
         self._packed: tuple[bytes, bytes] | None = None
 
     @property
@@ -167,55 +169,26 @@ class Generation:
             part.routed_experts = self.routed_experts[:size]
         return part
 
-    # What comes with each token, where it is asked for.
-
-    @property
-    def top_ids(self) -> bytes:
-        """int32: the `top_count` most likely ids at each position, likeliest first."""
-        return _join(self._top_ids)
-
-    @top_ids.setter
-    def top_ids(self, packed: bytes) -> None:
-        self._top_ids = [packed]
-
-    @property
-    def top_log_probs(self) -> bytes:
-        """float32, one for each of `top_ids`."""
-        return _join(self._top_log_probs)
-
-    @top_log_probs.setter
-    def top_log_probs(self, packed: bytes) -> None:
-        self._top_log_probs = [packed]
-
-    @property
-    def routed_experts(self) -> bytes:
-        """int16: the experts of the tokens asked for, as far as they are known."""
-        return _join(self._experts)
-
-    @routed_experts.setter
-    def routed_experts(self, packed: bytes) -> None:
-        self._experts = [packed]
-
     def top(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]] | None:
         """The (T, k) most likely ids of its T tokens and their log-probs; None where k = 0."""
         if not self.top_count:
             return None
         shape = (self.count, self.top_count)
-        ids = np.frombuffer(self.top_ids, np.int32).reshape(shape)
-        return ids, np.frombuffer(self.top_log_probs, np.float32).reshape(shape)
+        ids = np.frombuffer(bytes(self.top_ids), np.int32).reshape(shape)
+        return ids, np.frombuffer(bytes(self.top_log_probs), np.float32).reshape(shape)
 
     @property
     def known_experts(self) -> int:
         """Tokens whose experts have arrived."""
         if self.expert_shape is None:
             return 0
-        return sum(map(len, self._experts)) // self._expert_bytes
+        return len(self.routed_experts) // self._expert_bytes
 
     def experts(self) -> npt.NDArray[np.int16] | None:
         """(N, layers, top_k) of the first N tokens asked for; None where nothing is asked."""
         if self.expert_shape is None:
             return None
-        return np.frombuffer(self.routed_experts, np.int16).reshape(-1, *self.expert_shape)
+        return np.frombuffer(bytes(self.routed_experts), np.int16).reshape(-1, *self.expert_shape)
 
     @property
     def _expert_bytes(self) -> int:
@@ -239,14 +212,15 @@ class Generation:
         self.restarts.append(reason)
         self.ids, self.log_probs, self._packed, self.versions = array("i"), array("f"), None, []
         self.finish_reason, self.cached_tokens = None, 0
-        self._top_ids, self._top_log_probs, self._experts = [], [], []
+        self.top_ids, self.top_log_probs = bytearray(), bytearray()
+        self.routed_experts = bytearray()
 
     def take(self, chunk: Chunk) -> int:
         """Append a chunk's tokens; how many, 0 where all were taken before.
 
         Raises:
-            ChunkFault: Tokens are missing before it, or its log-probs do not match its ids; nothing
-                was taken.
+            ChunkFault: Tokens are missing before it, or what comes with them does not match them;
+                nothing was taken.
         """
         size = len(chunk.ids)
         if size % 4 or len(chunk.log_probs) != size:
@@ -258,11 +232,9 @@ class Generation:
             raise ChunkFault(f"tokens {part.count} to {chunk.offset} are missing")
         count = size // 4 if chunk.offset == part.count else 0
         if chunk.offset == part.count:
-            if chunk.top_ids:
-                self._top_ids.append(chunk.top_ids)
-                self._top_log_probs.append(chunk.top_log_probs)
-            if chunk.routed_experts:
-                self._experts.append(chunk.routed_experts)
+            self.top_ids += chunk.top_ids
+            self.top_log_probs += chunk.top_log_probs
+            self.routed_experts += chunk.routed_experts
         if count:
             self.ids.frombytes(chunk.ids)
             self.log_probs.frombytes(chunk.log_probs)
@@ -324,10 +296,3 @@ class Generation:
             raise ChunkFault(
                 f"routed experts of {known} tokens; expected at most {self.expert_room + count}"
             )
-
-
-def _join(pieces: list[bytes]) -> bytes:
-    """All of them as one, which takes their place."""
-    if len(pieces) > 1:
-        pieces[:] = [b"".join(pieces)]
-    return pieces[0] if pieces else b""

@@ -17,15 +17,9 @@ if TYPE_CHECKING:
     from rollout.engine.pool.replica import Replica
     from rollout.engine.pool.request_runner import RequestRunner
 
-    Work = Callable[[Replica, Channel], Awaitable[None]]
-
 
 class MemoryManager:
-    """Puts all replicas to sleep and wakes them; requests wait meanwhile.
-
-    Args:
-        limit_s: How long a replica may take.
-    """
+    """Puts all replicas to sleep and wakes them; requests wait meanwhile."""
 
     def __init__(
         self, requests: RequestRunner, replicas: Collection[Replica], *, limit_s: float
@@ -45,9 +39,8 @@ class MemoryManager:
         if level not in TAGS_OF_LEVEL:
             raise EngineError(f"level = {level!r}; expected 1 or 2")
         for replica in self._replicas:
-            channel = replica.channel
-            if channel is not None and channel.info.capabilities.no_sleep:
-                raise EngineError(f"{replica.name}: {channel.info.capabilities.no_sleep}")
+            if replica.channel is not None and replica.channel.info.capabilities.no_sleep:
+                raise EngineError(f"{replica.name}: {replica.channel.info.capabilities.no_sleep}")
         if not self._requests.is_admission_blocked:
             self._requests.is_admission_blocked = True
             self._requests.pause_deadlines(running=True)
@@ -81,12 +74,8 @@ class MemoryManager:
                 self._resume_requests()
 
     async def flush_cache(self) -> None:
-        """Have every replica forget what it computed of earlier requests.
-
-        Raises:
-            EngineError: A replica could not.
-        """
-        await self._do_on_each(_flush)
+        """Have every replica forget what it computed of earlier requests."""
+        await self._do_on_each(lambda replica, channel: replica.command(channel, FlushCache()))
 
     async def bring_up(self, replica: Replica, channel: Channel) -> None:
         """Have a replica that does not serve yet release what the others have released."""
@@ -105,35 +94,30 @@ class MemoryManager:
             self._requests.resume_deadlines()
         self._requests.queue.call_next()
 
-    async def _do_on_each(self, work: Work) -> None:
-        """Do it on every replica that serves, side by side.
-
-        Raises:
-            EngineError: One of them could not, or took too long and is restarted.
-        """
+    async def _do_on_each(self, work: Callable[[Replica, Channel], Awaitable[object]]) -> None:
+        """Do it on every replica that serves, side by side."""
         errors: list[EngineError] = []
+
+        async def do(replica: Replica, channel: Channel) -> None:
+            try:
+                with anyio.fail_after(self._limit_s):
+                    await work(replica, channel)
+            except ChannelError:
+                return  # it comes back as it is to be
+            except TimeoutError:
+                limit = f"engine.start_timeout_s = {self._limit_s:g} s"
+                why = f"{replica.name}: no answer after {limit}"
+                replica.restart(channel, why)
+                errors.append(EngineError(why))
+            except EngineError as error:
+                errors.append(error)
+
         async with anyio.create_task_group() as tasks:
             for replica in self._replicas:
                 if replica.channel is not None and replica.is_serving:
-                    tasks.start_soon(self._do_on_one, work, replica, replica.channel, errors)
+                    tasks.start_soon(do, replica, replica.channel)
         if errors:
             raise errors[0]
-
-    async def _do_on_one(
-        self, work: Work, replica: Replica, channel: Channel, errors: list[EngineError]
-    ) -> None:
-        """Do it; `channel`: that by which it served, for it may be removed before."""
-        try:
-            with anyio.fail_after(self._limit_s):
-                await work(replica, channel)
-        except ChannelError:
-            return  # it comes back as it is to be
-        except TimeoutError:
-            why = f"{replica.name}: no answer after engine.start_timeout_s = {self._limit_s:g} s"
-            replica.restart(channel, why)
-            errors.append(EngineError(why))
-        except EngineError as error:
-            errors.append(error)
 
 
 async def _sleep(level: int, replica: Replica, channel: Channel) -> None:
@@ -145,10 +129,9 @@ async def _sleep(level: int, replica: Replica, channel: Channel) -> None:
 async def _wake(tags: frozenset[str], replica: Replica, channel: Channel) -> None:
     try:
         await replica.command(channel, WakeUp(tuple(sorted(tags))))
-    except ChannelError:
-        raise
     except EngineError as error:
-        replica.restart(channel, f"it does not wake up: {error}")
+        if not isinstance(error, ChannelError):
+            replica.restart(channel, f"it does not wake up: {error}")
         raise
     replica.released -= tags
 
@@ -157,12 +140,7 @@ async def _wake_all(replica: Replica, channel: Channel) -> None:
     """Wake a replica, whose refusal means that it had not been put to sleep."""
     try:
         await replica.command(channel, WakeUp(ALL_TAGS))
-    except ChannelError:
-        raise
-    except EngineError:
-        pass
+    except EngineError as error:
+        if isinstance(error, ChannelError):
+            raise
     replica.released = frozenset()
-
-
-async def _flush(replica: Replica, channel: Channel) -> None:
-    await replica.command(channel, FlushCache())

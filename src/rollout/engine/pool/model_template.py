@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 
 def load_model_template(config: RolloutConfig) -> ChatTemplate:
-    """The tokenizer and chat format of a configuration's model.
-
-    Raises:
-        TemplateError, EngineError: They cannot be loaded.
-    """
+    """The tokenizer and chat format of a configuration's model."""
     model = config.model
     if model.path == SIMULATED_MODEL:
         is_plain = model.chat_template is None and not model.chat_template_kwargs

@@ -59,18 +59,11 @@ _CORES = {
 
 
 def build_core_spec(config: RolloutConfig, replica: int) -> CoreSpec:
-    """Which core serves this configuration, with its arguments for one replica, by its slot.
-
-    Raises:
-        EngineError: This installation has no core for it, the model's path leads nowhere, or each
-            of `engine.urls` has a replica.
-    """
+    """Which core serves this configuration, with its arguments for one replica, by its slot."""
     engine, model = config.engine, config.model
     if isinstance(engine, CustomEngine):
         return CoreSpec(engine.core, dict(engine.options))
     kind = type(engine)
-    if kind not in _CORES:
-        raise EngineError(f"engine.kind = {engine.kind!r}: this version has no core for it")
     options: dict[str, Any] = {name: getattr(engine, name) for name in _CORE_OPTIONS[kind].split()}
     if isinstance(engine, SimulatedEngine):
         options["stream_interval_s"] = config.channel.stream_interval_s
@@ -81,22 +74,18 @@ def build_core_spec(config: RolloutConfig, replica: int) -> CoreSpec:
         model=model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
     )
     if isinstance(engine, HttpEngine):
-        options["url"] = _find_url(engine, replica)
-        return CoreSpec(_CORES[kind], options)
+        if replica >= len(engine.urls):
+            raise EngineError(
+                f"engine.urls names {len(engine.urls)} servers, and each has a replica; none is "
+                "left"
+            )
+        return CoreSpec(_CORES[kind], {**options, "url": engine.urls[replica]})
     fault = model_path_fault(model.path)
     if fault:
         raise EngineError(fault)
     if isinstance(engine, SGLangEngine):
         options["server_args"] = _build_server_args(config, engine, replica)
     return CoreSpec(_CORES[kind], options)
-
-
-def _find_url(engine: HttpEngine, replica: int) -> str:
-    if replica >= len(engine.urls):
-        raise EngineError(
-            f"engine.urls names {len(engine.urls)} servers, and each has a replica; none is left"
-        )
-    return engine.urls[replica]
 
 
 def _build_server_args(config: RolloutConfig, engine: SGLangEngine, replica: int) -> dict[str, Any]:
@@ -125,26 +114,9 @@ def build_replica_spec(config: RolloutConfig, replica: int) -> CoreSpec:
     return attrs.evolve(spec, tls=files)
 
 
-def build_channel_settings(config: RolloutConfig) -> ChannelSettings:
-    """How the channels of this configuration are run."""
-    channel = config.channel
-    return ChannelSettings(
-        heartbeat_s=channel.heartbeat_s,
-        heartbeat_timeout_s=channel.heartbeat_timeout_s,
-        reconnect_s=channel.reconnect_s,
-        max_frame_bytes=channel.max_frame_bytes,
-        stream_interval=config.engine.stream_interval,
-        stream_interval_s=channel.stream_interval_s,
-    )
-
-
 @asynccontextmanager
 async def open_placement(config: RolloutConfig) -> AsyncIterator[Placement]:
-    """The placement of this configuration.
-
-    Raises:
-        EngineError: Engines cannot be placed there.
-    """
+    """The placement of this configuration."""
     match config.placement:
         case InProcessPlacement():
             yield InProcess()
@@ -184,6 +156,15 @@ async def open_engines(
     """
     refuse_while_imported("open_engines")
     engine, router, recovery = config.engine, config.router, config.recovery
+    channel = config.channel
+    settings = ChannelSettings(
+        heartbeat_s=channel.heartbeat_s,
+        heartbeat_timeout_s=channel.heartbeat_timeout_s,
+        reconnect_s=channel.reconnect_s,
+        max_frame_bytes=channel.max_frame_bytes,
+        stream_interval=engine.stream_interval,
+        stream_interval_s=channel.stream_interval_s,
+    )
     async with open_placement(config) if placement is None else nullcontext(placement) as place:
         pool = EnginePool(
             placement=place,
@@ -199,7 +180,7 @@ async def open_engines(
             min_replicas=engine.min_replicas,
             policy=recovery.policy,
             wait_s=recovery.wait_s,
-            settings=build_channel_settings(config),
+            settings=settings,
             expectations=expectations,
             backoff_s=recovery.backoff_s,
             last_answer_s=limit_last_answer(config.limits.cleanup_s),

@@ -15,16 +15,11 @@ import attrs
 
 from rollout.engine.channel.messages import ChannelSettings, ClientExpectations
 from rollout.engine.channel.operations import ALL_TAGS, TAGS_OF_LEVEL
-from rollout.engine.pool.load_windows import LoadWindows
+from rollout.engine.pool.load_windows import LoadWindow
 from rollout.engine.pool.memory import MemoryManager
 from rollout.engine.pool.replica import Notifier, Replica, ReplicaSettings, ReplicaStatistics
 from rollout.engine.pool.request_checks import check_ids, check_sampling
-from rollout.engine.pool.request_runner import (
-    LAST_ANSWER_S,
-    RecoveryCounts,
-    RecoveryPolicy,
-    RequestRunner,
-)
+from rollout.engine.pool.request_runner import LAST_ANSWER_S, RecoveryPolicy, RequestRunner
 from rollout.engine.pool.requests import Request
 from rollout.engine.pool.weight_update import WeightUpdater, check_update
 from rollout.errors import EngineError
@@ -77,7 +72,8 @@ class EnginePool:
         events: Takes what happens.
 
     Attributes:
-        load_windows: What the engines report while batches run.
+        router: Decides where requests go; its `statistics` say why.
+        recoveries: What was done about requests whose replica was lost.
     """
 
     def __init__(
@@ -99,7 +95,7 @@ class EnginePool:
         events: EventStream | None = None,
     ) -> None:
         self.events = EventStream() if events is None else events
-        self._router = router
+        self.router = router
         self._wait_s = math.inf if wait_s is None else wait_s
         self._make_spec = make_spec or (lambda _: specs[0])
         self._min_replicas = len(specs) if min_replicas is None else min_replicas
@@ -134,7 +130,8 @@ class EnginePool:
         self._memory = MemoryManager(
             self._requests, self._replicas.values(), limit_s=start_timeout_s
         )
-        self.load_windows = LoadWindows(self._replicas)
+        self.recoveries = self._requests.counts
+        self._load_windows: dict[LoadWindow, None] = {}
         for spec, share in zip(specs, load_shares or (1.0,) * len(specs), strict=True):
             self._make_replica(spec, share)
 
@@ -157,16 +154,6 @@ class EnginePool:
         updated = self._weights.version
         return self.info.weight_version if updated is None else updated
 
-    @property
-    def router(self) -> Router:
-        """Decides where requests go; its `statistics` say why."""
-        return self._router
-
-    @property
-    def recoveries(self) -> RecoveryCounts:
-        """What was done about requests whose replica was lost."""
-        return self._requests.counts
-
     def statistics(self) -> tuple[ReplicaStatistics, ...]:
         """A snapshot of every replica, those removed included."""
         return tuple(replica.statistics() for replica in self._replicas.values())
@@ -188,6 +175,16 @@ class EnginePool:
     def waits(self, now: float) -> dict[str, list[Wait]]:
         """What each generation waits for, by the name of its trajectory's main conversation."""
         return self._requests.describe_waits(now)
+
+    @contextmanager
+    def load_window(self) -> Iterator[LoadWindow]:
+        """Gather what the engines report while the block runs."""
+        window = LoadWindow(self._replicas)
+        self._load_windows[window] = None
+        try:
+            yield window
+        finally:
+            del self._load_windows[window]
 
     def paused_s(self) -> float:
         """Seconds for which the runtime has let all work wait so far, which `batch_s` counts."""
@@ -261,7 +258,7 @@ class EnginePool:
 
     def forget(self, session_id: str) -> None:
         """The trajectory has ended; nothing is kept for it."""
-        self._router.forget(session_id)
+        self.router.forget(session_id)
 
     # Replicas.
 
@@ -287,11 +284,7 @@ class EnginePool:
             await self._weights.aclose()
 
     async def _wait_for_enough(self) -> None:
-        """Return when `min_replicas` serve.
-
-        Raises:
-            EngineError: So many did not start that there will not be enough.
-        """
+        """Return when `min_replicas` serve."""
         count = len(self._replicas)
         while len(self._serving) < self._min_replicas:
             if len(self._failed) > count - self._min_replicas:
@@ -357,18 +350,14 @@ class EnginePool:
         replica = self._find(name)
         replica.is_drained = True
         if replica.is_serving:
-            self._router.drain(name)
+            self.router.drain(name)
 
     def resume(self, name: str) -> None:
-        """End `drain`.
-
-        Raises:
-            EngineError: There is no such replica.
-        """
+        """End `drain`; raises as that does."""
         replica = self._find(name)
         replica.is_drained = False
         if replica.is_serving:
-            self._router.resume(name)
+            self.router.resume(name)
             self._requests.queue.call_next()
 
     def _find(self, name: str) -> Replica:
@@ -386,11 +375,7 @@ class EnginePool:
         return replica
 
     async def _prepare(self, replica: Replica, channel: Channel) -> None:
-        """Check a connected replica, and give it the current weights, asleep as the others are.
-
-        Raises:
-            EngineError: It serves another model, or cannot load the weights.
-        """
+        """Check a connected replica, and give it the current weights, asleep as the others are."""
         found, shared = channel.info, self._info or channel.info
         self._info = shared
         if found.fingerprint != shared.fingerprint:
@@ -401,8 +386,8 @@ class EnginePool:
         # Any may get a request with media.
         if set(found.capabilities.modalities) != set(shared.capabilities.modalities):
             raise EngineError(
-                f"{replica.name} takes {_list_modalities(found)}, the other engines "
-                f"{_list_modalities(shared)}; expected the same of all"
+                f"{replica.name} takes {found.describe_modalities()}, the other engines "
+                f"{shared.describe_modalities()}; expected the same of all"
             )
         await self._weights.bring_up(replica, channel)
         await self._memory.bring_up(replica, channel)
@@ -422,9 +407,10 @@ class EnginePool:
         self._changes.notify()
 
     def _note_load(self, replica: Replica, load: EngineLoad) -> None:
-        if self.events.is_on or self.load_windows.are_open:
+        if self.events.is_on or self._load_windows:
             sample = replica.sample(load)
-            self.load_windows.take(sample, self.waiting_requests)
+            for window in self._load_windows:
+                window.take(sample, self.waiting_requests)
             if self.events.is_on:
                 self.events.emit(sample)
 
@@ -439,7 +425,6 @@ class EnginePool:
         them is restarted, unless none can. Cancellation leaves them to it.
 
         Args:
-            version: What the tokens sampled with them are stamped with.
             mode: What becomes of the requests that a replica has in flight. "wait": they end
                 first. "abort_and_resume": they are cut off, keep their tokens, and resume from
                 those under the new weights. "in_place": they continue, with what was computed of
@@ -456,11 +441,9 @@ class EnginePool:
     async def sleep(self, level: int = 1) -> None:
         """Every replica has released memory afterwards; returns once it is free.
 
-        Running requests are cut off and keep their tokens; they, and those that come, wait and go
-        on after `wake_up`. Replicas that start meanwhile sleep too.
-
-        Args:
-            level: 1 releases the KV cache, 2 the weights as well.
+        Level 1 releases the KV cache, 2 the weights as well. Running requests are cut off and keep
+        their tokens; they, and those that come, go on after `wake_up`. Replicas that start
+        meanwhile sleep too.
 
         Raises:
             EngineError: An engine could not; all stay awake.
@@ -473,9 +456,6 @@ class EnginePool:
         """Take back what `sleep` released; requests resume once all of it is there.
 
         Weights are those that were current, or were loaded while the engines slept.
-
-        Args:
-            tags: "weights", "kv_cache", or both.
 
         Raises:
             EngineError: An engine could not; it is restarted.
@@ -538,9 +518,3 @@ class EnginePool:
         finally:
             if self.events.is_on:
                 self.events.emit(make_event(at=self.events.now(), began=began, error=error))
-
-
-def _list_modalities(info: EngineInfo) -> str:
-    able = info.capabilities
-    kinds = " and ".join(("text", *(f"{kind}s" for kind in sorted(able.modalities))))
-    return f"{kinds} ({able.no_media})" if able.no_media else kinds

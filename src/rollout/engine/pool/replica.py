@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Protocol
 
 import anyio
@@ -29,7 +28,7 @@ from rollout.observe.events import ReplicaChanged, ReplicaSampled
 from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
+    from collections.abc import Iterable
 
     from rollout.engine.channel.operations import Operation
     from rollout.engine.routing import ReplicaState
@@ -38,8 +37,6 @@ logger = logging.getLogger("rollout.engine")
 
 #: The longest pause before a replica is restarted, unless the first one is longer.
 MAX_BACKOFF_S = 30.0
-#: The pause is the longest one long before; a thousand times would be no float any more.
-MAX_DOUBLINGS = 30
 #: A replica that served this long was lost by something new: its next pause is the first again.
 STABLE_S = 60.0
 #: Between two attempts to connect anew.
@@ -176,7 +173,6 @@ class Replica:
         self, name: str, spec: CoreSpec, load_share: float, settings: ReplicaSettings
     ) -> None:
         self.name, self.spec, self.load_share = name, spec, load_share
-        self.state = "starting"
         self.starts = 0
         self.last_error = ""
         self.start_error: EngineError | None = None
@@ -198,7 +194,7 @@ class Replica:
         self._commands = 0
         self._must_restart = False
         self._media_bytes = 0
-        self._emit("starting")
+        self._set_state("starting")
 
     # Its life.
 
@@ -207,8 +203,7 @@ class Replica:
 
         A start that fails is tried again, after pauses that grow.
         """
-        backoff_s, longest_s = self._settings.backoff_s, MAX_BACKOFF_S
-        losses = 0
+        first_s = pause_s = self._settings.backoff_s
         try:
             with self._scope:
                 while True:
@@ -217,12 +212,14 @@ class Replica:
                         served_s = await self._run_engine()
                     except EngineError as error:
                         logger.error("%s did not start: %s", self.name, error)
-                        self._note_failed_start(error)
-                    losses = 0 if served_s >= STABLE_S else losses
+                        self.start_error = error
+                        self.note_error(str(error))
+                        self.tried.set()
+                        self._settings.on_change(self)
+                    pause_s = first_s if served_s >= STABLE_S else pause_s
                     self._set_state("restarting")
-                    pause_s = backoff_s * 2 ** min(losses, MAX_DOUBLINGS)
-                    await anyio.sleep(min(pause_s, max(longest_s, backoff_s)))
-                    losses += 1
+                    await anyio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, max(MAX_BACKOFF_S, first_s))
         finally:
             try:
                 with cleanup_scope(RELEASE_S):
@@ -238,9 +235,6 @@ class Replica:
         """Start the engine and serve by it, session after session, until it must be restarted.
 
         Returns for how long it served. An engine before it is gone: its context was left.
-
-        Raises:
-            EngineError: It did not start, or could not be brought up to date.
         """
         settings, served_s = self._settings, 0.0
         self.weights, self.released, self._must_restart = None, frozenset(), False
@@ -249,52 +243,40 @@ class Replica:
             async with placed as handle:
                 self.machines, self.is_here = handle.machines, handle.is_here
                 self.machine = handle.machine
-                patience_s = 0.0
+                give_up_at: float | None = None  # it must connect at once the first time
                 while not (self._must_restart or handle.died.is_set()):
                     try:
-                        async with self._connect(handle, patience_s) as channel:
+                        async with connect_channel(
+                            self.name,
+                            handle.connect,
+                            handle.secret,
+                            settings=settings.channel,
+                            expectations=await settings.expectations(),
+                            timeout_s=self._limit_connecting(give_up_at),
+                        ) as channel:
                             self._settle_loss(is_process_lost=False)
                             served_s += await self._serve(channel, handle)
+                        give_up_at = anyio.current_time() + settings.channel.reconnect_s
                     except ChannelError as error:
-                        if served_s == 0.0:
+                        if give_up_at is None:
                             raise
-                        logger.warning("%s: %s", self.name, error)
-                        break
-                    patience_s = settings.channel.reconnect_s
+                        if handle.died.is_set() or anyio.current_time() >= give_up_at:
+                            logger.warning("%s: %s", self.name, error)
+                            break
+                        await anyio.sleep(RECONNECT_PAUSE_S)
         finally:
             self._settle_loss(is_process_lost=True)
         return served_s
 
-    @asynccontextmanager
-    async def _connect(self, handle: ReplicaHandle, patience_s: float) -> AsyncIterator[Channel]:
-        """A session with the engine; for `patience_s` it is tried again while the engine lives."""
-        expectations = await self._settings.expectations()
-        give_up_at = anyio.current_time() + patience_s
-        while True:
-            left_s = give_up_at - anyio.current_time()
-            async with AsyncExitStack() as stack:
-                connecting = connect_channel(
-                    self.name,
-                    handle.connect,
-                    handle.secret,
-                    settings=self._settings.channel,
-                    expectations=expectations,
-                    timeout_s=max(left_s, RECONNECT_PAUSE_S) if patience_s else CONNECT_S,
-                )
-                try:
-                    channel = await stack.enter_async_context(connecting)
-                except ChannelError:
-                    if handle.died.is_set() or anyio.current_time() >= give_up_at:
-                        raise
-                else:
-                    yield channel
-                    return
-            await anyio.sleep(RECONNECT_PAUSE_S)
+    def _limit_connecting(self, give_up_at: float | None) -> float:
+        if give_up_at is None:
+            return CONNECT_S
+        return max(give_up_at - anyio.current_time(), RECONNECT_PAUSE_S)
 
     async def _serve(self, channel: Channel, handle: ReplicaHandle) -> float:
         """Serve by one session until it is lost; returns for how long it served."""
         async with open_task_group() as tasks:
-            tasks.start_soon(_lose_when_dead, channel, handle.died)
+            tasks.start_soon(self._lose_when_dead, channel, handle.died)
             try:
                 await self._settings.prepare(self, channel)
                 if channel.lost.is_set():
@@ -310,6 +292,10 @@ class Replica:
         if channel.lost_cause != "connection":
             self._must_restart = True
         return anyio.current_time() - began
+
+    async def _lose_when_dead(self, channel: Channel, died: anyio.Event) -> None:
+        await died.wait()
+        channel.lose("the engine died", "process")
 
     def _begin_serving(self, channel: Channel) -> None:
         """Let the router send requests to it, and close its books on the way to its loss."""
@@ -352,16 +338,15 @@ class Replica:
             self._loss.settle(is_process_lost=is_process_lost)
             self._loss = None
 
-    def _note_failed_start(self, error: EngineError) -> None:
-        self.start_error = error
-        self.note_error(str(error))
-        self.tried.set()
-        self._settings.on_change(self)
-
     def _set_state(self, state: str, why: str = "", *, capacity: int = 0) -> None:
         self.state = state
-        self._emit(state, why, capacity)
         self.changed.notify()
+        events = self._settings.events
+        if events.is_on:
+            at = events.now()
+            events.emit(
+                ReplicaChanged(at=at, replica=self.name, state=state, why=why, capacity=capacity)
+            )
 
     # What others ask of it.
 
@@ -466,15 +451,6 @@ class Replica:
             cached_tokens=self.cached_tokens,
         )
 
-    def _emit(self, state: str, why: str = "", capacity: int = 0) -> None:
-        events = self._settings.events
-        if events.is_on:
-            events.emit(
-                ReplicaChanged(
-                    at=events.now(), replica=self.name, state=state, why=why, capacity=capacity
-                )
-            )
-
 
 @attrs.frozen
 class ReplicaStatistics:
@@ -511,8 +487,3 @@ def describe_errors(replicas: Iterable[Replica]) -> str:
     staying = [replica for replica in replicas if not replica.is_leaving]
     errors = [each.last_error or f"{each.name}: {each.state}" for each in staying]
     return "; ".join(errors) or "all were removed"
-
-
-async def _lose_when_dead(channel: Channel, died: anyio.Event) -> None:
-    await died.wait()
-    channel.lose("the engine died", "process")

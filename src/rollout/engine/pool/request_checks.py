@@ -9,14 +9,12 @@ from __future__ import annotations
 from typing import Any, get_type_hints
 
 import msgspec
-import numpy as np
 
 from rollout.engine.core import SamplingParams
+from rollout.engine.cores.checks import find_outside_id
 from rollout.errors import EngineError
 from rollout.token_prefix import TokenPrefix
 
-#: Negative ids are the largest of all.
-_UNSIGNED = np.dtype(np.uint32)
 _ENCODER = msgspec.msgpack.Encoder()
 #: As the engine's side reads it.
 _DECODER = msgspec.msgpack.Decoder(SamplingParams)
@@ -31,25 +29,16 @@ def describe_outside_id(ids: bytes, vocab_size: int, start: int = 0) -> str:
         vocab_size: Of the engine; 0 where it is not known, and only negative ids are outside.
         start: Position of the first id.
     """
-    if not ids:
+    at = find_outside_id(ids, vocab_size or 2**31)
+    if at is None:
         return ""
-    values, end = np.frombuffer(ids, _UNSIGNED), vocab_size or 2**31
-    if values.item(values.argmax()) < end:
-        return ""
-    at = int(np.argmax(values >= end))
+    token = int.from_bytes(ids[4 * at : 4 * at + 4], "little", signed=True)
     of = f" of {vocab_size} ids" if vocab_size else ""
-    return (
-        f"token id {values.view(np.int32)[at]} at position {start + at} is outside the engine's "
-        f"vocabulary{of}"
-    )
+    return f"token id {token} at position {start + at} is outside the engine's vocabulary{of}"
 
 
 def check_ids(prompt: bytes | TokenPrefix, vocab_size: int) -> None:
-    """Check the ids of a prompt; of a prefix, only those that were not checked before.
-
-    Raises:
-        EngineError: An id is outside the vocabulary; names it and its position.
-    """
+    """Check the ids of a prompt; of a prefix, only those that were not checked before."""
     if not isinstance(prompt, TokenPrefix):
         fault = describe_outside_id(prompt, vocab_size)
     else:
@@ -62,11 +51,7 @@ def check_ids(prompt: bytes | TokenPrefix, vocab_size: int) -> None:
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Check that an engine can read these.
-
-    Raises:
-        EngineError: A field has another type, or is out of its range; names it and its value.
-    """
+    """Check that an engine can read these."""
     try:
         _DECODER.decode(_ENCODER.encode(sampling))
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:

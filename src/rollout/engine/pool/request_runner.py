@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import math
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import anyio
 import attrs
@@ -11,13 +14,12 @@ import attrs
 from rollout.bridge import loop_clock
 from rollout.engine.core import WHOLE_ANSWERS
 from rollout.engine.pool.replica import describe_errors
-from rollout.engine.pool.wait_queue import WaitQueue
 from rollout.limits import cleanup_scope
 from rollout.observe.events import RequestEnded, RequestPlaced
 from rollout.seeds import RequestIds, split_session
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping
 
     from rollout.engine.channel.channel import Channel
     from rollout.engine.pool.replica import Replica
@@ -37,11 +39,8 @@ MAX_CUTS = 20
 MAX_MALFORMED = 3
 #: Reasons of trajectories whose requests are not made again, whatever `scheduling.max_retries` is.
 LOST_ENGINES, NO_ENGINE = "lost_engines", "no_engine"
-#: Seconds before a request that a full engine refused is placed again; doubled up to the second.
-REFUSED_BACKOFF_S = 0.05
+#: The longest pause before a request that a full engine refused is sent elsewhere.
 MAX_REFUSED_BACKOFF_S = 1.0
-#: It is past that second long before; a thousand times would be no float any more.
-MAX_DOUBLINGS = 10
 #: How long a cancelled request waits for its last answer. An engine gives it between two of its
 #: steps; `rollout run` gives up on trajectories somewhat later.
 LAST_ANSWER_S = 1.0
@@ -69,12 +68,85 @@ class RecoveryCounts:
     failed: int = 0
 
 
+@attrs.define(order=False, eq=False)
+class _Waiter:
+    """A request in the queue; `called` fires when it may look for a replica."""
+
+    rank: tuple[int, int]
+    called: anyio.Event = attrs.field(factory=anyio.Event)
+    scope: anyio.CancelScope = attrs.field(factory=anyio.CancelScope)
+    has_left: bool = False
+
+    def __lt__(self, other: _Waiter) -> bool:
+        return self.rank < other.rank
+
+
+class WaitQueue:
+    """Waiting requests by priority, and then in their order.
+
+    The first is called when a replica has room, and calls the next one once it has looked.
+    """
+
+    def __init__(self, has_room: Callable[[], bool]) -> None:
+        self._has_room = has_room
+        self._waiters: list[_Waiter] = []  # a heap; those that have left are still in it
+        self._numbers = itertools.count()
+        self._deadline = math.inf
+        self._count = 0
+
+    def __len__(self) -> int:
+        """How many wait, those included that were called and have not looked yet."""
+        return self._count
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether waiting is over."""
+        return anyio.current_time() >= self._deadline
+
+    async def wait(self, request: Request) -> bool:
+        """Return True when it is the request's turn; False where waiting was ended.
+
+        A caller that does not use its turn calls `call_next`; cancellation passes it on.
+        """
+        waiter = _Waiter((-request.priority, next(self._numbers)))
+        heapq.heappush(self._waiters, waiter)
+        self._count += 1
+        try:
+            waiter.scope.deadline = self._deadline
+            with waiter.scope as request.queue_scope:
+                await waiter.called.wait()
+        except BaseException:
+            if waiter.called.is_set():
+                self.call_next()
+            raise
+        finally:
+            request.queue_scope, waiter.has_left = None, True
+            self._count -= 1
+        return waiter.called.is_set()
+
+    def call_next(self) -> None:
+        """Call the first one, if there is room."""
+        while self._waiters and (self._waiters[0].has_left or self._has_room()):
+            waiter = heapq.heappop(self._waiters)
+            if not waiter.has_left:
+                waiter.called.set()
+                return
+
+    def call_all(self) -> None:
+        """Let all of them look, because nothing is as it was."""
+        for waiter in self._waiters:
+            waiter.called.set()
+        self._waiters.clear()
+
+    def close_at(self, deadline: float) -> None:
+        """End the waiting at this time, also of requests that come later; infinity: never."""
+        self._deadline = deadline
+        for waiter in self._waiters:
+            waiter.scope.deadline = deadline
+
+
 class RequestRunner:
     """Runs the requests of a pool.
-
-    Args:
-        policy: What becomes of a request whose replica is lost.
-        last_answer_s: How long a cancelled request waits for the tokens that it has not got yet.
 
     Attributes:
         is_open: Whether there is a pool; requests that wait for a place after that learn so.
@@ -117,7 +189,7 @@ class RequestRunner:
         try:
             while True:
                 await self._wait_carried(request)
-                dispatch = await self._place(request, avoid)
+                dispatch = await self._find_replica(request, avoid)
                 if dispatch is None:
                     continue  # its trajectory was carried meanwhile
                 await self._send(request, dispatch)
@@ -132,25 +204,15 @@ class RequestRunner:
 
     async def _wait_carried(self, request: Request) -> None:
         """Wait until its trajectory continues; that time is charged to nobody."""
-        if request.clock.carried_since is None:
-            return
-        began = self._now()
-        try:
-            await request.clock.wait_carried()
-        finally:
-            request.generation.held_s += self._now() - began
+        if request.clock.carried_since is not None:
+            began = self._now()
+            try:
+                await request.clock.wait_carried()
+            finally:
+                request.generation.held_s += self._now() - began
 
-    # A place on a replica.
-
-    async def _place(self, request: Request, avoid: str | None) -> Dispatch | None:
-        """Find a replica, by priority where requests wait; None where the trajectory is carried.
-
-        Args:
-            avoid: A replica that gets it only where no other one does.
-
-        Raises:
-            EngineError: No replica serves, and none has for too long.
-        """
+    async def _find_replica(self, request: Request, avoid: str | None) -> Dispatch | None:
+        """Find a replica, by priority where requests wait; None where the trajectory is carried."""
         request.waits_since = self._now()
         dispatch = None if self.queue else self._assign(request, avoid)
         while dispatch is None:
@@ -182,8 +244,6 @@ class RequestRunner:
         )
         return self._assign(request, None) if dispatch is None and avoid is not None else dispatch
 
-    # The request there.
-
     async def _send(self, request: Request, dispatch: Dispatch) -> None:
         """Send a request, and return when the engine no longer works on it."""
         replica = self._replicas[dispatch.replica.name]
@@ -194,15 +254,13 @@ class RequestRunner:
             await self._submit(request, replica, channel)
             try:
                 await request.done.wait()
-            except anyio.get_cancelled_exc_class():
-                request.is_cancelled = True
+            except BaseException as error:
                 channel.abort_nowait(request.request_id)
-                with cleanup_scope(self._last_answer_s):
-                    await request.done.wait()
-                request.is_abandoned = True
-                raise
-            except BaseException:  # the coroutine is closed, and may not be awaited in
-                channel.abort_nowait(request.request_id)
+                # Otherwise the coroutine is being closed, and may not wait.
+                if isinstance(error, anyio.get_cancelled_exc_class()):
+                    request.is_cancelled = True
+                    with cleanup_scope(self._last_answer_s):
+                        await request.done.wait()
                 request.is_abandoned = True
                 raise
             finally:
@@ -215,8 +273,7 @@ class RequestRunner:
 
     async def _submit(self, request: Request, replica: Replica, channel: Channel) -> None:
         try:
-            if channel.is_full:
-                await channel.wait_for_room()
+            await channel.wait_for_room()
             request_id = self._ids.new()
             submit = request.build_submit(request_id, self._now())
             request.generation.begin(request_id, replica.name)
@@ -229,27 +286,20 @@ class RequestRunner:
             self._emit_placed(request)
 
     def release(self, request: Request) -> None:
-        """The engine does not work on a request, or no longer: give its place back."""
+        """The engine does not work on a request, or no longer: count it there no more."""
         dispatch, replica, generated = request.dispatch, request.replica, None
         assert dispatch is not None
         assert replica is not None
         if request.finish_reason in WHOLE_ANSWERS and not request.is_abandoned:
-            generation = request.generation
-            generated = generation.parts[-1].count
+            generated = request.generation.parts[-1].count
             replica.prompt_tokens += dispatch.prompt_tokens
-            replica.cached_tokens += generation.cached_tokens
+            replica.cached_tokens += request.generation.cached_tokens
         self._router.release(dispatch, generated=generated)
         replica.changed.notify()
         self.queue.call_next()
 
-    # What comes after it.
-
     async def _is_over(self, request: Request) -> bool:
-        """Whether the generation has its answer; returns when the next request may be made.
-
-        Raises:
-            EngineError: There is no next request.
-        """
+        """Whether the generation has its answer; returns when the next request may be made."""
         if request.is_lost or request.is_malformed:
             await self._count_failure(request)
             if self._policy == "fail":
@@ -268,9 +318,10 @@ class RequestRunner:
                     request.generation.restart(f"it was interrupted (sampling.{field})")
                 return False
             case "rejected":
-                pause_s = REFUSED_BACKOFF_S * 2 ** min(request.refusals, MAX_DOUBLINGS)
-                request.refusals += 1
-                await anyio.sleep(min(pause_s, MAX_REFUSED_BACKOFF_S))
+                await anyio.sleep(request.refused_backoff_s)
+                request.refused_backoff_s = min(
+                    2 * request.refused_backoff_s, MAX_REFUSED_BACKOFF_S
+                )
                 return False
             case "error":
                 name = request.generation.replica
@@ -279,9 +330,8 @@ class RequestRunner:
 
     def _was_aborted_early(self, request: Request) -> bool:
         """Whether the abort was the driver's, or by a deadline that has been put off since."""
-        return request.is_interrupted or (
-            self._now() < request.limit.deadline.at != request.deadline
-        )
+        is_put_off = self._now() < request.limit.deadline.at != request.deadline
+        return request.is_interrupted or is_put_off
 
     async def _count_failure(self, request: Request) -> None:
         """Count a lost or malformed answer, and end a generation that has had too many."""
@@ -314,8 +364,6 @@ class RequestRunner:
         else:
             request.generation.resumes += 1
             self.counts.resumed += 1
-
-    # All of them.
 
     def pause_deadlines(self, *, running: bool) -> None:
         """Time counts for `batch_s` only until `resume_deadlines`, or until a request is sent.
@@ -367,8 +415,6 @@ class RequestRunner:
             waits[trajectory].append(request.describe_wait(path, now))
         return waits
 
-    # Events.
-
     def _emit_placed(self, request: Request) -> None:
         self._events.emit(
             RequestPlaced(
@@ -382,44 +428,26 @@ class RequestRunner:
         )
 
     def _emit_ended(self, request: Request) -> None:
-        part, dispatch = request.generation.parts[-1], request.dispatch
+        part, dispatch, now = request.generation.parts[-1], request.dispatch, self._now()
         assert dispatch is not None
-        finish_reason: str | None = request.finish_reason
-        if finish_reason is None:
-            finish_reason = "lost" if request.is_lost else "cancelled"
-            finish_reason = "error" if request.is_malformed else finish_reason
-        facts = (
-            request.trajectory,
-            request.session_id,
-            part,
-            request.waits_since,
-            request.placed_at,
-            request.first_at,
-            self._now(),
-            dispatch.prompt_tokens,
-            request.generation.cached_tokens if request.finish_reason else 0,
-            finish_reason,
+        reason: str | None = request.finish_reason
+        if reason is None:
+            reason = "lost" if request.is_lost else "cancelled"
+            reason = "error" if request.is_malformed else reason
+        first_at = now if request.first_at is None else request.first_at
+        event = RequestEnded(
+            at=self._events.since_start(now),
+            trajectory=request.trajectory,
+            session=request.session_id,
+            request=part.request_id,
+            replica=part.replica,
+            began=self._events.since_start(request.waits_since),
+            queue_s=request.placed_at - request.waits_since,
+            prefill_s=first_at - request.placed_at,
+            decode_s=now - first_at,
+            prompt_tokens=dispatch.prompt_tokens,
+            cached_tokens=request.generation.cached_tokens if request.finish_reason else 0,
+            tokens=part.count,
+            finish_reason=reason,
         )
-        self._events.tell(_make_request_ended, facts)
-
-
-def _make_request_ended(start: float, facts: Sequence[Any]) -> tuple[RequestEnded, None]:
-    trajectory, session, part, began, placed, first, now = facts[:7]
-    prompt_tokens, cached_tokens, finish_reason = facts[7:]
-    first = now if first is None else first
-    event = RequestEnded(
-        at=now - start,
-        trajectory=trajectory,
-        session=session,
-        request=part.request_id,
-        replica=part.replica,
-        began=began - start,
-        queue_s=placed - began,
-        prefill_s=first - placed,
-        decode_s=now - first,
-        prompt_tokens=prompt_tokens,
-        cached_tokens=cached_tokens,
-        tokens=part.count,
-        finish_reason=finish_reason,
-    )
-    return event, None
+        self._events.tell(lambda _, facts: (facts[1], None), (request.trajectory, event))

@@ -46,7 +46,8 @@ class Request:
         media: The images and videos of the prompt.
         on_end: Called when the engine no longer works on a request.
         losses: Sessions that were lost with one of its requests in flight.
-        malformed, refusals: How many requests were answered with nonsense, or refused.
+        malformed: How many requests were answered with nonsense.
+        refused_backoff_s: The pause after the next request that a full engine refuses.
         waits_since: When the request that is made now began to wait for a place.
         placed_at: When it got that.
         queue_scope: Of its wait in the queue, which is cancelled where its trajectory is carried.
@@ -80,7 +81,7 @@ class Request:
     on_end: Callable[[Request], None]
     losses: list[Loss] = attrs.field(factory=list)
     malformed: int = 0
-    refusals: int = 0
+    refused_backoff_s: float = 0.05
     waits_since: float = 0.0
     placed_at: float = 0.0
     queue_scope: anyio.CancelScope | None = None
@@ -234,9 +235,9 @@ class Request:
 
     def describe_wait(self, path: str, now: float) -> Wait:
         """What it waits for; `path`: of its conversation."""
-        carried_since, part = self.clock.carried_since, self.generation.last_part
+        carried_since = self.clock.carried_since
         if self.is_running:
-            tokens = self.generation.count
+            part, tokens = self.generation.last_part, self.generation.count
             note = f"{tokens:,} tokens so far" if part and part.count else NO_TOKEN
             since = now - self.placed_at
             return Wait("generation", since, self.generation.replica, note=note, path=path)

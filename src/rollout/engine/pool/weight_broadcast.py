@@ -22,14 +22,24 @@ if TYPE_CHECKING:
 DROP_S = 10.0
 
 
-def check_gpus(replicas: Sequence[Replica]) -> None:
-    """NCCL wants a GPU for each of its ranks.
-
-    Raises:
-        EngineError: Two replicas are on one GPU.
-    """
+def check_broadcast(source: DistributedWeights, replicas: Sequence[Replica]) -> None:
+    """Check that a broadcast reaches these replicas."""
+    count = len(replicas)
+    if source.world_size != count + 1:
+        raise EngineError(
+            f"world_size = {source.world_size}; expected {count + 1}: the sender and "
+            f"{count} replicas that serve"
+        )
     seen: dict[tuple[str, str], str] = {}
     for replica in replicas:
+        if replica.machines > 1:
+            raise EngineError(
+                f"{replica.name} is spread over {replica.machines} machines, where "
+                "DistributedWeights do not reach; expected DiskWeights in a directory that every "
+                "machine sees"
+            )
+        if source.backend != "nccl":
+            continue
         gpu = replica.channel.info.gpu if replica.channel is not None else ""
         other = seen.setdefault((replica.machine, gpu), replica.name)
         if gpu and other != replica.name:
@@ -59,11 +69,7 @@ class _Machine:
         self._settled.set()
 
     async def path(self) -> str:
-        """Where they are.
-
-        Raises:
-            EngineError: The owner did not get them.
-        """
+        """Where they are."""
         await self._settled.wait()
         if self._error is not None:
             raise EngineError(f"{self.owner.name} did not pass the weights on: {self._error}")
@@ -93,12 +99,7 @@ class WeightBroadcast:
             machine.loading += 1
 
     async def load(self, replica: Replica, channel: Channel, version: int) -> None:
-        """Have a replica receive and load them.
-
-        Raises:
-            EngineError: It could not, or the one that keeps them for its machine could not.
-            ChannelError: It was lost.
-        """
+        """Have a replica receive and load them."""
         machine = self._machines[replica.machine]
         is_owner = machine.owner is replica
         source = msgspec.structs.replace(self._source, rank=self._ranks[replica], is_kept=is_owner)

@@ -11,7 +11,7 @@ import msgspec
 
 from rollout.engine.channel.operations import LoadWeights
 from rollout.engine.pool.replica import Notifier, Replica, SentWeights, describe_errors
-from rollout.engine.pool.weight_broadcast import WeightBroadcast, check_gpus
+from rollout.engine.pool.weight_broadcast import WeightBroadcast, check_broadcast
 from rollout.engine.weight_staging import stage, unstage
 from rollout.engine.weights import (
     UPDATE_MODES,
@@ -75,12 +75,7 @@ class WeightUpdater:
         self._broadcast: WeightBroadcast | None = None  # how the current ones reach replicas
 
     async def bring_up(self, replica: Replica, channel: Channel) -> None:
-        """Give a replica that does not serve yet the current weights.
-
-        Raises:
-            EngineError: It cannot load them, or has others than it was sent.
-            ChannelError: It was lost.
-        """
+        """Give a replica that does not serve yet the current weights."""
         has = replica.weights  # of an engine that lives on after its connection broke
         if has is not None and channel.info.weight_version != has.version:
             raise EngineError(
@@ -91,8 +86,9 @@ class WeightUpdater:
             wanted = self._current
             if wanted is None:
                 raise EngineError(f"{replica.name}: the weights that it has were taken back")
+            is_reached = replica.is_here or not wanted.is_staged
             try:
-                if not _can_reach(replica, wanted):
+                if isinstance(wanted.source, DistributedWeights) or not is_reached:
                     why = f"{replica.name} waits for the next weights: {UNREACHED}"
                     logger.warning(why)
                     replica.note_error(why)
@@ -111,13 +107,13 @@ class WeightUpdater:
 
         A replica gets new requests when it has them. Where none serves, the first one that comes
         to serve has them.
-
-        Raises:
-            EngineError: None of them could; all have the weights that they had, those that broke
-                after their restart.
         """
         self._check_reach(source)
-        weights = await _stage(version, source)
+        if isinstance(source, TensorWeights):  # put where every engine of this machine finds them
+            path = await anyio.to_thread.run_sync(stage, source)
+            weights = SentWeights(version, DiskWeights(path), is_staged=True)
+        else:
+            weights = SentWeights(version, source)
         self._requests.pause_deadlines(running=mode != "wait")
         try:
             await self._change(weights, mode)
@@ -128,26 +124,14 @@ class WeightUpdater:
     def _check_reach(self, source: WeightSource) -> None:
         """Raise an `EngineError` where a replica that serves could not load them."""
         serving = [replica for replica in self._replicas if replica.is_serving]
-        count = len(serving)
-        is_broadcast = isinstance(source, DistributedWeights)
-        if isinstance(source, DistributedWeights) and source.world_size != count + 1:
-            raise EngineError(
-                f"world_size = {source.world_size}; expected {count + 1}: the sender and "
-                f"{count} replicas that serve"
-            )
+        if isinstance(source, DistributedWeights):
+            check_broadcast(source, serving)
         for replica in serving:
-            where = ""
-            if is_broadcast and replica.machines > 1:
-                where = f"spread over {replica.machines} machines"
-            elif isinstance(source, TensorWeights) and not replica.is_here:
-                where = "on another machine than the driver"
-            if where:
+            if isinstance(source, TensorWeights) and not replica.is_here:
                 raise EngineError(
-                    f"{replica.name} is {where}, where {type(source).__name__} do not reach; "
-                    "expected DiskWeights in a directory that every machine sees"
+                    f"{replica.name} is on another machine than the driver, where TensorWeights do "
+                    "not reach; expected DiskWeights in a directory that every machine sees"
                 )
-        if isinstance(source, DistributedWeights) and source.backend == "nccl":
-            check_gpus(serving)
 
     async def _change(self, weights: SentWeights, mode: UpdateMode) -> None:
         self._staged.append(weights)
@@ -184,9 +168,6 @@ class WeightUpdater:
         """Empty a replica and have it load; its refusal or loss is noted.
 
         One that is lost gets the current weights when it comes back.
-
-        Args:
-            channel: That by which it served: it may be removed before this task begins.
         """
         try:
             if mode == "wait":
@@ -277,37 +258,14 @@ class WeightUpdater:
                     await run_in_thread(unstage, weights.source.path)
 
 
-def _can_reach(replica: Replica, weights: SentWeights) -> bool:
-    """Whether a replica that has just started can still get these weights."""
-    if isinstance(weights.source, DistributedWeights):
-        return False
-    return replica.is_here or not weights.is_staged
-
-
 def _restart(replica: Replica, why: str) -> None:
     """Have a replica restarted that serves; none of its requests is to blame."""
     if replica.channel is not None:
         replica.restart(replica.channel, why)
 
 
-async def _stage(version: int, source: WeightSource) -> SentWeights:
-    """Put tensors where every engine of this machine finds them; other sources stay as they are.
-
-    Raises:
-        EngineError: There is no room for them.
-    """
-    if not isinstance(source, TensorWeights):
-        return SentWeights(version, source)
-    path = await anyio.to_thread.run_sync(stage, source)
-    return SentWeights(version, DiskWeights(path), is_staged=True)
-
-
 def check_update(version: Any, source: Any, mode: Any) -> int:
-    """Check the arguments of an update; returns the version.
-
-    Raises:
-        EngineError: One is wrong.
-    """
+    """Check the arguments of an update; returns the version."""
     if mode not in UPDATE_MODES:
         raise EngineError(f"mode = {mode!r:.80}; expected {', '.join(UPDATE_MODES)}")
     is_integer = isinstance(version, Integral) and not isinstance(version, bool)

@@ -10,11 +10,4 @@ from rollout.engine.routing.replicas import Dispatch, ReplicaState
 from rollout.engine.routing.router import STRATEGIES, Router
 from rollout.engine.routing.statistics import ReplicaLoad, RouterStatistics
 
-__all__ = [
-    "STRATEGIES",
-    "Dispatch",
-    "ReplicaLoad",
-    "ReplicaState",
-    "Router",
-    "RouterStatistics",
-]
+__all__ = ["STRATEGIES", "Dispatch", "ReplicaLoad", "ReplicaState", "Router", "RouterStatistics"]

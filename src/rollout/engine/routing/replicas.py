@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Any, cast
+from typing import cast
 
 import attrs
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from rollout.engine.core import EngineLoad
 
@@ -39,7 +38,6 @@ MIN_REPORT_S = 0.2
 COMPARISON_S = 1.0
 #: Expected tokens of a request before any has ended, and how many requests the mean remembers.
 FIRST_NEW_TOKENS, MEAN_REQUESTS = 256, 512
-Row = npt.NDArray[np.float64]
 #: Orders replicas of equal load by whose turn it is, and no others.
 TIE = 1e-9
 
@@ -150,29 +148,16 @@ class ReplicaSet:
         self.mean_new_tokens = float(FIRST_NEW_TOKENS)
         self.token_s = STEP_S / DOUBLING_BATCH
         self._by_requests = by_requests
-        self._expected = FIRST_NEW_TOKENS
         self._ended = 0
         self._turn = 0.0
         self._compared_at = 0.0
         self._states: dict[str, ReplicaState] = {}
         self._by_slot: list[ReplicaState] = []
-        self._use_rows(np.full(8, math.inf), np.zeros(8), np.ones(8))
-
-    def _use_rows(self, loads: Row, paces: Row, prices: Row) -> None:
-        """Keep the numbers of all replicas in these rows, by slot.
-
-        Args:
-            loads: Tokens (or requests) in flight, by weight; infinite where a replica gets nothing.
-            paces: Measured steps per second, as if alone; 0 where that is not known.
-            prices: Seconds for a token.
-        """
-        self._loads, self._paces, self._prices = loads, paces, prices
-        self._scores = np.zeros(len(loads))
-        # They read and write single numbers several times as fast as the arrays do.
-        self._load, self._price = _view(loads), _view(prices)
-        self._score = _view(self._scores)
-
-    # Which replicas there are.
+        # Numbers of all replicas, by slot.
+        self._loads = np.empty(0)  # in flight, by weight; infinite where a replica gets nothing
+        self._paces = np.empty(0)  # measured steps per second, as if alone; 0: not known
+        self._prices = np.empty(0)  # seconds for a token
+        self._scores = np.empty(0)
 
     def find(self, name: str) -> ReplicaState | None:
         """The replica that is offered under this name."""
@@ -190,21 +175,17 @@ class ReplicaSet:
         """Offer a replica; one that was there before comes back with its counts, its cache cold."""
         replica = self._states.get(name)
         if replica is None:
-            slot = len(self._by_slot)
-            replica = self._states[name] = ReplicaState(name, slot, capacity)
+            replica = self._states[name] = ReplicaState(name, len(self._by_slot), capacity)
             self._by_slot.append(replica)
-            if slot == len(self._loads):
-                self._use_rows(
-                    np.concatenate([self._loads, np.full(slot, math.inf)]),
-                    np.concatenate([self._paces, np.zeros(slot)]),
-                    np.concatenate([self._prices, np.ones(slot)]),
-                )
+            self._loads = np.append(self._loads, math.inf)
+            self._paces = np.append(self._paces, 0.0)
+            self._prices = np.append(self._prices, self.token_s)
+            self._scores = np.empty(len(self._loads))
         replica.capacity, replica.weight = capacity, weight
         replica.is_offered, replica.is_draining = True, False
         replica.kv_used, replica.last_report, replica.was_idle = 0.0, None, True
         replica.cache_epoch += 1
         self._list_offered()
-        self._compare_speeds()
         self.refresh(replica)
         return replica
 
@@ -218,8 +199,6 @@ class ReplicaSet:
     def _list_offered(self) -> None:
         self.offered = tuple(replica for replica in self._by_slot if replica.is_offered)
 
-    # What they have in flight.
-
     @property
     def counted(self) -> list[ReplicaState]:
         """The replicas that are offered, and those removed with requests in flight."""
@@ -227,7 +206,8 @@ class ReplicaSet:
 
     def expect_tokens(self, max_new_tokens: int | None) -> int:
         """How many tokens a request should generate, by the mean of those before it."""
-        return self._expected if max_new_tokens is None else min(self._expected, max_new_tokens)
+        expected = max(1, round(self.mean_new_tokens))
+        return expected if max_new_tokens is None else min(expected, max_new_tokens)
 
     def send(self, dispatch: Dispatch) -> None:
         """Count a request that goes to `dispatch.replica`."""
@@ -256,7 +236,6 @@ class ReplicaSet:
             # The first few, being the first to end, are the short ones: they count less.
             count = min(self._ended + 4, MEAN_REQUESTS)
             self.mean_new_tokens += (generated - self.mean_new_tokens) / count
-            self._expected = max(1, round(self.mean_new_tokens))
         self.refresh(replica)
 
     def refresh(self, replica: ReplicaState) -> None:
@@ -266,14 +245,11 @@ class ReplicaSet:
             and replica.is_offered
             and not (replica.is_draining or replica.is_stale)
         )
-        if is_open is not replica.is_open:
-            replica.is_open = is_open
-            self.open_count += 1 if is_open else -1
+        self.open_count += is_open - replica.is_open
+        replica.is_open = is_open
         load = replica.in_flight if self._by_requests else replica.tokens
         load = load / replica.weight + replica.turn * TIE
-        self._load[replica.slot] = load if is_open else math.inf
-
-    # How fast they are.
+        self._loads[replica.slot] = load if is_open else math.inf
 
     def report(self, replica: ReplicaState, load: EngineLoad, now: float) -> None:
         """Take in what a replica says of itself.
@@ -284,51 +260,47 @@ class ReplicaSet:
         """
         at = load.measured_at_s or now
         replica.kv_used = min(max(load.kv_used, 0.0), 1.0)
-        if replica.last_report is not None and 0 <= at - replica.last_report[1] < MIN_REPORT_S:
-            return
         if replica.last_report is not None:
-            self._measure(replica, *replica.last_report, load, at)
+            last, last_at = replica.last_report
+            if 0 <= at - last_at < MIN_REPORT_S:
+                return
+            self._measure(replica, last, load, at - last_at)
         replica.last_report, replica.was_idle = (load, at), replica.in_flight == 0
         if now - self._compared_at >= COMPARISON_S:
             self._compared_at = now
             self._compare_speeds()
 
     def _measure(
-        self, replica: ReplicaState, last: EngineLoad, last_at: float, load: EngineLoad, at: float
+        self, replica: ReplicaState, last: EngineLoad, load: EngineLoad, seconds: float
     ) -> None:
-        seconds, tokens = at - last_at, load.generated_tokens - last.generated_tokens
+        tokens = load.generated_tokens - last.generated_tokens
         if seconds < 0 or tokens < 0:  # the counters of another engine than before
             return
         replica.tokens_per_s = tokens / seconds
-        batch = (last.running + load.running) / 2
         if replica.was_idle or not (tokens and last.running and load.running):
             return
+        batch = (last.running + load.running) / 2
         pace = tokens / batch / seconds * (1 + batch / DOUBLING_BATCH)
-        before = self._paces[replica.slot]
-        self._paces[replica.slot] = (
-            SPEED_MEMORY * before + (1 - SPEED_MEMORY) * pace if before else pace
-        )
+        before = self._paces[replica.slot] or pace
+        self._paces[replica.slot] = SPEED_MEMORY * before + (1 - SPEED_MEMORY) * pace
 
     def _compare_speeds(self) -> None:
-        """Price a token on each replica by its speed beside the median."""
-        slots = [replica.slot for replica in self.offered]
-        paces = self._paces[slots]
-        known = paces[paces > 0]
-        usual = float(np.median(known)) if len(known) else 1 / STEP_S
+        """Price a token on each replica by its speed beside the median of those offered."""
+        paces = self._paces
+        known = [paces[each.slot] for each in self.offered if paces[each.slot]]
+        usual = float(np.median(known)) if known else 1 / STEP_S
         speeds = np.where(paces > 0, np.clip(paces / usual, *SPEED_RANGE), 1.0)
         speeds[np.abs(speeds - 1) <= SPEED_TOLERANCE] = 1.0
         self.token_s = 1 / (usual * DOUBLING_BATCH)
-        self._prices[slots] = self.token_s / speeds
+        self._prices = self.token_s / speeds
 
     def load_s(self, replica: ReplicaState) -> float:
         """Seconds until a replica should have done what it has in flight."""
-        return replica.tokens * self._price[replica.slot]
+        return float(replica.tokens * self._prices[replica.slot])
 
     def speed(self, replica: ReplicaState) -> float:
         """How fast a replica is beside the median one, as far as that is known."""
-        return self.token_s / self._price[replica.slot]
-
-    # Choosing.
+        return float(self.token_s / self._prices[replica.slot])
 
     def choose(
         self, dispatch: Dispatch, margin: float, avoid: ReplicaState | None
@@ -337,28 +309,28 @@ class ReplicaSet:
 
         The pinned one, unless another is better by more than `margin`.
         """
-        scores, score, price, pinned = self._scores, self._score, self._price, dispatch.pinned
+        scores, prices, pinned = self._scores, self._prices, dispatch.pinned
+        if not len(scores):
+            return None
         if self._by_requests:
             np.copyto(scores, self._loads)
         else:
             steps = dispatch.new_tokens * (1 + DOUBLING_BATCH)  # the request's own time
-            request = steps + PREFILL_WEIGHT * dispatch.prompt_tokens
-            np.add(self._loads, request, scores)
-            np.multiply(scores, self._prices, scores)
-            shared, warm = dispatch.shared_tokens, dispatch.warm_tokens
+            np.add(self._loads, steps + PREFILL_WEIGHT * dispatch.prompt_tokens, scores)
+            np.multiply(scores, prices, scores)
             for holder in dispatch.holders:
                 if holder is not pinned:
-                    slot = holder.slot
-                    score[slot] -= PREFILL_WEIGHT * shared * price[slot]
+                    saved = PREFILL_WEIGHT * dispatch.shared_tokens
+                    scores[holder.slot] -= saved * prices[holder.slot]
             if pinned is not None:
-                score[pinned.slot] -= PREFILL_WEIGHT * warm * price[pinned.slot]
+                scores[pinned.slot] -= PREFILL_WEIGHT * dispatch.warm_tokens * prices[pinned.slot]
         if avoid is not None:
-            score[avoid.slot] = math.inf
+            scores[avoid.slot] = math.inf
         slot = int(scores.argmin())
-        least = score[slot]
+        least = scores[slot]
         if least == math.inf:
             return None
-        if pinned is not None and score[pinned.slot] <= least + margin:
+        if pinned is not None and scores[pinned.slot] <= least + margin:
             return pinned
         return self._by_slot[slot]
 
@@ -366,7 +338,3 @@ class ReplicaSet:
         """The open replica whose turn it is."""
         able = [each for each in self.offered if each.is_open and each is not avoid]
         return min(able, key=lambda each: each.turn, default=None)
-
-
-def _view(row: Any) -> memoryview[float]:
-    return cast("memoryview[float]", memoryview(row))

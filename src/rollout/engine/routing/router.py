@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rollout.engine.routing.replicas import Dispatch, ReplicaSet
 from rollout.engine.routing.sessions import Sessions
-from rollout.engine.routing.statistics import ReplicaLoad, RouterStatistics
+from rollout.engine.routing.statistics import SAME_FIELDS, ReplicaLoad, RouterStatistics
 from rollout.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,11 +60,7 @@ class Router:
 
     def __repr__(self) -> str:
         replicas = self._replica_set.offered
-        shown = [
-            f"{r.name} {r.in_flight}/{r.capacity} {self._replica_set.load_s(r):.1f} s"
-            + ("" if r.state == "serving" else f" {r.state}")
-            for r in replicas[:SHOWN]
-        ]
+        shown = [f"{r.name} {r.in_flight}/{r.capacity} {r.state}" for r in replicas[:SHOWN]]
         if len(replicas) > SHOWN:
             shown.append(f"and {len(replicas) - SHOWN} more")
         return f"<Router {self._strategy}: {', '.join(shown) or 'no replicas'}>"
@@ -80,12 +76,7 @@ class Router:
         return self._replica_set.open_count > 0
 
     def add(
-        self,
-        name: str,
-        capacity: int,
-        *,
-        weight: float = 1.0,
-        weight_version: int = 0,
+        self, name: str, capacity: int, *, weight: float = 1.0, weight_version: int = 0
     ) -> ReplicaState:
         """Offer a replica for work. One that was here before comes back with its counts.
 
@@ -126,19 +117,14 @@ class Router:
         Raises:
             KeyError: There is no such replica.
         """
-        self._set_draining(name, is_draining=True)
+        replica = self._replica_set.get(name)
+        replica.is_draining = True
+        self._replica_set.refresh(replica)
 
     def resume(self, name: str) -> None:
-        """End `drain`.
-
-        Raises:
-            KeyError: There is no such replica.
-        """
-        self._set_draining(name, is_draining=False)
-
-    def _set_draining(self, name: str, *, is_draining: bool) -> None:
+        """End `drain`; raises as that does."""
         replica = self._replica_set.get(name)
-        replica.is_draining = is_draining
+        replica.is_draining = False
         self._replica_set.refresh(replica)
 
     def require_weights(self, version: int | None) -> None:
@@ -241,17 +227,9 @@ class Router:
         known = self._replica_set
         replicas = tuple(
             ReplicaLoad(
-                name=each.name,
-                state=each.state,
-                weight=each.weight,
-                in_flight=each.in_flight,
-                capacity=each.capacity,
-                served=each.served,
-                tokens=each.tokens,
+                **{name: getattr(each, name) for name in SAME_FIELDS},
                 load_s=known.load_s(each),
                 speed=known.speed(each),
-                tokens_per_s=each.tokens_per_s,
-                kv_used=each.kv_used,
             )
             for each in known.counted
         )

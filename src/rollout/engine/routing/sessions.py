@@ -19,17 +19,12 @@ MAX_SESSIONS = 100_000
 
 
 class _Group(msgspec.Struct, eq=False):
-    """Trajectories with one prompt.
+    """Trajectories with one prompt."""
 
-    Attributes:
-        prompt_tokens: Length of the shared prompt: the shortest that one of them began with.
-        holders: Where trajectories began or moved last, with the epoch of the cache that got it.
-        members: Trajectories that are remembered.
-    """
-
-    prompt_tokens: int
+    prompt_tokens: int  # of the shortest prompt that one of them began with
+    #: Where trajectories began or moved last, with the epoch of the cache that got the prompt.
     holders: dict[ReplicaState, int] = msgspec.field(default_factory=dict)
-    members: int = 0
+    members: int = 0  # that are remembered
 
 
 class _Session(msgspec.Struct, eq=False, gc=False):

@@ -36,6 +36,10 @@ class ReplicaLoad:
     kv_used: float
 
 
+#: Fields that are those of a `ReplicaState`.
+SAME_FIELDS = sorted({field.name for field in attrs.fields(ReplicaLoad)} - {"load_s", "speed"})
+
+
 @attrs.frozen
 class RouterStatistics:
     """The router now.

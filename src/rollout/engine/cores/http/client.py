@@ -26,12 +26,14 @@ class HttpError(Exception):
     Attributes:
         status: Of the answer; 0 where there was none.
         is_silence: Nothing came in time: the server may be busy, or the network gone.
+        is_refusal: The connection was refused, or broke.
     """
 
     def __init__(self, message: str, status: int = 0, *, is_silence: bool = False) -> None:
         super().__init__(message)
         self.status = status
         self.is_silence = is_silence
+        self.is_refusal = not (status or is_silence)
 
 
 class HttpClient:
@@ -43,11 +45,7 @@ class HttpClient:
         self._url = url
 
     async def get(self, path: str) -> dict[str, Any]:
-        """The JSON object at `path`.
-
-        Raises:
-            HttpError: No answer, or one that is an error or no object.
-        """
+        """The JSON object at `path`."""
         content = await self.call("GET", path)
         try:
             return msgspec.json.decode(content, type=dict[str, Any])
@@ -55,18 +53,14 @@ class HttpClient:
             raise HttpError(f"{self._url}{path}: the answer is no JSON object: {error}") from error
 
     async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
-        """Whatever answers, once it is no error.
-
-        Raises:
-            HttpError: No answer, or an error.
-        """
+        """Whatever answers, once it is no error; raises an `HttpError` otherwise."""
         content = None if body is None else msgspec.json.encode(body)
         try:
             answer = await self._client.request(method, path, content=content)
         except self._httpx.HTTPError as error:
-            raise self._unreachable(error) from error
-        self._check(path, answer.status_code, answer.text)
+            raise self._wrap_error(error) from error
         received: bytes = answer.content
+        self._check(path, answer.status_code, received)
         return received
 
     async def events(
@@ -75,17 +69,15 @@ class HttpClient:
         """The server-sent events that answer `body`.
 
         Closing the iterator closes the connection, which a server takes for a disconnect.
-
-        Raises:
-            HttpError: As `get`, also when the connection breaks between two events.
         """
+        # A generation may take its time; its limit is the caller's.
+        timeout, content = self._httpx.Timeout(CONNECT_S, read=None), msgspec.json.encode(body)
         try:
             async with self._client.stream(
-                "POST", path, content=msgspec.json.encode(body), timeout=self._patient_timeout()
+                "POST", path, content=content, timeout=timeout
             ) as answer:
                 if answer.status_code != self._httpx.codes.OK:
-                    text = (await answer.aread()).decode(errors="replace")
-                    self._check(path, answer.status_code, text)
+                    self._check(path, answer.status_code, await answer.aread())
                 lines = answer.aiter_lines()
                 try:
                     async for line in lines:
@@ -93,35 +85,25 @@ class HttpClient:
                         if data and data != "[DONE]" and line.startswith("data:"):
                             yield msgspec.json.decode(data, type=dict[str, Any])
                 finally:
-                    await self._finish(answer, lines)
+                    # Run httpx's nest of generators to its end: closing the outermost would leave
+                    # the others to the garbage collector, which trio resents.
+                    with anyio.CancelScope(shield=True):
+                        await answer.aclose()
+                        with suppress(self._httpx.HTTPError, self._httpx.StreamError):
+                            async for _ in lines:
+                                pass
         except self._httpx.HTTPError as error:
-            raise self._unreachable(error) from error
+            raise self._wrap_error(error) from error
         except msgspec.MsgspecError as error:
             raise HttpError(f"{self._url}{path}: an event is no JSON object: {error}") from error
 
-    async def _finish(self, answer: Any, lines: AsyncGenerator[str, None]) -> None:
-        """Close the connection and run httpx's nest of generators to its end.
-
-        Closing the outermost would leave the others to the garbage collector, which trio resents.
-        """
-        with anyio.CancelScope(shield=True):
-            await answer.aclose()
-            with suppress(self._httpx.HTTPError, self._httpx.StreamError):
-                async for _ in lines:
-                    pass
-
-    def _patient_timeout(self) -> Any:
-        """A generation may take its time; its limit is the caller's."""
-        return self._httpx.Timeout(CONNECT_S, read=None)
-
-    def _unreachable(self, error: Exception) -> HttpError:
+    def _wrap_error(self, error: Exception) -> HttpError:
         is_silence = isinstance(error, self._httpx.TimeoutException)
-        text = f"{self._url}: {type(error).__name__}: {error}"
-        return HttpError(text, is_silence=is_silence)
+        return HttpError(f"{self._url}: {type(error).__name__}: {error}", is_silence=is_silence)
 
-    def _check(self, path: str, status: int, text: str) -> None:
+    def _check(self, path: str, status: int, content: bytes) -> None:
         if not self._httpx.codes.is_success(status):
-            shown = text[:SHOWN_CHARACTERS]
+            shown = content.decode(errors="replace")[:SHOWN_CHARACTERS]
             raise HttpError(f"{self._url}{path} answered {status}: {shown}", status)
 
 
@@ -129,11 +111,7 @@ class HttpClient:
 async def open_client(
     url: str, api_key_variable: str | None, connections: int
 ) -> AsyncIterator[HttpClient]:
-    """A client of the server at `url`; its connections are closed at the end.
-
-    Raises:
-        EngineError: httpx is not installed, or there is no key where one was named.
-    """
+    """A client of the server at `url`; its connections are closed at the end."""
     try:
         import httpx
     except ImportError as error:

@@ -12,9 +12,10 @@ import msgspec
 from rollout.engine.core import Capabilities, Chunk, EngineInfo, EngineLoad, GenerationRequest
 from rollout.engine.cores.base import BaseCore, OpenRequest
 from rollout.engine.cores.http.client import HttpClient, HttpError, open_client
-from rollout.engine.cores.http.model_facts import ModelFacts, read_model_facts
 from rollout.engine.cores.http.sglang_api import SGLangApi, SGLangReader
 from rollout.engine.cores.http.vllm_api import VllmApi, VllmReader
+from rollout.engine.model_files import resolve_model
+from rollout.engine.model_identity import end_ids, model_fingerprint, read_model_config
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:
@@ -39,12 +40,7 @@ APIS: dict[str, type[SGLangApi | VllmApi]] = {"sglang": SGLangApi, "vllm": VllmA
 
 
 class _Request(OpenRequest):
-    """A request under way.
-
-    Attributes:
-        reader: Reads its answers.
-        aborted_at: When its abort was first to be sent; None before.
-    """
+    """A request under way; `aborted_at`: when its abort was first to be sent."""
 
     __slots__ = ("aborted_at", "reader")
 
@@ -60,16 +56,7 @@ class HttpCore(BaseCore[_Request]):
     Tokens travel as JSON here, at some ten times the cost of the channel: for a few hundred
     requests at once, not for thousands. Weights are changed on the server, not here.
 
-    Args:
-        url: Base URL of the server.
-        api: "sglang" for its /generate, "vllm" for its /v1/completions.
-        api_key_variable: Environment variable that holds the server's API key; None sends none.
-        max_requests: Requests that the server gets at once.
-        model: What the server serves, for its vocabulary and end tokens: a local directory, a hub
-            name or ``embedded:smollm2-135m-instruct``.
-        revision: Of a hub name.
-        trust_remote_code: Lets code from the model's repository run.
-        stream_interval: Tokens of an event, where the server lets us say so.
+    Args are fields of `rollout.config.HttpEngine` and `ModelConfig`; `url` is one of its `urls`.
     """
 
     def __init__(
@@ -94,8 +81,8 @@ class HttpCore(BaseCore[_Request]):
         self._api_key_variable = api_key_variable
         self._max_requests = max_requests
         self._stack = AsyncExitStack()
-        self._client: HttpClient | None = None
-        self._control: HttpClient | None = None
+        self._client: HttpClient
+        self._control: HttpClient
         self._abort_due = anyio.Event()
         self._heard_at = 0.0
         self._sampled = 0
@@ -106,21 +93,46 @@ class HttpCore(BaseCore[_Request]):
         Raises:
             EngineError: The server refuses us, the model cannot be read, or httpx is missing.
         """
-        facts = await anyio.to_thread.run_sync(read_model_facts, *self._model)
-        self._client = await self._open_client(self._max_requests)
+        described = await anyio.to_thread.run_sync(_describe_model, *self._model)
         try:
+            self._client = await self._open_client(self._max_requests)
             # Of its own: generations may take all connections that they have.
             self._control = await self._open_client(CONTROL_CONNECTIONS)
-            self._info = await self._describe(self._control, facts)
+            length, version = await self._wait_for_server()
         except BaseException:
             with anyio.CancelScope(shield=True):  # closing connections waits for no peer
                 await self._stack.aclose()
             raise
+        lengths = [known for known in (length, described.context_length) if known]
+        if not lengths:
+            await self._stack.aclose()
+            raise EngineError(f"{self._url}: neither the server nor the model names a context")
+        self._info = msgspec.structs.replace(
+            described,
+            context_length=min(lengths),
+            max_requests=self._max_requests,
+            weight_version=version,
+            core=f"http: {self._api_name}",
+        )
         self._failure = ""
 
     async def _open_client(self, connections: int) -> HttpClient:
         opened = open_client(self._url, self._api_key_variable, connections)
         return await self._stack.enter_async_context(opened)
+
+    async def _wait_for_server(self) -> tuple[int | None, int]:
+        """The context length and the weight version that the server names, once it answers."""
+        shown = ""
+        while True:
+            try:
+                return await self._api.describe(self._control)
+            except HttpError as error:
+                if error.status and error.status < 500:
+                    raise EngineError(str(error)) from error
+                if str(error) != shown:
+                    shown = str(error)
+                    logger.warning("waiting for the server: %s", shown)
+            await anyio.sleep(RETRY_S)
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         """Chunks of one request; see `EngineCore.generate`.
@@ -131,7 +143,6 @@ class HttpCore(BaseCore[_Request]):
         if refusal is not None:
             yield refusal
             return
-        assert self._client is not None
         room = self.info.context_length - len(request.prompt_ids) // 4
         body = self._api.body(request, room, self.info.weight_version, self._stream_interval)
         entry = self._open[request.request_id] = _Request(self._api.reader(request))
@@ -176,39 +187,6 @@ class HttpCore(BaseCore[_Request]):
         self._close()
         await self._stack.aclose()
 
-    async def _describe(self, client: HttpClient, model: ModelFacts) -> EngineInfo:
-        length, version = await self._until_it_answers(client)
-        lengths = [known for known in (length, model.context_length) if known]
-        if not lengths:
-            raise EngineError(f"{self._url}: neither the server nor the model names a context")
-        return EngineInfo(
-            vocab_size=model.vocab_size,
-            eos_ids=model.eos_ids,
-            context_length=min(lengths),
-            fingerprint=model.fingerprint,
-            max_requests=self._max_requests,
-            weight_version=version,
-            core=f"http: {self._api_name}",
-            capabilities=Capabilities(
-                no_sleep="servers that somebody else runs keep their memory",
-                no_media="images and token ids together are for engine.kind = 'sglang'",
-                max_top_log_probs=0,
-            ),
-        )
-
-    async def _until_it_answers(self, client: HttpClient) -> tuple[int | None, int]:
-        shown = ""
-        while True:
-            try:
-                return await self._api.describe(client)
-            except HttpError as error:
-                if error.status and error.status < 500:
-                    raise EngineError(str(error)) from error
-                if str(error) != shown:
-                    shown = str(error)
-                    logger.warning("waiting for the server: %s", shown)
-            await anyio.sleep(RETRY_S)
-
     def _find_fault(self, request: GenerationRequest) -> str:
         return self._api.find_fault(request.sampling)
 
@@ -235,59 +213,79 @@ class HttpCore(BaseCore[_Request]):
         except EngineError as error:  # what the answer lacks, or what the server says of it
             entry.give_up("error", f"{url}: {error}")
         except HttpError as error:
-            if not (error.status or error.is_silence):
+            if error.is_refusal:
                 await self._lose_if_refused(str(error))
-            is_unsent = error.status == 503 or error.is_silence
-            is_full = is_unsent and not entry.tokens
+            is_full = (error.status == 503 or error.is_silence) and not entry.tokens
             entry.give_up("rejected" if is_full else "error", str(error))
         return [entry.last_chunk()]
 
     async def _lose_if_refused(self, reason: str) -> None:
         """A request's connection broke: where the server takes none any more, it is lost."""
-        assert self._control is not None
+        error = await self._poll()
+        if error is not None and error.is_refusal:
+            self._lose(reason)
+
+    async def _poll(self) -> HttpError | None:
+        """Ask the server for a sign of life; returns what went wrong."""
         try:
             await self._control.call("GET", self._api.liveness_path)
         except HttpError as error:
-            if not (error.status or error.is_silence):
-                self._lose(reason)
+            return error
+        return None
 
     async def _poll_until_silent(self) -> None:
-        assert self._control is not None
         self._heard_at = anyio.current_time()
         refused_since: float | None = None
         while True:
             await anyio.sleep(WATCH_S)
-            reason = ""
-            try:
-                await self._control.call("GET", self._api.liveness_path)
-            except HttpError as error:
-                reason = str(error)
-                is_there = 0 < error.status < 500  # whatever it says
-                is_refused = not (error.status or error.is_silence)
-            else:
-                is_there, is_refused = True, False
-            now = anyio.current_time()
-            if is_there:
+            error, now = await self._poll(), anyio.current_time()
+            if error is None or 0 < error.status < 500:  # it is there, whatever it says
                 self._heard_at = now
+            is_refused = error is not None and error.is_refusal
             refused_since = (refused_since or now) if is_refused else None
             is_gone = refused_since is not None and now - refused_since >= REFUSED_S
             if is_gone or now - self._heard_at > SILENCE_S:
-                self._lose(reason)
+                self._lose(str(error))
 
     async def _keep_aborting(self) -> None:
         while True:
             with anyio.move_on_after(WATCH_S):
                 await self._abort_due.wait()
             self._abort_due = anyio.Event()
+            aborted = [each for each in self._open.values() if each.aborted_at is not None]
+            for entry in aborted:
+                if anyio.current_time() - (entry.aborted_at or 0.0) > ABORT_S:
+                    entry.give_up("abort")
             with suppress(HttpError):  # the next poll notices it too
-                await self._send_aborts()
+                for entry in aborted:
+                    if entry.request_id in self._open:
+                        await self._api.abort(self._control, entry.request_id)
 
-    async def _send_aborts(self) -> None:
-        assert self._control is not None
-        aborted = [each for each in self._open.values() if each.aborted_at is not None]
-        for entry in aborted:
-            if anyio.current_time() - (entry.aborted_at or 0.0) > ABORT_S:
-                entry.give_up("abort")
-        for entry in aborted:
-            if entry.request_id in self._open:
-                await self._api.abort(self._control, entry.request_id)
+
+def _describe_model(model: str, revision: str | None, trust_remote_code: bool) -> EngineInfo:
+    """What a server does not say about its model, read from the model's files; blocks.
+
+    Of a directory with a tokenizer alone it is what that says.
+    """
+    path = resolve_model(model, revision, needs_weights=False)
+    config = read_model_config(path, revision)
+    config = {**config, **(config.get("text_config") or {})}
+    eos_ids, vocab_size = end_ids(path, revision), config.get("vocab_size", 0)
+    if not config:
+        from rollout.chat.template_loading import load_tokenizer
+
+        tokenizer = load_tokenizer(path, revision=revision, trust_remote_code=trust_remote_code)
+        vocab_size = max(tokenizer.get_vocab().values()) + 1
+        eos_ids = (tokenizer.eos_token_id,) if isinstance(tokenizer.eos_token_id, int) else ()
+    return EngineInfo(
+        vocab_size=vocab_size,
+        eos_ids=eos_ids,
+        context_length=config.get("max_position_embeddings") or 0,
+        fingerprint=model_fingerprint(path, revision),
+        max_requests=0,
+        capabilities=Capabilities(
+            no_sleep="servers that somebody else runs keep their memory",
+            no_media="images and token ids together are for engine.kind = 'sglang'",
+            max_top_log_probs=0,
+        ),
+    )

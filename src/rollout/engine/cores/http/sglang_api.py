@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rollout.engine.core import Chunk, Id, Natural, unpack_ids
-from rollout.engine.cores.answer_checks import LogProb, read_fields
+from rollout.engine.cores.checks import LogProb, read_fields
 from rollout.engine.cores.http.client import HttpError
 from rollout.engine.cores.sglang.answers import COUNT, IDS, AnswerReader, is_abort, parse_version
 from rollout.engine.cores.sglang.generate_requests import (
@@ -49,14 +49,10 @@ class SGLangApi:
         self.liveness_path = "/model_info"
         self._is_incremental = False
         self._is_deterministic = False
-        self._priority_sign = 0  # 0: it serves requests in their order
+        self._priority_sign = 0  # what a priority is multiplied by
 
     async def describe(self, client: HttpClient) -> tuple[int | None, int]:
-        """The context length and the weight version that the server names.
-
-        Raises:
-            HttpError: It does not answer.
-        """
+        """The context length and the weight version that the server names."""
         try:
             facts = await client.get("/server_info")
         except HttpError as error:
@@ -66,7 +62,8 @@ class SGLangApi:
             self.liveness_path = "/get_model_info"
         self._is_incremental = bool(facts.get("incremental_streaming_output"))
         self._is_deterministic = bool(facts.get("enable_deterministic_inference"))
-        self._priority_sign = _priority_sign(facts)
+        if facts.get("enable_priority_scheduling"):  # other servers may refuse priorities
+            self._priority_sign = -1 if facts.get("schedule_low_priority_values_first") else 1
         length = facts.get("max_req_input_len") or facts.get("context_length")
         return length, parse_version(facts.get("weight_version"))
 
@@ -77,12 +74,7 @@ class SGLangApi:
     def body(
         self, request: GenerationRequest, room: int, weight_version: int, chunk_tokens: int
     ) -> dict[str, Any]:
-        """A request as JSON.
-
-        Args:
-            room: Tokens that fit into the context after the prompt.
-            chunk_tokens: Of an event.
-        """
+        """A request as JSON; `room` tokens fit into the context, an event has `chunk_tokens`."""
         params = build_sampling(request.sampling, room)
         params["stream_interval"] = chunk_tokens
         if self._is_deterministic:
@@ -104,19 +96,8 @@ class SGLangApi:
         return SGLangReader(request.request_id, is_incremental=self._is_incremental)
 
     async def abort(self, client: HttpClient, request_id: str) -> None:
-        """Have the server end a request.
-
-        Raises:
-            HttpError: It does not answer.
-        """
+        """Have the server end a request."""
         await client.call("POST", "/abort_request", {"rid": request_id})
-
-
-def _priority_sign(facts: Mapping[str, Any]) -> int:
-    """What a priority is multiplied by; 0 where the server knows none, and may refuse them."""
-    if not facts.get("enable_priority_scheduling"):
-        return 0
-    return -1 if facts.get("schedule_low_priority_values_first") else 1
 
 
 class _ScoredToken(msgspec.Struct, array_like=True):
@@ -162,15 +143,7 @@ class SGLangReader(AnswerReader):
         self._scored: list[Any] = []
 
     def read(self, answer: Mapping[str, Any]) -> list[Chunk]:
-        """The chunks that an event adds.
-
-        Raises:
-            EngineError: The event is an error, or not what was asked for.
-        """
-        fault = answer.get("error")
-        if fault is not None:
-            text = fault.get("message") if isinstance(fault, dict) else fault
-            raise EngineError(str(text))
+        """The chunks that an event adds."""
         checked = read_fields(answer, _Answer)
         meta: Mapping[str, Any] = answer["meta_info"]
         if checked.output_ids is None:

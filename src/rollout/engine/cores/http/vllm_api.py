@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rollout.engine.core import Chunk, FinishReason, Id, Natural, unpack_ids
-from rollout.engine.cores.answer_checks import (
+from rollout.engine.cores.checks import (
     LogProb,
     check_log_probs,
     check_scored_ids,
@@ -48,15 +48,10 @@ class VllmApi:
     has_abort = False
     is_gathering = False
 
-    def __init__(self) -> None:
-        self._model = ""
+    _model = ""
 
     async def describe(self, client: HttpClient) -> tuple[int | None, int]:
-        """The context length that the server names; it knows no weight version of ours.
-
-        Raises:
-            HttpError: It does not answer.
-        """
+        """The context length that the server names; it knows no weight version of ours."""
         model = (await client.get("/v1/models"))["data"][0]
         self._model = model["id"]
         return model.get("max_model_len"), 0
@@ -119,6 +114,9 @@ class VllmApi:
         raise NotImplementedError
 
 
+# The fields of an event that are read, and their types.
+
+
 class _LogProbs(msgspec.Struct):
     token_logprobs: list[LogProb]
     tokens: list[str] | None = None
@@ -136,8 +134,6 @@ class _Usage(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """The fields of an event that are read, and their types."""
-
     choices: list[_Choice]
     usage: _Usage | None = None
 
@@ -152,15 +148,7 @@ class VllmReader:
         self.tokens = 0
 
     def read(self, answer: Mapping[str, Any]) -> list[Chunk]:
-        """The chunk that an event adds.
-
-        Raises:
-            EngineError: The event is an error, or not what was asked for.
-        """
-        fault = answer.get("error")
-        if fault is not None:
-            text = fault.get("message") if isinstance(fault, dict) else fault
-            raise EngineError(str(text))
+        """The chunk that an event adds."""
         event = read_fields(answer, _Event)
         if not event.choices:  # the usage, at the very end
             return []

@@ -1,7 +1,6 @@
 """SGLang as an engine: token ids in, token ids with log-probs and weight versions out.
 
-`sglang_core` faces the server; `server_thread` is the thread that starts SGLang, whose end its
-processes do not survive; `adapter` and `maintenance` are the modules that know SGLang's API;
+`sglang_core` faces the server; `adapter` and `maintenance` are the modules that know SGLang's API;
 `server_arguments` turns our options into its own, `generate_requests` requests into its fields, and
 `answers` its answers into chunks. `plugin` and `cpu_platform` let an unmodified SGLang run on a
 CPU.

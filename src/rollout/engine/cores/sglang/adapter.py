@@ -1,8 +1,8 @@
 """Knows SGLang's API, beside `maintenance`. Versions 0.5.17 to 0.5.23 differ: what they have is
 looked up once, when the engine starts.
 
-Importing SGLang and starting it block for many seconds: `SGLang` is made in the thread of
-`server_thread`, and everything else of it is called on the event loop.
+Importing SGLang and starting it block for many seconds: `SGLang` is made in a `ServerThread`, and
+everything else of it is called on the event loop.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import os
 import signal
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.to_thread
 
 from rollout.engine.core import ALL_TAGS, TAGS_OF_LEVEL, Capabilities, EngineInfo
-from rollout.engine.cores.devices import name_gpu
+from rollout.engine.cores.base import name_gpu
 from rollout.engine.cores.sglang import plugin
 from rollout.engine.cores.sglang.maintenance import SGLangMaintenance, list_fields
 from rollout.engine.cores.sglang.media_inputs import open_media_inputs
 from rollout.engine.cores.sglang.server_arguments import SGLangOptions, engine_arguments
-from rollout.engine.cores.sglang.shared_memory import SharedFiles
 from rollout.engine.model_files import resolve_model
 from rollout.engine.model_identity import model_fingerprint
 from rollout.errors import EngineError
@@ -32,15 +32,8 @@ from rollout.errors import EngineError
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping
 
+    from rollout.bridge import Post
     from rollout.engine.core import GenerationRequest
-
-
-class SchedulerLoad(NamedTuple):
-    """What SGLang's schedulers last wrote down; several (data parallel) are added up."""
-
-    running: int
-    queued: int
-    kv_used: float
 
 
 class SGLang:
@@ -75,16 +68,15 @@ class SGLang:
             os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
         arguments = engine_arguments(options, model_path, list_fields(ServerArgs))
         before = set(multiprocessing.active_children())
-        self._shared = SharedFiles()
         try:
             self._engine: Any = sglang.Engine(**arguments)
         except Exception as error:
-            self._shared.remove()
             raise EngineError(f"SGLang did not start: {type(error).__name__}: {error}") from error
-        self._shared.note()
         atexit.unregister(self._engine.shutdown)
         self._tokens: Any = self._engine.tokenizer_manager
-        self._stop_own_watchdog()
+        watchdog = getattr(self._tokens, "_subprocess_watchdog", None)
+        if watchdog is not None:  # it ends the process at once where a scheduler ends
+            watchdog.stop()
         self._processes = [p for p in multiprocessing.active_children() if p not in before]
         if options.is_follower:  # there is nothing to ask: all requests come through rank 0
             return
@@ -125,11 +117,7 @@ class SGLang:
         return answers
 
     async def media_fields(self, request: GenerationRequest) -> dict[str, Any]:
-        """What carries the media of a request, beside its other fields.
-
-        Raises:
-            MediaError, TemplateError: See `MediaInputs.fields`.
-        """
+        """What carries the media of a request, beside its other fields."""
         if not request.media or self.media is None:  # no kind of media is taken without it
             return {}
         return await anyio.to_thread.run_sync(self.media.fields, request)
@@ -159,14 +147,18 @@ class SGLang:
             state.abort_sent = False
         self._tokens.abort_request(rid=request_id)
 
-    def load(self) -> SchedulerLoad:
-        """Read from shared memory, where a scheduler writes at its steps and when it goes idle."""
+    def load(self) -> tuple[int, int, float]:
+        """Requests that run, those that wait, and the share of the KV cache in use.
+
+        Read from shared memory, where a scheduler writes at its steps and when it goes idle; those
+        of several schedulers (data parallel) are added up.
+        """
         loads = [load for load in self._tokens.load_snapshot_reader.read_all() if load is not None]
         capacity = sum(load.max_total_num_tokens for load in loads)
-        return SchedulerLoad(
-            running=sum(load.num_running_reqs for load in loads),
-            queued=sum(load.num_waiting_reqs for load in loads),
-            kv_used=sum(load.num_used_tokens for load in loads) / capacity if capacity else 0.0,
+        return (
+            sum(load.num_running_reqs for load in loads),
+            sum(load.num_waiting_reqs for load in loads),
+            sum(load.num_used_tokens for load in loads) / capacity if capacity else 0.0,
         )
 
     def last_heard(self) -> float:
@@ -197,17 +189,9 @@ class SGLang:
 
     def shutdown(self) -> None:
         """Kill SGLang's processes and wait until they are gone, which frees the GPU."""
-        self._shared.note()
         self._engine.shutdown()
         for process in self._processes:
             process.join()
-        self._shared.remove()
-
-    def _stop_own_watchdog(self) -> None:
-        """It ends the whole process as soon as a scheduler does, before an error is reported."""
-        watchdog = getattr(self._tokens, "_subprocess_watchdog", None)
-        if watchdog is not None:
-            watchdog.stop()
 
     def _describe(
         self, options: SGLangOptions, model_path: str, kinds: tuple[str, ...], no_media: str
@@ -250,7 +234,56 @@ def _read_expert_shape(config: Any) -> tuple[int, int]:
     return config.num_hidden_layers, top_k
 
 
-def kill_children() -> None:
+class ServerThread:
+    """The thread that starts SGLang, waits for the end, and shuts it down.
+
+    The kernel kills SGLang's processes when the thread that started them ends, so this one lives
+    as long as the engine.
+
+    Args:
+        on_started: Called on the event loop with what runs, or with why nothing does.
+        on_stopped: Called on the event loop when nothing of it runs any more.
+        post: Runs a callback on the event loop.
+    """
+
+    def __init__(
+        self,
+        options: SGLangOptions,
+        on_started: Callable[[SGLang | Exception], object],
+        on_stopped: Callable[[], object],
+        post: Post,
+    ) -> None:
+        self._options = options
+        self._on_started = on_started
+        self._on_stopped = on_stopped
+        self._post = post
+        self._is_up = False
+        self._leave = threading.Event()
+        threading.Thread(target=self._run, name="rollout-sglang", daemon=True).start()
+
+    def stop(self) -> None:
+        """Shut SGLang down; one that is still starting is killed as far as it has come."""
+        self._leave.set()
+        if not self._is_up:
+            _kill_children()
+
+    def _run(self) -> None:
+        try:
+            engine = SGLang(self._options)
+        except Exception as error:
+            if self._leave.is_set():
+                _kill_children()  # it may have begun another before it noticed
+            self._post(partial(self._on_started, error))
+        else:
+            self._is_up = True
+            self._post(partial(self._on_started, engine))
+            self._leave.wait()
+            engine.shutdown()
+        finally:
+            self._post(self._on_stopped)
+
+
+def _kill_children() -> None:
     """Kill what a start that was given up has begun: it then fails instead of continuing."""
     children = multiprocessing.active_children()
     for process in children:

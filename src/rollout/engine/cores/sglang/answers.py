@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from rollout.engine.core import Chunk, FinishReason
-from rollout.engine.cores.answer_checks import check_log_probs, check_scored_ids
+from rollout.engine.cores.checks import check_log_probs, check_scored_ids
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:
@@ -53,11 +53,7 @@ class AnswerReader:
         self._version: int | None = None
 
     def read(self, answer: Mapping[str, Any]) -> list[Chunk]:
-        """The chunks that an answer adds; the last one of a final answer has a finish reason.
-
-        Raises:
-            EngineError: It leaves out tokens or log-probs, or contradicts itself.
-        """
+        """The chunks that an answer adds; the last one of a final answer has a finish reason."""
         meta = answer["meta_info"]
         if not is_abort(meta):  # what one repeats or leaves out is not taken
             self._check_counts(answer, meta)

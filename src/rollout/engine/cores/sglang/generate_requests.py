@@ -47,11 +47,7 @@ def find_sampling_fault(sampling: SamplingParams) -> str:
 def build_fields(
     request: GenerationRequest, options: SGLangOptions, info: EngineInfo, salt: str
 ) -> dict[str, Any]:
-    """A request as fields of its `GenerateReqInput`.
-
-    Args:
-        salt: Requests share a prefix only with those that have the same.
-    """
+    """A request as fields of its `GenerateReqInput`."""
     ids = unpack_ids(request.prompt_ids)
     params = build_sampling(request.sampling, info.context_length - len(ids))
     if options.deterministic:
@@ -77,9 +73,6 @@ def build_sampling(sampling: SamplingParams, room: int) -> dict[str, Any]:
 
     What changes nothing is written out too: a server started with ``--preferred-sampling-params``
     fills in what a request leaves out.
-
-    Args:
-        room: Tokens that fit into the context after the prompt.
     """
     return {
         "max_new_tokens": min(sampling.max_new_tokens, room),

@@ -6,25 +6,27 @@ Everything is awaited on SGLang's own event loop.
 from __future__ import annotations
 
 import dataclasses
+import json
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
 from rollout.engine.core import EngineBroken
+from rollout.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 #: Poll interval while the schedulers are not idle.
 IDLE_S = 0.02
+#: Output embeddings: checkpoints leave them out where they are tied to the input ones.
+TIED = frozenset({"lm_head.weight"})
 
 
 class SGLangMaintenance:
     """Changes the weights of an engine and releases its memory.
-
-    Args:
-        tokens: SGLang's tokenizer manager.
 
     Attributes:
         names_versions: Final answers name the weights that sampled each token: from 0.5.20 on.
@@ -38,11 +40,7 @@ class SGLangMaintenance:
         self.names_versions = hasattr(io_struct, "WeightVersionSpans")
 
     async def load_from_disk(self, path: str, version: int) -> None:
-        """Load the safetensors of a directory; requests pause meanwhile and then continue.
-
-        Raises:
-            EngineBroken: They cannot be loaded; some of them may be in place.
-        """
+        """Load the safetensors of a directory; requests pause meanwhile and then continue."""
         async with self._paused():
             request = self._request(
                 "UpdateWeightFromDiskReqInput",
@@ -100,3 +98,51 @@ def list_fields(cls: Any) -> frozenset[str]:
     if dataclasses.is_dataclass(cls):
         return frozenset(field.name for field in dataclasses.fields(cls))
     return frozenset(cls.__struct_fields__)
+
+
+def tensor_shapes(directory: str) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor, by its name."""
+    files = sorted(Path(directory).glob("*.safetensors"))
+    if not files:
+        raise EngineError(f"{directory}: expected a directory with safetensors")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        shapes.update(_header(file))
+    return shapes
+
+
+def check_checkpoint(directory: str, reference: str) -> None:
+    """Check that a directory holds other weights of the same model as `reference`.
+
+    A reference that is no directory (a hub name) allows no comparison.
+    """
+    found = tensor_shapes(directory)
+    if not Path(reference).is_dir():
+        return
+    expected = tensor_shapes(reference)
+    for name in sorted((expected.keys() ^ found.keys()) - TIED):
+        what = "is missing" if name in expected else "is not of this model"
+        raise EngineError(f"{directory}: the tensor {name} {what}")
+    for name in sorted(expected.keys() & found.keys()):
+        if expected[name] != found[name]:
+            raise EngineError(
+                f"{directory}: {name} has shape {list(found[name])}; expected "
+                f"{list(expected[name])}"
+            )
+
+
+def _header(file: Path) -> dict[str, tuple[int, ...]]:
+    """``u64 length | JSON``: name to dtype, shape and place; and the data must all be there."""
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        is_whole = file.stat().st_size == 8 + length + end
+        shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise EngineError(f"{file} is no safetensors file: {error}") from error
+    if not is_whole:
+        raise EngineError(f"{file} is not whole: {file.stat().st_size} of {8 + length + end} bytes")
+    return shapes

@@ -33,8 +33,8 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
 #: Families whose encoder attends across the frames of a video in SGLang, and within each in
 #: transformers. Told of each frame as a video of its own, it computes the same.
 FRAME_BY_FRAME = ("qwen2_5_vl",)
-#: Of the features that are kept for the next turns of their trajectories.
-KEPT_BYTES = 512 * 1024 * 1024
+#: Of the features cached for the next turns of their trajectories.
+CACHE_BYTES = 512 * 1024 * 1024
 
 
 class MediaInputs:
@@ -42,7 +42,7 @@ class MediaInputs:
 
     Args:
         is_frame_by_frame: See `FRAME_BY_FRAME`.
-        kept_bytes: Of features that are kept.
+        cache_bytes: Of features that are cached.
     """
 
     def __init__(
@@ -50,22 +50,17 @@ class MediaInputs:
         processor: MediaProcessor,
         *,
         is_frame_by_frame: bool = False,
-        kept_bytes: int = KEPT_BYTES,
+        cache_bytes: int = CACHE_BYTES,
     ) -> None:
         self._processor = processor
         self._is_frame_by_frame = is_frame_by_frame
-        self._kept_bytes = kept_bytes
-        self._kept: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._cache_bytes = cache_bytes
+        self._cached: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
 
     def fields(self, request: GenerationRequest) -> dict[str, Any]:
-        """Those of SGLang's `GenerateReqInput` that carry the media of a request.
-
-        Raises:
-            MediaError: One cannot be decoded.
-            TemplateError: The placeholders in the prompt are not those of the media.
-        """
+        """Those of SGLang's `GenerateReqInput` that carry the media of a request."""
         import torch
 
         ids = np.frombuffer(request.prompt_ids, dtype="<i4")
@@ -75,7 +70,7 @@ class MediaInputs:
         positions = self._processor.position_ids(ids, placed, features)
         delta = int(positions.max()) + 1 - len(ids)
         if self._is_frame_by_frame and "video_grid_thw" in features:
-            features["video_grid_thw"] = _of_frames(features["video_grid_thw"])
+            features["video_grid_thw"] = _split_frames(features["video_grid_thw"])
         item = {
             "format": "processor_output",
             **features,
@@ -90,15 +85,15 @@ class MediaInputs:
 
         parts: dict[str, list[Any]] = {}
         for medium in media:
-            for name, value in self._of(medium).items():
+            for name, value in self._read(medium).items():
                 parts.setdefault(name, []).append(torch.as_tensor(value))
         return {name: torch.cat(values) for name, values in parts.items()}
 
-    def _of(self, medium: Media) -> dict[str, Any]:
+    def _read(self, medium: Media) -> dict[str, Any]:
         with self._lock:
-            known = self._kept.get(medium.digest)
+            known = self._cached.get(medium.digest)
             if known is not None:
-                self._kept.move_to_end(medium.digest)
+                self._cached.move_to_end(medium.digest)
                 return known
         read = {
             name: value
@@ -106,15 +101,15 @@ class MediaInputs:
             if "metadata" not in name
         }
         with self._lock:
-            if medium.digest not in self._kept:
-                self._kept[medium.digest] = read
-                self._bytes += _bytes_of(read)
-            while self._bytes > self._kept_bytes and len(self._kept) > 1:
-                self._bytes -= _bytes_of(self._kept.popitem(last=False)[1])
+            if medium.digest not in self._cached:
+                self._cached[medium.digest] = read
+                self._bytes += _count_bytes(read)
+            while self._bytes > self._cache_bytes and len(self._cached) > 1:
+                self._bytes -= _count_bytes(self._cached.popitem(last=False)[1])
         return read
 
 
-def _of_frames(grids: Any) -> Any:
+def _split_frames(grids: Any) -> Any:
     """(F, 3) grids of single frames for (videos, 3) of whole videos: the same patches in order."""
     frames = grids.repeat_interleave(grids[:, 0], dim=0)
     frames[:, 0] = 1
@@ -124,12 +119,7 @@ def _of_frames(grids: Any) -> Any:
 def open_media_inputs(
     family: str, path: str, *, revision: str | None, trust_remote_code: bool
 ) -> tuple[MediaInputs | None, tuple[str, ...], str]:
-    """What reads a model's media, their kinds, and why a kind is missing; blocks.
-
-    Args:
-        family: The type in the model's configuration.
-        path: Where the model lies.
-    """
+    """What reads a model's media, their kinds, and why a kind is missing; blocks."""
     if family not in FAMILIES:
         return None, (), f"SGLang is given media of {', '.join(FAMILIES)} only, not of {family}"
     from rollout.chat.processors import load_media_processor
@@ -146,5 +136,5 @@ def open_media_inputs(
     return MediaInputs(processor, is_frame_by_frame=family in FRAME_BY_FRAME), kinds, ""
 
 
-def _bytes_of(features: Mapping[str, Any]) -> int:
+def _count_bytes(features: Mapping[str, Any]) -> int:
     return sum(getattr(value, "nbytes", 0) for value in features.values())

@@ -45,7 +45,17 @@ NO_MEMORY_SAVER = (
 
 
 class SGLangOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What `SGLangCore` was asked for; see there."""
+    """What `SGLangCore` was asked for: most are fields of `rollout.config.SGLangEngine`.
+
+    Attributes:
+        model: A local directory, a hub name or ``embedded:smollm2-135m-instruct``.
+        weight_version: Of the weights that are loaded at the start.
+        nodes: Machines that the weights are spread over.
+        node_rank: Which of them this is. Only the first one serves; another one's core is
+            started, watched and closed, and nothing else.
+        rendezvous: ``host:port`` on the first machine, where they meet.
+        server_args: Further arguments of `sglang.Engine`, by its own names.
+    """
 
     model: str
     revision: str | None = None
@@ -96,15 +106,7 @@ class SGLangOptions(msgspec.Struct, frozen=True, kw_only=True):
 def engine_arguments(
     options: SGLangOptions, model_path: str, known: Collection[str]
 ) -> dict[str, Any]:
-    """The keyword arguments of `sglang.Engine`.
-
-    Args:
-        model_path: Where the model lies, as SGLang understands it.
-        known: Names of the arguments that the installed version has.
-
-    Raises:
-        EngineError: It lacks one that was asked for.
-    """
+    """The keyword arguments of `sglang.Engine`."""
     arguments: dict[str, Any] = {
         "model_path": model_path,
         "trust_remote_code": options.trust_remote_code,
@@ -139,14 +141,14 @@ def engine_arguments(
         # it does not start. Those of decoding can.
         arguments["disable_prefill_cuda_graph"] = True
     arguments.update(options.server_args)
-    return _supported(arguments, options.server_args, known)
+    return _select_supported(arguments, options.server_args, known)
 
 
-def _supported(
+def _select_supported(
     arguments: dict[str, Any], wanted: Collection[str], known: Collection[str]
 ) -> dict[str, Any]:
-    kept = {name: value for name, value in arguments.items() if name in known}
-    lacking = arguments.keys() - kept.keys()
+    supported = {name: value for name, value in arguments.items() if name in known}
+    lacking = arguments.keys() - supported.keys()
     for name in sorted(lacking):
         if name in wanted:
             raise EngineError(
@@ -158,4 +160,4 @@ def _supported(
             f"the installed SGLang has no argument {', '.join(essential)}; expected a version "
             "from 0.5.17 on"
         )
-    return kept
+    return supported

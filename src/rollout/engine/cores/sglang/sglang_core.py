@@ -22,22 +22,21 @@ from rollout.engine.core import (
     GenerationRequest,
 )
 from rollout.engine.cores.base import BaseCore, OpenRequest
-from rollout.engine.cores.checkpoints import check_checkpoint
+from rollout.engine.cores.sglang.adapter import ServerThread, SGLang
 from rollout.engine.cores.sglang.answers import AnswerReader
 from rollout.engine.cores.sglang.generate_requests import (
     build_fields,
     find_sampling_fault,
     make_salt,
 )
+from rollout.engine.cores.sglang.maintenance import check_checkpoint
 from rollout.engine.cores.sglang.server_arguments import SGLangOptions
-from rollout.engine.cores.sglang.server_thread import ServerThread
 from rollout.errors import EngineError, RolloutError
 from rollout.limits import cleanup_scope
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 
-    from rollout.engine.cores.sglang.adapter import SGLang
     from rollout.engine.weights import DiskWeights
 
 #: How often SGLang's processes are looked at, and aborts without an answer are sent again.
@@ -54,11 +53,7 @@ FROZEN_S = 5.0
 
 
 class _Request(OpenRequest):
-    """A request under way.
-
-    Attributes:
-        reader: Reads its answers.
-    """
+    """A request under way, with what reads its answers."""
 
     __slots__ = ("reader",)
 
@@ -79,26 +74,7 @@ class SGLangCore(BaseCore[_Request]):
     is then lost.
 
     Args:
-        model: A local directory, a hub name or ``embedded:smollm2-135m-instruct``.
-        revision: Of a hub name.
-        trust_remote_code: Lets code from the model's repository run.
-        dtype: "bfloat16", "float16", "float32" or "auto".
-        device: "cuda", or "cpu" for SGLang without a GPU.
-        threads: Compute threads on the CPU.
-        tensor_parallel: GPUs that the weights are spread over.
-        memory_fraction: Share of the GPU's memory for weights and KV cache.
-        max_running: Requests decoded together.
-        max_queued: Requests that may wait; the next one is answered "rejected".
-        context_length: Prompt plus response; SGLang keeps six tokens of it to itself.
-        stream_interval: Sampled tokens of a request that SGLang gathers before a chunk leaves.
-        deterministic: SGLang's deterministic inference, in which a seed fixes the tokens.
-        routed_experts: Lets requests ask for the experts that their tokens were routed to.
-        weight_version: Of the weights that are loaded at the start.
-        nodes: Machines that the weights are spread over.
-        node_rank: Which of them this is. Only the first one serves; another one's core is
-            started, watched and closed, and nothing else.
-        rendezvous: ``host:port`` on the first machine, where they meet.
-        server_args: Further arguments of `sglang.Engine`, by its own names.
+        options: See `SGLangOptions`.
     """
 
     is_gathering = True
@@ -193,11 +169,11 @@ class SGLangCore(BaseCore[_Request]):
         """What SGLang's schedulers say they are doing, and what they have not seen yet."""
         if self._sglang is None:
             return EngineLoad()
-        load = self._sglang.load()
+        running, queued, kv_used = self._sglang.load()
         return EngineLoad(
-            running=load.running,
-            queued=max(load.queued, len(self._open) - load.running),
-            kv_used=load.kv_used,
+            running=running,
+            queued=max(queued, len(self._open) - running),
+            kv_used=kv_used,
             generated_tokens=self._sampled,
             preemptions=self._preemptions,
         )

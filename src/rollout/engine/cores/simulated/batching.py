@@ -14,19 +14,62 @@ from __future__ import annotations
 
 import heapq
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rollout.engine.core import EngineLoad, FinishReason
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Callable
 
-    from rollout.engine.cores.simulated.jobs import Job
-    from rollout.engine.cores.simulated.kv_cache import KvCache
+    from rollout.engine.cores.simulated.kv_cache import KvCache, Lease
     from rollout.engine.cores.simulated.options import Timing
 
 #: Clocks are compared with this tolerance; it is far below any step.
 EPSILON_S = 1e-9
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """A request in the engine's queue or batch.
+
+    Attributes:
+        prompt: int32 little-endian, packed.
+        answer: All ids that it samples unless it is aborted.
+        finish_reason: How the answer ends then.
+        emit: Called with ``(job, first, stop, reason)`` when ids ``[first, stop)`` of the answer
+            are due; the last call has a finish reason.
+        priority: Larger ones are let in first.
+        order: Its rank in the queue; the smallest is first.
+        cached_tokens: Prompt tokens that were warm when it was first let in.
+        emitted: Ids that were emitted.
+        due: The step at whose end the next chunk is due.
+        base: Ids sampled when it joined the batch, at the end of step `joined`.
+    """
+
+    prompt: bytes
+    answer: array[int]
+    finish_reason: FinishReason
+    emit: Callable[[Job, int, int, FinishReason | None], None]
+    priority: int = 0
+    order: tuple[int, int] = (0, 0)
+    cached_tokens: int = 0
+    emitted: int = 0
+    due: int = 0
+    base: int = 0
+    joined: int = 0
+    lease: Lease | None = None
+    is_aborted: bool = False
+    is_done: bool = False
+
+    def sampled(self, step: int) -> int:
+        """Ids sampled by the end of `step`, while it runs."""
+        return self.base + step - self.joined
+
+    def sequence(self, sampled: int) -> bytes:
+        """Prompt and sampled ids, packed."""
+        return self.prompt + self.answer[:sampled].tobytes()
 
 
 class Batcher:
@@ -37,7 +80,8 @@ class Batcher:
 
     Args:
         stream_interval: Tokens of a chunk.
-        stream_interval_s: A chunk leaves with fewer when the one before it left so long ago.
+        stream_interval_s: A chunk has fewer where so many would take the batch longer to sample.
+        die_after_tokens: The engine dies when it has sampled so many; None: it does not.
     """
 
     def __init__(
@@ -65,22 +109,16 @@ class Batcher:
         # The chunks to come, as (step, serial, job). An entry of a job that has left the batch
         # does no harm: nothing is due when its step comes.
         self._due: list[tuple[int, int, Job]] = []
-        # Jobs whose tokens have to leave, as (time, serial, job), to the same rule.
-        self._leaving: list[tuple[float, int, Job]] = []
         self._serial = 0
         self._step = 0
         self._phase_start = 0.0
         self._phase_steps = 0  # 0 in a prefill
         self._step_s = 0.0
-        self._phase_end = math.inf
         self._generated = 0
         self._preemptions = 0
         self.is_dead = False
-
-    @property
-    def next_event(self) -> float:
-        """When something happens next without further input; infinite if nothing does."""
-        return min(self._phase_end, self._leaving[0][0]) if self._leaving else self._phase_end
+        #: When something happens next without further input: the end of the phase.
+        self.next_event = math.inf
 
     def load(self, now: float) -> EngineLoad:
         """What the engine is doing at `now`."""
@@ -88,7 +126,7 @@ class Batcher:
             running=len(self._running),
             queued=self._queued,
             kv_used=self._kv.used_share,
-            generated_tokens=self._generated + self._steps_by(now) * len(self._running),
+            generated_tokens=self._generated + self._count_steps(now) * len(self._running),
             preemptions=self._preemptions,
         )
 
@@ -97,7 +135,7 @@ class Batcher:
         if len(self._running) + self._queued >= self._max_jobs:
             return False
         self._serial += 1
-        job.order = (job.order[0], self._serial)
+        job.order = (-job.priority, self._serial)
         self._enqueue(job)
         if len(self._running) < self._max_running:
             self._interrupt(now)
@@ -116,88 +154,69 @@ class Batcher:
             self._finish(job, job.base, "abort")
 
     def flush(self, now: float) -> None:
-        """Hand every running request's tokens over that it has by `now`."""
-        self._split(now)
-        for job in list(self._running):
-            if job.sampled(self._step) > job.emitted:
-                self._emit_chunk(job, now)
-
-    def _split(self, now: float) -> None:
-        """End the steps that are over by `now`; the phase continues."""
-        steps = self._steps_by(now)
+        """Emit every running request's tokens that it has by `now`; the phase continues."""
+        steps = self._count_steps(now)
         if steps:
             self._phase_steps -= steps
             self._phase_start += steps * self._step_s
-            self._end_steps(steps, now)
+            self._end_steps(steps)
+        for job in list(self._running):
+            if job.sampled(self._step) > job.emitted:
+                self._emit_chunk(job)
 
-    def forget_prefixes(self, salt: bytes) -> None:
-        """Nothing computed so far serves a request that comes later; `salt` must be a new one."""
-        self._kv.forget(salt)
+    def forget_prefixes(self) -> None:
+        """Nothing computed so far serves a request that comes later."""
+        self._kv.forget()
 
     def advance(self, now: float) -> None:
         """Let everything happen that happens up to `now`."""
         while self.next_event <= now + EPSILON_S and not self.is_dead:
-            if self.next_event < self._phase_end:
-                self._hand_over()
-                continue
-            at, self._phase_end = self._phase_end, math.inf
+            at, self.next_event = self.next_event, math.inf
             if self._phase_steps:
-                self._end_steps(self._phase_steps, at)
+                self._end_steps(self._phase_steps)
             if not self.is_dead:
                 self._begin_phase(at)
-
-    def _hand_over(self) -> None:
-        """The tokens of one request have waited for long enough."""
-        at, _, job = heapq.heappop(self._leaving)
-        if job not in self._running or job.leaves_at != at:
-            return
-        self._split(at)
-        if self.is_dead or job not in self._running:
-            return
-        if job.sampled(self._step) > job.emitted:
-            self._emit_chunk(job, at)
-        else:
-            self._schedule_leave(job, at)
 
     def end_all(self) -> None:
         """Every request ends with "abort"."""
         for job in [*self._running, *(job for _, job in self._queue)]:
             if not job.is_done:
                 self._finish(job, job.emitted, "abort")
-        self._phase_end = math.inf
+        self.next_event = math.inf
 
     def _interrupt(self, now: float) -> None:
         """Something has changed: end the phase as soon as the hardware lets us."""
-        if math.isinf(self._phase_end):
+        if math.isinf(self.next_event):
             self._begin_phase(now)
         elif self._phase_steps:
-            self._phase_steps = min(self._phase_steps, self._steps_by(now, math.ceil))
-            self._phase_end = self._phase_start + self._phase_steps * self._step_s
+            self._phase_steps = min(self._phase_steps, self._count_steps(now, math.ceil))
+            self.next_event = self._phase_start + self._phase_steps * self._step_s
             if self._phase_steps == 0:
                 self._begin_phase(now)
         elif now <= self._phase_start + EPSILON_S:  # a prefill that has only just begun takes more
-            self._phase_end += self._admit(now)
+            self.next_event += self._admit()
 
-    def _steps_by(self, now: float, rounded: Callable[[float], int] = math.floor) -> int:
+    def _count_steps(self, now: float, round_steps: Callable[[float], int] = math.floor) -> int:
         """Steps of the current phase that are over by `now`."""
         if not self._phase_steps or self._step_s == 0:
             return 0
-        toward = EPSILON_S if rounded is math.floor else -EPSILON_S
-        return min(rounded((now - self._phase_start + toward) / self._step_s), self._phase_steps)
+        toward = EPSILON_S if round_steps is math.floor else -EPSILON_S
+        steps = round_steps((now - self._phase_start + toward) / self._step_s)
+        return min(steps, self._phase_steps)
 
     def _begin_phase(self, at: float) -> None:
         for job in self._aborting:
             if not job.is_done:
                 self._finish(job, job.sampled(self._step), "abort")
         self._aborting.clear()
-        prefill_s = self._admit(at)
+        prefill_s = self._admit()
         self._phase_start, self._phase_steps = at, 0
         if prefill_s > 0:
-            self._phase_end = at + prefill_s
+            self.next_event = at + prefill_s
         elif self._running:
             self._plan_steps()
         else:
-            self._phase_end = math.inf
+            self.next_event = math.inf
 
     def _plan_steps(self) -> None:
         while self._kv.room < len(self._running):
@@ -208,10 +227,13 @@ class Batcher:
             left = self._die_after_tokens - self._generated
             steps = min(steps, -(-left // batch))
         self._phase_steps = steps
-        self._step_s = self._timing.base_s + self._timing.slope_s * batch
-        self._phase_end = self._phase_start + steps * self._step_s
+        self._step_s = self._find_step_s()
+        self.next_event = self._phase_start + steps * self._step_s
 
-    def _end_steps(self, steps: int, at: float) -> None:
+    def _find_step_s(self) -> float:
+        return self._timing.base_s + self._timing.slope_s * len(self._running)
+
+    def _end_steps(self, steps: int) -> None:
         batch = len(self._running)
         self._step += steps
         self._generated += steps * batch
@@ -221,36 +243,28 @@ class Batcher:
             return
         while self._due and self._due[0][0] <= self._step:
             step, _, job = heapq.heappop(self._due)
-            if job in self._running and step == self._due_step(job):
-                self._emit_chunk(job, at)
+            if job in self._running and step == job.due:
+                self._emit_chunk(job)
 
-    def _emit_chunk(self, job: Job, at: float) -> None:
+    def _emit_chunk(self, job: Job) -> None:
         sampled = job.sampled(self._step)
         if sampled == len(job.answer):
             self._finish(job, sampled, job.finish_reason)
             return
         first, job.emitted = job.emitted, sampled
         self._schedule_chunk(job)
-        self._schedule_leave(job, at)
-        job.sink.emit(job, first, sampled, None)
-
-    def _due_step(self, job: Job) -> int:
-        """The step at whose end the next chunk of a running job is due."""
-        tokens = min(job.emitted + self._stream_interval, len(job.answer))
-        return job.joined + tokens - job.base
+        job.emit(job, first, sampled, None)
 
     def _schedule_chunk(self, job: Job) -> None:
+        interval, step_s = self._stream_interval, self._find_step_s()
+        if interval * step_s > self._stream_interval_s:
+            interval = max(1, int(self._stream_interval_s / step_s))
+        tokens = min(max(job.emitted + interval, job.base + 1), len(job.answer))
+        job.due = job.joined + tokens - job.base
         self._serial += 1
-        heapq.heappush(self._due, (self._due_step(job), self._serial, job))
+        heapq.heappush(self._due, (job.due, self._serial, job))
 
-    def _schedule_leave(self, job: Job, at: float) -> None:
-        """What it samples from now on leaves within the interval."""
-        if self._stream_interval_s < math.inf:
-            self._serial += 1
-            job.leaves_at = at + self._stream_interval_s
-            heapq.heappush(self._leaving, (job.leaves_at, self._serial, job))
-
-    def _admit(self, at: float) -> float:
+    def _admit(self) -> float:
         """Let waiting requests in while there is room; the seconds that their prefill takes."""
         uncached = 0
         while self._queue and len(self._running) < self._max_running:
@@ -261,26 +275,25 @@ class Batcher:
                 if job.lease is None:
                     break
                 uncached += len(sequence) // 4 - job.lease.cached_tokens
-                self._join(job, job.lease.cached_tokens, at)
+                self._join(job, job.lease.cached_tokens)
             heapq.heappop(self._queue)
         speed = self._timing.prefill_tokens_per_s
         return uncached / speed if speed else 0.0
 
-    def _join(self, job: Job, cached_tokens: int, at: float) -> None:
+    def _join(self, job: Job, cached_tokens: int) -> None:
         if job.base == 0:
             job.cached_tokens = cached_tokens
         self._queued -= 1
         self._running[job] = None
         job.joined = self._step
         self._schedule_chunk(job)
-        self._schedule_leave(job, at)
 
     def _preempt(self, job: Job) -> None:
         self._preemptions += 1
         sampled = job.sampled(self._step)
         if sampled > job.emitted and self._stream_interval_s < math.inf:
             first, job.emitted = job.emitted, sampled
-            job.sink.emit(job, first, sampled, None)
+            job.emit(job, first, sampled, None)
         self._leave(job, sampled, keep=False)
         self._enqueue(job)
 
@@ -298,4 +311,4 @@ class Batcher:
         if job in self._running:
             self._leave(job, sampled, keep=True)
         job.is_done = True
-        job.sink.emit(job, job.emitted, sampled, reason)
+        job.emit(job, job.emitted, sampled, reason)

@@ -184,25 +184,22 @@ class ScenarioOptions(_Section, frozen=True, kw_only=True):
 
 
 def parse_scenario(data: Mapping[str, Any], path: str = "engine.scenario") -> ScenarioOptions:
-    """The scenario that plain `data` describes.
-
-    Raises:
-        ConfigError: Every unknown key with the nearest known one; else the first wrong value.
-    """
+    """The scenario that plain `data` describes."""
     faults = tuple(_unknown_keys(data, ScenarioOptions, path))
     if faults:
         raise ConfigError("\n".join(faults), faults)
     try:
         return msgspec.convert(data, ScenarioOptions)
     except msgspec.ValidationError as error:
-        fault = _fault_text(error, path)
+        what, _, where = str(error).replace("`", "").partition(" - at $")
+        fault = f"{path}{where}: {what[:1].lower()}{what[1:]}"
         raise ConfigError(fault, (fault,)) from None
 
 
 def _unknown_keys(data: object, kind: Any, path: str) -> list[str]:
     if not isinstance(data, Mapping):
         return []
-    fields = _fields_of(kind)
+    fields = {field.name: field.type for field in _list_fields(kind)}
     faults = []
     for key, value in data.items():
         if key not in fields:
@@ -220,10 +217,8 @@ def _unknown_keys(data: object, kind: Any, path: str) -> list[str]:
     return faults
 
 
-@functools.cache
-def _fields_of(kind: Any) -> dict[str, Any]:
-    """The types of a section's fields; they cost a millisecond to read."""
-    return {field.name: field.type for field in msgspec.structs.fields(kind)}
+#: It costs a millisecond.
+_list_fields = functools.cache(msgspec.structs.fields)
 
 
 def _section_in(annotation: Any) -> Any:
@@ -231,10 +226,3 @@ def _section_in(annotation: Any) -> Any:
     if isinstance(annotation, type) and issubclass(annotation, _Section):
         return annotation
     return next(filter(None, map(_section_in, get_args(annotation))), None)
-
-
-def _fault_text(error: msgspec.ValidationError, path: str) -> str:
-    """msgspec's words with our path in front."""
-    what, _, where = str(error).partition(" - at `$")
-    what = what.replace("`", "")
-    return f"{path}{where.rstrip('`')}: {what[:1].lower()}{what[1:]}"

@@ -34,37 +34,39 @@ class FaultPlan:
     def draw(self) -> RequestFaults:
         """The faults of the next request."""
         self._requests += 1
+        shares = {
+            "reject": self.faults.reject_share,
+            "duplicate": self.faults.duplicate_answers,
+            "reorder": self.faults.reordered_answers,
+            "wrong_length": self.faults.wrong_length,
+        }
         return RequestFaults(
-            reject=self._is_hit("reject", self.faults.reject_share),
-            duplicate=self._is_hit("duplicate", self.faults.duplicate_answers),
-            reorder=self._is_hit("reorder", self.faults.reordered_answers),
-            wrong_length=self._is_hit("wrong_length", self.faults.wrong_length),
+            {
+                name
+                for name, share in shares.items()
+                if share > 0 and stable_share(self._seed, name, self._requests) < share
+            }
         )
-
-    def _is_hit(self, name: str, share: float) -> bool:
-        return share > 0 and stable_share(self._seed, name, self._requests) < share
 
 
 class RequestFaults:
     """What goes wrong with one request's answer; chunks pass through in order."""
 
-    __slots__ = ("_delayed", "_duplicate", "_reorder", "_wrong_length", "reject")
+    __slots__ = ("_delayed", "_names", "reject")
 
-    def __init__(self, *, reject: bool, duplicate: bool, reorder: bool, wrong_length: bool) -> None:
-        self.reject = reject
-        self._duplicate = duplicate
-        self._reorder = reorder
-        self._wrong_length = wrong_length
+    def __init__(self, names: set[str]) -> None:
+        self.reject = "reject" in names
+        self._names = names
         self._delayed: Chunk | None = None
 
     def apply(self, chunk: Chunk) -> list[Chunk]:
         """What is sent at the moment at which `chunk` should be."""
-        if self._wrong_length and chunk.ids:
-            self._wrong_length = False
+        if "wrong_length" in self._names and chunk.ids:
+            self._names.remove("wrong_length")
             chunk = msgspec.structs.replace(chunk, log_probs=chunk.log_probs[:-4])
         is_last = chunk.finish_reason is not None
-        sent = [chunk, chunk] if self._duplicate and is_last else [chunk]
-        if not self._reorder:
+        sent = [chunk, chunk] if "duplicate" in self._names and is_last else [chunk]
+        if "reorder" not in self._names:
             return sent
         delayed, self._delayed = self._delayed, None if is_last else chunk
         if is_last:
@@ -75,17 +77,10 @@ class RequestFaults:
 class Freeze:
     """A stretch in which the engine is frozen, and the engine's own time around it."""
 
-    def __init__(self, start: float, length: float) -> None:
-        self.start = start
-        self.end = start + length
-
-    @classmethod
-    def of(cls, faults: Faults, started_at: float) -> Freeze:
-        """The freeze of an engine that started then; one at infinity where there is none."""
-        if faults.freeze_at_s is None:
-            return cls(math.inf, 0.0)
-        length = math.inf if faults.freeze_s is None else faults.freeze_s
-        return cls(started_at + faults.freeze_at_s, length)
+    def __init__(self, faults: Faults, started_at: float) -> None:
+        at_s, length_s = faults.freeze_at_s, faults.freeze_s
+        self.start = math.inf if at_s is None else started_at + at_s
+        self.end = self.start + (math.inf if length_s is None else length_s)
 
     def covers(self, now: float) -> bool:
         """Whether the engine is frozen."""
@@ -93,9 +88,7 @@ class Freeze:
 
     def to_engine_time(self, now: float) -> float:
         """The engine's clock, which stops during the freeze."""
-        if now <= self.start:
-            return now
-        return self.start if now < self.end else now - (self.end - self.start)
+        return now if now <= self.start else max(self.start, now - (self.end - self.start))
 
     def to_clock_time(self, engine_time: float) -> float:
         """When the engine's clock shows that time."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -26,8 +25,7 @@ from rollout.engine.core import (
     GenerationRequest,
 )
 from rollout.engine.cores.base import BaseCore
-from rollout.engine.cores.simulated.batching import Batcher
-from rollout.engine.cores.simulated.jobs import Job
+from rollout.engine.cores.simulated.batching import Batcher, Job
 from rollout.engine.cores.simulated.kv_cache import KvCache
 from rollout.engine.cores.simulated.options import parse_scenario
 from rollout.engine.cores.simulated.scenario_faults import FaultPlan, Freeze
@@ -85,21 +83,19 @@ class SimulatedCore(BaseCore[Stream]):
     ) -> None:
         super().__init__()
         options = parse_scenario(scenario)
-        plan = FaultPlan(options.faults, options.seed, replica)
+        plan, kv = FaultPlan(options.faults, options.seed, replica), options.kv
         self.on_death: Callable[[], None] | None = None
         self.is_gathering = stream_interval_s is not None
         self._options = options
         self._experts = options.experts if routed_experts else None
         self._fault_plan = plan
         self._lost_aborts = plan.faults.lost_aborts
-        self._freeze = Freeze.of(plan.faults, 0.0)
+        self._freeze = Freeze(plan.faults, 0.0)
         self._model = SimulatedModel(options)
         self._batcher = Batcher(
             timing=options.timing,
             kv=KvCache(
-                tokens=options.kv.tokens,
-                block_tokens=options.kv.block_tokens,
-                prefix_cache=options.kv.prefix_cache,
+                tokens=kv.tokens, block_tokens=kv.block_tokens, prefix_cache=kv.prefix_cache
             ),
             max_running=options.capacity.max_running,
             max_queued=options.capacity.max_queued,
@@ -112,7 +108,6 @@ class SimulatedCore(BaseCore[Stream]):
         )
         self._failure = ""  # it serves without a start
         self._weight_version = options.weight_version
-        self._forgotten = 0
         self._is_dead = False
 
     @property
@@ -142,7 +137,7 @@ class SimulatedCore(BaseCore[Stream]):
     async def start(self) -> None:
         """Wait for `faults.start_delay_s`; a freeze counts from here."""
         await anyio.sleep(self._fault_plan.faults.start_delay_s)
-        self._freeze = Freeze.of(self._fault_plan.faults, anyio.current_time())
+        self._freeze = Freeze(self._fault_plan.faults, anyio.current_time())
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         """Chunks of one request, the last one with a finish reason.
@@ -174,7 +169,8 @@ class SimulatedCore(BaseCore[Stream]):
         Raises:
             FileNotFoundError: The directory does not exist.
         """
-        _check_directory(source.path)
+        if not os.path.isdir(source.path):  # noqa: ASYNC240
+            raise FileNotFoundError(f"there is no directory {source.path!r}")
         await anyio.sleep(self._options.timing.load_weights_s)
         self._advance()
         if not self._is_dead:
@@ -197,8 +193,7 @@ class SimulatedCore(BaseCore[Stream]):
     async def flush_cache(self) -> None:
         """No request that comes later finds a prefix."""
         self._advance()
-        self._forgotten += 1
-        self._batcher.forget_prefixes(b"%d" % self._forgotten)
+        self._batcher.forget_prefixes()
 
     def load(self) -> EngineLoad:
         """What the engine is doing now."""
@@ -239,12 +234,11 @@ class SimulatedCore(BaseCore[Stream]):
         room = self.info.context_length - len(prompt) // 4
         answer = self._model.plan(prompt, sampling, room)
         reason: FinishReason = "stop" if answer[-1] in end_ids(sampling) else "length"
-        job = Job(prompt, answer, reason, stream, request.priority)
-        if not self._batcher.submit(job, self._engine_time()):
-            return False
-        stream.job = job
-        self._sleepers.replan()
-        return True
+        job = Job(prompt, answer, reason, stream.emit, request.priority)
+        if self._batcher.submit(job, self._engine_time()):
+            stream.job = job
+            self._sleepers.replan()
+        return stream.job is not None
 
     def _abort(self, stream: Stream) -> None:
         if stream.job is not None and not self._is_closed and not self._is_dead:
@@ -284,18 +278,11 @@ class SimulatedCore(BaseCore[Stream]):
 
     def _die(self) -> None:
         self._is_dead = True
+        import __main__  # the program of this process
+
+        program = getattr(__main__, "__spec__", None)
         if self.on_death is not None:
             self.on_death()
-        elif _is_engine_process():
+        elif program is not None and program.name == _ENGINE_PROGRAM:
             os._exit(DEATH_EXIT_CODE)
         self._sleepers.wake_all()
-
-
-def _check_directory(path: str) -> None:
-    if not os.path.isdir(path):
-        raise FileNotFoundError(f"there is no directory {path!r}")
-
-
-def _is_engine_process() -> bool:
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec is not None and spec.name == _ENGINE_PROGRAM

@@ -50,21 +50,16 @@ class SimulatedModel:
         self._rules = options.rules
 
     def plan(self, prompt: bytes, sampling: SamplingParams, room: int) -> array[int]:
-        """The ids to come, at least one and at most `room` or `max_new_tokens`.
-
-        Args:
-            prompt: int32 little-endian, packed.
-            room: What the context leaves for new tokens, at least 1.
-        """
+        """The ids to come, at least one and at most `room` or `max_new_tokens`."""
         count, turn_start = len(prompt) // 4, open_turn_start(prompt)
         start = count if turn_start is None else turn_start
         stop = count + min(room, sampling.max_new_tokens)
-        context, said = prompt[: 4 * start], prompt[4 * start :]
+        context, begun = prompt[: 4 * start], prompt[4 * start :]
         key = stable_key(self._seed, *_randomness(sampling, context))
         rule, reply = self._choose(context, key)
         is_endless = rule.finish == "length" or sampling.ignore_eos
         answer = _answer(rule, reply, key, start, stop if is_endless else start)
-        if answer[: count - start].tobytes() == said:
+        if answer[: count - start].tobytes() == begun:
             del answer[: count - start]
         else:
             answer = _answer(rule, reply, key, count, stop if is_endless else count)

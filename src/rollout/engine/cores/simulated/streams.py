@@ -13,13 +13,13 @@ import anyio
 
 from rollout.engine.core import Chunk, FinishReason
 from rollout.engine.cores.base import OpenRequest
-from rollout.engine.cores.simulated.vocabulary import expert_of, log_probs_of, top_of
+from rollout.engine.cores.simulated.vocabulary import choose_expert, compute_log_probs, compute_top
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rollout.engine.core import GenerationRequest
-    from rollout.engine.cores.simulated.jobs import Job
+    from rollout.engine.cores.simulated.batching import Job
     from rollout.engine.cores.simulated.options import Experts
     from rollout.engine.cores.simulated.scenario_faults import RequestFaults
 
@@ -37,8 +37,8 @@ class Stream(OpenRequest):
     __slots__ = (
         "_experts",
         "_faults",
+        "_known_experts",
         "_request",
-        "_told",
         "chunks",
         "is_ended",
         "job",
@@ -56,7 +56,7 @@ class Stream(OpenRequest):
         super().__init__(request.request_id)
         self._request = request
         self._experts = experts if request.routed_experts else None
-        self._told = request.routed_experts_start
+        self._known_experts = request.routed_experts_start
         self.weight_version = weight_version
         self._faults = faults
         self.chunks: deque[Chunk] = deque()
@@ -69,15 +69,15 @@ class Stream(OpenRequest):
         self._send(Chunk(request_id=self._request.request_id, finish_reason=reason, error=error))
 
     def emit(self, job: Job, first: int, stop: int, reason: FinishReason | None) -> None:
-        """See `rollout.engine.cores.simulated.jobs.Sink`."""
+        """See `Job.emit`."""
         ids, position = job.answer[first:stop], len(job.prompt) // 4 + first
-        top_ids, top_log_probs = top_of(ids, position, self._request.top_log_probs)
+        top_ids, top_log_probs = compute_top(ids, position, self._request.top_log_probs)
         self._send(
             Chunk(
                 request_id=self._request.request_id,
                 offset=first,
                 ids=ids.tobytes(),
-                log_probs=log_probs_of(ids, position).tobytes(),
+                log_probs=compute_log_probs(ids, position).tobytes(),
                 top_ids=top_ids.tobytes(),
                 top_log_probs=top_log_probs.tobytes(),
                 routed_experts=self._experts_up_to(job, stop),
@@ -88,17 +88,17 @@ class Stream(OpenRequest):
         )
 
     def _experts_up_to(self, job: Job, sampled: int) -> bytes:
-        """Of the tokens not told before that were computed to sample so many."""
+        """Of the tokens computed to sample so many, those that no chunk had before."""
         experts = self._experts
         if experts is None or not sampled:
             return b""
         ids = array("i")
         ids.frombytes(job.sequence(sampled - 1))
-        first, self._told = self._told, len(ids)
+        first, self._known_experts = self._known_experts, len(ids)
         return array(
             "h",
             [
-                expert_of(ids[at], at, layer, rank, experts.count)
+                choose_expert(ids[at], at, layer, rank, experts.count)
                 for at in range(first, len(ids))
                 for layer in range(experts.layers)
                 for rank in range(experts.top_k)

@@ -85,13 +85,13 @@ def expected_log_prob(token_id: int, position: int) -> float:
     return _LOG_PROBS[(token_id * 97 + position * 31) % _PERIOD]
 
 
-def log_probs_of(ids: array[int], position: int) -> array[float]:
+def compute_log_probs(ids: array[int], position: int) -> array[float]:
     """`expected_log_prob` of each of `ids`, the first one at `position`."""
     scaled = enumerate(ids, position)
     return array("f", [_LOG_PROBS[(token * 97 + at * 31) % _PERIOD] for at, token in scaled])
 
 
-def top_of(ids: array[int], position: int, count: int) -> tuple[array[int], array[float]]:
+def compute_top(ids: array[int], position: int, count: int) -> tuple[array[int], array[float]]:
     """The `count` most likely ids at the place of each of `ids`, likeliest first, and log-probs.
 
     As made up as these: the sampled id comes first, then the ids after it, each by 1 less likely.
@@ -99,13 +99,13 @@ def top_of(ids: array[int], position: int, count: int) -> tuple[array[int], arra
     likely, log_probs = array("i"), array("f")
     if not count:  # as a rule
         return likely, log_probs
-    for token, log_prob in zip(ids, log_probs_of(ids, position), strict=True):
+    for token, log_prob in zip(ids, compute_log_probs(ids, position), strict=True):
         likely.extend((token + rank) % VOCAB_SIZE for rank in range(count))
         log_probs.extend(log_prob - rank for rank in range(count))
     return likely, log_probs
 
 
-def expert_of(token_id: int, position: int, layer: int, rank: int, count: int) -> int:
+def choose_expert(token_id: int, position: int, layer: int, rank: int, count: int) -> int:
     """Which of `count` experts the simulated model routes an id to; others for other ranks."""
     return (token_id * 13 + position * 7 + layer * 3 + rank) % count
 

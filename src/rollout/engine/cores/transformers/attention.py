@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,46 +46,41 @@ class KeyValueCache:
         self._slots = slots
         self._context_length = context_length
         self._capacity = min(STEP, context_length)
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-
-    @property
-    def layers(self) -> int:
-        """Layers that have run."""
-        return len(self._layers)
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # those that have run
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """The cache of a layer; `key` and `value` (R, H, T, D) show its shapes and its device."""
-        if index not in self._layers:
-            self._layers[index] = (self._make(key), self._make(value))
-        return self._layers[index]
+        if index not in self.layers:
+            self.layers[index] = (self._make(key), self._make(value))
+        return self.layers[index]
 
     def reserve(self, length: int) -> int:
         """Make room for sequences of `length` positions; the capacity."""
         if length > self._capacity:
             wanted = max(length, 2 * self._capacity)
             self._capacity = max(min(wanted, self._context_length), length)
-            for index, old in self._layers.items():
+            for index, old in self.layers.items():
                 grown = tuple(self._make(each) for each in old)
                 for new, each in zip(grown, old, strict=True):
                     new[:, :, : each.shape[2]] = each
-                self._layers[index] = (grown[0], grown[1])
+                self.layers[index] = (grown[0], grown[1])
         return self._capacity
 
     def copy(self, source: int, target: int, start: int, stop: int) -> None:
         """Copy positions ``[start, stop)`` of one slot to another."""
-        for layer in self._layers.values():
+        for layer in self.layers.values():
             for content in layer:
                 content[target, :, start:stop] = content[source, :, start:stop]
 
     def clear(self, slot: int) -> None:
         """Forget a slot whose numbers are not finite."""
-        for keys, values in self._layers.values():
+        for keys, values in self.layers.values():
             keys[slot].zero_()
             values[slot].zero_()
 
     def release(self) -> None:
         """Free the memory; it is made again when layers run."""
-        self._layers.clear()
+        self.layers.clear()
         self._capacity = min(STEP, self._context_length)
 
     def _make(self, like: Tensor) -> Tensor:
@@ -107,11 +101,7 @@ class BatchLayout:
     """
 
     def __init__(
-        self,
-        spans: Sequence[Span],
-        cache: KeyValueCache,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, spans: Sequence[Span], cache: KeyValueCache, device: torch.device, dtype: torch.dtype
     ) -> None:
         self._cache = cache
         stops = torch.tensor([span.stop for span in spans], device=device)
@@ -171,11 +161,7 @@ def attend_slots(
     layout: BatchLayout,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What a transformers model calls in place of its attention; see `BatchLayout.attend`.
-
-    Raises:
-        NotImplementedError: The model asks for a kind of attention that is not computed here.
-    """
+    """What a transformers model calls in place of its attention; see `BatchLayout.attend`."""
     unmet = [name for name in UNSUPPORTED if others.get(name) is not None]
     if unmet or attention_mask is not None:
         what = ", ".join(unmet) or "an attention mask of its own"
@@ -183,8 +169,3 @@ def attend_slots(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer_index: Any = module.layer_idx
     return layout.attend(layer_index, query, key, value, scale), None
-
-
-def register_backend() -> None:
-    """Make the backend known to transformers; again is harmless."""
-    AttentionInterface.register(BACKEND, attend_slots)

@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rollout.engine.core import ALL_TAGS, TAGS_OF_LEVEL, Capabilities, EngineInfo
-from rollout.engine.cores.devices import name_gpu
+from rollout.engine.cores.base import name_gpu
 from rollout.engine.cores.transformers.attention import (
     BACKEND,
     BatchLayout,
     KeyValueCache,
     Span,
-    register_backend,
+    attend_slots,
 )
 from rollout.engine.model_files import resolve_model
 from rollout.engine.model_identity import INCIDENTAL, model_fingerprint
@@ -38,14 +38,9 @@ from rollout.errors import EngineError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rollout.engine.cores.transformers.options import TransformersOptions
-    from rollout.engine.cores.transformers.scheduler import Piece
+    from rollout.engine.cores.transformers.scheduler import Piece, TransformersOptions
 
-DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 #: torch's questions whether this CPU multiplies bfloat16 by itself; older releases lack some.
 BFLOAT16_PROBES = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
 #: Types of rotary positions that differ with the longest sequence of a batch.
@@ -102,9 +97,6 @@ class SlotModel:
         """Compute with other weights of the same model from now on.
 
         Both are in memory for a moment. A directory without a configuration takes the model's own.
-
-        Raises:
-            EngineError: They cannot be loaded or are of another model; nothing has changed.
         """
         self._model = self._load_other(path, None)
         self._source = (path, None)
@@ -153,7 +145,8 @@ class SlotModel:
             self._forward(torch.ones(1, 1, dtype=torch.int64), [Span(0, 2, 3)])
         except NotImplementedError as error:
             raise EngineError(f"{name} is not supported: {error}") from error
-        called, layers = self._cache.layers, self._model.config.get_text_config().num_hidden_layers
+        called = len(self._cache.layers)
+        layers = self._model.config.get_text_config().num_hidden_layers
         if called != layers:
             raise EngineError(
                 f"{name} is not supported: {called} of its {layers} layers use the attention "
@@ -167,14 +160,7 @@ def load_model(
     options: TransformersOptions,
     configs: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """The model, ready to be computed; nothing is written to the terminal.
-
-    Args:
-        configs: In the place of those in a directory that has none.
-
-    Raises:
-        EngineError: It cannot be loaded, or its kind is not supported.
-    """
+    """The model, ready to be computed; nothing is written to the terminal."""
     directory = path if configs else resolve_model(path, revision)
     device = choose_device(options.device, options.gpu)
     given: dict[str, Any] = {
@@ -182,11 +168,15 @@ def load_model(
         "trust_remote_code": options.trust_remote_code,
     }
     precision = choose_dtype(options.dtype, device)
-    register_backend()
+    AttentionInterface.register(BACKEND, attend_slots)
     try:
         with quiet_transformers():
             config = (configs or {}).get("config") or AutoConfig.from_pretrained(directory, **given)
-            _refuse_more_than_text(config, path)
+            if any(getattr(config, name, None) is not None for name in BESIDE_TEXT):
+                raise EngineError(
+                    f"model.path = {path!r}: {config.model_type} reads more than text, which the "
+                    "embedded engine does not; serve it with engine.kind = 'sglang'"
+                )
             found: Any = AutoModelForCausalLM.from_pretrained(
                 directory, dtype=precision, output_loading_info=True, **given, **(configs or {})
             )
@@ -211,24 +201,19 @@ def load_model(
 
 
 def describe_model(model: PreTrainedModel, options: TransformersOptions) -> EngineInfo:
-    """The facts about a loaded model.
-
-    Raises:
-        EngineError: Nothing says how long its context is.
-    """
+    """The facts about a loaded model."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     lengths = [length for length in (options.context_length, longest) if length]
     if not lengths:
         raise EngineError("the model names no longest context; set engine.context_length")
     embeddings: Any = model.get_input_embeddings()
     vocab_size = embeddings.num_embeddings
+    path = resolve_model(options.model, options.revision)
     return EngineInfo(
         vocab_size=vocab_size,
         eos_ids=_read_eos_ids(model),
         context_length=min(lengths),
-        fingerprint=model_fingerprint(
-            resolve_model(options.model, options.revision), options.revision
-        ),
+        fingerprint=model_fingerprint(path, options.revision),
         max_requests=options.max_running + options.max_queued,
         max_running=options.max_running,
         core="transformers",
@@ -280,22 +265,9 @@ def choose_dtype(name: str, device: str) -> torch.dtype | str:
 
 
 def _read_eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    found = None
-    if model.generation_config is not None:
-        found = model.generation_config.eos_token_id
-    if found is None:
-        found = model.config.get_text_config().eos_token_id
-    if found is None:
-        return ()
-    return (found,) if isinstance(found, int) else tuple(found)
-
-
-def _refuse_more_than_text(config: Any, path: str) -> None:
-    if any(getattr(config, name, None) is not None for name in BESIDE_TEXT):
-        raise EngineError(
-            f"model.path = {path!r}: {config.model_type} reads more than text, which the embedded "
-            "engine does not; serve it with engine.kind = 'sglang'"
-        )
+    found = getattr(model.generation_config, "eos_token_id", None)
+    found = model.config.get_text_config().eos_token_id if found is None else found
+    return (found,) if isinstance(found, int) else tuple(found or ())
 
 
 def _find_architecture_fault(model: PreTrainedModel) -> str:

@@ -13,6 +13,7 @@ from array import array
 from bisect import insort
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -34,6 +35,27 @@ MIN_SHARED = 32
 MAX_LOOKED_AT = 64
 
 
+class TransformersOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How the model is loaded and served; most are fields of `rollout.config.TransformersEngine`.
+
+    Attributes:
+        model: A local directory, a hub name or ``embedded:smollm2-135m-instruct``.
+        device: A torch device, or "auto" for a GPU if there is one.
+        gpu: Which GPU of its machine, counted round, where `device` names none ("cuda", "auto").
+    """
+
+    model: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+    dtype: str = "auto"
+    device: str = "cpu"
+    gpu: int = 0
+    threads: int = 1
+    max_running: int = 32
+    max_queued: int = 1024
+    context_length: int | None = None
+
+
 class Sequence:
     """One request: its tokens so far.
 
@@ -46,12 +68,7 @@ class Sequence:
     """
 
     def __init__(
-        self,
-        request: GenerationRequest,
-        *,
-        context_length: int,
-        eos_ids: Iterable[int],
-        seed: int,
+        self, request: GenerationRequest, *, context_length: int, eos_ids: Iterable[int], seed: int
     ) -> None:
         prompt = np.frombuffer(request.prompt_ids, dtype="<i4")
         self.request = request
@@ -242,11 +259,11 @@ class Scheduler:
         own = [slot for slot in free if session_id and slot.session_id == session_id]
         slot = own[0] if own else min(free, key=lambda each: (each.computed > 0, each.last_used))
         source = max(shared, key=lambda each: shared[each])
-        kept = reused = shared[slot]
+        own_count = reused = shared[slot]
         copies = []
-        if shared[source] - kept >= MIN_SHARED:
+        if shared[source] - own_count >= MIN_SHARED:
             reused = shared[source]
-            copies.append(Copy(source.index, slot.index, kept, reused))
+            copies.append(Copy(source.index, slot.index, own_count, reused))
         slot.ids, slot.computed, slot.session_id = sequence.ids, reused, session_id
         slot.sequence, sequence.slot = sequence, slot
         sequence.cached_tokens = reused

@@ -19,7 +19,7 @@ from rollout.engine.core import (
     GenerationRequest,
 )
 from rollout.engine.cores.base import BaseCore, OpenRequest
-from rollout.engine.cores.transformers.options import TransformersOptions
+from rollout.engine.cores.transformers.scheduler import TransformersOptions
 from rollout.engine.cores.transformers.worker import Worker
 from rollout.errors import EngineError
 from rollout.limits import cleanup_scope
@@ -65,16 +65,7 @@ class TransformersCore(BaseCore[_Request]):
     The KV cache grows with the longest request and holds `max_running` times its length.
 
     Args:
-        model: A local directory, a hub name or ``embedded:smollm2-135m-instruct``.
-        revision: Of a hub name.
-        trust_remote_code: Lets code from the model's repository run.
-        dtype: "bfloat16", "float16", "float32" or "auto"; see `TransformersEngine`.
-        device: A torch device, or "auto" for a GPU if there is one.
-        gpu: Which GPU of its machine, counted round, where `device` names none ("cuda", "auto").
-        threads: Compute threads, set for the whole process.
-        max_running: Requests computed together.
-        max_queued: Requests that may wait; the next one is answered "rejected".
-        context_length: Prompt plus response in tokens; None takes the model's own.
+        options: See `TransformersOptions`.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
     from rollout.bridge import Post
     from rollout.engine.core import Chunk, EngineInfo
-    from rollout.engine.cores.transformers.options import TransformersOptions
-    from rollout.engine.cores.transformers.scheduler import Piece
+    from rollout.engine.cores.transformers.scheduler import Piece, TransformersOptions
 
 logger = logging.getLogger("rollout.engine")
 
@@ -99,11 +98,7 @@ class Worker:
     # In the thread.
 
     def load_weights(self, version: int, path: str) -> None:
-        """Compute with other weights of the same model; running requests continue.
-
-        Raises:
-            EngineError: They cannot be loaded or are of another model; nothing has changed.
-        """
+        """Compute with other weights of the same model; running requests continue."""
         self._model.load_weights(path)
         self._scheduler.weight_version = version
         self._scheduler.forget()
@@ -131,13 +126,10 @@ class Worker:
         failure: Exception | None = None
         try:
             self._serve()
-        except EngineError as error:  # a model that cannot be loaded: `start` raises it
-            failure = error
-        except Exception as error:
-            logger.exception("the embedded engine stopped")
-            failure = error
         except BaseException as error:  # the loop must hear of it in any case
-            failure = EngineError(f"{type(error).__name__}: {error}")
+            if not isinstance(error, EngineError):  # that of a model that cannot be loaded
+                logger.exception("the embedded engine stopped")
+            failure = error if isinstance(error, Exception) else EngineError(repr(error))
         self._report()
         self._post(lambda: self._on_stopped(failure))
         atexit.unregister(self._end)
@@ -154,14 +146,14 @@ class Worker:
             info = self._model.info
             self._post(lambda: self._on_started(info))
             while not self._is_closing:
-                self._inbox_round()
+                self._empty_inbox()
                 for copy in self._scheduler.admit():
                     self._model.copy(*copy)
                 for pieces in self._scheduler.plan():
                     self._compute(pieces)
                 self._report()
 
-    def _inbox_round(self) -> None:
+    def _empty_inbox(self) -> None:
         """Do all that waits; wait for something only where there is nothing to compute."""
         must_wait = self._scheduler.is_idle
         while must_wait or not self._inbox.empty():
@@ -193,12 +185,10 @@ class Worker:
             piece.slot.computed = piece.stop
         sampled = [index for index, piece in enumerate(pieces) if piece.is_sampled]
         rows = []
-        for index in sampled:
-            each = pieces[index].sequence
+        for each in (pieces[index].sequence for index in sampled):
             seen = each.ids[: each.length]
-            rows.append(
-                SamplingRow(each.sampling, each.seed, each.length, seen, each.prompt_length)
-            )
+            row = SamplingRow(each.sampling, each.seed, each.length, seen, each.prompt_length)
+            rows.append(row)
         for index, draw in zip(sampled, sample(logits[sampled], rows), strict=True):
             piece = pieces[index]
             if math.isfinite(draw.log_prob):

@@ -1,22 +1,29 @@
-"""What makes a request unusable, found before any work. No torch here."""
+"""What makes a request, or an answer, unusable, found before it is used. No torch here."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import msgspec
+
+from rollout.errors import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from rollout.engine.core import Capabilities, EngineInfo, GenerationRequest, SamplingParams
+
+#: Of a sampled token: finite as float32, and not above 0 by more than rounding.
+LogProb = Annotated[float, msgspec.Meta(ge=-1e30, le=1e-3)]
+_Shape = TypeVar("_Shape")
 
 
 def find_outside_id(prompt_ids: bytes, vocab_size: int) -> int | None:
     """Position of the first id of a packed prompt outside [0, vocab_size); None where all fit."""
     import numpy as np  # engine processes may lack it, where their cores need none
 
-    ids = np.frombuffer(prompt_ids, dtype="<i4")
-    is_outside = (ids < 0) | (ids >= vocab_size)
+    is_outside = np.frombuffer(prompt_ids, dtype="<u4") >= vocab_size  # as are negative ids
     return int(is_outside.argmax()) if is_outside.any() else None
 
 
@@ -83,3 +90,31 @@ def _find_sampling_fault(sampling: SamplingParams, vocab_size: int, able: Capabi
         if not is_met:
             return f"sampling.{name} = {getattr(sampling, name)!r}; expected {expected}"
     return ""
+
+
+def read_fields(answer: Any, shape: type[_Shape]) -> _Shape:
+    """An answer, decoded from JSON, as the Struct `shape`; raises the error that it may be."""
+    fault = answer.get("error")
+    if fault is not None:
+        raise EngineError(str(fault.get("message") if isinstance(fault, dict) else fault))
+    try:
+        return msgspec.convert(answer, type=shape)
+    except msgspec.ValidationError as error:
+        raise EngineError(f"a field of the answer is not as expected: {error}") from error
+
+
+def check_log_probs(field: str, count: int, ids_field: str, expected: int) -> None:
+    """Check that there is one log-prob for each id."""
+    if count != expected:
+        raise EngineError(f"{field} has {count} entries; expected {expected}, as {ids_field} has")
+
+
+def check_scored_ids(
+    field: str, scored: Sequence[int | None], ids_field: str, ids: Sequence[int], start: int = 0
+) -> None:
+    """Check that log-probs belong to the ids that they stand beside."""
+    for position, (own, expected) in enumerate(zip(scored, ids, strict=True), start):
+        if own is not None and own != expected:
+            raise EngineError(
+                f"{field}[{position}] is of token {own}; expected {expected}, as in {ids_field}"
+            )
