@@ -25,8 +25,8 @@ from journal_material import cut_before_end
 from media_material import encoded, frames, picture, video_file, write_model
 from rollout import GroupPolicy, MediaError, Outcome, Prompt, function_tool, load_trajectories
 from rollout.chat import ChatTemplate, load_chat_template
-from rollout.chat.media_parts import MediaSource
-from rollout.chat.media_reading import read_media
+from rollout.media.parts import MediaSource
+from rollout.media.reading import read_media
 from rollout.config import (
     AgentConfig,
     CustomEngine,
@@ -665,7 +665,7 @@ show_two.schema["function"]["name"] = show_two.name = "show"
 
 
 def load_model_template(folder: Path) -> ChatTemplate:
-    from rollout.chat.processors import load_media_processor
+    from rollout.media.processor import load_media_processor
 
     return load_chat_template(str(folder), processor=load_media_processor(str(folder)))
 

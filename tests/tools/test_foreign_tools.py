@@ -13,7 +13,7 @@ from langchain_core.tools import tool as langchain_tool
 from pydantic import BaseModel, Field
 
 import executors
-from rollout.chat.media_parts import MediaSource
+from rollout.media.parts import MediaSource
 from rollout.errors import ToolError
 from rollout.integrations.verl.tools import VerlSchema
 from rollout.tools import (

@@ -40,40 +40,29 @@ class BatchTokenizer:
     """The tokenizer of a batch: the runtime's, or one that is loaded when somebody decodes.
 
     Args:
-        path, revision: Of its model.
-        template: The runtime's; None in a batch that was loaded.
-        fingerprint, chat_template: As a `TokenizerRecord` has them, of a batch that was loaded.
+        known: What is known of it; of a batch that was loaded, what the batch says.
+        template: The runtime's, whose tokenizer it is; None in a batch that was loaded.
     """
 
-    def __init__(
-        self,
-        path: str,
-        revision: str | None = None,
-        *,
-        template: ChatTemplate | None = None,
-        fingerprint: str = "",
-        chat_template: str = "",
-    ) -> None:
-        self.path = str(Path(path).resolve()) if Path(path).is_dir() else path
-        self.revision = revision
+    def __init__(self, known: TokenizerRecord, template: ChatTemplate | None = None) -> None:
+        self._known = known
         self._template = template
-        self._known = (fingerprint, chat_template)
 
     def __repr__(self) -> str:
-        return f"<BatchTokenizer {self.path}>"
+        return f"<BatchTokenizer {self._known.path}>"
 
     @cached_property
     def record(self) -> TokenizerRecord:
         """What `RolloutBatch.save` writes of it."""
-        fingerprint, chat_template = self._known
-        if self._template is not None:
-            fingerprint = _digest_vocabulary(self._template.tokenizer)
-            chat_template = _digest(self._template.source)
+        path, known, template = self._known.path, self._known, self._template
+        path = str(Path(path).resolve()) if Path(path).is_dir() else path
+        if template is None:
+            return msgspec.structs.replace(known, path=path)
         return TokenizerRecord(
-            path=self.path,
-            revision=self.revision,
-            fingerprint=fingerprint,
-            chat_template=chat_template,
+            path=path,
+            revision=known.revision,
+            fingerprint=_digest_vocabulary(template.tokenizer),
+            chat_template=_digest(template.source),
         )
 
     @cached_property
@@ -85,20 +74,20 @@ class BatchTokenizer:
         """
         if self._template is not None:
             return self._template.decode
-        of = f" (revision {self.revision})" if self.revision else ""
+        known = self._known
+        name = f"{known.path} (revision {known.revision})" if known.revision else known.path
         instead = "give RolloutBatch.load(..., tokenizer=) where it is now"
         try:
-            tokenizer = load_model_tokenizer(self.path, self.revision)
+            tokenizer = load_model_tokenizer(known.path, known.revision)
         except RolloutError as error:
             raise RolloutError(
-                f"the batch's tokenizer, that of {self.path}{of}, cannot be loaded: {error}; "
-                f"{instead}"
+                f"the batch's tokenizer, that of {name}, cannot be loaded: {error}; {instead}"
             ) from error
-        expected, found = self._known[0], _digest_vocabulary(tokenizer)
-        if expected and found != expected:
+        found = _digest_vocabulary(tokenizer)
+        if known.fingerprint and found != known.fingerprint:
             raise RolloutError(
-                f"the tokenizer of {self.path}{of} is not the batch's: its vocabulary has the "
-                f"fingerprint {found}, the batch was written with {expected}; {instead}"
+                f"the tokenizer of {name} is not the batch's: its vocabulary has the "
+                f"fingerprint {found}, the batch was written with {known.fingerprint}; {instead}"
             )
         return make_decoder(tokenizer)
 
