@@ -25,8 +25,6 @@ from journal_material import cut_before_end
 from media_material import encoded, frames, picture, video_file, write_model
 from rollout import GroupPolicy, MediaError, Outcome, Prompt, function_tool, load_trajectories
 from rollout.chat import ChatTemplate, load_chat_template
-from rollout.media.parts import MediaSource
-from rollout.media.reading import read_media
 from rollout.config import (
     AgentConfig,
     CustomEngine,
@@ -43,6 +41,8 @@ from rollout.config import (
 )
 from rollout.integrations.verl.function_tools import read_answer
 from rollout.media import Media, decode
+from rollout.media.parts import MediaSource
+from rollout.media.reading import read_media
 from rollout.tools import PythonTool, ShellTool, ToolResult
 from slow_cases import slow_after, slow_but
 

@@ -17,8 +17,8 @@ pytest.importorskip("torchvision", reason="processors of transformers for videos
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from rollout.media.processor import MediaProcessor
 from rollout.media import Media, decode
+from rollout.media.processor import MediaProcessor
 
 
 def image(number: int, width: int = 80, height: int = 60) -> Media:

@@ -133,11 +133,10 @@ def _write_span(span: Span, decode: Decode | None) -> _SpanLine:
         finish_reason=span.finish_reason,
     )
     if span.top is not None:
-        _, top_ids, top_log_probs = span.top
-        line.top_ids = np.frombuffer(top_ids, np.int32).reshape(len(span), -1).tolist()
-        line.top_log_probs = (
-            np.frombuffer(top_log_probs, np.float32).reshape(len(span), -1).tolist()
-        )
+        width, top_ids, top_log_probs = span.top
+        line.top_ids = np.frombuffer(top_ids, np.int32).reshape(-1, width).tolist()
+        floats: Any = np.frombuffer(top_log_probs, np.float32).reshape(-1, width).tolist()
+        line.top_log_probs = floats
     return line
 
 

@@ -298,21 +298,22 @@ class Transcript(msgspec.Struct, eq=False, gc=False):
         K is the most that was asked for (`sampling.top_log_probs`), 0 where nothing was. -1 off the
         mask, and where fewer were asked for.
         """
-        return self._read_top(1, np.full((len(self), self._top_width), NO_ID, dtype=np.int32))
+        return self._fill_top(0, np.full((len(self), self._top_width), NO_ID, dtype=np.int32))
 
     def top_log_probs(self) -> npt.NDArray[np.float32]:
         """(T, K) float32: one for each of `top_ids`; 0.0 where those are -1."""
-        return self._read_top(2, np.zeros((len(self), self._top_width), dtype=np.float32))
+        return self._fill_top(1, np.zeros((len(self), self._top_width), dtype=np.float32))
 
     @property
     def _top_width(self) -> int:
         return max((span.top[0] for span in self._spans if span.top is not None), default=0)
 
-    def _read_top(self, part: int, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def _fill_top(self, part: int, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         for span in self._spans:
             if span.top is not None:
-                own = np.frombuffer(span.top[part], dtype=values.dtype)
-                values[span.start : span.stop, : span.top[0]] = own.reshape(len(span), -1)
+                width, *packed = span.top
+                own = np.frombuffer(packed[part], dtype=values.dtype)
+                values[span.start : span.stop, :width] = own.reshape(len(span), width)
         return values
 
     @property
