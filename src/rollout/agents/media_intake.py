@@ -218,7 +218,7 @@ class MediaIntake:
         try:
             medium = self.processor.sampled(medium)
             if medium.kind == "video":
-                check_decoded(medium, self._limits)
+                check_decoded(medium.frames, medium.width, medium.height, self._limits)
         except MediaError as error:
             raise MediaError(f"{source.where}: {error}") from None
         return medium

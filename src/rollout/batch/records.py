@@ -20,7 +20,7 @@ from rollout.chat.plain_data import show_value
 from rollout.chat.trajectory_codec import TrajectoryRecord, pack_trajectory, unpack_trajectory
 from rollout.chat.transcript import Span, SpanKind, Transcript
 from rollout.media.records import drop_contents, record_prompt_messages
-from rollout.types import Message, Prompt, ToolCall
+from rollout.types import Message, Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -67,25 +67,10 @@ def trajectory_line(trajectory: Trajectory, decode: Decode | None) -> bytes:
     def write(value: Any, name: str) -> Any:
         return _write(value, f"{trajectory.uid!r} member {trajectory.member}: {name}")
 
-    def write_message(message: Message, where: str) -> Message:
-        calls = (
-            ToolCall(
-                name=call.name, arguments=write(call.arguments, where), id=call.id, raw=call.raw
-            )
-            for call in message.tool_calls
-        )
-        return msgspec.structs.replace(
-            drop_contents(message),
-            tool_calls=tuple(calls),
-            extra=write(message.extra, where),
-            fields=write(message.fields, where),
-        )
+    def write_messages(messages: Sequence[Message]) -> Any:
+        return write([drop_contents(each) for each in messages], "messages")
 
-    record: Any = pack_trajectory(
-        trajectory,
-        write,
-        lambda messages: [write_message(m, f"messages[{at}]") for at, m in enumerate(messages)],
-    )
+    record: Any = pack_trajectory(trajectory, write, write_messages)
     _set_floats(record)
     record.spans = [_write_span(span, decode) for span in record.spans]
     for segment in record.segments:
@@ -184,6 +169,12 @@ def _write(value: Any, where: str) -> Any:
     except UnicodeEncodeError:
         return value  # `_encode` writes half a surrogate pair as an escape
     except Exception as error:  # whatever a foreign object raises
+        if isinstance(value, msgspec.Struct):
+            names = value.__struct_fields__
+            own = {name: _write(getattr(value, name), f"{where}.{name}") for name in names}
+            return msgspec.structs.replace(value, **own)
+        if isinstance(value, list | tuple) and all(isinstance(v, msgspec.Struct) for v in value):
+            return [_write(each, f"{where}[{at}]") for at, each in enumerate(value)]
         logger.warning("%s is saved as text: %s", where, error)
         return show_value(value)
     return value

@@ -40,29 +40,24 @@ class BatchTokenizer:
     """The tokenizer of a batch: the runtime's, or one that is loaded when somebody decodes.
 
     Args:
-        known: What is known of it; of a batch that was loaded, what the batch says.
-        template: The runtime's, whose tokenizer it is; None in a batch that was loaded.
+        known: What a loaded batch says of it; of the runtime's own, path and revision.
+        template: The runtime's; None in a batch that was loaded.
     """
 
     def __init__(self, known: TokenizerRecord, template: ChatTemplate | None = None) -> None:
-        self._known = known
+        path = str(Path(known.path).resolve()) if Path(known.path).is_dir() else known.path
+        self._known = msgspec.structs.replace(known, path=path)
         self._template = template
-
-    def __repr__(self) -> str:
-        return f"<BatchTokenizer {self._known.path}>"
 
     @cached_property
     def record(self) -> TokenizerRecord:
         """What `RolloutBatch.save` writes of it."""
-        path, known, template = self._known.path, self._known, self._template
-        path = str(Path(path).resolve()) if Path(path).is_dir() else path
-        if template is None:
-            return msgspec.structs.replace(known, path=path)
-        return TokenizerRecord(
-            path=path,
-            revision=known.revision,
-            fingerprint=_digest_vocabulary(template.tokenizer),
-            chat_template=_digest(template.source),
+        if self._template is None:
+            return self._known
+        return msgspec.structs.replace(
+            self._known,
+            fingerprint=_digest_vocabulary(self._template.tokenizer),
+            chat_template=_digest(self._template.source),
         )
 
     @cached_property
@@ -95,22 +90,11 @@ class BatchTokenizer:
         """As `decode`, which is looked up when it is called."""
         return self.decode(ids)
 
-    def is_at_hand(self) -> bool:
-        """Whether it can decode."""
-        try:
-            return callable(self.decode)
-        except RolloutError:
-            return False
-
 
 class DecodableMessages(list[Message]):
     """Messages of a loaded trajectory, with what decodes its tokens."""
 
     __slots__ = ("decode",)
-
-    def __init__(self, messages: Iterable[Message], decode: Callable[[Sequence[int]], str]) -> None:
-        super().__init__(messages)
-        self.decode = decode
 
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (list(self),)  # who gets it elsewhere has no tokenizer
@@ -119,11 +103,12 @@ class DecodableMessages(list[Message]):
 def make_decodable(trajectories: Iterable[Trajectory], tokenizer: BatchTokenizer) -> None:
     """Let loaded trajectories be printed with their tokens."""
     for trajectory in trajectories:
-        before = trajectory.messages
-        trajectory.messages = DecodableMessages(before, tokenizer.decode_ids)
+        before, messages = trajectory.messages, DecodableMessages(trajectory.messages)
+        messages.decode = tokenizer.decode_ids
+        trajectory.messages = messages
         for segment in trajectory.segments:
             if segment.messages is before:
-                segment.messages = trajectory.messages
+                segment.messages = messages
 
 
 def _digest_vocabulary(tokenizer: Any) -> str:

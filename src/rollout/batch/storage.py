@@ -7,7 +7,7 @@ import logging
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import safetensors.torch
@@ -31,7 +31,6 @@ from rollout.plurals import count
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from rollout.batch.sample import Sample
     from rollout.chat.trajectory import Trajectory
 
 logger = logging.getLogger("rollout.batch")
@@ -71,22 +70,13 @@ class _Meta(msgspec.Struct, kw_only=True):
     tokenizer: TokenizerRecord | None = None
 
 
-class Parts(Protocol):
-    """What is saved of a `RolloutBatch`."""
-
-    tensors: TensorDict
-    samples: list[Sample]
-    metrics: dict[str, float]
-    trajectories: list[Trajectory]
-    decode: Callable[[Sequence[int]], str] | None
-    tokenizer: BatchTokenizer | None
-
-
-def write_batch(directory: Path, batch: Parts, *, overwrite: bool) -> None:
-    """See `RolloutBatch.save`."""
+def write_batch(directory: Path, batch: Any, *, overwrite: bool) -> None:
+    """Write a `RolloutBatch`; see its `save`."""
     tokenizer, decode = batch.tokenizer, batch.decode
-    if tokenizer is not None and not tokenizer.is_at_hand():
+    if tokenizer is not None:
         decode = None  # a loaded batch is saved again where its tokenizer is not
+        with suppress(RolloutError):
+            decode = tokenizer.decode
     entries, jagged = _split_jagged(batch.tensors)
     lines = [trajectory_line(each, decode) for each in batch.trajectories]
     files = {

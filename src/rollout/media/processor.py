@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -113,7 +113,6 @@ class MediaProcessor:
         self.position_rows = 1 if self._rope is None else 3
         self._expanded = lru_cache(_MAX_SIZES)(self._expand)
         self._grids = lru_cache(_MAX_SIZES)(self._measure)
-        self._is_independent: bool | None = None
 
     @property
     def name(self) -> str:
@@ -301,7 +300,7 @@ class MediaProcessor:
                 reads = " and ".join(("text", *(f"{kind}s" for kind in sorted(self.kinds))))
                 raise MediaError(f"the model reads {reads}, no {medium.kind}s ({self.name})")
         shapes = tuple(map(_Shape.read, media))
-        if self.is_independent:
+        if self._is_independent:
             return [self._expanded((shape,))[0] for shape in shapes]
         earlier = tuple(map(_Shape.read, before))
         texts = self._expanded((*earlier, *shapes))
@@ -314,18 +313,16 @@ class MediaProcessor:
             )
         return texts[len(earlier) :]
 
-    @property
-    def is_independent(self) -> bool:
+    @cached_property
+    def _is_independent(self) -> bool:
         """Whether what stands for a medium is the same whatever else is in the conversation.
 
         It is not of LLaVA-OneVision, which cuts a single image into tiles and none of several.
         """
-        if self._is_independent is None:
-            shapes = (_Shape("image", 640, 320), _Shape("image", 320, 640))
-            self._is_independent = "image" not in self.tokens or self._expand(shapes) == tuple(
-                self._expand((shape,))[0] for shape in shapes
-            )
-        return self._is_independent
+        if "image" not in self.tokens:
+            return True
+        shapes = (_Shape("image", 640, 320), _Shape("image", 320, 640))
+        return self._expand(shapes) == (*self._expand(shapes[:1]), *self._expand(shapes[1:]))
 
     def _expand(self, shapes: tuple[_Shape, ...]) -> tuple[str, ...]:
         """What the processor writes for media of these sizes: it never looks at their pixels."""
@@ -393,17 +390,12 @@ def _decode_for_processor(medium: Media) -> Any:
 
 
 def _make_rope_model(config: Any) -> Any:
-    """A model without weights, whose `get_rope_index` reads its configuration only.
-
-    None where the model has no such positions.
-    """
+    """A model without weights, whose `get_rope_index` reads its configuration; None without any."""
     import torch
     from transformers import AutoModel
 
-    try:
-        kind = AutoModel._model_mapping[type(config)]
-    except KeyError:
-        return None
+    known = AutoModel._model_mapping
+    kind = known.get(type(config), None)
     if not hasattr(kind, "get_rope_index"):
         return None
     model = kind.__new__(kind)

@@ -106,13 +106,13 @@ def _read_text(source: MediaSource, limits: MediaConfig) -> tuple[bytes, str]:
     """The bytes that a text holds or names, and their type."""
     text: str = source.value
     if source.is_base64:
-        return _decode_base64(text, limits), source.mime
+        return _decode_base64(text, 0, limits), source.mime
     if text[:5].lower() == "data:":
         comma = text.find(",", 0, 256)
         head = text[5 : max(comma, 5)].lower().split(";")
         if comma < 0 or "base64" not in head[1:]:
             raise MediaError("a data URL that is not of the form data:TYPE;base64,DATA")
-        return _decode_base64(text[comma + 1 :], limits), head[0]
+        return _decode_base64(text, comma + 1, limits), head[0]
     if text[:7].lower() == "file://":
         parts = urlsplit(text)
         if parts.netloc not in ("", "localhost"):
@@ -123,9 +123,11 @@ def _read_text(source: MediaSource, limits: MediaConfig) -> tuple[bytes, str]:
     return _read_file(text, limits), source.mime
 
 
-def _decode_base64(text: str, limits: MediaConfig) -> bytes:
-    if len(text) * 3 // 4 > limits.max_bytes + 3:
-        raise _too_many_bytes(limits, f"about {len(text) * 3 // 4} bytes")
+def _decode_base64(text: str, start: int, limits: MediaConfig) -> bytes:
+    size = (len(text) - start) * 3 // 4
+    if size > limits.max_bytes + 3:
+        raise _too_many_bytes(limits, f"about {size} bytes")
+    text = text[start:]
     if "%" in text:
         text = unquote(text)
     text = "".join(text.split())  # broken into lines, as in mails

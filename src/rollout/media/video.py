@@ -53,8 +53,7 @@ def read_video(content: bytes, mime: str, limits: MediaConfig) -> Media:
                 raise MediaError(
                     f"a video that breaks off: {len(content)} bytes of at least {stop}"
                 )
-        if stream.frames > limits.max_frames:  # as the header says, before anything is decoded
-            raise _too_many_frames(limits, str(stream.frames))
+        _check_count(stream.frames, limits)  # as the header says, before anything is decoded
         if stream.duration and stream.time_base:
             _check_seconds(float(stream.duration * stream.time_base), limits)
         rate = stream.average_rate or stream.guessed_rate
@@ -81,8 +80,7 @@ def _count_frames(container: Any, size: tuple[int, int], limits: MediaConfig) ->
         for frame in container.decode(video=0):
             total += 1
             last = frame.time or last
-            if total > limits.max_frames:
-                raise _too_many_frames(limits, "more")
+            _check_count(total, limits, "more")
             _check_seconds(last, limits)
             if (frame.width, frame.height) != size:
                 raise MediaError("a video whose frames change their size")
@@ -145,14 +143,13 @@ def _stack_frames(frames: Sequence[Any], limits: MediaConfig) -> Any:
 
     if not frames:
         raise MediaError("a video without frames")
+    _check_count(len(frames), limits)
     arrays: list[Any] = []
     for at, frame in enumerate(frames):
         if is_image(frame):
             if not at:
                 _check_frames(len(frames), frame.width, frame.height, limits)
             frame = np.asarray(frame.convert("RGB"))  # noqa: PLW2901
-        elif not at and len(frames) > limits.max_frames:
-            raise _too_many_frames(limits, str(len(frames)))
         if getattr(frame, "ndim", 0) != 3 or frame.shape != (arrays or [frame])[0].shape:
             kind = getattr(frame, "shape", type(frame).__name__)
             raise MediaError(f"frame {at} is {kind}; expected images of one size, (H, W, 3)")
@@ -238,27 +235,23 @@ def _open_video(content: bytes) -> Any:
     return container
 
 
-def check_decoded(medium: Media, limits: MediaConfig) -> None:
+def check_decoded(count: int, width: int, height: int, limits: MediaConfig) -> None:
     """Refuse frames that take too much memory once they are decoded.
 
     Raises:
         MediaError: They do.
     """
-    size = medium.frames * medium.width * medium.height * 3
+    size = count * width * height * 3
     if size > limits.max_bytes * _DECODED:
         raise MediaError(
-            f"media.max_bytes = {limits.max_bytes}: the {medium.frames} frames that the model sees "
-            f"have {size} decoded"
+            f"media.max_bytes = {limits.max_bytes}: {count} frames have {size} decoded"
         )
 
 
 def _check_frames(count: int, width: int, height: int, limits: MediaConfig) -> None:
     _check_size(width, height, limits)
-    if count > limits.max_frames:
-        raise _too_many_frames(limits, str(count))
-    size = count * width * height * 3
-    if size > limits.max_bytes * _DECODED:
-        raise MediaError(f"media.max_bytes = {limits.max_bytes}: its frames have {size} decoded")
+    _check_count(count, limits)
+    check_decoded(count, width, height, limits)
 
 
 def _check_size(width: int, height: int, limits: MediaConfig) -> None:
@@ -276,8 +269,9 @@ def _check_seconds(seconds: float, limits: MediaConfig) -> None:
         raise MediaError(f"media.max_seconds = {limits.max_seconds}: it takes {seconds:.1f} s")
 
 
-def _too_many_frames(limits: MediaConfig, count: str) -> MediaError:
-    return MediaError(f"media.max_frames = {limits.max_frames}: it has {count}")
+def _check_count(count: int, limits: MediaConfig, shown: str = "") -> None:
+    if count > limits.max_frames:
+        raise MediaError(f"media.max_frames = {limits.max_frames}: it has {shown or count}")
 
 
 def show_fault(error: BaseException) -> str:
