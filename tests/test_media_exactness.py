@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from media_material import FAMILIES, encoded, frames, picture, write_model
 from rollout.chat import load_chat_template
-from rollout.chat.media_parts import MediaSource, media_part
-from rollout.chat.media_reading import read_media
-from rollout.chat.processors import load_media_processor
 from rollout.chat.transcript import Transcript
 from rollout.config import MediaConfig
 from rollout.errors import TemplateError
 from rollout.media import Media, decode
+from rollout.media.parts import MediaSource, media_part
+from rollout.media.processor import load_media_processor
+from rollout.media.reading import read_media
 
 if TYPE_CHECKING:
     from rollout.chat import ChatTemplate

@@ -15,8 +15,6 @@ import torch
 from media_material import encoded, frames, picture, write_model
 from rollout import Outcome, PromptError, RolloutError, Trajectory
 from rollout.chat import Transcript, load_chat_template, load_media_processor
-from rollout.chat.media_parts import MediaSource
-from rollout.chat.media_reading import read_media
 from rollout.config import LengthsConfig, MediaConfig
 from rollout.integrations.openrlhf.response import prompt_of_arguments, response_of
 from rollout.integrations.prompt_media import with_media
@@ -26,6 +24,8 @@ from rollout.integrations.slime.samples import fill, prompts_of
 from rollout.integrations.trainer_rows import TrainerRow, trainer_rows
 from rollout.integrations.trl.prompt_images import refuse_other_media
 from rollout.integrations.verifiers.samples import training_samples
+from rollout.media.parts import MediaSource
+from rollout.media.reading import read_media
 
 if TYPE_CHECKING:
     from rollout.chat import ChatTemplate, MediaProcessor

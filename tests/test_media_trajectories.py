@@ -25,8 +25,6 @@ from journal_material import cut_before_end
 from media_material import encoded, frames, picture, video_file, write_model
 from rollout import GroupPolicy, MediaError, Outcome, Prompt, function_tool, load_trajectories
 from rollout.chat import ChatTemplate, load_chat_template
-from rollout.chat.media_parts import MediaSource
-from rollout.chat.media_reading import read_media
 from rollout.config import (
     AgentConfig,
     CustomEngine,
@@ -43,6 +41,8 @@ from rollout.config import (
 )
 from rollout.integrations.verl.function_tools import read_answer
 from rollout.media import Media, decode
+from rollout.media.parts import MediaSource
+from rollout.media.reading import read_media
 from rollout.tools import PythonTool, ShellTool, ToolResult
 from slow_cases import slow_after, slow_but
 
@@ -386,7 +386,7 @@ async def test_video_of_few_bytes_and_many_pixels_is_refused(folder: Path, tmp_p
     (trajectory,) = (await play(config_of(folder, max_bytes=20_000), parts)).trajectories
     assert trajectory.outcome is Outcome.REJECTED
     assert trajectory.cause is not None
-    said = "media.max_bytes = 20000: the 4 frames that the model sees have 3686400 decoded"
+    said = "media.max_bytes = 20000: 4 frames have 3686400 decoded"
     assert said in trajectory.cause.message
 
 
@@ -665,7 +665,7 @@ show_two.schema["function"]["name"] = show_two.name = "show"
 
 
 def load_model_template(folder: Path) -> ChatTemplate:
-    from rollout.chat.processors import load_media_processor
+    from rollout.media.processor import load_media_processor
 
     return load_chat_template(str(folder), processor=load_media_processor(str(folder)))
 

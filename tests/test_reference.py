@@ -13,7 +13,7 @@ from rollout import AgentContext, Conversation, RolloutBatch, Trajectory
 from rollout.agents import AssistantTurn
 from rollout.agents.turn import SampledTokens
 from rollout.chat import Transcript
-from rollout.chat.spans import Span
+from rollout.chat.transcript import Span
 from rollout.config import RolloutConfig
 from rollout.config.checks import options_of
 from rollout.config.reference import configuration_reference

@@ -17,8 +17,8 @@ pytest.importorskip("torchvision", reason="processors of transformers for videos
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from rollout.chat.processors import MediaProcessor
 from rollout.media import Media, decode
+from rollout.media.processor import MediaProcessor
 
 
 def image(number: int, width: int = 80, height: int = 60) -> Media:
@@ -27,7 +27,7 @@ def image(number: int, width: int = 80, height: int = 60) -> Media:
 
 
 def video(number: int, frames: int = 6, width: int = 64, height: int = 48) -> Media:
-    from rollout.media.decoding import pack_frames
+    from rollout.media.video import pack_frames
     from rollout.medium import FRAMES_MIME
 
     pixels = np.stack([np.asarray(picture(number * 100 + n, width, height)) for n in range(frames)])

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from harness.call_records import CallRecord, GenerationRecord
-    from rollout.chat.spans import Span
     from rollout.chat.trajectory import Trajectory
-    from rollout.chat.transcript import Transcript
+    from rollout.chat.transcript import Span, Transcript
     from rollout.config import RolloutConfig
     from rollout.engine.pool.generation import Generation
 

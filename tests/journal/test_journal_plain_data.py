@@ -29,9 +29,9 @@ from rollout import (
     Trajectory,
     function_tool,
 )
-from rollout.chat.media_records import KnownContents
 from rollout.chat.plain_data import EXPECTED, MAX_DEPTH, TOO_DEEP, NotPlainError, to_plain
 from rollout.journal.values import Unwritable, find_media, pack_prompt, read_prompt
+from rollout.media.records import KnownContents
 from rollout.medium import Media
 from rollout.testing import run_virtual
 from rollout.tools import ToolResult

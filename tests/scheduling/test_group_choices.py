@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ import rollout
 from rollout import Group, GroupPolicy, Message, Outcome, Prompt
 from rollout.agents import AgentContext, AgentLoop
 from rollout.batch.advantages import group_relative
-from rollout.chat.shared_beginnings import SharedBeginnings
 from rollout.config import AgentConfig, JournalConfig, LimitsConfig, SchedulingConfig
 from rollout.errors import ConfigError, LimitExceeded, PromptError
 from rollout.testing import Scenario
@@ -409,19 +407,6 @@ async def test_knot_through_a_message_is_found_by_the_collector() -> None:
         await runtime.generate([next(source())])
     gc.collect()
     assert [seen() for seen in Knot.seen] == [None]
-
-
-def test_shared_beginnings_are_found_at_their_longest() -> None:
-    beginnings = SharedBeginnings()
-    families = [array("i", [*range(40), *([kind] * 2000)]).tobytes() for kind in (1, 2)]
-    tails = [array("i", [7 + at] * 20).tobytes() for at in range(3)]
-    held = [
-        [len(piece) // 4 for piece in beginnings.pieces(family + tail)]
-        for family in families
-        for tail in tails
-    ]
-    assert held == [[2060], [2040, 20], [2040, 20], [40, 2020], [2040, 20], [2040, 20]]
-    assert beginnings.pieces(families[1]) == (families[1],)  # and no empty piece
 
 
 async def test_time_that_the_runtime_sleeps_is_not_a_groups_own() -> None:

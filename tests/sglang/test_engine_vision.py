@@ -15,7 +15,7 @@ from asking import asked, collect
 from test_engine_core import has_sglang, opened
 
 import vision_models
-from rollout.chat.processors import MediaProcessor
+from rollout.media.processor import MediaProcessor
 from vision_reference import Reference, image, video
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from langchain_core.tools import tool as langchain_tool
 from pydantic import BaseModel, Field
 
 import executors
-from rollout.chat.media_parts import MediaSource
 from rollout.errors import ToolError
 from rollout.integrations.verl.tools import VerlSchema
+from rollout.media.parts import MediaSource
 from rollout.tools import (
     ToolExecutor,
     ToolResult,

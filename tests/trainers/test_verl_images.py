@@ -16,12 +16,12 @@ from verl_side import AgentLoopOutput, AgentLoopWorker, torch
 import vision_models
 from rollout import Outcome, Trajectory
 from rollout.chat import Transcript, load_chat_template, load_media_processor
-from rollout.chat.media_parts import MediaSource
-from rollout.chat.media_reading import read_media
 from rollout.config import LengthsConfig, MediaConfig
 from rollout.integrations.trainer_row import row_of
 from rollout.integrations.verl.data_proto import _padded, _tensors
 from rollout.integrations.verl.outputs import _multi_modal_data
+from rollout.media.parts import MediaSource
+from rollout.media.reading import read_media
 
 if TYPE_CHECKING:
     from pathlib import Path

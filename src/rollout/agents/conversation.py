@@ -18,8 +18,8 @@ from rollout.agents.turn_end import TurnEnd
 from rollout.agents.turn_events import tell_turn_ended, tell_turn_started
 from rollout.agents.turn_options import AS_EVER, TurnOptions
 from rollout.chat.reward_values import BadRewardError, finite_number
-from rollout.chat.row_beginnings import common_length
 from rollout.chat.trajectory import MAIN
+from rollout.chat.transcript import common_length
 from rollout.containment import UnresponsiveError
 from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.request_checks import describe_sampling_fault

@@ -11,9 +11,8 @@ from rollout.agents.kept_messages import SILENCE, KeptMessages
 from rollout.agents.message_log import MessageLog
 from rollout.agents.places import Marks, Row, mark_at, packed_mark
 from rollout.chat.result_order import NO_CALLS, TurnCalls, message_ids
-from rollout.chat.row_beginnings import append_split, common_length
 from rollout.chat.trajectory import COMPACTION
-from rollout.chat.transcript import Transcript
+from rollout.chat.transcript import Transcript, append_split, common_length
 from rollout.types import ToolCall
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ class ConversationLog(msgspec.Struct, eq=False):
         """The prompt; what of it is past `prompt_room` tokens is an observation."""
         ids = worded.ids
         if prompt_room is None or len(ids) <= prompt_room:
-            self.transcript.append_prompt(ids, pieces=worded.pieces, media=worded.media)
+            self.transcript.append_prompt(ids, media=worded.media)
         else:
             append_split(self.transcript, ids, worded.media, prompt_room)
         self.message_log.begin(worded.messages, self.transcript.prefix)
@@ -118,14 +117,11 @@ class ConversationLog(msgspec.Struct, eq=False):
         had = prefix.length
         if self._open_from is None:
             self._open_from = had
-        packed = generation.packed()
         self.transcript.append_generated(
-            memoryview(packed[0]).cast("i"),
-            memoryview(packed[1]).cast("f"),
+            *generation.packed(),
             versions=generation.versions,
             finish_reason=finish_reason,
             top=generation.top(),
-            packed=packed,
         )
         if prefix.checked == had and generation.last_part:  # each was looked at as it came
             prefix.checked = prefix.length

@@ -14,19 +14,19 @@ import attrs
 import msgspec
 import numpy as np
 
-from rollout.chat.media_frames import check_decoded
-from rollout.chat.media_parts import MediaSource, media_part
-from rollout.chat.media_reading import read_media, url_of
 from rollout.errors import MediaError
 from rollout.media import Media
+from rollout.media.parts import MediaSource, media_part
+from rollout.media.reading import find_url, read_media
+from rollout.media.video import check_decoded
 from rollout.tools.results import ToolResult, error_result
 from rollout.types import Message
 from rollout.worker_threads import WorkerThreads, may_leave_loop
 
 if TYPE_CHECKING:
-    from rollout.chat.processors import MediaProcessor
     from rollout.config import MediaConfig
     from rollout.engine.pool.generation import Generation
+    from rollout.media.processor import MediaProcessor
 
 Given = Sequence[Message | Mapping[str, Any]]
 #: ``await fetcher(url) -> bytes``; sync ones run in a thread.
@@ -206,7 +206,7 @@ class MediaIntake:
         if source.kind not in self.processor.kinds:
             reads = ", ".join(("text", *sorted(f"{kind}s" for kind in self.processor.kinds)))
             raise MediaError(f"{source.where}: a {source.kind}; the model reads {reads}")
-        url = url_of(source)
+        url = find_url(source)
         if url is not None and self._fetcher is not None:
             source = msgspec.structs.replace(source, value=await self._fetched(source, url))
         medium = await self.run(self._read, source)
@@ -218,7 +218,7 @@ class MediaIntake:
         try:
             medium = self.processor.sampled(medium)
             if medium.kind == "video":
-                check_decoded(medium, self._limits)
+                check_decoded(medium.frames, medium.width, medium.height, self._limits)
         except MediaError as error:
             raise MediaError(f"{source.where}: {error}") from None
         return medium

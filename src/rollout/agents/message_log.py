@@ -12,8 +12,7 @@ from rollout.agents.kept_messages import KeptMessages
 from rollout.agents.turn import written_content
 from rollout.chat.encoding import TooManyTokens
 from rollout.chat.messages import template_messages, with_results_as_user
-from rollout.chat.row_beginnings import append_split, common_length
-from rollout.chat.transcript import Transcript
+from rollout.chat.transcript import Transcript, append_split, common_length
 from rollout.errors import TemplateError
 from rollout.media import Media
 from rollout.token_prefix import TokenPrefix

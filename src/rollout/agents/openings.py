@@ -9,9 +9,8 @@ from rollout.agents.budget import length_error
 from rollout.agents.conversation_log import ConversationLog
 from rollout.agents.identity import RejectedPrompt
 from rollout.agents.places import Row
-from rollout.chat.row_beginnings import common_length
 from rollout.chat.trajectory import BRANCH, COMPACTION
-from rollout.chat.transcript import Transcript
+from rollout.chat.transcript import Transcript, common_length
 from rollout.errors import AgentError, LimitExceeded
 
 if TYPE_CHECKING:

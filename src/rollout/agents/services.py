@@ -10,7 +10,6 @@ from rollout.agents.kept_messages import TurnReader
 from rollout.agents.long_texts import LongTexts
 from rollout.agents.media_intake import MediaIntake
 from rollout.chat import ChatTemplate, ToolParser
-from rollout.chat.shared_beginnings import SharedBeginnings
 from rollout.config import RolloutConfig
 from rollout.containment import Containment
 from rollout.engine.pool.pool import EnginePool
@@ -78,7 +77,6 @@ class Services:
     events: EventStream = attrs.field(factory=EventStream)
     gateway: GatewayPlace = attrs.field(factory=GatewayPlace)
     sandboxes: Sandboxes = attrs.field(init=False)
-    beginnings: SharedBeginnings = attrs.field(init=False, factory=SharedBeginnings)
     #: Parameters of truncated sampling that the runtime has warned of.
     warned: set[str] = attrs.field(init=False, factory=set)
     _wordings: dict[tuple[str, ...], Any] = attrs.field(init=False, factory=dict)

@@ -45,7 +45,6 @@ class Worded(NamedTuple):
         ids: What they add to a transcript.
         messages: The messages themselves, in the form in which a conversation keeps them.
         opens_reasoning: Whether the turn after them begins inside reasoning.
-        pieces: Of a prompt: the ids, in pieces that others may hold too.
         found: Of an observation: how far from its end the text of each message begins in the text
             of the ids; -1 where it does not stand there exactly.
         is_raw: The ids are not what the template makes of the messages.
@@ -56,7 +55,6 @@ class Worded(NamedTuple):
     ids: array[int]
     messages: list[Message]
     opens_reasoning: bool
-    pieces: Sequence[bytes] = ()
     found: Sequence[int] = ()
     is_raw: bool = False
     cut_tokens: int = 0
@@ -117,7 +115,7 @@ class Wording:
         if not is_cut or worded.media:  # a picture cannot be cut in two
             raise prompt_fault(str(len(worded.ids)), lengths, context)
         cut = len(worded.ids) - longest
-        return worded._replace(ids=worded.ids[cut:], pieces=(), is_raw=True, cut_tokens=cut)
+        return worded._replace(ids=worded.ids[cut:], is_raw=True, cut_tokens=cut)
 
     def raw_prompt(self, ids: Sequence[int], messages: Given) -> Worded:
         """A prompt that its agent has put into tokens.
@@ -268,10 +266,9 @@ class Wording:
     def _prompt(self, messages: Given, longest: int | None) -> Worded:
         template, plain = self._services.template, order_messages(template_messages(messages))
         ids = template.prompt_ids(plain, self._schemas, max_tokens=longest)
-        pieces = self._services.beginnings.pieces(ids.tobytes())
         media = template.places_of(ids, media_of(plain))
         own = as_messages(plain)
-        return Worded(ids, own, template.opens_reasoning, pieces, media=media)
+        return Worded(ids, own, template.opens_reasoning, media=media)
 
     def _observation(
         self,

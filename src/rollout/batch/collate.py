@@ -8,19 +8,18 @@ from typing import TYPE_CHECKING
 import torch
 from tensordict import TensorDict
 
-from rollout.batch.layouts import pack_rows, pad_rows
 from rollout.batch.metrics import batch_metrics
-from rollout.batch.multi_modal import MultiModalInputs, RowPositions, list_media
 from rollout.batch.rollout_batch import RolloutBatch
-from rollout.batch.rows import Lengths, Row, list_rows, read_arrays
+from rollout.batch.rows import Lengths, Row, check_rows, list_rows, pack_rows, pad_rows, read_arrays
 from rollout.batch.sample import Sample
+from rollout.media.tensors import MultiModalInputs
 from rollout.tensor_layout import Layout, Trim, layout_faults, trim_width
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from rollout.chat.processors import MediaProcessor
     from rollout.chat.trajectory import Trajectory
+    from rollout.media.processor import MediaProcessor
 
 
 def collate(
@@ -65,12 +64,9 @@ def collate(
         faults.append(f"position_rows = {position_rows!r:.80}: expected 3 or 4")
     if faults:
         raise ValueError("\n".join(faults))
-    rows = list_rows(trajectories, lengths)
-    media = list_media(trajectories)
-    positions = None
-    if processor is not None and processor.position_rows > 1:
-        positions = RowPositions(processor, media, position_rows)
-    arrays = read_arrays(rows, positions)
+    rows = list_rows(trajectories)
+    check_rows(rows, lengths)
+    arrays = read_arrays(rows, processor, position_rows)
     if layout == "padded":
         widths = (
             trim_width(max((row.prompt for row in rows), default=0), lengths.prompt, trim),
@@ -79,28 +75,21 @@ def collate(
         tensors = pad_rows(rows, arrays, widths, pad_token_id)
     else:
         tensors = pack_rows(rows, arrays)
-    tensors |= _make_row_values(rows)
+    samples = [_make_sample(at, row) for at, row in enumerate(rows)]
+    rewards = [math.nan if each.reward is None else each.reward for each in samples]
+    trainable, groups = [each.trainable for each in samples], [each.group for each in samples]
+    # On the CPU, whatever torch's default device is.
+    tensors["trainable"] = torch.tensor(trainable, dtype=torch.bool, device="cpu")
+    tensors["rewards"] = torch.tensor(rewards, dtype=torch.float32, device="cpu")
+    tensors["groups"] = torch.tensor(groups, dtype=torch.int64, device="cpu")
     return RolloutBatch(
         tensors=TensorDict(tensors, batch_size=[len(rows)]),
-        samples=[_make_sample(at, row) for at, row in enumerate(rows)],
+        samples=samples,
         metrics=batch_metrics(trajectories, extra_metrics or {}),
         trajectories=list(trajectories),
         decode=decode,
-        multi_modal_inputs=MultiModalInputs(media, processor),
+        multi_modal_inputs=MultiModalInputs([row.media for row in rows], processor),
     )
-
-
-def _make_row_values(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    """What has one value for each row, (B,); on the CPU, whatever torch's default device is."""
-    known = [row.trajectory.reward_of(row.segment) for row in rows]
-    rewards = [math.nan if reward is None else reward for reward in known]
-    trainable = [row.trajectory.is_trainable(row.segment) for row in rows]
-    groups = [row.trajectory.group for row in rows]
-    return {
-        "trainable": torch.tensor(trainable, dtype=torch.bool, device="cpu"),
-        "rewards": torch.tensor(rewards, dtype=torch.float32, device="cpu"),
-        "groups": torch.tensor(groups, dtype=torch.int64, device="cpu"),
-    }
 
 
 def _make_sample(at: int, row: Row) -> Sample:

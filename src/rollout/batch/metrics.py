@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 from rollout.types import DRIFT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from rollout.chat.trajectory import Trajectory
 
-
-#: Sums over trajectories, with the names of the metrics that they sum up.
+#: Metrics of trajectories that are summed up, with their names in a batch.
 _SUMMED = {
-    "recovery/resumes": "resumes",
-    "recovery/restarts": "restarts",
-    "tokens/discarded": "discarded_tokens",
-    "tokens/cut_prompt": "cut_prompt_tokens",
-    "tokens/cached": "cached_tokens",
-    "media/sampled_placeholders": "sampled_placeholders",
-    "gateway/pinned_calls": "pinned_calls",
+    "resumes": "recovery/resumes",
+    "restarts": "recovery/restarts",
+    "discarded_tokens": "tokens/discarded",
+    "cut_prompt_tokens": "tokens/cut_prompt",
+    "cached_tokens": "tokens/cached",
+    "sampled_placeholders": "media/sampled_placeholders",
+    "pinned_calls": "gateway/pinned_calls",
     "tool_calls": "tool_calls",
     "tool_errors": "tool_errors",
 }
@@ -60,107 +59,61 @@ def batch_metrics(
             engines now), ``loop_lag_s/max``, ``loop_starved_s/max``, ``queue/…``, ``zombies/…`` and
             ``replica/<name>/…``, the last three over the engines' reports, about one a second.
     """
-    metrics = {
-        **_spread("generation_s", _known(trajectories, "generation_s")),
-        **_spread("tool_s", _known(trajectories, "tool_s")),
-        **_spread("reward", (row.reward for row in trajectories if row.reward is not None)),
-        **_tokens(trajectories),
-        **_outcomes(trajectories),
-        **_sums(trajectories, _SUMMED),
-        **_truncation(trajectories),
-        **_tools(trajectories),
-        **_staleness(trajectories, extra),
-        **Counter(name for row in trajectories for name in row.metrics if name.startswith(DRIFT)),
-        **extra,
-    }
-    longest = _spread("trajectory_s", _known(trajectories, "total_s"))
-    metrics |= {name: value for name, value in longest.items() if name.endswith("/max")}
-    if trajectories:
-        metrics["turns/mean"] = sum(row.num_turns for row in trajectories) / len(trajectories)
-    metrics |= _throughput(metrics, len(trajectories))
-    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
-
-
-def _sums(trajectories: Sequence[Trajectory], names: Mapping[str, str]) -> dict[str, float]:
-    """Sums of trajectories' metrics, by the names that they have in a batch."""
-    known = {name: list(_known(trajectories, each)) for name, each in names.items()}
-    return {name: math.fsum(values) for name, values in known.items() if values}
-
-
-def _truncation(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    truncated = math.fsum(_known(trajectories, "truncated_tokens"))
-    generated = sum(row.generated_length for row in trajectories)
-    return {"sampling/truncated_share": truncated / generated} if truncated and generated else {}
-
-
-def _tools(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Sums of what trajectories say of each tool, and the longest call."""
-    found: dict[str, float] = {}
+    names = ("prompt", "generated", "observation", "trailing_observation")
+    found: dict[str, float] = defaultdict(float, {f"tokens/{name}": 0 for name in names})
+    sampled_by: Counter[int] = Counter()  # tokens by the version of their weights
+    seconds: dict[str, list[float]] = {"generation_s": [], "tool_s": [], "total_s": []}
+    truncated = 0.0
     for row in trajectories:
+        found[f"outcomes/{row.outcome}"] += 1
+        if row.reason:
+            found[f"outcomes/{row.outcome}/{row.reason}"] += 1
+        for transcript in row.transcripts:
+            generated = transcript.generated_length
+            found["tokens/prompt"] += transcript.prompt_length
+            found["tokens/generated"] += generated
+            found["tokens/observation"] += transcript.response_length - generated
+            found["tokens/trailing_observation"] += transcript.trailing_observation_length
+            for span in transcript.generated_spans():
+                for version, count in span.versions:
+                    sampled_by[version] += count
         for name, value in row.metrics.items():
-            if name.endswith("/seconds_max") and name.startswith(TOOL):
+            if name in _SUMMED:
+                found[_SUMMED[name]] += value
+            elif name in seconds:
+                seconds[name].append(value)
+            elif name == "truncated_tokens":
+                truncated += value
+            elif name.startswith(DRIFT):
+                found[name] += 1
+            elif name.startswith(TOOL) and name.endswith("/seconds_max"):
                 found[name] = max(found.get(name, 0.0), value)
             elif name.startswith(TOOL):
-                found[name] = found.get(name, 0.0) + value
-    return found
-
-
-def _staleness(trajectories: Sequence[Trajectory], extra: Mapping[str, float]) -> dict[str, float]:
+                found[name] += value
+    found |= _spread("generation_s", seconds["generation_s"])
+    found |= _spread("tool_s", seconds["tool_s"])
+    found |= _spread("reward", [row.reward for row in trajectories if row.reward is not None])
+    if longest := _spread("trajectory_s", seconds["total_s"]):
+        found["trajectory_s/max"] = longest["trajectory_s/max"]
+    if trajectories:
+        found["turns/mean"] = sum(row.num_turns for row in trajectories) / len(trajectories)
+    if truncated and found["tokens/generated"]:
+        found["sampling/truncated_share"] = truncated / found["tokens/generated"]
     current = extra.get("weights/version")
-    if current is None:
-        return {}
-    tokens: Counter[int] = Counter()
-    for row in trajectories:
-        for transcript in row.transcripts:
-            for count, version in transcript.runs():
-                if version is not None:
-                    tokens[version] += count
-    if not tokens:
-        return {}
-    old = math.fsum((current - version) * count for version, count in tokens.items())
-    return {
-        "staleness/mean": old / tokens.total(),
-        "staleness/max": current - min(tokens),
-    }
+    if current is not None and sampled_by.total():
+        behind = sum((current - version) * count for version, count in sampled_by.items())
+        found["staleness/mean"] = behind / sampled_by.total()
+        found["staleness/max"] = current - min(sampled_by)
+    if (batch_s := extra.get("batch_s", 0.0)) > 0:
+        found["throughput/tokens_per_s"] = found["tokens/generated"] / batch_s
+        found["throughput/trajectories_per_s"] = len(trajectories) / batch_s
+    found |= extra
+    return {name: float(value) for name, value in found.items() if math.isfinite(value)}
 
 
-def _throughput(metrics: Mapping[str, float], count: int) -> dict[str, float]:
-    seconds = metrics.get("batch_s", 0.0)
-    if seconds <= 0:
-        return {}
-    return {
-        "throughput/tokens_per_s": metrics["tokens/generated"] / seconds,
-        "throughput/trajectories_per_s": count / seconds,
-    }
-
-
-def _known(trajectories: Sequence[Trajectory], name: str) -> Iterable[float]:
-    return (row.metrics[name] for row in trajectories if name in row.metrics)
-
-
-def _spread(name: str, values: Iterable[float]) -> dict[str, float]:
+def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return {}
     mean = math.fsum(finite) / len(finite)
     return {f"{name}/min": min(finite), f"{name}/mean": mean, f"{name}/max": max(finite)}
-
-
-def _tokens(trajectories: Sequence[Trajectory]) -> dict[str, int]:
-    transcripts = [transcript for row in trajectories for transcript in row.transcripts]
-    prompt = sum(transcript.prompt_length for transcript in transcripts)
-    response = sum(transcript.response_length for transcript in transcripts)
-    generated = sum(transcript.generated_length for transcript in transcripts)
-    trailing = sum(transcript.trailing_observation_length for transcript in transcripts)
-    return {
-        "tokens/prompt": prompt,
-        "tokens/generated": generated,
-        "tokens/observation": response - generated,
-        "tokens/trailing_observation": trailing,
-    }
-
-
-def _outcomes(trajectories: Sequence[Trajectory]) -> dict[str, int]:
-    counts = Counter(f"outcomes/{row.outcome}" for row in trajectories)
-    counts.update(f"outcomes/{row.outcome}/{row.reason}" for row in trajectories if row.reason)
-    return dict(counts)

@@ -1,165 +1,89 @@
-"""Samples and trajectories as lines of JSON, and back, bit for bit where JSON can.
+"""Samples and trajectories as lines of JSON that people read, and back, bit for bit where JSON can.
 
-Floats that JSON cannot write (infinities, NaN) are strings in fields that hold numbers.
+Floats that JSON cannot write (infinities, NaN) are strings in fields that hold numbers; values of
+users that it cannot hold are texts.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 from array import array
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from rollout.batch.json_values import Number, encoded, json_items, json_value, number, numbers
 from rollout.batch.sample import Sample
-from rollout.chat.media_records import (
-    message_record,
-    placed_records,
-    prompt_messages,
-    shows_more_than_text,
-)
-from rollout.chat.spans import SpanKind
-from rollout.chat.trajectory import Parent, Segment, Trajectory
-from rollout.chat.transcript import NO_ID, Transcript
-from rollout.medium import PlacedMedia
-from rollout.types import Cause, Message, Outcome, Prompt
+from rollout.chat.plain_data import show_value
+from rollout.chat.trajectory_codec import TrajectoryRecord, pack_trajectory, unpack_trajectory
+from rollout.chat.transcript import Span, SpanKind, Transcript
+from rollout.media.records import drop_contents, record_prompt_messages
+from rollout.types import Message, Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from rollout.chat.trajectory import Trajectory
 
-class _RowRecord(msgspec.Struct, kw_only=True):
-    """What samples and trajectories have in common."""
+    Decode = Callable[[Sequence[int]], str]
 
-    uid: str
-    group: int
-    member: int
-    num_turns: int
-    outcome: Outcome
-    reason: str
-    limit_source: str | None
-    trainable: bool
-    reward: Number | None
-    turn_scores: list[Number]
-    tool_rewards: list[Number]
-    metrics: dict[str, Number]
-    extra: dict[str, Any]
-
-    def fields(self) -> dict[str, Any]:
-        """The fields that a `Sample` and a `Trajectory` share."""
-        return {
-            **{name: getattr(self, name) for name in _RowRecord.__struct_fields__},
-            "reward": None if self.reward is None else float(self.reward),
-            "turn_scores": [float(value) for value in self.turn_scores],
-            "tool_rewards": [float(value) for value in self.tool_rewards],
-            "metrics": {name: float(value) for name, value in self.metrics.items()},
-        }
+logger = logging.getLogger("rollout.batch")
 
 
-class _SampleRecord(_RowRecord, kw_only=True):
-    row: int
-    segment: int
-    parent: Parent | None
-    purpose: str
-    session_id: str
-    seeds: list[int]
+class _SpanLine(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A `Span` in numbers, and its text where there is a tokenizer."""
 
-
-class _ExpertsRecord(msgspec.Struct, kw_only=True):
-    """Routed experts of the first tokens of a span: int16 little-endian, in base64.
-
-    Attributes:
-        shape: (tokens, layers, top_k).
-    """
-
-    shape: tuple[int, int, int]
-    int16: bytes
-
-
-class _SpanRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     kind: SpanKind
     ids: list[int]
     text: str | None = None
-    log_probs: list[Number] = msgspec.field(default_factory=list)
-    versions: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    log_probs: list[float | str] = []
+    versions: list[tuple[int, int]] = []
     finish_reason: str | None = None
-    top_ids: list[list[int]] = msgspec.field(default_factory=list)
-    top_log_probs: list[list[Number]] = msgspec.field(default_factory=list)
-    routed_experts: _ExpertsRecord | None = None
-    media: list[PlacedMedia] = msgspec.field(default_factory=list)
+    top_ids: list[list[int]] = []
+    top_log_probs: list[list[float | str]] = []
 
 
-class _SegmentRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A segment; without spans it has the trajectory's own, and without messages too."""
-
-    purpose: str
-    parent: Parent | None = None
-    trainable: bool | None = None
-    reward: Number | None = None
-    token_rewards: list[Number] | None = None
-    session_id: str = ""
-    seeds: list[int] = []
-    spans: list[_SpanRecord] | None = None
-    messages: list[Message] | None = None
-
-
-class _TrajectoryRecord(_RowRecord, kw_only=True):
-    """A trajectory; `spans` are those of its `transcript`."""
-
-    cause: Cause | None
-    prompt: dict[str, Any] | None
-    messages: list[Message]
-    spans: list[_SpanRecord]
-    history: str = "append_only"
-    segments: list[_SegmentRecord]
+_decode_line = msgspec.json.Decoder(TrajectoryRecord[_SpanLine, list[Message]]).decode
 
 
 def sample_line(sample: Sample) -> bytes:
     """One line of ``samples.jsonl``."""
-    own = {name: getattr(sample, name) for name in _SampleRecord.__struct_fields__}
-    return encoded(_SampleRecord(**(own | _row_fields(sample))))
+    where = f"{sample.uid!r} member {sample.member}: extra"
+    numbers = _make_floats(lambda name: getattr(sample, name))
+    return _encode(msgspec.structs.replace(sample, extra=_write(sample.extra, where), **numbers))
 
 
 def sample_from_line(line: bytes) -> Sample:
-    """The sample of one line; a `msgspec.MsgspecError` says what is wrong with it."""
-    record = msgspec.json.decode(line, type=_SampleRecord)
-    own = {name: getattr(record, name) for name in _SampleRecord.__struct_fields__}
-    return Sample(**(own | record.fields()))
+    """The sample of one line; a `msgspec.MsgspecError` or a ValueError says what is wrong."""
+    fields = msgspec.json.decode(line, type=dict[str, Any])
+    return msgspec.convert(fields | _make_floats(fields.get), Sample)
 
 
-def trajectory_line(trajectory: Trajectory, decode: Callable[[Sequence[int]], str] | None) -> bytes:
+def trajectory_line(trajectory: Trajectory, decode: Decode | None) -> bytes:
     """One line of ``trajectories.jsonl``, with the text of each span where there is `decode`."""
-    record = _TrajectoryRecord(
-        cause=trajectory.cause,
-        prompt=_prompt_fields(trajectory),
-        messages=_messages(trajectory.messages, trajectory),
-        spans=_span_records(trajectory.transcript, decode),
-        history=trajectory.history,
-        segments=[_segment_record(segment, trajectory, decode) for segment in trajectory.segments],
-        **_row_fields(trajectory),
-    )
-    return encoded(record)
 
+    def write(value: Any, name: str) -> Any:
+        return _write(value, f"{trajectory.uid!r} member {trajectory.member}: {name}")
 
-def _segment_record(
-    segment: Segment, trajectory: Trajectory, decode: Callable[[Sequence[int]], str] | None
-) -> _SegmentRecord:
-    is_main = segment.transcript is trajectory.transcript
-    is_told = segment.messages == trajectory.messages
-    rewards = segment.token_rewards
-    return _SegmentRecord(
-        purpose=segment.purpose,
-        parent=segment.parent,
-        trainable=segment.trainable,
-        reward=None if segment.reward is None else number(segment.reward),
-        token_rewards=None if rewards is None else numbers(np.array(rewards, dtype=np.float32)),
-        session_id=segment.session_id,
-        seeds=segment.seeds,
-        spans=None if is_main else _span_records(segment.transcript, decode),
-        messages=None if is_told else _messages(segment.messages, trajectory),
-    )
+    def write_messages(messages: Sequence[Message]) -> Any:
+        return write([drop_contents(each) for each in messages], "messages")
+
+    record: Any = pack_trajectory(trajectory, write, write_messages)
+    _set_floats(record)
+    record.spans = [_write_span(span, decode) for span in record.spans]
+    for segment in record.segments:
+        if segment.spans is not None:
+            segment.spans = [_write_span(span, decode) for span in segment.spans]
+        if segment.token_rewards is not None:
+            segment.token_rewards = array("f", segment.token_rewards).tolist()
+    prompt = trajectory.prompt
+    if prompt is not None:
+        fields = {name: getattr(prompt, name) for name in Prompt.__struct_fields__}
+        fields["messages"] = record_prompt_messages(prompt.messages, trajectory.messages)
+        record.prompt = write(fields, "prompt")
+    return _encode(record)
 
 
 def trajectory_from_line(line: bytes) -> Trajectory:
@@ -169,142 +93,117 @@ def trajectory_from_line(line: bytes) -> Trajectory:
         msgspec.MsgspecError: The line is no such record.
         ValueError: Its spans make no transcript.
     """
-    record = msgspec.json.decode(line, type=_TrajectoryRecord)
-    transcript = _transcript(record.spans)
-    return Trajectory(
-        transcript=transcript,
-        cause=record.cause,
-        prompt=_prompt(record.prompt),  # type: ignore[arg-type]
-        messages=record.messages,
-        history=record.history,
-        segments=[_segment(each, record.messages, transcript) for each in record.segments],
-        **record.fields(),
+    record: Any = _decode_line(line)
+    _set_floats(record)
+    record.spans = _read_spans(record.spans)
+    for segment in record.segments:
+        if segment.spans is not None:
+            segment.spans = _read_spans(segment.spans)
+        if segment.reward is not None:
+            segment.reward = float(segment.reward)
+        if segment.token_rewards is not None:
+            segment.token_rewards = array("f", map(float, segment.token_rewards)).tobytes()
+    prompt = None if record.prompt is None else Prompt(**record.prompt)
+    return unpack_trajectory(record, prompt, lambda messages, _: messages)
+
+
+def _write_span(span: Span, decode: Decode | None) -> _SpanLine:
+    ids = array("i", span.ids).tolist()
+    line = _SpanLine(
+        kind=span.kind,
+        ids=ids,
+        text=None if decode is None else decode(ids),
+        log_probs=np.frombuffer(span.log_probs, np.float32).tolist(),
+        versions=list(span.versions),
+        finish_reason=span.finish_reason,
     )
+    if span.top is not None:
+        width, top_ids, top_log_probs = span.top
+        line.top_ids = np.frombuffer(top_ids, np.int32).reshape(-1, width).tolist()
+        floats: Any = np.frombuffer(top_log_probs, np.float32).reshape(-1, width).tolist()
+        line.top_log_probs = floats
+    return line
 
 
-def _segment(record: _SegmentRecord, messages: list[Message], transcript: Transcript) -> Segment:
-    rewards = record.token_rewards
-    return Segment(
-        transcript=transcript if record.spans is None else _transcript(record.spans),
-        parent=record.parent,
-        purpose=record.purpose,
-        trainable=record.trainable,
-        reward=None if record.reward is None else float(record.reward),
-        token_rewards=None if rewards is None else array("f", map(float, rewards)),
-        session_id=record.session_id,
-        seeds=record.seeds,
-        messages=messages if record.messages is None else record.messages,
-    )
+def _read_spans(lines: Sequence[_SpanLine]) -> list[Span]:
+    transcript = Transcript()
+    for line in lines:
+        if line.kind == "prompt":
+            transcript.append_prompt(line.ids)
+        elif line.kind == "observation":
+            transcript.append_observation(line.ids)
+        else:
+            top_log_probs = [list(map(float, row)) for row in line.top_log_probs]
+            transcript.append_generated(
+                line.ids,
+                list(map(float, line.log_probs)),
+                versions=line.versions,
+                finish_reason=line.finish_reason or "",
+                top=(line.top_ids, top_log_probs) if line.top_ids else None,
+            )
+    return list(transcript.spans)
 
 
-def _row_fields(row: Sample | Trajectory) -> dict[str, Any]:
-    where = f"{row.uid!r} member {row.member}: extra"
+def _set_floats(record: Any) -> None:
+    for name, value in _make_floats(lambda name: getattr(record, name)).items():
+        setattr(record, name, value)
+
+
+def _make_floats(get: Callable[[str], Any]) -> dict[str, Any]:
+    """The fields that hold numbers as floats, those that JSON has as strings among them."""
+    reward = get("reward")
     return {
-        **{name: getattr(row, name) for name in _RowRecord.__struct_fields__},
-        "reward": None if row.reward is None else number(row.reward),
-        "turn_scores": [number(value) for value in row.turn_scores],
-        "tool_rewards": [number(value) for value in row.tool_rewards],
-        "metrics": {name: number(value) for name, value in row.metrics.items()},
-        "extra": json_items(row.extra, where),
+        "reward": None if reward is None else float(reward),
+        "turn_scores": list(map(float, get("turn_scores") or ())),
+        "tool_rewards": list(map(float, get("tool_rewards") or ())),
+        "metrics": {name: float(value) for name, value in (get("metrics") or {}).items()},
     }
 
 
-def _prompt_fields(trajectory: Trajectory) -> dict[str, Any] | None:
-    if trajectory.prompt is None:
-        return None
-    fields = {name: getattr(trajectory.prompt, name) for name in Prompt.__struct_fields__}
-    if shows_more_than_text(trajectory.prompt.messages):
-        fields["messages"] = prompt_messages(trajectory, trajectory.prompt.messages)
-    return json_items(fields, f"{trajectory.uid!r} member {trajectory.member}: prompt")
+def _write(value: Any, where: str) -> Any:
+    """`value`, with a text in the place of what JSON cannot hold, of which a warning tells."""
+    if isinstance(value, Mapping):
+        return {str(key): _write(item, f"{where}[{key!r}]") for key, item in value.items()}
+    try:
+        msgspec.json.encode(value, enc_hook=_list_array)
+    except UnicodeEncodeError:
+        return value  # `_encode` writes half a surrogate pair as an escape
+    except Exception as error:  # whatever a foreign object raises
+        if isinstance(value, msgspec.Struct):
+            names = value.__struct_fields__
+            own = {name: _write(getattr(value, name), f"{where}.{name}") for name in names}
+            return msgspec.structs.replace(value, **own)
+        if isinstance(value, list | tuple) and all(isinstance(v, msgspec.Struct) for v in value):
+            return [_write(each, f"{where}[{at}]") for at, each in enumerate(value)]
+        logger.warning("%s is saved as text: %s", where, error)
+        return show_value(value)
+    return value
 
 
-def _prompt(fields: dict[str, Any] | None) -> Prompt | None:
-    if fields is None:
-        return None
-    known = Prompt.__struct_fields__
-    return Prompt(**{name: value for name, value in fields.items() if name in known})
+def _list_array(value: Any) -> Any:
+    """Arrays and tensors as nested lists, their scalars as numbers."""
+    tolist = getattr(value, "tolist", None)
+    if tolist is None:
+        raise TypeError(f"JSON cannot hold a {type(value).__qualname__}")
+    return tolist()
 
 
-def _messages(messages: Sequence[Message], trajectory: Trajectory) -> list[Message]:
-    where = f"{trajectory.uid!r} member {trajectory.member}: messages"
-    return [_message(message, f"{where}[{at}]") for at, message in enumerate(messages)]
+def _encode(record: msgspec.Struct) -> bytes:
+    plain = msgspec.to_builtins(record, enc_hook=_list_array, str_keys=True)
+    return msgspec.json.encode(make_writable(plain))
 
 
-def _message(message: Message, where: str) -> Message:
-    """A message that JSON can hold; what of it JSON cannot is text."""
-    message = message_record(message)
-    if message.extra or message.fields:
-        message = msgspec.structs.replace(
-            message,
-            extra=json_items(message.extra, f"{where}.extra"),
-            fields=json_items(message.fields, f"{where}.fields"),
-        )
-    plain = json_value(message, where)
-    return message if plain is message else Message(role=message.role, content=plain)
-
-
-def _span_records(
-    transcript: Transcript, decode: Callable[[Sequence[int]], str] | None
-) -> list[_SpanRecord]:
-    log_probs = transcript.log_probs()
-    top_ids, top_log_probs = transcript.top_ids(), transcript.top_log_probs()
-    experts = transcript.routed_experts()
-    records = []
-    for span in transcript.spans:
-        ids = transcript.span_ids(span).tolist()
-        is_generated = span.kind == "generated"
-        at = slice(span.start, span.stop)
-        width = int((top_ids[span.start] != NO_ID).sum()) if is_generated and ids else 0
-        records.append(
-            _SpanRecord(
-                kind=span.kind,
-                ids=ids,
-                text=None if decode is None else decode(ids),
-                log_probs=numbers(log_probs[at]) if is_generated else [],
-                versions=list(span.versions),
-                finish_reason=span.finish_reason,
-                top_ids=top_ids[at, :width].tolist() if width else [],
-                top_log_probs=[numbers(row) for row in top_log_probs[at, :width]] if width else [],
-                routed_experts=None
-                if experts is None
-                else _experts_record(
-                    experts[span.start : min(span.stop, transcript.routed_length)]
-                ),
-                media=placed_records(transcript.media, span.start, span.stop),
-            )
-        )
-    return records
-
-
-def _transcript(spans: Sequence[_SpanRecord]) -> Transcript:
-    transcript = Transcript()
-    for span in spans:
-        if span.kind == "prompt":
-            transcript.append_prompt(span.ids, media=span.media)
-        elif span.kind == "observation":
-            transcript.append_observation(span.ids, media=span.media)
-        else:
-            transcript.append_generated(
-                span.ids,
-                [float(value) for value in span.log_probs],
-                versions=span.versions,
-                finish_reason=span.finish_reason or "",
-                top=(span.top_ids, _floats(span.top_log_probs)) if span.top_ids else None,
-            )
-    for span in spans:
-        told = span.routed_experts
-        if told is not None:
-            values = np.frombuffer(told.int16, "<i2").reshape(told.shape)
-            transcript.append_routed_experts(values)
-    return transcript
-
-
-def _experts_record(values: npt.NDArray[np.int16]) -> _ExpertsRecord | None:
-    count, layers, top_k = values.shape
-    if not count:
-        return None
-    return _ExpertsRecord(shape=(count, layers, top_k), int16=values.astype("<i2").tobytes())
-
-
-def _floats(rows: Sequence[Sequence[Number]]) -> list[list[float]]:
-    return [[float(value) for value in row] for row in rows]
+def make_writable(value: Any) -> Any:
+    """Builtins without floats that JSON, and halves of surrogate pairs that UTF-8 cannot hold."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(value)
+    if isinstance(value, dict):
+        return {make_writable(key): make_writable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        kinds = set(map(type, value))  # long lists are ids and log-probs
+        if kinds <= {int} or (kinds == {float} and all(map(math.isfinite, value))):
+            return value
+        return [make_writable(item) for item in value]
+    return value

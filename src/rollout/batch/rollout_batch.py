@@ -9,13 +9,14 @@ from typing import Any
 import msgspec
 from tensordict import TensorDict
 
-from rollout.batch.multi_modal import MultiModalInputs, list_media
+from rollout.batch.rows import list_rows
 from rollout.batch.sample import Sample
 from rollout.batch.saved_tokenizer import BatchTokenizer
-from rollout.batch.storage import check_free, read_batch, write_batch
-from rollout.chat.processors import MediaProcessor  # noqa: TC001  (a Struct looks its names up)
+from rollout.batch.storage import read_batch, write_batch
 from rollout.chat.trajectory import Trajectory
 from rollout.errors import RolloutError
+from rollout.media.processor import MediaProcessor  # noqa: TC001  (a Struct looks its names up)
+from rollout.media.tensors import MultiModalInputs
 from rollout.observe.batch_events import of_batch
 from rollout.observe.event_file import EVENTS, events_of_batch
 from rollout.observe.timeline import write_timeline
@@ -96,9 +97,7 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
                 what is needed and what there is. Nothing is left of the attempt: make room and
                 call it again.
         """
-        if not overwrite:
-            check_free(Path(directory), self)
-        write_batch(Path(directory), self)
+        write_batch(Path(directory), self, overwrite=overwrite)
 
     @classmethod
     def load(
@@ -123,7 +122,7 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
             RolloutError: A file is missing, damaged or not of this batch; names it and says why.
         """
         parts = read_batch(Path(directory), tokenizer)
-        media = list_media(parts["trajectories"])
+        media = [row.media for row in list_rows(parts["trajectories"])]
         batch = cls(**parts, multi_modal_inputs=MultiModalInputs(media, processor))
         if (Path(directory) / EVENTS).exists():
             batch.events_path = Path(directory)

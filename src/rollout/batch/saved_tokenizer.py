@@ -40,40 +40,24 @@ class BatchTokenizer:
     """The tokenizer of a batch: the runtime's, or one that is loaded when somebody decodes.
 
     Args:
-        path, revision: Of its model.
+        known: What a loaded batch says of it; of the runtime's own, path and revision.
         template: The runtime's; None in a batch that was loaded.
-        fingerprint, chat_template: As a `TokenizerRecord` has them, of a batch that was loaded.
     """
 
-    def __init__(
-        self,
-        path: str,
-        revision: str | None = None,
-        *,
-        template: ChatTemplate | None = None,
-        fingerprint: str = "",
-        chat_template: str = "",
-    ) -> None:
-        self.path = str(Path(path).resolve()) if Path(path).is_dir() else path
-        self.revision = revision
+    def __init__(self, known: TokenizerRecord, template: ChatTemplate | None = None) -> None:
+        path = str(Path(known.path).resolve()) if Path(known.path).is_dir() else known.path
+        self._known = msgspec.structs.replace(known, path=path)
         self._template = template
-        self._known = (fingerprint, chat_template)
-
-    def __repr__(self) -> str:
-        return f"<BatchTokenizer {self.path}>"
 
     @cached_property
     def record(self) -> TokenizerRecord:
         """What `RolloutBatch.save` writes of it."""
-        fingerprint, chat_template = self._known
-        if self._template is not None:
-            fingerprint = _digest_vocabulary(self._template.tokenizer)
-            chat_template = _digest(self._template.source)
-        return TokenizerRecord(
-            path=self.path,
-            revision=self.revision,
-            fingerprint=fingerprint,
-            chat_template=chat_template,
+        if self._template is None:
+            return self._known
+        return msgspec.structs.replace(
+            self._known,
+            fingerprint=_digest_vocabulary(self._template.tokenizer),
+            chat_template=_digest(self._template.source),
         )
 
     @cached_property
@@ -85,20 +69,20 @@ class BatchTokenizer:
         """
         if self._template is not None:
             return self._template.decode
-        of = f" (revision {self.revision})" if self.revision else ""
+        known = self._known
+        name = f"{known.path} (revision {known.revision})" if known.revision else known.path
         instead = "give RolloutBatch.load(..., tokenizer=) where it is now"
         try:
-            tokenizer = load_model_tokenizer(self.path, self.revision)
+            tokenizer = load_model_tokenizer(known.path, known.revision)
         except RolloutError as error:
             raise RolloutError(
-                f"the batch's tokenizer, that of {self.path}{of}, cannot be loaded: {error}; "
-                f"{instead}"
+                f"the batch's tokenizer, that of {name}, cannot be loaded: {error}; {instead}"
             ) from error
-        expected, found = self._known[0], _digest_vocabulary(tokenizer)
-        if expected and found != expected:
+        found = _digest_vocabulary(tokenizer)
+        if known.fingerprint and found != known.fingerprint:
             raise RolloutError(
-                f"the tokenizer of {self.path}{of} is not the batch's: its vocabulary has the "
-                f"fingerprint {found}, the batch was written with {expected}; {instead}"
+                f"the tokenizer of {name} is not the batch's: its vocabulary has the "
+                f"fingerprint {found}, the batch was written with {known.fingerprint}; {instead}"
             )
         return make_decoder(tokenizer)
 
@@ -106,22 +90,11 @@ class BatchTokenizer:
         """As `decode`, which is looked up when it is called."""
         return self.decode(ids)
 
-    def is_at_hand(self) -> bool:
-        """Whether it can decode."""
-        try:
-            return callable(self.decode)
-        except RolloutError:
-            return False
-
 
 class DecodableMessages(list[Message]):
     """Messages of a loaded trajectory, with what decodes its tokens."""
 
     __slots__ = ("decode",)
-
-    def __init__(self, messages: Iterable[Message], decode: Callable[[Sequence[int]], str]) -> None:
-        super().__init__(messages)
-        self.decode = decode
 
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (list(self),)  # who gets it elsewhere has no tokenizer
@@ -130,11 +103,12 @@ class DecodableMessages(list[Message]):
 def make_decodable(trajectories: Iterable[Trajectory], tokenizer: BatchTokenizer) -> None:
     """Let loaded trajectories be printed with their tokens."""
     for trajectory in trajectories:
-        before = trajectory.messages
-        trajectory.messages = DecodableMessages(before, tokenizer.decode_ids)
+        before, messages = trajectory.messages, DecodableMessages(trajectory.messages)
+        messages.decode = tokenizer.decode_ids
+        trajectory.messages = messages
         for segment in trajectory.segments:
             if segment.messages is before:
-                segment.messages = trajectory.messages
+                segment.messages = messages
 
 
 def _digest_vocabulary(tokenizer: Any) -> str:

@@ -7,11 +7,10 @@ from rollout.chat.parsers import (
     register_tool_parser,
     tool_parser_names,
 )
-from rollout.chat.processors import MediaProcessor, load_media_processor
-from rollout.chat.spans import Span
 from rollout.chat.template import ChatTemplate
 from rollout.chat.template_loading import load_chat_template
-from rollout.chat.transcript import Transcript
+from rollout.chat.transcript import Span, Transcript
+from rollout.media.processor import MediaProcessor, load_media_processor
 
 __all__ = [
     "ChatTemplate",

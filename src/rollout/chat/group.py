@@ -34,8 +34,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
             version
             for trajectory in trajectories
             for transcript in trajectory.transcripts
-            for _, version in transcript.runs()
-            if version is not None
+            for version in transcript.versions
         }
         return cls(
             uid=uid,

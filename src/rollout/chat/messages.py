@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 
 from rollout.errors import MediaError, TemplateError
 from rollout.media import Media
-from rollout.media import refusals as media
+from rollout.media import parts as media
 from rollout.types import Message, ToolCall
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from rollout.chat.processors import MediaProcessor
     from rollout.chat.transcript import Transcript
     from rollout.media import Media, PlacedMedia
+    from rollout.media.processor import MediaProcessor
     from rollout.types import Message
 
 
@@ -147,7 +147,7 @@ class ChatTemplate:
             return written
         if self.processor is None:
             raise MediaError(f"{len(media)} images or videos: the model reads text only")
-        expanded = self.processor.expand(written, media, before)
+        expanded = WrittenText(*self.processor.expand(written.text, written.plain, media, before))
         self.encoder.refuse_beyond(max_tokens, expanded.text)
         return expanded
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from rollout.chat.processors import MediaProcessor
+    from rollout.media.processor import MediaProcessor
 
 logger = logging.getLogger("rollout.chat")
 

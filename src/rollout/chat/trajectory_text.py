@@ -11,8 +11,7 @@ from rollout.types import Message, Outcome
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from rollout.chat.spans import SpanKind
-    from rollout.chat.transcript import Transcript
+    from rollout.chat.transcript import SpanKind, Transcript
 
     Decode = Callable[[Sequence[int]], str]
 

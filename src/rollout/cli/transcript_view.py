@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from rollout.chat.spans import SpanKind
-    from rollout.chat.transcript import Transcript
+    from rollout.chat.transcript import SpanKind, Transcript
 
 STYLES: dict[SpanKind, str] = {
     "prompt": "dim",

@@ -10,8 +10,8 @@ from rollout.media import decode
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from rollout.chat.processors import MediaProcessor
     from rollout.integrations.trainer_row import TrainerRow
+    from rollout.media.processor import MediaProcessor
     from rollout.medium import Media
 
 

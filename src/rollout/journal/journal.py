@@ -9,7 +9,6 @@ import attrs
 
 from rollout.agents.kept_messages import TurnReader
 from rollout.bridge import loop_clock
-from rollout.chat.media_records import KnownContents
 from rollout.errors import ConfigError, JournalError, ToolError
 from rollout.journal.index import JournalIndex, RecordedMedia
 from rollout.journal.records import (
@@ -22,6 +21,7 @@ from rollout.journal.records import (
     decode_record,
 )
 from rollout.journal.values import Unwritable, logger
+from rollout.media.records import KnownContents
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

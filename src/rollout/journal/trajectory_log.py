@@ -13,13 +13,14 @@ import anyio.lowlevel
 import msgspec
 from msgspec.structs import astuple
 
-from rollout.chat.media_records import contents_of, without_content
 from rollout.chat.plain_data import encoder, to_plain
+from rollout.chat.trajectory_codec import collect_contents, restore_media
 from rollout.journal.index import RecordedTrajectory, read_steps
 from rollout.journal.journal import Journal
 from rollout.journal.records import EndRecord, Key, ResultsRecord, TurnRecord
 from rollout.journal.trajectory_record import pack_end, unpack_end
 from rollout.journal.values import REFUSE, UNENCODABLE
+from rollout.media.records import drop_content
 from rollout.medium import Media
 from rollout.tools import ToolResult
 from rollout.tools.answers import Answers
@@ -115,7 +116,7 @@ class TrajectoryLog(msgspec.Struct, eq=False):
         packed = dict(record.ends)[self.key]
         trajectory = unpack_end(packed, prompt, self._journal.make_readers(prompt))
         if any(transcript.media for transcript in trajectory.transcripts):
-            self._journal.media.restore([trajectory])
+            restore_media(trajectory, self._journal.media)
         trajectory.group = group
         self._journal.counts.returned += 1
         return trajectory
@@ -196,7 +197,7 @@ class TrajectoryLog(msgspec.Struct, eq=False):
         """See `TurnLog`."""
         await anyio.lowlevel.checkpoint()
         known = self._take(ResultsRecord, asked, segment)
-        return None if known is None else read_results(known, self._journal.media.whole)
+        return None if known is None else read_results(known, self._journal.media.restore)
 
     def note_answers(
         self,
@@ -234,7 +235,7 @@ class TrajectoryLog(msgspec.Struct, eq=False):
         """
         if trajectory.outcome is Outcome.CANCELLED and trajectory.reason in UNFINISHED:
             return None
-        self._journal.put_media(contents_of([trajectory]))
+        self._journal.put_media(collect_contents([trajectory]))
         if self._answers:
             self._journal.counts.departed += 1
             logger.warning(
@@ -298,7 +299,7 @@ def _pack_result(result: ToolResult, at: int) -> str | list[Any]:
         REFUSE.pack_value(getattr(result, name), f"answers[{at}].{name}") for name in _RESULT_FIELDS
     ]
     if result.has_media:
-        fields += ([without_content(m) for m in each] for each in (result.images, result.videos))
+        fields += ([drop_content(m) for m in each] for each in (result.images, result.videos))
     return fields
 
 

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rollout.agents.kept_messages import KeptMessages, PackedMessages, TurnReader, pack_texts
-from rollout.chat.packed_trajectory import (
+from rollout.chat.plain_data import NotPlainError, encoder, from_plain
+from rollout.chat.trajectory_codec import (
     PackedTrajectory,
     pack_message,
     pack_trajectory,
     unpack_message,
     unpack_trajectory,
 )
-from rollout.chat.plain_data import NotPlainError, encoder, from_plain
 from rollout.errors import JournalError
 from rollout.journal.log_file import get_size_limit
 from rollout.journal.values import REFUSE, UNENCODABLE, Unwritable
@@ -74,12 +74,7 @@ def _encode(
                 return packed, None if is_prompts else [dict(each) for each in own]
         return pack_texts([pack_message(m, unwritable.pack_value) for m in messages]), None
 
-    record = pack_trajectory(trajectory, unwritable.pack_value, pack_messages)
-    try:
-        packed = encoder.encode(record)
-    except (OverflowError, UnicodeEncodeError):  # of a metric only the type was looked at
-        record.metrics = unwritable.pack_items(trajectory.metrics, "metrics")
-        packed = encoder.encode(record)
+    packed = encoder.encode(pack_trajectory(trajectory, unwritable.pack_value, pack_messages))
     if len(packed) > get_size_limit():
         raise JournalError(
             f"the trajectory is packed in {len(packed):,} bytes; expected at most "

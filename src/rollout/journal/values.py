@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollout.chat.packed_trajectory import pack_message, unpack_prompt
 from rollout.chat.plain_data import (
     NotPlainError,
     encoder,
@@ -17,6 +16,7 @@ from rollout.chat.plain_data import (
     to_plain,
     to_plain_items,
 )
+from rollout.chat.trajectory_codec import pack_message, unpack_prompt
 from rollout.errors import JournalError
 from rollout.journal.log_file import get_size_limit
 from rollout.medium import Media
@@ -25,7 +25,7 @@ from rollout.types import Message, Prompt, ToolCall, format_error
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from rollout.chat.media_records import KnownContents
+    from rollout.media.records import KnownContents
 
 logger = logging.getLogger("rollout.journal")
 

@@ -9,57 +9,24 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-_OPERATORS = ("nms", "qnms")
-_SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-
-_ADDED = f'''
-# Added by rollout.media.torchvision_operators: where the library of this wheel does not load, what
-# is described at import exists all the same.
-if not _has_ops():
-    for _name in {_OPERATORS}:
-        if not hasattr(torch.ops.torchvision, _name):
-            torch.library.define("torchvision::" + _name, "{_SCHEMA}")
-'''
+OPERATORS = ("nms", "qnms")
+SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
 def declare_missing_operators() -> None:
     """Call it before torchvision is imported; nothing happens where its library loads."""
-    package = _package()
-    if package is None:
+    spec = find_spec("torchvision")
+    if spec is None or spec.origin is None:
         return
     import torch
 
     if hasattr(torch.ops.torchvision, "nms"):
         return
-    for library in package.glob("_C*.so"):
+    for library in Path(spec.origin).parent.glob("_C*.so"):
         try:
             torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
         except OSError:
             break
-    for name in _OPERATORS:
+    for name in OPERATORS:
         if not hasattr(torch.ops.torchvision, name):
-            torch.library.define(f"torchvision::{name}", _SCHEMA)
-
-
-def mend_installed() -> None:
-    """Have the torchvision of this environment declare them itself, in every process.
-
-    For environments of tests, whose processes import transformers before anything of ours:
-    ``python -m rollout.media.torchvision_operators``. Again it changes nothing.
-    """
-    package = _package()
-    if package is None:
-        return
-    path = package / "extension.py"
-    text = path.read_text(encoding="utf-8")
-    if _ADDED not in text and "_has_ops" in text:
-        path.write_text(text + _ADDED, encoding="utf-8")
-
-
-def _package() -> Path | None:
-    spec = find_spec("torchvision")
-    return None if spec is None or spec.origin is None else Path(spec.origin).parent
-
-
-if __name__ == "__main__":
-    mend_installed()
+            torch.library.define(f"torchvision::{name}", SCHEMA)

@@ -99,11 +99,10 @@ class Collation:
         trim: Trim,
     ) -> RolloutBatch:
         from rollout.batch import collate  # torch, loaded while the runtime opens
-        from rollout.batch.saved_tokenizer import BatchTokenizer
+        from rollout.batch.saved_tokenizer import BatchTokenizer, TokenizerRecord
 
-        self._tokenizer = self._tokenizer or BatchTokenizer(
-            self._model.path, self._model.revision, template=self._template
-        )
+        model = TokenizerRecord(path=self._model.path, revision=self._model.revision)
+        self._tokenizer = self._tokenizer or BatchTokenizer(model, self._template)
         return collate(
             trajectories,
             self._lengths,

@@ -15,7 +15,6 @@ from rollout.agents.long_texts import LongTexts
 from rollout.agents.media_intake import MediaIntake
 from rollout.agents.services import Services
 from rollout.chat import get_tool_parser
-from rollout.chat.media_records import KnownContents
 from rollout.chat.parsers import stop_token_ids
 from rollout.config import LimitsConfig, RolloutConfig, config_from_dict
 from rollout.containment import Containment, open_containment
@@ -35,6 +34,7 @@ from rollout.journal.index import (
 from rollout.journal.records import Key, PromptRecord, PullRecord, ResultsRecord, TurnRecord
 from rollout.journal.replay_log import ReplayLog, ReplayStep
 from rollout.journal.values import read_prompt
+from rollout.media.records import KnownContents
 from rollout.observe.tally import Tally
 from rollout.runtime.gateway_opening import serve_gateway
 from rollout.runtime.opening import tool_executor
@@ -226,7 +226,7 @@ async def _run(
     log = ReplayLog(
         record.steps,
         record.ended,
-        restore=record.media.whole,
+        restore=record.media.restore,
         decode=template.decode,
         parse_calls=parse_calls,
         on_step=on_step,

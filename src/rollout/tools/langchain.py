@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rollout.chat.media_parts import media_part
 from rollout.errors import MediaError, ToolError
 from rollout.lazy import derives_from
+from rollout.media.parts import media_part
 from rollout.tools.results import ToolResult
 from rollout.tools.schemas import inline_references
 from rollout.tools.tool import METHOD_KWARGS, Tool, ToolContext, ToolSession

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollout.chat.media_parts import MediaSource
-from rollout.chat.media_reading import read_media
 from rollout.child_serving import MAX_REPLY, resolve_outcome, serve
 from rollout.config.media_section import MediaConfig
 from rollout.errors import MediaError
 from rollout.function_refs import FunctionRef, function_at
 from rollout.media import Media
+from rollout.media.parts import MediaSource
+from rollout.media.reading import read_media
 from rollout.medium import FRAMES_MIME
 from rollout.tools.attempt import describe
 from rollout.tools.function_tools import FunctionTool

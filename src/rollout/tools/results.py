@@ -10,10 +10,16 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel
 
-from rollout.chat.media_parts import NO_AUDIO, media_part
 from rollout.errors import MediaError
 from rollout.media import Media
-from rollout.media.refusals import check_answer, is_media_file, is_media_part, kind_of_media
+from rollout.media.parts import (
+    NO_AUDIO,
+    check_answer,
+    is_media_file,
+    is_media_part,
+    kind_of_media,
+    media_part,
+)
 
 #: What the model reads where a tool answers None.
 NO_OUTPUT = "(no output)"

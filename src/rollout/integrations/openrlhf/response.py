@@ -18,10 +18,10 @@ from rollout.integrations.row_values import runs_of, versions_of
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
-    from rollout.chat.processors import MediaProcessor
     from rollout.integrations.repeated_prompts import PromptOf
     from rollout.integrations.row_policy import RowPolicy
     from rollout.integrations.trainer_row import TrainerRow
+    from rollout.media.processor import MediaProcessor
     from rollout.types import Prompt
 
 #: What is read of vLLM's sampling settings.

@@ -25,10 +25,10 @@ from rollout.integrations.row_values import facts_of, known_experts, versions_of
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    from rollout.chat.processors import MediaProcessor
     from rollout.integrations.repeated_prompts import PromptOf
     from rollout.integrations.row_policy import RowPolicy
     from rollout.integrations.trainer_row import TrainerRow
+    from rollout.media.processor import MediaProcessor
     from rollout.types import Prompt
 
 

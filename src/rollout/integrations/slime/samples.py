@@ -25,10 +25,10 @@ from rollout.integrations.row_values import facts_of, known_experts, runs_of, ve
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
-    from rollout.chat.processors import MediaProcessor
     from rollout.integrations.adapter import PlacedRows
     from rollout.integrations.repeated_prompts import PromptOf
     from rollout.integrations.trainer_row import TrainerRow
+    from rollout.media.processor import MediaProcessor
     from rollout.types import Prompt
 
 #: Names of `Sample.Status`, by what became of the trajectory.

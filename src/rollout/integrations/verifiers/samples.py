@@ -17,8 +17,8 @@ from rollout.integrations.row_values import known_experts
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
-    from rollout.chat.processors import MediaProcessor
     from rollout.integrations.trainer_row import TrainerRow
+    from rollout.media.processor import MediaProcessor
 
 _TYPES = "prime_rl.transports.rollouts.types"
 #: More experts than these do not fit in a byte.

@@ -1,7 +1,7 @@
 """Child processes for reward functions that hold the interpreter, crash or do not return.
 
 The driver's side is `RewardProcesses`, that of a child `main`; between them go trajectories as
-`chat.packed_trajectory` writes them.
+`chat.trajectory_codec` writes them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,6 @@ import anyio
 import msgspec
 
 from rollout.chat.group import Group
-from rollout.chat.packed_trajectory import (
-    CompleteTrajectory,
-    pack_cause,
-    pack_complete,
-    unpack_complete,
-)
 from rollout.chat.plain_data import (
     NotPlainError,
     encoder,
@@ -28,6 +22,12 @@ from rollout.chat.plain_data import (
     to_plain_items,
 )
 from rollout.chat.reward_values import BadRewardError, check_group_values, check_reward_value
+from rollout.chat.trajectory_codec import (
+    CompleteTrajectory,
+    make_encodable,
+    pack_complete,
+    unpack_complete,
+)
 from rollout.child_processes import ChildDiedError, ChildProcess, ChildProcesses
 from rollout.child_serving import MAX_REPLY, resolve_outcome, serve
 from rollout.errors import ConfigError
@@ -262,7 +262,7 @@ def _answer(body: bytes) -> bytes:
         if len(reply) > MAX_REPLY:
             raise BadRewardError(f"the reward takes {len(reply)} bytes; at most {MAX_REPLY}")
     except BaseException as error:
-        return encoder.encode(Reply(failure=pack_cause(Cause.of(error))))
+        return encoder.encode(Reply(failure=make_encodable(Cause.of(error))))
     return reply
 
 

@@ -20,8 +20,8 @@ from rollout.errors import MediaError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rollout.chat.processors import MediaProcessor
     from rollout.engine.core import GenerationRequest
+    from rollout.media.processor import MediaProcessor
     from rollout.medium import Media
 
 #: Models by the type in their configuration, with media that SGLang takes in this way.
@@ -122,7 +122,7 @@ def open_media_inputs(
     """What reads a model's media, their kinds, and why a kind is missing; blocks."""
     if family not in FAMILIES:
         return None, (), f"SGLang is given media of {', '.join(FAMILIES)} only, not of {family}"
-    from rollout.chat.processors import load_media_processor
+    from rollout.media.processor import load_media_processor
 
     try:
         processor = load_media_processor(

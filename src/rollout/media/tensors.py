@@ -6,16 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, overload
 from weakref import WeakValueDictionary
 
-import numpy as np
-import numpy.typing as npt
-
 from rollout.errors import RolloutError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rollout.chat.processors import MediaProcessor
-    from rollout.chat.trajectory import Trajectory
+    from rollout.media.processor import MediaProcessor
     from rollout.medium import PlacedMedia
 
 
@@ -42,7 +38,7 @@ class MultiModalInputs(Sequence["dict[str, Tensor]"]):
     ) -> None:
         self.media = [tuple(each) for each in media]
         self._processor = processor
-        self._held: WeakValueDictionary[tuple[str, ...], RowInputs] = WeakValueDictionary()
+        self._inputs: WeakValueDictionary[tuple[str, ...], RowInputs] = WeakValueDictionary()
 
     def __len__(self) -> int:
         return len(self.media)
@@ -57,56 +53,13 @@ class MultiModalInputs(Sequence["dict[str, Tensor]"]):
         media = [each.medium for each in self.media[row]]
         if not media:
             return {}
-        key = tuple(medium.digest for medium in media)
-        held = self._held.get(key)
-        if held is None:
-            held = self._held[key] = RowInputs(self._process(media))
-        return held
-
-    def _process(self, media: Sequence[Any]) -> dict[str, Tensor]:
         if self._processor is None:
             raise RolloutError(
                 "multi_modal_inputs: no processor is known; give collate or RolloutBatch.load "
                 "processor=rollout.chat.load_media_processor(MODEL)"
             )
-        return self._processor.features(media)
-
-
-def list_media(trajectories: Sequence[Trajectory]) -> list[list[PlacedMedia]]:
-    """The media among the tokens of each row: what nothing was generated after is left out."""
-    transcripts = [each for trajectory in trajectories for each in trajectory.transcripts]
-    return [
-        [
-            each
-            for each in transcript.media
-            if each.start + each.count <= len(transcript) - transcript.trailing_observation_length
-        ]
-        for transcript in transcripts
-    ]
-
-
-class RowPositions:
-    """Position ids of an M-RoPE family.
-
-    Args:
-        processor: The model's.
-        media: Of each row.
-        count: 3, or 4 with the positions of a text-only row before them.
-
-    Attributes:
-        count: Rows of positions.
-    """
-
-    def __init__(
-        self, processor: MediaProcessor, media: Sequence[Sequence[PlacedMedia]], count: int
-    ) -> None:
-        self.count = count
-        self._processor = processor
-        self._media = media
-
-    def read_positions(self, row: int, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-        """(count, T) of one row's ids."""
-        own = self._processor.position_ids(ids, self._media[row])
-        if self.count == len(own):
-            return own
-        return np.concatenate([np.arange(len(ids), dtype=np.int64)[np.newaxis], own])
+        key = tuple(medium.digest for medium in media)
+        inputs = self._inputs.get(key)
+        if inputs is None:
+            inputs = self._inputs[key] = RowInputs(self._processor.features(media))
+        return inputs

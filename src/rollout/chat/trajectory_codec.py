@@ -1,0 +1,314 @@
+"""A finished trajectory as one record, for disk, journals and processes, and back bit for bit.
+
+Journals and processes write it as msgpack, `batch.records` as a line of JSON that people read. How
+values of users and conversations are written is each writer's; all the rest is the same.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from rollout.chat.plain_data import simplify, to_plain
+from rollout.chat.trajectory import Parent, Segment, Trajectory
+from rollout.chat.transcript import Span, Transcript
+from rollout.media.records import (
+    KnownContents,
+    drop_content,
+    drop_contents,
+    find_shown,
+    record_prompt_messages,
+)
+from rollout.medium import Media, PlacedMedia
+from rollout.types import Cause, Message, Outcome, Prompt, ToolCall
+from rollout.utf8 import encodable, is_encodable
+
+#: Makes plain data of a value of a user's; the text says where it stands, for errors.
+WriteValue = Callable[[Any, str], Any]
+
+S = TypeVar("S")  # how spans are written
+M = TypeVar("M")  # how conversations are written
+
+
+class SegmentRecord(msgspec.Struct, Generic[S, M], kw_only=True, omit_defaults=True):
+    """A segment; without spans it has the trajectory's own, and without messages too.
+
+    Attributes:
+        token_rewards: Packed float32.
+        media: Without contents.
+        experts: (layers, top_k), and int16 of the first tokens.
+    """
+
+    purpose: str
+    parent: Parent | None = None
+    trainable: bool | None = None
+    reward: Any = None
+    token_rewards: Any = None
+    session_id: str = ""
+    seeds: list[int] = []
+    spans: list[S] | None = None
+    media: tuple[PlacedMedia, ...] = ()
+    experts: tuple[int, int, bytes] | None = None
+    messages: M | None = None
+
+
+class TrajectoryRecord(msgspec.Struct, Generic[S, M], kw_only=True):
+    """A trajectory; `spans` are those of its `transcript`.
+
+    Attributes:
+        prompt: Its fields; None where it is written elsewhere.
+    """
+
+    uid: str
+    group: int
+    member: int
+    num_turns: int
+    outcome: Outcome
+    reason: str
+    limit_source: str | None
+    trainable: bool
+    reward: Any
+    turn_scores: list[Any]
+    tool_rewards: list[Any]
+    metrics: dict[str, Any]
+    extra: dict[Any, Any]
+    cause: Cause | None
+    prompt: dict[str, Any] | None = None
+    messages: M
+    spans: list[S]
+    history: str = "append_only"
+    segments: list[SegmentRecord[S, M]]
+
+
+#: As journals and processes have it: what a conversation is, their packing says.
+PackedTrajectory = TrajectoryRecord[Span, Any]
+#: With the contents of its media by their digests, for who has nothing else of it.
+CompleteTrajectory = tuple[TrajectoryRecord[Span, Any], dict[str, bytes]]
+
+#: Fields that a trajectory and its record have in the same form.
+_SAME = ("uid", "group", "member", "num_turns", "outcome", "reason", "limit_source", "trainable")
+_VALUES = ("reward", "turn_scores", "tool_rewards", "metrics", "extra")
+
+
+def pack_trajectory(
+    trajectory: Trajectory,
+    write: WriteValue,
+    pack_messages: Callable[[Sequence[Message]], Any],
+) -> PackedTrajectory:
+    """The record of a finished trajectory, without its prompt; its media have no contents.
+
+    Args:
+        write: Makes plain data of its values.
+        pack_messages: Of one conversation.
+
+    Raises:
+        NotPlainError: As `write` does.
+    """
+    conversation, transcript = trajectory.messages, trajectory.transcript
+    segments = []
+    for each in trajectory.segments:
+        rewards, own = each.token_rewards, each.transcript
+        segments.append(
+            SegmentRecord(
+                purpose=each.purpose,
+                parent=each.parent,
+                trainable=each.trainable,
+                reward=write(each.reward, "segments.reward"),
+                token_rewards=None if rewards is None else array("f", rewards).tobytes(),
+                session_id=each.session_id,
+                seeds=list(each.seeds),
+                spans=None if own is transcript else list(own.spans),
+                media=tuple(
+                    PlacedMedia(drop_content(m.medium), m.start, m.count) for m in own.media
+                ),
+                experts=own.packed_experts,
+                messages=None if each.messages is conversation else pack_messages(each.messages),
+            )
+        )
+    cause = trajectory.cause
+    return TrajectoryRecord(
+        **{name: getattr(trajectory, name) for name in _SAME},
+        **{name: write(getattr(trajectory, name), name) for name in _VALUES},
+        cause=None if cause is None else make_encodable(cause),
+        messages=pack_messages(conversation),
+        spans=list(transcript.spans),
+        history=trajectory.history,
+        segments=segments,
+    )
+
+
+def unpack_trajectory(
+    record: PackedTrajectory,
+    prompt: Prompt | None,
+    unpack_messages: Callable[[Any, Sequence[Transcript]], Sequence[Message]],
+) -> Trajectory:
+    """The trajectory of a record; its images and videos are without their contents.
+
+    Args:
+        prompt: What it started from.
+        unpack_messages: Undoes `pack_messages`; given the transcripts of all segments too.
+    """
+    transcripts = [
+        Transcript.from_spans(
+            record.spans if each.spans is None else each.spans,
+            media=each.media,
+            experts=each.experts,
+        )
+        for each in record.segments
+    ]
+    conversation = unpack_messages(record.messages, transcripts)
+    segments = [
+        Segment(
+            transcript=transcript,
+            parent=each.parent,
+            purpose=each.purpose,
+            trainable=each.trainable,
+            reward=each.reward,
+            token_rewards=None if each.token_rewards is None else array("f", each.token_rewards),
+            session_id=each.session_id,
+            seeds=each.seeds,
+            messages=(
+                conversation
+                if each.messages is None
+                else unpack_messages(each.messages, transcripts)
+            ),
+        )
+        for each, transcript in zip(record.segments, transcripts, strict=True)
+    ]
+    return Trajectory(
+        **{name: getattr(record, name) for name in (*_SAME, *_VALUES, "cause", "history")},
+        prompt=prompt,  # type: ignore[arg-type]
+        segments=segments,
+        messages=conversation,
+    )
+
+
+def pack_message(message: Message, write: WriteValue) -> list[Any]:
+    """The fields of a message, its media without their contents."""
+    calls = [
+        [call.name, write(call.arguments, "tool_calls.arguments"), call.id, call.raw]
+        for call in message.tool_calls
+    ]
+    return [
+        message.role,
+        message.content,
+        calls,
+        message.tool_call_id,
+        message.name,
+        write(message.extra, "messages.extra"),
+        write(message.fields, "messages.fields"),
+        drop_contents(message).parts,
+    ]
+
+
+def unpack_message(packed: Sequence[Any]) -> Message:
+    """The message of such fields."""
+    role, content, calls, tool_call_id, name, extra, fields, parts = packed
+    return Message(
+        role=role,
+        content=content,
+        tool_calls=tuple(
+            ToolCall(name=name, arguments=arguments, id=id_, raw=raw)
+            for name, arguments, id_, raw in calls
+        ),
+        tool_call_id=tool_call_id,
+        name=name,
+        extra=extra,
+        fields=fields,
+        parts=tuple(p if isinstance(p, str) else msgspec.convert(p, Media) for p in parts),
+    )
+
+
+def unpack_prompt(fields: dict[str, Any]) -> Prompt:
+    """The prompt of such fields: a list among its messages is a packed `Message`."""
+    messages = [unpack_message(m) if type(m) is list else m for m in fields.pop("messages")]
+    return Prompt(messages=messages, **fields)
+
+
+def make_encodable(cause: Cause) -> Cause:
+    """A cause as UTF-8 can carry it."""
+    words = (cause.type, cause.message, cause.traceback)
+    kind, message, traceback = (each.encode("utf-8", "backslashreplace").decode() for each in words)
+    return Cause(type=kind, message=message, traceback=traceback)
+
+
+def pack_complete(trajectory: Trajectory, where: str) -> CompleteTrajectory:
+    """A trajectory with its prompt; values that msgpack has no type for are simplified.
+
+    Args:
+        where: What it is called in errors.
+
+    Raises:
+        NotPlainError: It holds what is no plain data.
+    """
+
+    def write(value: Any, place: str) -> Any:
+        value = dict(value) if isinstance(value, Mapping) else value
+        return to_plain(value, f"{where}.{place}", simplify)
+
+    def pack(message: Message) -> list[Any]:
+        content = message.content
+        if content is not None and not is_encodable(content):
+            message = msgspec.structs.replace(message, content=encodable(content))
+        return pack_message(message, write)
+
+    record = pack_trajectory(trajectory, write, lambda messages: list(map(pack, messages)))
+    prompt = trajectory.prompt
+    if prompt is not None:
+        names = [name for name in Prompt.__struct_fields__ if name != "messages"]
+        record.prompt = {name: write(getattr(prompt, name), f"prompt.{name}") for name in names}
+        record.prompt["messages"] = [
+            pack(each) if isinstance(each, Message) else write(each, f"prompt.messages[{at}]")
+            for at, each in enumerate(record_prompt_messages(prompt.messages, trajectory.messages))
+        ]
+    return record, collect_contents([trajectory])
+
+
+def unpack_complete(complete: CompleteTrajectory) -> Trajectory:
+    """The trajectory of such a record, its media with their contents."""
+    record, contents = complete
+    prompt = None if record.prompt is None else unpack_prompt(record.prompt)
+    trajectory = unpack_trajectory(
+        record, prompt, lambda messages, _: list(map(unpack_message, messages))
+    )
+    if contents:
+        restore_media(trajectory, KnownContents(contents, "the trajectory"))
+    return trajectory
+
+
+def collect_contents(trajectories: Iterable[Trajectory]) -> dict[str, bytes]:
+    """The content of each medium in them, by its digest."""
+    found: dict[str, bytes] = {}
+    for trajectory in trajectories:
+        media = list(find_shown(trajectory.messages))
+        for segment in trajectory.segments:
+            media += [each.medium for each in segment.transcript.media]
+            if segment.messages is not trajectory.messages:
+                media += find_shown(segment.messages)
+        found |= {medium.digest: medium.content for medium in media if medium.content}
+    return found
+
+
+def restore_media(trajectory: Trajectory, contents: KnownContents) -> None:
+    """Give its images and videos their contents.
+
+    Raises:
+        RolloutError: One lacks, or is another one.
+    """
+    before = trajectory.messages
+    trajectory.messages = contents.restore_messages(before)
+    for segment in trajectory.segments:
+        is_shared = segment.messages is before
+        segment.messages = (
+            trajectory.messages if is_shared else contents.restore_messages(segment.messages)
+        )
+        segment.transcript.media = tuple(
+            PlacedMedia(contents.restore(each.medium), each.start, each.count)
+            for each in segment.transcript.media
+        )
+    if trajectory.prompt is not None:
+        messages = contents.restore_messages(trajectory.prompt.messages)
+        trajectory.prompt = msgspec.structs.replace(trajectory.prompt, messages=messages)

@@ -1,0 +1,310 @@
+"""Reads images and videos within limits, and opens nothing that is not allowed.
+
+All of it is for a thread: decoding, hashing and files take milliseconds.
+"""
+
+from __future__ import annotations
+
+import binascii
+import io
+import os
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+from rollout.errors import MediaError
+from rollout.media.parts import is_image, is_pixels
+from rollout.media.video import decode_video, read_frames, read_video, show_fault
+from rollout.medium import Media
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from rollout.config import MediaConfig
+    from rollout.media.parts import MediaSource
+
+#: Formats of pictures that are read, as Pillow calls them, and their MIME types.
+IMAGE_FORMATS = {
+    "PNG": "image/png",
+    "JPEG": "image/jpeg",
+    "WEBP": "image/webp",
+    "GIF": "image/gif",
+    "BMP": "image/bmp",
+    "TIFF": "image/tiff",
+}
+#: Two pictures and more in one JPEG, as cameras write them: the first is seen.
+_CAMERA_JPEG = "MPO"
+#: Pixels of more than 8 bits, which converting to RGB would clip.
+_DEEP_MODES = ("I", "F", "I;")
+#: Characters of base64 that are decoded at once, whole groups of 4: others wait for so long.
+_BASE64_PIECE = 1 << 20
+#: How SVG begins, and other texts that are no pictures of pixels.
+_MARKUP = (b"<svg", b"<?xml", b"<!doctype", b"<html")
+#: Types that stand for any.
+_ANY_MIME = ("", "application/octet-stream", "binary/octet-stream")
+_SAME_MIME = {"image/jpg": "image/jpeg", "image/pjpeg": "image/jpeg", "image/x-png": "image/png"}
+
+
+def decode(media: Media) -> npt.NDArray[np.uint8]:
+    """The pixels, RGB: (H, W, 3) uint8 of an image, (T, H, W, 3) of the frames of a video.
+
+    Work of milliseconds: call it in a thread.
+
+    Raises:
+        MediaError: It cannot be decoded, or what is needed for that is not installed.
+    """
+    if media.kind == "video":
+        return decode_video(media)
+    import numpy as np
+
+    return np.asarray(_convert_to_rgb(_open_image(media.content)))
+
+
+def find_url(source: MediaSource) -> str | None:
+    """The http(s) address that a source names; None of any other."""
+    value = source.value
+    is_url = (
+        isinstance(value, str)
+        and not source.is_base64
+        and value[:8].lower().startswith(("http://", "https://"))
+    )
+    return value if is_url else None
+
+
+def read_media(source: MediaSource, limits: MediaConfig) -> Media:
+    """Read a medium and check it: it can be decoded, is what it says, and within `limits`.
+
+    Raises:
+        MediaError: It is not; the message names the part, and the field of a limit.
+    """
+    try:
+        return _read(source, limits)
+    except MediaError as error:
+        raise MediaError(f"{source.where}: {error}") from None
+    except (MemoryError, OSError) as error:
+        raise MediaError(f"{source.where}: cannot be read: {error}") from None
+
+
+def _read(source: MediaSource, limits: MediaConfig) -> Media:
+    value, mime = source.value, source.mime
+    if isinstance(value, os.PathLike):
+        value = _read_file(os.fspath(value), limits)
+    elif isinstance(value, str):
+        value, mime = _read_text(source, limits)
+    if isinstance(value, bytes | bytearray | memoryview):
+        if len(value) > limits.max_bytes:
+            raise _too_many_bytes(limits, f"{len(value)} bytes")
+        return _check_file(bytes(value), mime, source, limits)
+    if source.kind == "video":
+        return read_frames(value, source.fps, limits)
+    return _encode_pixels(value, limits)
+
+
+def _read_text(source: MediaSource, limits: MediaConfig) -> tuple[bytes, str]:
+    """The bytes that a text holds or names, and their type."""
+    text: str = source.value
+    if source.is_base64:
+        return _decode_base64(text, 0, limits), source.mime
+    if text[:5].lower() == "data:":
+        comma = text.find(",", 0, 256)
+        head = text[5 : max(comma, 5)].lower().split(";")
+        if comma < 0 or "base64" not in head[1:]:
+            raise MediaError("a data URL that is not of the form data:TYPE;base64,DATA")
+        return _decode_base64(text, comma + 1, limits), head[0]
+    if text[:7].lower() == "file://":
+        parts = urlsplit(text)
+        if parts.netloc not in ("", "localhost"):
+            raise MediaError(f"{text:.200}: a file of another machine ({parts.netloc:.80})")
+        text = unquote(parts.path)
+    elif find_url(source) is not None:
+        raise MediaError("a URL, and no media_fetcher was given to open_rollout; none is opened")
+    return _read_file(text, limits), source.mime
+
+
+def _decode_base64(text: str, start: int, limits: MediaConfig) -> bytes:
+    size = (len(text) - start) * 3 // 4
+    if size > limits.max_bytes + 3:
+        raise _too_many_bytes(limits, f"about {size} bytes")
+    text = text[start:]
+    if "%" in text:
+        text = unquote(text)
+    text = "".join(text.split())  # broken into lines, as in mails
+    try:
+        if 0 <= text.find("=") < len(text) - 2:
+            raise ValueError("data after its padding")
+        return b"".join(
+            binascii.a2b_base64(text[at : at + _BASE64_PIECE], strict_mode=True)
+            for at in range(0, len(text), _BASE64_PIECE)
+        )
+    except ValueError as error:
+        raise MediaError(f"not valid base64: {error}") from None
+
+
+def _read_file(name: str, limits: MediaConfig) -> bytes:
+    """The content of a file below one of the roots.
+
+    It is opened once, what was opened is judged, and then read: a link that is changed meanwhile
+    leads nowhere else.
+    """
+    if not limits.roots:
+        raise MediaError(f"a path ({name:.80}), and media.roots names no directory; none is opened")
+    if "\0" in name:
+        raise MediaError("a path with a zero byte in it")
+    roots = [Path(os.path.realpath(root)) for root in limits.roots]
+
+    def check(path: Path) -> None:
+        if not any(path.is_relative_to(root) for root in roots):
+            raise MediaError(f"{name:.200} is not below one of media.roots = {list(limits.roots)}")
+
+    real = Path(os.path.realpath(name))
+    check(real)
+    try:
+        # Without waiting for the other end of a pipe, and not through a link put there since.
+        handle = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise MediaError(f"{name:.200} cannot be opened: {error.strerror}") from None
+    try:
+        if Path("/proc/self/fd").is_dir():
+            check(Path(os.path.realpath(f"/proc/self/fd/{handle}")))
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise MediaError(f"{name:.200} is no file")
+        with os.fdopen(handle, "rb", closefd=False) as file:
+            content = file.read(limits.max_bytes + 1)
+    finally:
+        os.close(handle)
+    if len(content) > limits.max_bytes:
+        raise _too_many_bytes(limits, "more")
+    return content
+
+
+def _check_file(content: bytes, mime: str, source: MediaSource, limits: MediaConfig) -> Media:
+    """The medium of an encoded file that is what it is said to be."""
+    said = mime.lower().partition(";")[0].strip()
+    said = _SAME_MIME.get(said, said)
+    start = content[:64].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    if said == "image/svg+xml" or (start.startswith(_MARKUP) and b"<svg" in content[:4096].lower()):
+        raise MediaError("an SVG: expected a picture of pixels (PNG, JPEG, WEBP, GIF, BMP, TIFF)")
+    is_gif = said == "image/gif" and source.kind == "video"
+    if said not in _ANY_MIME and not said.startswith(f"{source.kind}/") and not is_gif:
+        raise MediaError(f"said to be {said}; expected {source.kind}/…")
+    if source.kind == "video":
+        return read_video(content, said, limits)
+    image = _open_image(content)
+    mime = IMAGE_FORMATS["JPEG" if image.format == _CAMERA_JPEG else image.format]
+    if said not in _ANY_MIME and said != mime:
+        raise MediaError(f"said to be {said}, and is {mime}")
+    _check_pixels(image.width, image.height, limits)
+    if _is_animated(image):
+        raise MediaError(
+            f"an animated {image.format} where one picture is expected; a video part may have "
+            f"media.max_frames = {limits.max_frames} frames"
+        )
+    upright = _convert_to_rgb(image)
+    return Media(
+        kind="image", content=content, mime=mime, width=upright.width, height=upright.height
+    )
+
+
+def _encode_pixels(value: Any, limits: MediaConfig) -> Media:
+    """The medium of a PIL image or an array, as PNG."""
+    if is_image(value):
+        _check_pixels(value.width, value.height, limits)
+        if _is_animated(value):
+            raise MediaError("an animated picture where a single one is expected")
+        image = _convert_to_rgb(value)
+    elif is_pixels(value):
+        image = _convert_array(value, limits)
+    else:
+        raise MediaError(
+            f"{type(value).__name__}: expected a PIL image, an array, bytes, a data URL, a path "
+            "below media.roots or a URL for the media_fetcher"
+        )
+    file = io.BytesIO()
+    try:
+        image.save(file, "png", compress_level=1)
+    except Exception as error:  # an image that is read while it is saved may be broken
+        raise MediaError(f"a picture that cannot be decoded: {error}") from None
+    content = file.getvalue()
+    if len(content) > limits.max_bytes:
+        raise _too_many_bytes(limits, f"{len(content)} bytes as PNG")
+    return Media(
+        kind="image", content=content, mime="image/png", width=image.width, height=image.height
+    )
+
+
+def _convert_array(value: Any, limits: MediaConfig) -> Any:
+    """A PIL image of (H, W), (H, W, 1), (H, W, 3) or (H, W, 4) uint8."""
+    import numpy as np
+
+    shape = tuple(value.shape)
+    is_grey = len(shape) == 2 or (len(shape) == 3 and shape[2] == 1)
+    if str(value.dtype) != "uint8" or not (is_grey or (len(shape) == 3 and shape[2] in (3, 4))):
+        raise MediaError(
+            f"an array of {value.dtype} {shape}; expected uint8 of (H, W), (H, W, 1), (H, W, 3) "
+            f"or (H, W, 4)"
+        )
+    _check_pixels(shape[1], shape[0], limits)
+    pixels = np.ascontiguousarray(value)
+    image = _import_pillow().fromarray(pixels.reshape(shape[:2]) if is_grey else pixels)
+    return image.convert("RGB")
+
+
+def _open_image(content: bytes) -> Any:
+    """A PIL image whose header is read and whose pixels are not."""
+    pillow, formats = _import_pillow(), ", ".join(IMAGE_FORMATS)
+    if not content:
+        raise MediaError("no bytes at all; expected a picture")
+    try:
+        return pillow.open(io.BytesIO(content), formats=tuple(IMAGE_FORMATS))
+    except pillow.UnidentifiedImageError:
+        raise MediaError(f"expected a picture ({formats}): it is none") from None
+    except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
+        raise MediaError(f"{error}; media.max_pixels bounds images") from None
+    except Exception as error:  # a broken header ends in whatever the format's reader raises
+        raise MediaError(f"expected a picture ({formats}): {show_fault(error)}") from None
+
+
+def _is_animated(image: Any) -> bool:
+    return image.format != _CAMERA_JPEG and bool(getattr(image, "is_animated", False))
+
+
+def _convert_to_rgb(image: Any) -> Any:
+    """A PIL image in RGB, upright."""
+    pillow = _import_pillow()
+    from PIL import ImageOps
+
+    if image.mode.startswith(_DEEP_MODES):
+        raise MediaError(
+            f"a picture of mode {image.mode!r}: expected 8 bits for each channel; scale it before"
+        )
+    try:
+        image.load()
+        upright = ImageOps.exif_transpose(image)
+        return upright if upright.mode == "RGB" else upright.convert("RGB")
+    except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
+        raise MediaError(f"{error}; media.max_pixels bounds images") from None
+    except Exception as error:
+        raise MediaError(f"a picture that cannot be decoded: {show_fault(error)}") from None
+
+
+def _import_pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError:
+        raise MediaError("images need pillow: pip install 'rollout-rl[media]'") from None
+    return Image
+
+
+def _check_pixels(width: int, height: int, limits: MediaConfig) -> None:
+    if width < 1 or height < 1:
+        raise MediaError(f"a picture of {width} x {height} pixels; expected some")
+    if width * height > limits.max_pixels:
+        raise MediaError(
+            f"media.max_pixels = {limits.max_pixels}: {width} x {height} are {width * height}"
+        )
+
+
+def _too_many_bytes(limits: MediaConfig, count: str) -> MediaError:
+    return MediaError(f"media.max_bytes = {limits.max_bytes}: it has {count}")
