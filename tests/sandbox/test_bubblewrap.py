@@ -348,7 +348,9 @@ async def test_fork_bomb_is_held_at_the_limit_and_ends_with_the_sandbox(name: st
             await python(sandbox, FORK_BOMBS[name], timeout_s=0.5)
         except SandboxTimeout:
             if name != "python whose parents end":  # what detached itself is a background job
-                assert len(await list_processes(sandbox)) <= 1
+                with anyio.fail_after(30):  # until the kernel has ended them
+                    while len(await list_processes(sandbox)) > 1:
+                        await anyio.sleep(0.05)
         (outer,) = [p for p in psutil.Process().children() if "bwrap" in p.name()]
         assert len(outer.children(recursive=True)) <= 18
         with anyio.fail_after(30):

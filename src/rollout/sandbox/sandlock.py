@@ -25,7 +25,7 @@ from rollout.sandbox.bubblewrap import (
 from rollout.sandbox.local import (
     LocalProvider,
     LocalSandbox,
-    find_open_place,
+    find_open_directory,
     limit_commands,
     read_program,
 )
@@ -57,8 +57,8 @@ class SandlockProvider(LocalProvider):
         super().__init__(cleanup_s=cleanup_s)
         import_sdk(self.name, "sandlock", "sandlock")
         self._python, shown = find_python()
-        places = [*_SYSTEM.split(), *shown, *map(str, readable)]
-        self._readable = [place for place in places if os.path.exists(place)]
+        paths = [*_SYSTEM.split(), *shown, *map(str, readable)]
+        self._readable = [path for path in paths if os.path.exists(path)]
 
     async def check(self) -> None:
         """See `SandboxProvider.check`."""
@@ -67,7 +67,7 @@ class SandlockProvider(LocalProvider):
     async def open(self, spec: SandboxSpec) -> LocalSandbox:
         """See `SandboxProvider.open`."""
         spec.refuse_unsupported("sandbox provider sandlock", ("memory_mb", "max_processes"))
-        directory = tempfile.mkdtemp(prefix="rollout-sandbox-", dir=find_open_place())
+        directory = tempfile.mkdtemp(prefix="rollout-sandbox-", dir=find_open_directory())
         if os.geteuid() == 0:
             os.chown(directory, NOBODY, NOBODY)
         confinement = {
@@ -80,14 +80,11 @@ class SandlockProvider(LocalProvider):
             "max_memory": spec.memory_mb and f"{spec.memory_mb}M",
         }
         words = [sys.executable, "-c", read_program("confine"), json.dumps(confinement)]
-        settings = {
-            "env": {"PATH": PATH, "HOME": directory, "LANG": "C.UTF-8", "TMPDIR": directory},
-            "limits": limit_commands(None, None),  # the rest is sandlock's
-            "is_confined": True,
-        }
+        command = [*words, *drop_root(), self._python]
+        env = {"PATH": PATH, "HOME": directory, "LANG": "C.UTF-8", "TMPDIR": directory}
+        limits = limit_commands(None, None)  # the rest is sandlock's
         try:
-            command = [*words, *drop_root(), self._python]
-            return await self._start(LocalSandbox, spec, command, settings, workdir=directory)
+            return await self._start(spec, command, workdir=directory, env=env, limits=limits)
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
