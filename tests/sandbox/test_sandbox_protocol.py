@@ -415,9 +415,13 @@ async def test_download_of_links_devices_and_too_much_is_refused(
         # What makes the archive is the sandbox's own.
         await sandbox.write_file("bin/tar", TAR, mode=0o755)
         path = f"{sandbox.workdir}/bin:/usr/bin:/bin:/usr/local/bin"
+        await sandbox.exec("ln -s /etc/passwd link; ln -s bad linked")
+        for link in ("link", "linked", "linked/"):
+            with pytest.raises(SandboxError, match="no regular file"):
+                await sandbox.download(link, tmp_path / "followed")
         for name in ("../up", "a/../../up"):
             sandbox.env = {"PATH": path, "NAME": name}
-            with pytest.raises(SandboxError, match="no regular file or directory in it"):
+            with pytest.raises(SandboxError, match="no regular file"):
                 await sandbox.download("bad", tmp_path / "made" / "in")
         assert [*tmp_path.iterdir()] == []
 
@@ -514,8 +518,6 @@ async def test_wrong_arguments_are_refused_before_anything_runs(provider: str) -
             await sandbox.exec(["a\0b"])
         with pytest.raises(ValueError, match="command"):
             await sandbox.exec([])
-        with pytest.raises(ValueError, match="keep"):
-            await sandbox.exec("true", keep="middle")  # type: ignore[arg-type]
 
 
 async def test_program_inside_reaches_a_server_here_by_its_host_url(provider: str) -> None:

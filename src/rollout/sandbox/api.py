@@ -11,7 +11,7 @@ import os
 import shlex
 import stat
 import tarfile
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import anyio
@@ -48,13 +48,12 @@ _WRITE = (
     'exit 13; e=$(cat 2>&1 > "$1") || case $e in *"No space"*) exit 28;; *) exit 5;; esac; '
     '[ -z "$2" ] || chmod "$2" -- "$1"'
 )
-_DESCRIBE = (
-    'if [ -L "$1" ]; then echo link; elif [ -d "$1" ]; then echo directory; '
-    'elif [ -x "$1" ]; then echo program; fi'
-)
 _UNPACK = 'mkdir -p -- "$1" && tar -xf - -C "$1"'
 #: Into a file, since what providers hand on may be text alone.
-_PACK = 'f=$(mktemp) && tar -cf "$f" -C "$1" . && echo "$f"'
+_PACK = (
+    '[ -e "$1" ] || [ -L "$1" ] || exit 2; f=$(mktemp) && '
+    'tar -cf "$f" -C "$(dirname -- "$1")" -- "$(basename -- "$1")" && echo "$f"'
+)
 
 
 @attrs.frozen(kw_only=True)
@@ -103,10 +102,6 @@ class SandboxProvider:
             SandboxError: It could not be prepared.
         """
         raise NotImplementedError
-
-    async def sweep(self) -> int:
-        """Remove what drivers that have died left behind; how many sandboxes."""
-        return 0
 
     async def close(self) -> None:
         """Let go of what the provider holds; its sandboxes are closed before."""
@@ -192,8 +187,6 @@ class Sandbox:
         argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
         if not argv or any("\0" in word for word in argv):
             raise ValueError(f"command = {command!r:.200}: expected words without NUL")
-        if keep not in ("head", "tail"):
-            raise ValueError(f"keep = {keep!r}: expected 'head' or 'tail'")
         prepared = Command(
             argv,
             input.encode() if isinstance(input, str) else bytes(input),
@@ -237,9 +230,10 @@ class Sandbox:
         self.check_open()
         data, mode = await anyio.to_thread.run_sync(_read_local, Path(local))
         if mode is not None:
-            return await self.write_file(path, data, mode=mode)
-        result = await self._run_script(_UNPACK, self.join(path), data=data)
-        check_exit(result, f"upload to {path}")
+            await self.write_file(path, data, mode=mode)
+        else:
+            result = await self._run_script(_UNPACK, self.join(path), data=data)
+            check_exit(result, f"upload to {path}")
 
     async def download(self, path: str, local: str | Path, *, max_bytes: int = 64 * MIB) -> None:
         """Copy a file or directory to `local`, which must not exist.
@@ -249,19 +243,19 @@ class Sandbox:
                 such as a link, which is not followed.
             SandboxLimit: They have more than `max_bytes`.
         """
-        target = Path(local)
+        target, source = Path(local), os.path.normpath(self.join(path))
         if os.path.lexists(target):  # noqa: ASYNC240  (at once)
             raise FileExistsError(17, "File exists", str(target))
-        source = self.join(path.rstrip("/") or path)
-        kind = (await self._run_script(_DESCRIBE, source)).stdout.strip()
-        if kind == b"link":
-            raise SandboxError(f"download of {path}: it is a link, no regular file")
-        if kind == b"directory":
-            data = await self._read_directory(source, max_bytes)
-            return await anyio.to_thread.run_sync(_unpack, data, target, path, max_bytes)
-        data = await self.read_file(source, max_bytes=max_bytes)
-        await anyio.to_thread.run_sync(target.write_bytes, data)
-        target.chmod(0o755 if kind == b"program" else 0o644)
+        packed = await self._run_script(_PACK, source)
+        if packed.exit_code == 2 and not packed.stderr:
+            raise FileNotFoundError(2, "No such file or directory", path)
+        check_exit(packed, f"download of {path}")
+        archive = packed.stdout.decode().strip()
+        try:  # which may be larger than its files by an eighth and a MiB
+            data = await self.read_file(archive, max_bytes=max_bytes + max_bytes // 8 + MIB)
+        finally:
+            await self.exec(["rm", "-f", archive])
+        await anyio.to_thread.run_sync(_unpack, data, target, path, max_bytes)
 
     async def expose_port(self, port: int) -> str:
         """The URL that reaches a port of the sandbox from here; else `SandboxUnsupported`."""
@@ -355,16 +349,6 @@ class Sandbox:
         text = "" if mode is None else f"{mode:o}"
         check_file(await self._run_script(_WRITE, path, text, data=data), path)
 
-    async def _read_directory(self, path: str, max_bytes: int) -> bytes:
-        """A directory as an archive, which may be larger than its files by an eighth and a MiB."""
-        result = await self._run_script(_PACK, path)
-        check_exit(result, f"download of {path}")
-        archive = result.stdout.decode().strip()
-        try:
-            return await self.read_file(archive, max_bytes=max_bytes + max_bytes // 8 + MIB)
-        finally:
-            await self.exec(["rm", "-f", archive])
-
     async def _run_script(
         self, script: str, *words: str, data: bytes = b"", max_bytes: int = MIB
     ) -> ExecResult:
@@ -404,13 +388,13 @@ def make_timeout(command: Command, result: ExecResult) -> SandboxTimeout:
 
 def _read_local(local: Path) -> tuple[bytes, int | None]:
     """A file and its mode; of a directory an archive, of nobody in particular, and None."""
-    mode = local.lstat().st_mode
-    is_tree = stat.S_ISDIR(mode)
+    info = local.lstat()
+    is_tree = stat.S_ISDIR(info.st_mode)
     for path in [local, *(local.rglob("*") if is_tree else ())]:
-        if not stat.S_ISREG(path.lstat().st_mode) and not stat.S_ISDIR(path.lstat().st_mode):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise SandboxError(f"upload of {local}: {path} is a link or no regular file")
     if not is_tree:
-        return local.read_bytes(), stat.S_IMODE(mode)
+        return local.read_bytes(), stat.S_IMODE(info.st_mode)
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for path in sorted(local.iterdir()):
@@ -423,18 +407,17 @@ def _drop_owner(member: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def _unpack(data: bytes, local: Path, path: str, max_bytes: int) -> None:
-    """Extract an archive that the sandbox made: nothing in it is trusted."""
+    """Extract an archive of one path that the sandbox made: nothing in it is trusted."""
     try:
         with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-            members = archive.getmembers()
-            for member in members:
-                is_inside = ".." not in PurePosixPath(member.name).parts
-                if not is_inside or not (member.isreg() or member.isdir()):
-                    raise SandboxError(
-                        f"download of {path}: {member.name!r} is no regular file or directory in it"
-                    )
+            members = []
+            for member in archive:
+                parts = Path(member.name).parts
+                if ".." in parts or not (member.isreg() or member.isdir()):
+                    raise SandboxError(f"download of {path}: {member.name!r} is no regular file")
+                members.append(member.replace(name=str(Path(local.name, *parts[1:]))))
             if sum(member.size for member in members) > max_bytes:
                 raise SandboxLimit(f"{path} has more than {max_bytes} bytes")
-            archive.extractall(local, filter="data")
+            archive.extractall(local.parent, members, filter="data")
     except tarfile.TarError as error:
         raise SandboxError(f"download of {path}: {error}") from error

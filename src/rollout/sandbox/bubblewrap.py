@@ -19,7 +19,7 @@ from rollout.config.sandbox_section import SandboxSpec
 from rollout.errors import ConfigError, SandboxError, SandboxUnavailable, SandboxUnsupported
 from rollout.sandbox.api import MIB
 from rollout.sandbox.inside.seccomp import write_filter
-from rollout.sandbox.local import LocalProvider, LocalSandbox, Relay, limit_commands, make_file
+from rollout.sandbox.local import LocalProvider, LocalSandbox, Relay, make_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,8 +42,8 @@ _ETC = (
     "profile protocols python3 python3.* services ssl terminfo timezone"
 )
 
-# No --die-with-parent: it means the thread that started bwrap, and trio's threads end. The host ends
-# with its standard input, which the driver's death closes too.
+# No --die-with-parent: it means the thread that started bwrap, and trio's threads end. The host
+# ends with its standard input, which the driver's death closes too.
 _NAMESPACES = (
     "--unshare-user --unshare-all --as-pid-1 --new-session --clearenv --cap-drop ALL "
     f"--disable-userns --hostname sandbox --uid {INSIDE_ID} --gid {INSIDE_ID}"
@@ -141,7 +141,6 @@ class BubblewrapProvider(LocalProvider):
         bwrap: The program; None looks for it.
         python: An interpreter of Python 3.8 or newer that is seen inside, for process 1.
         readable: Further files and directories that commands may read.
-        cleanup_s: Seconds that closing a sandbox may take.
     """
 
     name = "bubblewrap"
@@ -152,9 +151,7 @@ class BubblewrapProvider(LocalProvider):
         bwrap: str | None = None,
         python: str | None = None,
         readable: Sequence[str | Path] = (),
-        cleanup_s: float = 10.0,
     ) -> None:
-        super().__init__(cleanup_s=cleanup_s)
         found = bwrap or find_bwrap()
         if found is None:
             raise SandboxUnavailable(
@@ -214,7 +211,8 @@ class BubblewrapProvider(LocalProvider):
                 [*drop_root(), self._bwrap, *words, "--", python],
                 workdir=workdir,
                 env={"PATH": PATH, "HOME": workdir, "LANG": "C.UTF-8"},
-                limits=limit_commands(spec.max_processes or MAX_PROCESSES, spec.memory_mb),
+                max_processes=spec.max_processes or MAX_PROCESSES,
+                memory_mb=spec.memory_mb,
                 fds=files,
             )
         sandbox.relay = self._relay

@@ -20,12 +20,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from rollout.errors import (
-    SandboxError,
-    SandboxLost,
-    SandboxUnavailable,
-    SandboxUnsupported,
-)
+from rollout.errors import SandboxError, SandboxLost, SandboxUnavailable, SandboxUnsupported
 from rollout.sandbox.api import MIB, Command, SandboxProvider
 from rollout.sandbox.local import Relay
 from rollout.sandbox.remote import Output, RemoteSandbox
@@ -52,9 +47,9 @@ _UNREACHABLE = re.compile(
 class Container(RemoteSandbox):
     """A running container; its name is its id."""
 
-    def __init__(self, name: str, provider: ContainerProvider) -> None:
-        super().__init__(name)
-        self._provider = provider
+    def __init__(self, provider: ContainerProvider, ports: Sequence[int]) -> None:
+        super().__init__(f"rollout-{secrets.token_hex(8)}")
+        self._provider, self.ports = provider, ports
 
     async def _call(self, command: Command, output: Output) -> int:
         words = ["exec", *(["-i"] if command.input else [])]
@@ -75,12 +70,9 @@ class Container(RemoteSandbox):
     async def expose_port(self, port: int) -> str:
         """See `Sandbox.expose_port`; ``options["ports"]`` names the ports when it is opened."""
         self.check_open()
-        addresses = ""
-        with suppress(SandboxError):
-            addresses = await self._provider.call("port", self.id, str(port))
-        if not addresses:
+        if port not in self.ports:
             raise SandboxUnsupported(f"{self.id}: name port {port} in options['ports']")
-        return f"http://{addresses.split()[0]}"
+        return f"http://{(await self._provider.call('port', self.id, str(port))).split()[0]}"
 
     async def _host_url(self, url: str) -> str:
         return await self._provider.relay.connect(self, url)
@@ -134,7 +126,7 @@ class ContainerProvider(SandboxProvider):
             )
         if not isinstance(spec.network, str):
             raise SandboxUnsupported(f"{self.name} cannot bound the network to {spec.network!r}")
-        sandbox = Container(f"rollout-{secrets.token_hex(8)}", self)
+        sandbox = Container(self, spec.options.get("ports", ()))
         words = ["--detach", "--rm", "--init", "--name", sandbox.id, "--entrypoint", "sleep"]
         words += ["--volume", f"{await self.relay.open_directory()}:{RELAY_DIRECTORY}:ro"]
         for key, value in {**spec.labels, _LABEL: _describe_process(os.getpid())}.items():
@@ -152,7 +144,7 @@ class ContainerProvider(SandboxProvider):
         ):
             if setting is not None:
                 words += [option, str(setting)]
-        for port in spec.options.get("ports", ()):
+        for port in sandbox.ports:
             words += ["--publish", f"127.0.0.1::{port}"]
         words += [*self._args, *map(str, spec.options.get("args", ()))]
         words += [spec.image, str(math.ceil(spec.lifetime_s))]

@@ -24,14 +24,7 @@ from urllib.parse import urlsplit, urlunsplit
 import anyio
 
 from rollout.errors import SandboxError, SandboxLost, SandboxUnsupported
-from rollout.sandbox.api import (
-    MIB,
-    Command,
-    ExecResult,
-    Sandbox,
-    SandboxProvider,
-    make_timeout,
-)
+from rollout.sandbox.api import MIB, Command, ExecResult, Sandbox, SandboxProvider, make_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,6 +33,8 @@ if TYPE_CHECKING:
 
     from rollout.config.sandbox_section import SandboxSpec
 
+#: Where every user may look, as nobody must, whatever ``TMPDIR`` is.
+OPEN_DIRECTORY = "/tmp"
 #: Seconds that a host has to answer once a command was killed.
 _KILL_S = 5.0
 
@@ -89,20 +84,16 @@ class LocalSandbox(Sandbox):
     async def _run(self, command: Command) -> ExecResult:
         if command.user is not None:
             raise SandboxUnsupported(f"{self.id} has one user; user = {command.user!r}")
-        request = {
-            "argv": command.argv,
-            "cwd": command.cwd,
-            "env": command.env,
-            "cap": command.max_output_bytes,
-            "keep": command.keep,
-        }
+        keeps_tail, cap = command.keep == "tail", command.max_output_bytes
+        request = command.argv, command.cwd, command.env, cap, keeps_tail
         with ExitStack() as stack:
             exchange = stack.enter_context(make_file(marshal.dumps(request, 2)))
             done, far_done = map(stack.enter_context, socket.socketpair())
             done.setblocking(False)
             # Not an empty file: some programs take that for input.
-            with make_file(command.input) if command.input else open(os.devnull, "rb") as source:
-                await self._send(exchange, source, far_done)
+            data = make_file(command.input) if command.input else open(os.devnull, "rb")  # noqa: ASYNC230, SIM115
+            source = stack.enter_context(data)
+            await self._send(exchange, source, far_done)
             far_done.close()
             with anyio.move_on_after(command.timeout_s) as scope:
                 try:
@@ -121,12 +112,8 @@ class LocalSandbox(Sandbox):
             code, size, is_cut = map(int, exchange.readline().split())
             if code < 0:
                 raise OSError(-code, os.strerror(-code), command.cwd)
-            result = ExecResult(
-                exit_code=code,
-                stdout=exchange.read(size),
-                stderr=exchange.read(),
-                truncated=bool(is_cut),
-            )
+            stdout, stderr = exchange.read(size), exchange.read()
+        result = ExecResult(exit_code=code, stdout=stdout, stderr=stderr, truncated=bool(is_cut))
         if scope.cancelled_caught:
             raise make_timeout(command, result)
         return result
@@ -145,18 +132,11 @@ class LocalSandbox(Sandbox):
 
 
 class LocalProvider(SandboxProvider):
-    """What providers on this machine share.
-
-    Args:
-        cleanup_s: Seconds that closing a sandbox may take.
-    """
+    """What providers on this machine share."""
 
     max_open = 256
     sandbox_class: type[LocalSandbox] = LocalSandbox
-
-    def __init__(self, *, cleanup_s: float = 10.0) -> None:
-        self._cleanup_s = cleanup_s
-        self._numbers = itertools.count(1)
+    _numbers = itertools.count(1)
 
     async def _start(
         self,
@@ -165,7 +145,8 @@ class LocalProvider(SandboxProvider):
         *,
         workdir: str,
         env: Mapping[str, str],
-        limits: Mapping[str, int],
+        max_processes: int | None,
+        memory_mb: int | None,
         remove: str = "",
         fds: Sequence[int] = (),
     ) -> LocalSandbox:
@@ -174,7 +155,8 @@ class LocalProvider(SandboxProvider):
         Args:
             command: Ends in the interpreter that runs the host.
             env: Variables of commands, under those of the spec.
-            limits, remove: What ``inside/host.py`` calls so.
+            max_processes, memory_mb: Limits of commands; memory is each one's own.
+            remove: A directory that is to end with the sandbox.
             fds: Descriptors that the command reads.
 
         Raises:
@@ -182,7 +164,9 @@ class LocalProvider(SandboxProvider):
         """
         control, inner = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         control.setblocking(False)
-        control.send(marshal.dumps({"limits": dict(limits), "remove": remove}, 2))
+        # Not the address space: torch, node and Java reserve much that they never use.
+        limits = {"CORE": 0, "NPROC": max_processes, "DATA": memory_mb and memory_mb * MIB}
+        control.send(marshal.dumps((limits, remove), 2))
         try:
             with inner, anyio.CancelScope(shield=True):
                 process = await anyio.open_process(
@@ -201,7 +185,6 @@ class LocalProvider(SandboxProvider):
             control,
             workdir=workdir,
             env={**env, **spec.env},
-            cleanup_s=self._cleanup_s,
         )
         await sandbox.prepare(spec)
         return sandbox
@@ -232,11 +215,15 @@ class NoneProvider(LocalProvider):
         directory = tempfile.mkdtemp(prefix=f"rollout-sandbox-{os.getpid()}-")
         path = os.environ.get("PATH", os.defpath)
         env = {"PATH": path, "HOME": directory, "LANG": "C.UTF-8", "TMPDIR": directory}
-        limits = limit_commands(spec.max_processes, spec.memory_mb)
-        command = [sys.executable]
         try:
             return await self._start(
-                spec, command, workdir=directory, env=env, limits=limits, remove=directory
+                spec,
+                [sys.executable],
+                workdir=directory,
+                env=env,
+                max_processes=spec.max_processes,
+                memory_mb=spec.memory_mb,
+                remove=directory,
             )
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
@@ -263,7 +250,7 @@ class Relay:
         async with self._lock:
             if self._process is None:
                 prefix = f"rollout-relay-{os.getpid()}-"
-                self._directory = tempfile.mkdtemp(prefix=prefix, dir=find_open_directory())
+                self._directory = tempfile.mkdtemp(prefix=prefix, dir=OPEN_DIRECTORY)
                 os.chmod(self._directory, 0o755)
                 command = [sys.executable, "-I", "-S", "-c", read_program("relay")]
                 with anyio.CancelScope(shield=True):
@@ -307,23 +294,3 @@ def make_file(data: bytes = b"") -> BinaryIO:
     file.write(data)
     file.seek(0)
     return file
-
-
-def find_open_directory() -> str:
-    """A directory for temporary files that every user can reach, as nobody must."""
-    for directory in (tempfile.gettempdir(), "/tmp", "/var/tmp"):
-        path = Path(directory).resolve()
-        if all(each.stat().st_mode & 0o001 for each in (path, *path.parents)):
-            return directory
-    return tempfile.gettempdir()
-
-
-def limit_commands(max_processes: int | None, memory_mb: int | None) -> dict[str, int]:
-    """The limits that a host sets for each command."""
-    limits = {"CORE": 0}
-    if max_processes is not None:
-        limits["NPROC"] = max_processes
-    if memory_mb is not None:
-        # Not the address space: torch, node and Java reserve much that they never use.
-        limits["DATA"] = memory_mb * MIB
-    return limits

@@ -12,7 +12,7 @@ import anyio
 import attrs
 
 from rollout.config.sandbox_section import SandboxSpec
-from rollout.errors import ConfigError, SandboxError, SandboxUnavailable
+from rollout.errors import SandboxError, SandboxUnavailable
 from rollout.sandbox.api import Sandbox
 from rollout.sandbox.providers import open_provider
 from rollout.scopes import open_task_group
@@ -72,16 +72,14 @@ class SandboxPool:
         names = [field.name for field in attrs.fields(SandboxSpec)]
         self.spec = SandboxSpec(**{name: getattr(config, name) for name in names})
         self.tasks: TaskGroup | None = None
-        #: None until somebody needs one; or why there is none.
+        #: None until somebody needs one.
         self._provider: SandboxProvider | None = None
-        self._failure: SandboxError | ConfigError | None = None
         self._creating = anyio.Semaphore(config.max_creating or 4 * (os.cpu_count() or 1))
         self._created: deque[float] = deque(maxlen=config.creations_per_min or 0)
         self._warm: deque[Sandbox] = deque()
         #: By identity, with whether it has a slot.
         self._in_use: dict[int, tuple[Sandbox, bool]] = {}
         self._waiting = self._opened = self._closed = self._retried = self._leaked = 0
-        self._is_closed = False
 
     @asynccontextmanager
     async def serving(self, *, is_needed: bool) -> AsyncIterator[None]:
@@ -143,19 +141,17 @@ class SandboxPool:
         spec, provider = spec or self.spec, await self._find_provider()
         self._waiting += 1
         try:
-            sandbox = await self._take_warm() if spec == self.spec and not is_beside else None
-            if sandbox is None and is_beside:
-                sandbox = await self._create(provider, spec)
-            elif sandbox is None:
-                if self._slots.value == 0 and self._warm:  # in the way of this one
-                    await self._close(self._warm.popleft())
-                await self._slots.acquire()
-                sandbox = await self._create_in_slot(provider, spec)
+            sandbox = None
+            if not is_beside:
+                sandbox = await self._take_warm() if spec == self.spec else None
+                if sandbox is None:
+                    if self._slots.value == 0 and self._warm:  # in the way of this one
+                        await self._close(self._warm.popleft())
+                    await self._slots.acquire()
+            if sandbox is None:
+                sandbox = await self._create(provider, spec, has_slot=not is_beside)
         finally:
             self._waiting -= 1
-        if self._is_closed:
-            await self._close(sandbox, has_slot=not is_beside)
-            raise SandboxUnavailable("the pool of sandboxes is closed")
         self._in_use[id(sandbox)] = sandbox, not is_beside
         return sandbox
 
@@ -166,24 +162,17 @@ class SandboxPool:
             await self._close(sandbox, has_slot=has_slot)
 
     async def _find_provider(self) -> SandboxProvider:
-        """The provider, which is open until the runtime closes; a failure is one for everybody."""
+        """The provider, which is open until the runtime closes."""
+        if self.tasks is None:
+            raise SandboxUnavailable("there is no runtime that has sandboxes, or it is closed")
         async with self._finding:
-            if self._provider is None and self._failure is None:
+            if self._provider is None:
                 config = self._config
                 opening = open_provider(config.provider, **config.provider_options)
-                try:
-                    self._provider = await self._stack.enter_async_context(opening)
-                except Exception as error:
-                    is_ours = isinstance(error, ConfigError)
-                    self._failure = error if is_ours else wrap_error(error)
-                else:
-                    self._slots = anyio.Semaphore(config.max_open or self._provider.max_open)
-                    self._stack.push_async_callback(self._close_all)
-                    if self.tasks is not None:
-                        self.tasks.start_soon(self._keep_warm, self._provider)
-        if self._provider is None:
-            assert self._failure is not None
-            raise type(self._failure)(str(self._failure)) from self._failure
+                self._provider = await self._stack.enter_async_context(opening)
+                self._slots = anyio.Semaphore(config.max_open or self._provider.max_open)
+                self._stack.push_async_callback(self._close_all)
+                self.tasks.start_soon(self._keep_warm, self._provider)
         return self._provider
 
     async def _keep_warm(self, provider: SandboxProvider) -> None:
@@ -193,7 +182,7 @@ class SandboxPool:
             while len(self._warm) < self._config.warm and self._slots.value > 0:
                 self._slots.acquire_nowait()
                 try:
-                    self._warm.append(await self._create_in_slot(provider, self.spec))
+                    self._warm.append(await self._create(provider, self.spec))
                 except Exception:  # whoever asks for one is told why
                     break
             await self._wanted.wait()
@@ -214,31 +203,29 @@ class SandboxPool:
                 return sandbox
         return None
 
-    async def _create_in_slot(self, provider: SandboxProvider, spec: SandboxSpec) -> Sandbox:
+    async def _create(
+        self, provider: SandboxProvider, spec: SandboxSpec, *, has_slot: bool = True
+    ) -> Sandbox:
+        """A new sandbox; where none comes about, its slot is free again."""
+        sandbox = None
         try:
-            return await self._create(provider, spec)
-        except BaseException:
-            self._slots.release()
-            raise
-
-    async def _create(self, provider: SandboxProvider, spec: SandboxSpec) -> Sandbox:
-        for attempt in range(_ATTEMPTS):
-            if attempt:
+            for attempt in range(_ATTEMPTS):
+                try:
+                    async with self._creating:
+                        await self._keep_rate()
+                        sandbox = await provider.open(spec)
+                    break
+                except SandboxUnavailable:
+                    if attempt == _ATTEMPTS - 1:
+                        raise
                 self._retried += 1
-                await anyio.sleep(_BACKOFF_S * 2 ** (attempt - 1))
-            if self._is_closed:
-                break
-            try:
-                async with self._creating:
-                    await self._keep_rate()
-                    sandbox = await provider.open(spec)
-            except SandboxUnavailable:
-                if attempt == _ATTEMPTS - 1:
-                    raise
-            else:
-                self._opened += 1
-                return sandbox
-        raise SandboxUnavailable("the pool of sandboxes is closed")
+                await anyio.sleep(_BACKOFF_S * 2**attempt)
+        finally:
+            if sandbox is None and has_slot:
+                self._slots.release()
+        assert sandbox is not None
+        self._opened += 1
+        return sandbox
 
     async def _keep_rate(self) -> None:
         """Wait until the oldest of the last `creations_per_min` is a minute ago."""
@@ -268,7 +255,6 @@ class SandboxPool:
 
     async def _close_all(self) -> None:
         """Close every sandbox, also those in use, at once."""
-        self._is_closed = True
         with anyio.CancelScope(shield=True):
             async with anyio.create_task_group() as tasks:
                 for sandbox, _ in self._in_use.values():

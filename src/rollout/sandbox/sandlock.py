@@ -22,13 +22,7 @@ from rollout.sandbox.bubblewrap import (
     drop_root,
     find_python,
 )
-from rollout.sandbox.local import (
-    LocalProvider,
-    LocalSandbox,
-    find_open_directory,
-    limit_commands,
-    read_program,
-)
+from rollout.sandbox.local import OPEN_DIRECTORY, LocalProvider, LocalSandbox, read_program
 from rollout.sandbox.remote import import_sdk
 
 if TYPE_CHECKING:
@@ -48,13 +42,11 @@ class SandlockProvider(LocalProvider):
 
     Args:
         readable: Further files and directories that commands may read.
-        cleanup_s: Seconds that closing a sandbox may take.
     """
 
     name = "sandlock"
 
-    def __init__(self, *, readable: Sequence[str | Path] = (), cleanup_s: float = 10.0) -> None:
-        super().__init__(cleanup_s=cleanup_s)
+    def __init__(self, *, readable: Sequence[str | Path] = ()) -> None:
         import_sdk(self.name, "sandlock", "sandlock")
         self._python, shown = find_python()
         paths = [*_SYSTEM.split(), *shown, *map(str, readable)]
@@ -67,7 +59,7 @@ class SandlockProvider(LocalProvider):
     async def open(self, spec: SandboxSpec) -> LocalSandbox:
         """See `SandboxProvider.open`."""
         spec.refuse_unsupported("sandbox provider sandlock", ("memory_mb", "max_processes"))
-        directory = tempfile.mkdtemp(prefix="rollout-sandbox-", dir=find_open_directory())
+        directory = tempfile.mkdtemp(prefix="rollout-sandbox-", dir=OPEN_DIRECTORY)
         if os.geteuid() == 0:
             os.chown(directory, NOBODY, NOBODY)
         confinement = {
@@ -82,9 +74,10 @@ class SandlockProvider(LocalProvider):
         words = [sys.executable, "-c", read_program("confine"), json.dumps(confinement)]
         command = [*words, *drop_root(), self._python]
         env = {"PATH": PATH, "HOME": directory, "LANG": "C.UTF-8", "TMPDIR": directory}
-        limits = limit_commands(None, None)  # the rest is sandlock's
-        try:
-            return await self._start(spec, command, workdir=directory, env=env, limits=limits)
+        try:  # limits are sandlock's
+            return await self._start(
+                spec, command, workdir=directory, env=env, max_processes=None, memory_mb=None
+            )
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise

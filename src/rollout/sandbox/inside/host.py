@@ -1,10 +1,11 @@
 """Process 1 of a local sandbox: starts commands and collects what they print.
 
 Standard input is one end of a Unix socket (SOCK_SEQPACKET); the driver has the other. It sends
-`SETTINGS`, then a message with three descriptors for each command:
+the resource limits of commands, and the directory that ends with a host that is not process 1; then
+a message with three descriptors for each command:
 
-    exchange  a file in memory with a dict, as `marshal` writes it: argv, cwd, env; cap: bytes of
-              each output; keep: which end of a longer one. The answer takes its place.
+    exchange  a file in memory with a tuple, as `marshal` writes it: argv, cwd, env, how many bytes
+              of each output are kept, whether at its end. The answer takes its place.
     source    the command's standard input
     done      a socket: a byte from here says that the answer is there; its end, that the command
               and all that it has started are to be killed, and answered for
@@ -29,7 +30,7 @@ import select
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import signal
-    from typing import Any, NoReturn
+    from typing import NoReturn
 else:
     import _signal as signal
 
@@ -40,9 +41,7 @@ IGNORED = signal.SIGPIPE, signal.SIGINT, signal.SIGHUP, signal.SIGTERM
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, MSG_CMSG_CLOEXEC = 4, 36, 0x40000000
 
 driver = _socket.socket(fileno=0)
-#: "limits": resource limits of commands; "remove": a directory that ends with a host that is not
-#: process 1.
-SETTINGS: dict[str, Any] = marshal.loads(driver.recv(CHUNK))
+LIMITS, DIRECTORY = marshal.loads(driver.recv(CHUNK))
 poll = select.epoll()
 commands: dict[int, Command] = {}  # by process id
 owners: dict[int, Command] = {}  # by descriptor
@@ -52,10 +51,10 @@ class Command:
     """A running command and what it has printed."""
 
     def __init__(
-        self, pid: int, request: dict[str, Any], exchange: int, done: int, outputs: list[int]
+        self, pid: int, exchange: int, done: int, outputs: list[int], cap: int, keeps_tail: bool
     ) -> None:
         self.pid, self.exchange, self.done = pid, exchange, done
-        self.cap, self.keeps_tail = request["cap"], request["keep"] == "tail"
+        self.cap, self.keeps_tail = cap, keeps_tail
         self.texts = {descriptor: bytearray() for descriptor in outputs}
         self.is_cut = False
         for descriptor in (done, *outputs):
@@ -116,11 +115,12 @@ def start() -> None:
     if not message:
         leave()
     exchange, source, done = memoryview(ancillary[0][2]).cast("i")
-    request = marshal.loads(os.pread(exchange, os.fstat(exchange).st_size, 0))
+    data = os.pread(exchange, os.fstat(exchange).st_size, 0)
+    argv, cwd, environment, *kept = marshal.loads(data)
     pipes: list[int] = []
     try:
         # Here, where an error has a number: what a child prints is only text.
-        os.close(os.open(request["cwd"], os.O_PATH | os.O_DIRECTORY))
+        os.close(os.open(cwd, os.O_PATH | os.O_DIRECTORY))
         pipes += os.pipe() + os.pipe()
         pid = fork()
     except OSError as error:
@@ -129,10 +129,10 @@ def start() -> None:
         answer(exchange, done, b"%d 0 0" % -(error.errno or 5))
         return
     if not pid:
-        run_child(request, source, pipes[1], pipes[3])
+        run_child(argv, cwd, environment, source, pipes[1], pipes[3])
     for each in (source, pipes[1], pipes[3]):
         os.close(each)
-    commands[pid] = Command(pid, request, exchange, done, pipes[::2])
+    commands[pid] = Command(pid, exchange, done, pipes[::2], *kept)
 
 
 def fork() -> int:
@@ -143,9 +143,9 @@ def fork() -> int:
             pass
 
 
-def run_child(request: dict[str, Any], *streams: int) -> NoReturn:
+def run_child(argv: list[str], cwd: str, environment: dict[str, str], *streams: int) -> NoReturn:
     """Become the command; never returns."""
-    name, environment = request["argv"][0], request["env"]
+    name = argv[0]
     try:
         os.setsid()
         for number, descriptor in enumerate(streams):
@@ -154,10 +154,11 @@ def run_child(request: dict[str, Any], *streams: int) -> NoReturn:
         for number in (signal.SIGCHLD, signal.SIGXFSZ, *IGNORED):  # exec keeps what is ignored
             signal.signal(number, signal.SIG_DFL)
         os.umask(0o022)
-        os.chdir(request["cwd"])
-        for limit, value in SETTINGS["limits"].items():
-            resource.setrlimit(getattr(resource, "RLIMIT_" + limit), (value, value))
-        os.execvpe(name, request["argv"], environment)
+        os.chdir(cwd)
+        for limit, value in LIMITS.items():
+            if value is not None:
+                resource.setrlimit(getattr(resource, "RLIMIT_" + limit), (value, value))
+        os.execvpe(name, argv, environment)
     except BaseException as error:
         is_missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
         if "/" not in name:  # a directory of PATH that cannot be searched is no reason
@@ -213,14 +214,13 @@ def reap() -> None:
 
 def leave() -> NoReturn:
     """End, and everything here with it: as process 1 by that alone."""
-    directory = SETTINGS.get("remove")
-    if directory:
+    if DIRECTORY:
         kill_tree(os.getpid())
         try:
             while True:
                 os.waitpid(-1, 0)
         except ChildProcessError:
-            os.execvpe("rm", ["rm", "-rf", "--", directory], {"PATH": os.defpath})
+            os.execvpe("rm", ["rm", "-rf", "--", DIRECTORY], {"PATH": os.defpath})
     os._exit(0)
 
 
@@ -228,7 +228,7 @@ def leave() -> NoReturn:
 # sees to that itself, and refuses this.
 prctl = _ctypes.dlsym(_ctypes.dlopen(None, 0), "prctl")  # type: ignore[arg-type]
 _ctypes.call_function(prctl, (PR_SET_DUMPABLE, 0, 0, 0, 0))
-if SETTINGS.get("remove"):
+if DIRECTORY:
     _ctypes.call_function(prctl, (PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
 else:
     try:  # where memory runs out, the kernel ends these before the driver
