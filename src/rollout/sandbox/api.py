@@ -243,7 +243,7 @@ class Sandbox:
                 such as a link, which is not followed.
             SandboxLimit: They have more than `max_bytes`.
         """
-        target, source = Path(local), os.path.normpath(self.join(path))
+        target, source = Path(local), os.path.normpath(self.join(path))  # noqa: ASYNC240
         if os.path.lexists(target):  # noqa: ASYNC240  (at once)
             raise FileExistsError(17, "File exists", str(target))
         packed = await self._run_script(_PACK, source)

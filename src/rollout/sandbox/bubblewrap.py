@@ -90,11 +90,7 @@ print("checked")
 
 
 async def check_walls(provider: SandboxProvider, python: str, **settings: Any) -> None:
-    """Open a sandbox and try to break out of it in five ways.
-
-    Raises:
-        SandboxUnavailable: It does not open, or one of them succeeds.
-    """
+    """Open a sandbox and try to break out of it in five ways; raise where one succeeds."""
     limit = 8
     with socket.create_server(("127.0.0.1", 0)) as listener:
         words = [str(listener.getsockname()[1]), str(limit)]
@@ -227,9 +223,6 @@ def drop_root() -> list[str]:
     """What a command of root's begins with; others have nothing to drop.
 
     Not `user=` of subprocess: that forks the whole driver, which takes a second for a large one.
-
-    Raises:
-        SandboxUnavailable: There is no ``setpriv``.
     """
     if os.geteuid() != 0:
         return []

@@ -165,12 +165,8 @@ class ContainerProvider(SandboxProvider):
             await self.call("rm", "--force", "--volumes", *at_once, name)
 
     async def call(self, *words: str, timeout_s: float = _CLIENT_S) -> str:
-        """What the engine's program answers.
-
-        Raises:
-            SandboxUnavailable: The engine does not answer, or has no room.
-            SandboxError: It refused; with its words.
-        """
+        """What the engine's program answers; `SandboxUnavailable` where it cannot, `SandboxError`
+        where it refuses."""
         output = Output(MIB, "tail")
         try:
             with anyio.fail_after(timeout_s):

@@ -90,9 +90,7 @@ class LocalSandbox(Sandbox):
             exchange = stack.enter_context(make_file(marshal.dumps(request, 2)))
             done, far_done = map(stack.enter_context, socket.socketpair())
             done.setblocking(False)
-            # Not an empty file: some programs take that for input.
-            data = make_file(command.input) if command.input else open(os.devnull, "rb")  # noqa: ASYNC230, SIM115
-            source = stack.enter_context(data)
+            source = stack.enter_context(_open_input(command.input))
             await self._send(exchange, source, far_done)
             far_done.close()
             with anyio.move_on_after(command.timeout_s) as scope:
@@ -152,15 +150,8 @@ class LocalProvider(SandboxProvider):
     ) -> LocalSandbox:
         """Start a host in a session of its own, and put in what the spec has.
 
-        Args:
-            command: Ends in the interpreter that runs the host.
-            env: Variables of commands, under those of the spec.
-            max_processes, memory_mb: Limits of commands; memory is each one's own.
-            remove: A directory that is to end with the sandbox.
-            fds: Descriptors that the command reads.
-
-        Raises:
-            SandboxError: It does not run, with what it said instead; or the spec's setup failed.
+        `command` ends in the interpreter that runs the host, and reads `fds`; the directory
+        `remove` ends with the sandbox.
         """
         control, inner = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         control.setblocking(False)
@@ -269,10 +260,10 @@ class Relay:
         await self.open_directory()
         async with self._lock:
             if server not in self._servers:
-                assert self._process is not None
+                process: Any = self._process
                 with anyio.CancelScope(shield=True):
-                    await self._process.stdin.send(f"{name} {server}\n".encode())
-                    await self._process.stdout.receive()  # it listens
+                    await process.stdin.send(f"{name} {server}\n".encode())
+                    await process.stdout.receive()  # it listens
                 self._servers.add(server)
         command = [self._python, "-I", "-S", "-", "inside", f"{self._inside}/{name}"]
         result = await sandbox.exec(command, input=read_program("relay"), timeout_s=60)
@@ -288,9 +279,14 @@ class Relay:
             self._process = None
 
 
-def make_file(data: bytes = b"") -> BinaryIO:
+def make_file(data: bytes) -> BinaryIO:
     """A file in memory, at its beginning."""
     file = open(os.memfd_create("rollout"), "w+b", buffering=0)  # noqa: SIM115  (the caller's)
     file.write(data)
     file.seek(0)
     return file
+
+
+def _open_input(data: bytes) -> BinaryIO:
+    """Not an empty file: some programs take that for input."""
+    return make_file(data) if data else open(os.devnull, "rb")

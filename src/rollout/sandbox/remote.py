@@ -182,11 +182,7 @@ class RemoteProvider(SandboxProvider):
 
 
 def import_sdk(provider: str, module: str, package: str) -> Any:
-    """The SDK of a provider.
-
-    Raises:
-        SandboxUnavailable: Its package is not installed.
-    """
+    """The SDK of a provider; `SandboxUnavailable` where its package is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

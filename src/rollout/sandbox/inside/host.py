@@ -98,10 +98,11 @@ class Command:
         answer(self.exchange, self.done, head, stdout, stderr)
 
 
-def answer(exchange: int, done: int, head: bytes, *texts: bytes) -> None:
+def answer(exchange: int, done: int, head: bytes, *texts: bytearray) -> None:
     with open(exchange, "wb") as file:
         file.truncate(0)
-        file.writelines((head, b"\n", *texts))
+        file.write(head + b"\n")
+        file.writelines(texts)
     try:
         os.write(done, b"1")
     except OSError:  # nobody waits any more
