@@ -61,12 +61,13 @@ class LocalSandbox(Sandbox):
 
     async def _begin(self, spec: SandboxSpec) -> None:
         """Wait until the host runs."""
-        await anyio.wait_readable(self._control)
-        with suppress(ConnectionResetError):  # it ended before it had read all
-            if self._control.recv(1):
-                return
-        assert self._process.stderr is not None
-        text = b"".join([part async for part in self._process.stderr]).decode(errors="replace")
+        errors: Any = self._process.stderr
+        async with errors:
+            await anyio.wait_readable(self._control)
+            with suppress(ConnectionResetError):  # it ended before it had read all
+                if self._control.recv(1):
+                    return
+            text = b"".join([part async for part in errors]).decode(errors="replace")
         raise SandboxError(f"{self.id} does not start: {text.strip()[-1000:]}")
 
     async def _host_url(self, url: str) -> str:

@@ -77,6 +77,7 @@ class SandboxPool:
         self._creating = anyio.Semaphore(config.max_creating or 4 * (os.cpu_count() or 1))
         self._created: deque[float] = deque(maxlen=config.creations_per_min or 0)
         self._warm: deque[Sandbox] = deque()
+        self._wanted = anyio.Event()
         #: By identity, with whether it has a slot.
         self._in_use: dict[int, tuple[Sandbox, bool]] = {}
         self._waiting = self._opened = self._closed = self._retried = self._leaked = 0
