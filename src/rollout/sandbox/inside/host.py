@@ -225,10 +225,7 @@ def leave() -> NoReturn:
     os._exit(0)
 
 
-# What runs here has the same user id: it may not trace this process or read its memory. Sandlock
-# sees to that itself, and refuses this.
 prctl = _ctypes.dlsym(_ctypes.dlopen(None, 0), "prctl")  # type: ignore[arg-type]
-_ctypes.call_function(prctl, (PR_SET_DUMPABLE, 0, 0, 0, 0))
 if DIRECTORY:
     _ctypes.call_function(prctl, (PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
 else:
@@ -237,6 +234,9 @@ else:
             adjustment.write("1000")
     except OSError:
         pass
+# What runs here has the same user id: it may not trace this process or read its memory. Sandlock
+# sees to that itself, and refuses this. It closes files of this process in /proc: so it comes last.
+_ctypes.call_function(prctl, (PR_SET_DUMPABLE, 0, 0, 0, 0))
 wakeup, wakeup_end = os.pipe()
 os.set_blocking(wakeup_end, False)
 signal.signal(signal.SIGCHLD, lambda *_: None)
