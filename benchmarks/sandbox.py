@@ -31,7 +31,7 @@ import rollout
 from rollout import Prompt
 from rollout.chat.messages import text_in
 from rollout.config import AgentConfig, SandboxConfig, SchedulingConfig, ToolsConfig
-from rollout.sandbox import SandboxPool, open_provider
+from rollout.sandbox import SandboxPool
 from rollout.testing import Scenario, tool_call
 
 if TYPE_CHECKING:
@@ -87,9 +87,8 @@ async def do_at_once(jobs: Iterable[Callable[[], Awaitable[object]]]) -> None:
 async def measure(count: int, commands: int) -> dict[str, Any]:
     """Open all, measure, run commands in all, close all; then the same without commands."""
     before = len(os.listdir("/proc/self/fd")), count_directories()
-    async with open_provider("bubblewrap") as provider:
-        opened = await run_once(SandboxPool(provider, max_open=count), count, 0)
-        used = await run_once(SandboxPool(provider, max_open=count), count, commands)
+    opened = await run_once(count, 0)
+    used = await run_once(count, commands)
     leaked = opened["leaked"] + used["leaked"] + count_left(before)
     return {
         "open_cpu_ms": round(1000 * opened["cpu_s"] / count, 1),
@@ -132,8 +131,9 @@ async def run_tools(count: int) -> dict[str, Any]:
     }
 
 
-async def run_once(pool: SandboxPool, count: int, commands: int) -> dict[str, float]:
+async def run_once(count: int, commands: int) -> dict[str, float]:
     """Open `count` sandboxes, run `commands` in each, close them."""
+    pool = SandboxPool(SandboxConfig(provider="bubblewrap", max_open=count), cleanup_s=10)
     sandboxes: list[Sandbox] = []
 
     async def open_one() -> None:
@@ -144,24 +144,23 @@ async def run_once(pool: SandboxPool, count: int, commands: int) -> dict[str, fl
             result = await sandbox.exec(["true"])
             assert result.exit_code == 0
 
-    cpu, began = measure_cpu(), time.monotonic()
-    await do_at_once([open_one] * count)
-    open_s = time.monotonic() - began
-    looked = measure_cpu()
-    mb = measure_memory()
-    cpu += measure_cpu() - looked  # looking is no part of it
-    began = time.monotonic()
-    await do_at_once([lambda each=each: use(each) for each in sandboxes])
-    exec_s = time.monotonic() - began
-    await pool.close()
-    leaked = pool.statistics().leaked
-    return {
-        "cpu_s": measure_cpu() - cpu,
-        "open_s": open_s,
-        "exec_s": exec_s,
-        "mb": mb,
-        "leaked": leaked,
-    }
+    async with pool.serving(is_needed=True):
+        cpu, began = measure_cpu(), time.monotonic()
+        await do_at_once([open_one] * count)
+        open_s = time.monotonic() - began
+        looked = measure_cpu()
+        mb = measure_memory()
+        cpu += measure_cpu() - looked  # looking is no part of it
+        began = time.monotonic()
+        await do_at_once([lambda each=each: use(each) for each in sandboxes])
+        exec_s = time.monotonic() - began
+        async with anyio.create_task_group() as tasks:
+            for each in sandboxes:
+                tasks.start_soon(pool.release, each)
+        cpu = measure_cpu() - cpu
+        counts = pool.statistics()
+    assert counts is not None
+    return {"cpu_s": cpu, "open_s": open_s, "exec_s": exec_s, "mb": mb, "leaked": counts.leaked}
 
 
 def main() -> None:

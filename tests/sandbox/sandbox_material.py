@@ -87,6 +87,6 @@ def directories(pid: int | None = None) -> set[Path]:
     return {
         path
         for place in {Path("/tmp"), Path(tempfile.gettempdir())}
-        for pattern in ("rollout-sandbox-*", "rollout-door-*")
+        for pattern in ("rollout-sandbox-*", "rollout-relay-*")
         for path in place.glob(pattern.replace("*", f"{pid or os.getpid()}-*"))
     }

@@ -21,7 +21,7 @@ from sandbox_material import directories, opened, processes_with, skip_where_mis
 from rollout.errors import SandboxError, SandboxTimeout, SandboxUnavailable
 from rollout.sandbox import ExecResult, Sandbox, SandboxSpec, bubblewrap
 from rollout.sandbox.bubblewrap import BubblewrapProvider, find_bwrap
-from rollout.sandbox.inside.seccomp import DENIED, write_filter
+from rollout.sandbox.inside.seccomp import DENIED
 from slow_cases import slow_after, slow_but
 
 pytestmark = [pytest.mark.anyio, pytest.mark.process]
@@ -348,7 +348,9 @@ async def test_fork_bomb_is_held_at_the_limit_and_ends_with_the_sandbox(name: st
             await python(sandbox, FORK_BOMBS[name], timeout_s=0.5)
         except SandboxTimeout:
             if name != "python whose parents end":  # what detached itself is a background job
-                assert len(await list_processes(sandbox)) <= 1
+                with anyio.fail_after(30):  # until the kernel has ended them
+                    while len(await list_processes(sandbox)) > 1:
+                        await anyio.sleep(0.05)
         (outer,) = [p for p in psutil.Process().children() if "bwrap" in p.name()]
         assert len(outer.children(recursive=True)) <= 18
         with anyio.fail_after(30):
@@ -363,13 +365,6 @@ async def list_processes(sandbox: Sandbox) -> list[str]:
         "Z|X|'') ;; *) [ $p = /proc/1 ] || [ $p = /proc/$$ ] || echo $p;; esac; done"
     )
     return said.stdout.decode().split()
-
-
-@pytest.mark.slow
-async def test_shell_fork_bomb_is_killed() -> None:
-    async with sandboxed(max_processes=16) as sandbox:
-        with pytest.raises(SandboxTimeout):
-            await sandbox.exec("bomb() { bomb | bomb & }; bomb; while :; do :; done", timeout_s=0.5)
 
 
 @pytest.mark.parametrize("place", slow_but(["/work", "/tmp", "/dev/shm"], "/tmp"))
@@ -420,16 +415,6 @@ async def test_nothing_of_the_driver_is_handed_on(monkeypatch: pytest.MonkeyPatc
     assert sys.executable.encode() not in processes.stdout
     assert len(accounts.stdout.splitlines()) == 3
     assert name.stdout == b"sandbox\n"
-
-
-async def test_junk_on_every_descriptor_reaches_nobody() -> None:
-    junk = (
-        "import os\nfor n in range(3, 256):\n"
-        "    try: os.write(n, b'junk')\n    except OSError: pass"
-    )
-    async with sandboxed() as sandbox:
-        assert (await python(sandbox, junk)).exit_code == 0
-        assert (await sandbox.exec(["echo", "on"])).stdout == b"on\n"
 
 
 async def test_file_methods_do_not_reach_into_process_1() -> None:
@@ -524,14 +509,6 @@ async def test_directory_with_a_file_system_is_an_image() -> None:
             await provider.close()
     finally:
         subprocess.run(["rm", "-rf", str(root)], check=True)
-
-
-def test_filter_is_a_program_for_both_architectures() -> None:
-    for machine in ("x86_64", "aarch64"):
-        program = write_filter(machine)
-        assert len(program) % 8 == 0
-        assert len(program) // 8 < 4096
-    assert write_filter("riscv64") == b""
 
 
 async def test_failing_start_says_what_bwrap_said() -> None:

@@ -10,6 +10,7 @@ import rollout
 from rollout import AgentLoop, Prompt, register_agent
 from rollout.agents import AgentContext
 from rollout.config import AgentConfig, SandboxConfig
+from rollout.errors import SandboxError
 from rollout.testing import Scenario
 
 pytestmark = [pytest.mark.anyio, pytest.mark.process]
@@ -49,3 +50,24 @@ async def test_hidden_tests_grade_what_each_agent_wrote() -> None:
     assert [t.reward for t in batch.trajectories] == [1.0, 0.0]
     assert counts is not None
     assert (counts.opened, counts.closed, counts.leaked) == (4, 4, 0)
+
+
+async def grade_link(trajectory: Any, sandbox: Any) -> float:
+    await sandbox.exec("ln -s src/solution.py answer.py; ln -s src folder")
+    for link in ("answer.py", "folder", "folder/"):
+        with pytest.raises(SandboxError, match="no regular file"):
+            async with sandbox.fresh(artifacts=[link]):
+                pytest.fail("it followed the link")
+    return 1.0
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio"])
+async def test_artifact_that_is_a_link_is_refused() -> None:
+    config = (
+        Scenario(seed=1)
+        .reply("", "ok")
+        .config(agent=AgentConfig(name="hidden_coder"), sandbox=SandboxConfig(provider="none"))
+    )
+    async with rollout.open_rollout(config, (), grade_link) as runtime:
+        batch = await runtime.generate([Prompt(messages="go", uid="p", extra={"code": ""})])
+    assert batch.trajectories[0].reward == 1.0, batch.trajectories[0].cause

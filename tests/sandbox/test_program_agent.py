@@ -37,7 +37,7 @@ from rollout import (
 )
 from rollout.config import AgentConfig, GatewayConfig, LimitsConfig, SandboxConfig
 from rollout.errors import SandboxUnavailable, SandboxUnsupported
-from rollout.sandbox.none import NoneProvider
+from rollout.sandbox.local import NoneProvider
 from rollout.testing import Scenario
 from slow_cases import slow_but
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
 import pytest
 
+from rollout.config import SandboxConfig
 from rollout.errors import (
     ConfigError,
     SandboxError,
@@ -14,7 +17,14 @@ from rollout.errors import (
     SandboxUnavailable,
     SandboxUnsupported,
 )
-from rollout.sandbox import ExecResult, Sandbox, SandboxPool, SandboxProvider, SandboxSpec
+from rollout.sandbox import (
+    ExecResult,
+    PoolStatistics,
+    Sandbox,
+    SandboxPool,
+    SandboxProvider,
+    SandboxSpec,
+)
 from rollout.sandbox.api import Command
 
 pytestmark = pytest.mark.anyio
@@ -64,32 +74,57 @@ class FakeProvider(SandboxProvider):
         return sandbox
 
 
+PROVIDERS: list[FakeProvider] = []
+
+
+def find_provider() -> FakeProvider:
+    return PROVIDERS[-1]
+
+
+@asynccontextmanager
+async def serving(provider: FakeProvider, **settings: Any) -> AsyncIterator[SandboxPool]:
+    PROVIDERS[:] = [provider]
+    config = SandboxConfig(provider=f"{__name__}:find_provider", **settings)
+    pool = SandboxPool(config, cleanup_s=10.0)
+    async with pool.serving(is_needed=True):
+        yield pool
+
+
+def counts_of(pool: SandboxPool) -> PoolStatistics:
+    counts = pool.statistics()
+    assert counts is not None
+    return counts
+
+
 async def use(pool: SandboxPool, seconds: float = 5.0) -> None:
-    async with pool.open() as sandbox:
+    sandbox = await pool.acquire()
+    try:
         await sandbox.exec(["true"])
         await anyio.sleep(seconds)
+    finally:
+        await pool.release(sandbox)
 
 
 async def test_pool_bounds_how_many_are_open_and_made_at_once() -> None:
     provider = FakeProvider()
-    pool = SandboxPool(provider, max_creating=2)
-    async with anyio.create_task_group() as tasks:
-        for _ in range(7):
-            tasks.start_soon(use, pool)
-        await anyio.sleep(1.5)
-        assert (provider.most_opening, pool.statistics().open) == (2, 2)
-        await anyio.sleep(1)
-        assert (pool.statistics().open, pool.statistics().waiting) == (3, 4)
-    counts = pool.statistics()
+    async with serving(provider, max_creating=2) as pool:
+        async with anyio.create_task_group() as tasks:
+            for _ in range(7):
+                tasks.start_soon(use, pool)
+            await anyio.sleep(1.5)
+            assert (provider.most_opening, counts_of(pool).open) == (2, 2)
+            await anyio.sleep(1)
+            assert (counts_of(pool).open, counts_of(pool).waiting) == (3, 4)
+        counts = counts_of(pool)
     assert (counts.open, counts.opened, counts.closed, counts.leaked) == (0, 7, 7, 0)
     assert sorted(provider.closed) == sorted(sandbox.id for sandbox in provider.opened)
 
 
 async def test_pool_makes_no_more_in_a_minute_than_it_may() -> None:
     provider = FakeProvider(open_s=0)
-    pool = SandboxPool(provider, creations_per_min=2)
-    for _ in range(5):
-        await use(pool, 0)
+    async with serving(provider, creations_per_min=2) as pool:
+        for _ in range(5):
+            await use(pool, 0)
     gaps = [
         later - earlier for earlier, later in zip(provider.times, provider.times[2:], strict=False)
     ]
@@ -100,35 +135,32 @@ async def test_pool_makes_no_more_in_a_minute_than_it_may() -> None:
 async def test_pool_tries_again_where_there_is_no_room_and_not_where_it_is_refused() -> None:
     provider = FakeProvider()
     provider.faults = [SandboxUnavailable("full")] * 2
-    pool = SandboxPool(provider, attempts=3)
-    async with pool.open():
+    async with serving(provider) as pool:
+        await use(pool)
         assert provider.times[2] - provider.times[0] == pytest.approx(1.5)  # 0.5 + 1
-    provider.faults = [SandboxUnavailable("full")] * 3
-    with pytest.raises(SandboxUnavailable, match="full"):
-        await pool.acquire()
-    provider.faults = [SandboxUnsupported("no")]
-    with pytest.raises(SandboxUnsupported):
-        await pool.acquire()
-    counts = pool.statistics()
-    assert (counts.open, counts.retried, counts.opened, counts.closed) == (0, 4, 1, 1)
-    for _ in range(3):  # every failure gave its room back
-        await pool.acquire()
-    await pool.close()
+        provider.faults = [SandboxUnavailable("full")] * 4
+        with pytest.raises(SandboxUnavailable, match="full"):
+            await pool.acquire()
+        provider.faults = [SandboxUnsupported("no")]
+        with pytest.raises(SandboxUnsupported):
+            await pool.acquire()
+        counts = counts_of(pool)
+        assert (counts.open, counts.retried, counts.opened, counts.closed) == (0, 5, 1, 1)
+        for _ in range(3):  # every failure gave its room back
+            await pool.acquire()
 
 
 async def test_warm_sandboxes_are_ready_healthy_and_used_once() -> None:
     provider = FakeProvider()
-    pool = SandboxPool(provider, warm=2)
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(pool.keep_warm)
+    async with serving(provider, warm=2) as pool:
         await anyio.sleep(5)
-        assert pool.statistics().warm == 2
+        assert counts_of(pool).warm == 2
         began = anyio.current_time()
         first = await pool.acquire()
         assert anyio.current_time() == began
         assert first is provider.opened[0]
         await anyio.sleep(5)
-        assert pool.statistics().warm == 2
+        assert counts_of(pool).warm == 2
         provider.opened[1].is_ill = True
         second = await pool.acquire()
         assert second is provider.opened[2]
@@ -136,58 +168,49 @@ async def test_warm_sandboxes_are_ready_healthy_and_used_once() -> None:
         await pool.release(first)
         await anyio.sleep(5)
         assert first is not await pool.acquire()
-        tasks.cancel_scope.cancel()
-    await pool.close()
-    counts = pool.statistics()
+    counts = counts_of(pool)
     assert (counts.open, counts.warm) == (0, 0)
     assert counts.opened == counts.closed == len(provider.closed)
 
 
 async def test_warm_sandbox_makes_room_for_another_spec() -> None:
     provider = FakeProvider()
-    pool = SandboxPool(provider, warm=3)
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(pool.keep_warm)
+    async with serving(provider, warm=3) as pool:
         await anyio.sleep(5)
         other = SandboxSpec(env={"A": "1"})
         with anyio.fail_after(10):
-            sandbox = await pool.acquire(other)
+            await pool.acquire(other)
         assert provider.specs[-1] is other
-        assert pool.statistics().warm == 2
-        await pool.release(sandbox)
-        tasks.cancel_scope.cancel()
-    await pool.close()
+        assert counts_of(pool).warm == 2
 
 
 async def test_closing_the_pool_closes_all_and_counts_what_does_not_end() -> None:
     provider = FakeProvider()
-    pool = SandboxPool(provider)
-    await pool.acquire()
-    await pool.acquire()
-    provider.opened[0].hangs = True
-    began = anyio.current_time()
-    await pool.close()
+    async with serving(provider) as pool:
+        await pool.acquire()
+        await pool.acquire()
+        provider.opened[0].hangs = True
+        began = anyio.current_time()
     assert anyio.current_time() - began == pytest.approx(2.0)
-    assert (pool.statistics().leaked, pool.statistics().open) == (1, 0)
+    assert (counts_of(pool).leaked, counts_of(pool).open) == (1, 0)
     with pytest.raises(SandboxUnavailable, match="closed"):
         await pool.acquire()
 
 
-async def test_cancelled_callers_leave_no_place_taken() -> None:
-    provider = FakeProvider()
-    pool = SandboxPool(provider)
-    for delay in (0, 0.5, 1.0, 2.0):
-        with anyio.move_on_after(delay):
-            await use(pool)
-    async with anyio.create_task_group() as tasks:
-        for _ in range(3):
-            tasks.start_soon(use, pool)
-        await anyio.sleep(2)
-        assert pool.statistics().open == 3
-        with anyio.move_on_after(1):
-            await pool.acquire()
-    assert pool.statistics().waiting == 0
-    await use(pool)
+async def test_cancelled_callers_leave_no_slot_taken() -> None:
+    async with serving(FakeProvider()) as pool:
+        for delay in (0, 0.5, 1.0, 2.0):
+            with anyio.move_on_after(delay):
+                await use(pool)
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(use, pool)
+            await anyio.sleep(2)
+            assert counts_of(pool).open == 3
+            with anyio.move_on_after(1):
+                await pool.acquire()
+        assert counts_of(pool).waiting == 0
+        await use(pool)
 
 
 async def test_spec_merges_what_a_prompt_says_and_refuses_what_is_unknown() -> None:

@@ -119,13 +119,6 @@ async def test_exec_of_a_missing_program_is_127_and_of_one_that_cannot_run_126(
     assert missing.stdout == b""
 
 
-async def test_exec_that_a_signal_ends_is_128_and_the_signal(provider: str) -> None:
-    async with opened(provider) as sandbox:
-        result = await sandbox.exec("kill -9 $$")
-        limited = await sandbox.exec("kill -11 $$", timeout_s=60)
-    assert (result.exit_code, limited.exit_code) == (137, 139)
-
-
 async def test_exec_gets_its_input_to_the_end(provider: str) -> None:
     async with opened(provider) as sandbox:
         assert (await sandbox.exec(["cat"], input=PNG)).stdout == PNG
@@ -262,17 +255,6 @@ async def test_commands_at_once_are_answered_each_with_its_own(provider: str) ->
     for number, result in results.items():
         assert result.stdout.decode() == f"in{number}" * 1000
         assert (result.stderr.decode(), result.exit_code) == (f" err{number}", number)
-
-
-async def test_slow_command_holds_up_no_other(provider: str) -> None:
-    async with opened(provider) as sandbox:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(sandbox.exec, ["sleep", "600"])
-            with anyio.fail_after(30):
-                await sandbox.write_file("f", "x")
-                assert await sandbox.read_file("f") == b"x"
-                assert (await sandbox.exec(["cat", "f"])).stdout == b"x"
-            tasks.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize(
@@ -415,9 +397,13 @@ async def test_download_of_links_devices_and_too_much_is_refused(
         # What makes the archive is the sandbox's own.
         await sandbox.write_file("bin/tar", TAR, mode=0o755)
         path = f"{sandbox.workdir}/bin:/usr/bin:/bin:/usr/local/bin"
-        for name in ("../up", "/abs"):
+        await sandbox.exec("ln -s /etc/passwd link; ln -s bad linked")
+        for link in ("link", "linked", "linked/"):
+            with pytest.raises(SandboxError, match="no regular file"):
+                await sandbox.download(link, tmp_path / "followed")
+        for name in ("../up", "a/../../up"):
             sandbox.env = {"PATH": path, "NAME": name}
-            with pytest.raises(SandboxError, match="leads out"):
+            with pytest.raises(SandboxError, match="no regular file"):
                 await sandbox.download("bad", tmp_path / "made" / "in")
         assert [*tmp_path.iterdir()] == []
 
@@ -425,7 +411,7 @@ async def test_download_of_links_devices_and_too_much_is_refused(
 #: Answers whoever asks with an archive that has one member of the name in $NAME.
 TAR = """#!/usr/bin/env python3
 import io, os, sys, tarfile
-with tarfile.open(fileobj=sys.stdout.buffer, mode="w|") as archive:
+with tarfile.open(sys.argv[2], mode="w") as archive:
     archive.addfile(tarfile.TarInfo(os.environ["NAME"]), io.BytesIO())
 """
 
@@ -474,18 +460,6 @@ async def test_close_ends_what_runs_and_may_be_called_again(provider: str) -> No
                 await call
 
 
-async def test_close_in_a_cancelled_scope_is_done(provider: str) -> None:
-    token = new_token()
-    async with provided(provider) as made:
-        sandbox = await made.open(spec_for(provider))
-        await sandbox.exec(f"sleep {token} >/dev/null 2>&1 &")
-        with anyio.CancelScope() as scope:
-            scope.cancel()
-            await sandbox.close()
-        await wait_for_processes(token, 0)
-        assert not sandbox.is_leaked
-
-
 async def test_opening_that_is_cancelled_leaves_nothing(provider: str) -> None:
     async with provided(provider) as made:
         for delay in (0.0, 0.005, 0.02, 0.05):
@@ -508,23 +482,12 @@ async def test_directory_of_one_sandbox_is_not_seen_by_the_next(provider: str) -
             await second.close()
 
 
-async def test_input_beyond_the_bound_is_refused(provider: str) -> None:
-    async with opened(provider) as sandbox:
-        large = bytes(64 * 2**20 + 1)
-        assert (await sandbox.exec(["wc", "-c"], input=large)).stdout.split() == [b"67108865"]
-        sandbox.max_input_bytes = 1000
-        with pytest.raises(SandboxLimit, match="at most 1000"):
-            await sandbox.exec(["cat"], input=bytes(1001))
-
-
 async def test_wrong_arguments_are_refused_before_anything_runs(provider: str) -> None:
     async with opened(provider) as sandbox:
         with pytest.raises(ValueError, match="NUL"):
             await sandbox.exec(["a\0b"])
         with pytest.raises(ValueError, match="command"):
             await sandbox.exec([])
-        with pytest.raises(ValueError, match="keep"):
-            await sandbox.exec("true", keep="middle")  # type: ignore[arg-type]
 
 
 async def test_program_inside_reaches_a_server_here_by_its_host_url(provider: str) -> None:

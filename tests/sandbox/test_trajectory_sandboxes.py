@@ -200,13 +200,6 @@ async def test_sandbox_unused_is_not_opened() -> None:
     assert FakeProvider.count == 0
 
 
-async def test_sandbox_auto_unused_nothing_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nonexistent")  # no bubblewrap anywhere
-    async with rollout.open_rollout(config_of(provider="auto")) as runtime:
-        await runtime.generate([doing()])
-        assert runtime.statistics().sandboxes is None
-
-
 @both
 async def test_sandbox_is_one_for_agent_tool_and_reward_and_closes_after_it() -> None:
     @register_agent("sandbox_sharing")
@@ -420,16 +413,6 @@ async def test_sandbox_cannot_be_opened_the_trajectory_fails_by_name() -> None:
     ]
 
 
-async def test_provider_has_no_room_after_all_attempts_the_trajectory_fails() -> None:
-    FakeProvider.lack = "open"
-    (trajectory,) = (await generate(doing("ls"))).trajectories
-    assert trajectory.cause is not None
-    assert (trajectory.cause.type, trajectory.cause.message) == (
-        "SandboxUnavailable",
-        "the fake is full",
-    )
-
-
 async def test_named_provider_cannot_be_used_opening_says_so() -> None:
     FakeProvider.lack = "check"
     with pytest.raises(SandboxUnavailable, match="the fake has no cloud"):
@@ -566,13 +549,3 @@ async def test_sandbox_opens_explain_says_that_it_is_waited_for() -> None:
         tasks.start_soon(runtime.generate, [doing("ls")])
         await anyio.sleep(10)
         assert "its sandbox, for" in str(runtime.explain())
-
-
-async def test_warm_sandboxes_are_there_before_the_first_use() -> None:
-    async with rollout.open_rollout(config_of(sandbox={"warm": 3})) as runtime:
-        await anyio.sleep(1)
-        counts = runtime.statistics().sandboxes
-        assert counts is not None
-        assert counts.warm == 3
-        (trajectory,) = (await runtime.generate([doing("ls")])).trajectories
-        assert trajectory.outcome is Outcome.COMPLETED

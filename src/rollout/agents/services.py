@@ -17,7 +17,7 @@ from rollout.errors import AgentError
 from rollout.interactions import InteractionRegistry
 from rollout.observe.event_stream import EventStream
 from rollout.observe.tally import Tally
-from rollout.sandbox.trajectory_sandbox import Sandboxes
+from rollout.sandbox.pool import SandboxPool
 from rollout.tools import ToolExecutor
 from rollout.worker_threads import WorkerThreads
 
@@ -76,15 +76,15 @@ class Services:
     media: MediaIntake
     events: EventStream = attrs.field(factory=EventStream)
     gateway: GatewayPlace = attrs.field(factory=GatewayPlace)
-    sandboxes: Sandboxes = attrs.field(init=False)
+    sandboxes: SandboxPool = attrs.field(init=False)
     #: Parameters of truncated sampling that the runtime has warned of.
     warned: set[str] = attrs.field(init=False, factory=set)
     _wordings: dict[tuple[str, ...], Any] = attrs.field(init=False, factory=dict)
     _readers: dict[tuple[str, ...], TurnReader] = attrs.field(init=False, factory=dict)
 
     @sandboxes.default
-    def _make_sandboxes(self) -> Sandboxes:
-        return Sandboxes(self.config.sandbox, self.config.limits.cleanup_s)
+    def _make_sandboxes(self) -> SandboxPool:
+        return SandboxPool(self.config.sandbox, self.config.limits.cleanup_s)
 
     def wording_of(self, tools: tuple[str, ...], make: Callable[[], T]) -> T:
         """The wording where these tools are offered; one for all that offer the same."""

@@ -257,7 +257,7 @@ def _read_prompts(
     from rollout.environments.task_directory import TaskDirectory
 
     tasks = TaskDirectory(path, provider=config.sandbox.provider)
-    tasks.warn_of(config.limits)
+    tasks.check_limits(config.limits)
     if rewards.single is None:
         rewards = attrs.evolve(rewards, single=tasks.reward)
     return tasks.prompts(), rewards

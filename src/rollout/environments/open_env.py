@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import urllib.request
@@ -128,12 +127,9 @@ class OpenEnv(ToolProvider):
 
         try:
             action = await anyio.to_thread.run_sync(read, abandon_on_cancel=True)
-        except OSError as error:
-            raise OpenEnvError(
-                self.url, "CONNECTION", f"GET /schema: {read_message(error)}"
-            ) from None
-        except (KeyError, ValueError) as error:
-            raise OpenEnvError(self.url, "BAD_ANSWER", f"GET /schema: {error}") from None
+        except (OSError, KeyError, ValueError) as error:
+            code = "CONNECTION" if isinstance(error, OSError) else "BAD_ANSWER"
+            raise OpenEnvError(self.url, code, f"GET /schema: {read_message(error)}") from None
         action.get("properties", {}).pop("metadata", None)
         return {"properties": {}, **action, "type": "object"}
 
@@ -171,11 +167,14 @@ class OpenEnvSession:
 
     async def reset(self, prompt: Prompt | None) -> str:
         """Connect and begin an episode, once there is room; the first observation."""
-        server = self._server
-        extra, uid = ({}, "") if prompt is None else (prompt.extra, prompt.uid or "")
-        data = {name: value for name, value in extra.items() if _is_json(value)}
-        data.setdefault("seed", derive_seed(0, uid) >> 32)
-        for tries in itertools.count():
+        server, data = self._server, {}
+        for name, value in ({} if prompt is None else prompt.extra).items():
+            with suppress(TypeError, ValueError, RecursionError):
+                json.dumps(value, allow_nan=False)
+                data[name] = value
+        data.setdefault("seed", derive_seed(0, (prompt and prompt.uid) or "") >> 32)
+        backoff_s = _BACKOFF_S * (0.5 + derive_seed(0, id(self)) / 2**64)  # not all at once
+        while True:
             try:
                 return (await self._ask("reset", data))[0]
             except OpenEnvError as error:
@@ -183,11 +182,10 @@ class OpenEnvSession:
                     raise
                 if not server.was_full:
                     server.was_full = True
-                    logger.warning("%s (trajectories wait for room; said once)", error)
+                    logger.warning("%s (trajectories wait for room; logged once)", error)
             await self.close()
-            spread = 0.5 + derive_seed(tries, id(self)) / 2**64  # or all would come back at once
-            await anyio.sleep(spread * min(_BACKOFF_S * 2**tries, _MAX_BACKOFF_S))
-        raise AssertionError("it is asked until it has room")
+            await anyio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def step(self, action: str | Mapping[str, Any]) -> Step:
         """Act, by a text or by the fields of the server's action."""
@@ -256,12 +254,10 @@ class _ActionTool(Tool):
 
     def __init__(self, server: OpenEnv, action: dict[str, Any]) -> None:
         self._server, self.name = server, "step"
-        description = action.pop("description", "") or "Act in the environment."
+        text = action.pop("description", "") or "Act in the environment."
         action.pop("title", None)
-        self.schema = {
-            "type": "function",
-            "function": {"name": self.name, "description": description, "parameters": action},
-        }
+        function = {"name": self.name, "description": text, "parameters": action}
+        self.schema = {"type": "function", "function": function}
 
     async def open(self, context: ToolContext) -> ToolSession:
         """A session, which connects as it begins."""
@@ -310,11 +306,3 @@ def _read_text(observation: Mapping[str, Any]) -> str:
     if len(values) == 1 and isinstance(values[0], str):
         return values[0]
     return json.dumps(shown, ensure_ascii=False)
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError, RecursionError):
-        return False
-    return True

@@ -80,12 +80,11 @@ class TaskDirectory:
         self._tasks = {each.name: _read_task(each, provider) for each in found}
         self.names = tuple(self._tasks)
         tasks = self._tasks.values()
-        self.agent_timeout_s = max(
-            filter(None, (each.agent_timeout_s for each in tasks)), default=None
-        )
+        longest = max(each.agent_timeout_s or 0.0 for each in tasks)
+        self.agent_timeout_s = longest or None
         self.verifier_timeout_s = max(each.tests["timeout_s"] for each in tasks)
 
-    def warn_of(self, limits: LimitsConfig) -> None:
+    def check_limits(self, limits: LimitsConfig) -> None:
         """Log which limits are shorter than what a task leaves its agent or its tests."""
         wanted = {"trajectory_s": self.agent_timeout_s, "reward_s": self.verifier_timeout_s}
         for key, seconds in wanted.items():
@@ -162,7 +161,7 @@ def _read_task(path: Path, provider: str) -> _Task:
         sandbox = {
             "image": environment.get("docker_image"),
             "workdir": environment.get("workdir"),
-            "user": _read_user(agent),
+            "user": str(agent["user"]) if "user" in agent else None,
             "env": _read_variables("environment", environment) or None,
             "network": _choose_network(tables),
             "cpus": environment.get("cpus"),
@@ -186,7 +185,7 @@ def _read_task(path: Path, provider: str) -> _Task:
             tests={
                 "timeout_s": _check("verifier.timeout_sec", Positive, tests_s),
                 "env": _read_variables("verifier", verifier),
-                "user": _read_user(verifier),
+                "user": str(verifier["user"]) if "user" in verifier else None,
             },
             is_separate=_check("verifier.environment_mode", Verification, mode) == "separate",
             artifacts=_check("artifacts", Texts, artifacts),
@@ -224,10 +223,6 @@ def _refuse_unsupported(path: Path, tables: Mapping[str, Any], provider: str) ->
             f"it has environment/Dockerfile, and sandbox.provider = {provider!r} builds no images; "
             "expected 'docker' or 'podman', or a built image in environment.docker_image"
         )
-
-
-def _read_user(table: Mapping[str, Any]) -> str | None:
-    return str(table["user"]) if "user" in table else None
 
 
 def _read_variables(name: str, table: Mapping[str, Any]) -> dict[str, str]:
@@ -330,12 +325,12 @@ def _read_reward(task: _Task, name: str, text: str) -> Reward:
     """Of several rewards the one named ``reward`` is the trajectory's."""
     who = f"{name} of task {task.name}"
     try:
-        given = json.loads(text) if name == "reward.json" else float(text)
-        rewards = given if isinstance(given, dict) else {"reward": given}
+        value = json.loads(text) if name == "reward.json" else float(text)
+        rewards = value if isinstance(value, dict) else {"reward": value}
         numbers = {key: finite_number(value, who) for key, value in rewards.items()}
     except (ValueError, BadRewardError) as error:
         raise SandboxError(f"{who}: {error}: {text[:200]!r}") from error
     if "reward" not in numbers and len(numbers) != 1:
         raise SandboxError(f"{who} has {list(numbers)}; expected a key 'reward'")
-    value = numbers["reward"] if "reward" in numbers else next(iter(numbers.values()))
-    return Reward(value=value, extra={"rewards": numbers})
+    first = next(iter(numbers.values()))
+    return Reward(value=numbers.get("reward", first), extra={"rewards": numbers})

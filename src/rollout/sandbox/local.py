@@ -1,7 +1,7 @@
 """Sandboxes on this machine: the driver's side of ``inside/host.py``, which tells the protocol.
 
-One process a sandbox, which ends with the driver's end of its socket. Every request waits on a pipe
-of its own, so no task reads in the background.
+One process a sandbox, which ends with the driver's end of its socket. Every request waits on a
+socket of its own, so no task reads in the background.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import itertools
 import marshal
 import os
 import re
-import signal
+import shutil
 import socket
 import subprocess
 import sys
@@ -24,22 +24,17 @@ from urllib.parse import urlsplit, urlunsplit
 import anyio
 
 from rollout.errors import SandboxError, SandboxLost, SandboxUnsupported
-from rollout.sandbox.api import MIB, Command, ExecResult, Sandbox, SandboxProvider, timed_out
+from rollout.sandbox.api import MIB, Command, ExecResult, Sandbox, SandboxProvider, make_timeout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from anyio.abc import Process
 
     from rollout.config.sandbox_section import SandboxSpec
 
-#: Runs the program that comes first through standard input, so that ``ps`` inside shows a short
-#: line. It is a text the first time, and then what that host has made of it.
-_START = (
-    "import marshal, os; program = marshal.loads(os.read(0, 1 << 18))\n"
-    "if type(program) is str: program = compile(program, 'host', 'exec')\n"
-    "exec(program)"
-)
+#: Where every user may look, as nobody must, whatever ``TMPDIR`` is.
+OPEN_DIRECTORY = "/tmp"
 #: Seconds that a host has to answer once a command was killed.
 _KILL_S = 5.0
 
@@ -50,143 +45,54 @@ def read_program(name: str) -> str:
     return Path(__file__).with_name("inside").joinpath(f"{name}.py").read_text(encoding="utf-8")
 
 
-class LocalProvider(SandboxProvider):
-    """What providers on this machine share.
+class LocalSandbox(Sandbox):
+    """A sandbox whose commands ``inside/host.py`` runs.
 
-    Args:
-        cleanup_s: Seconds that closing a sandbox may take.
+    Attributes:
+        relay: Leads to servers of this machine; None where there is no way.
     """
 
-    max_open = 256
+    relay: Relay | None = None
 
-    def __init__(self, *, cleanup_s: float = 10.0) -> None:
-        self._cleanup_s = cleanup_s
-        self._numbers = itertools.count(1)
-        self._compiled = b""  # the host's program, by the interpreter of this machine
-
-    async def _start(
-        self,
-        make: Callable[..., LocalSandbox],
-        spec: SandboxSpec,
-        command: Sequence[str],
-        settings: dict[str, Any],
-        *,
-        workdir: str,
-        fds: Sequence[int] = (),
-    ) -> LocalSandbox:
-        """Start a host in a session of its own, and put in what the spec has.
-
-        Args:
-            command: Ends in the interpreter that runs the host.
-            settings: What ``inside/host.py`` calls so.
-            fds: Descriptors that the command reads.
-
-        Raises:
-            SandboxError: It does not run, with what it said instead; or the spec's setup failed.
-        """
-        control, inner = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        control.setblocking(False)
-        program = self._compiled if spec.image is None else b""
-        control.send(program or marshal.dumps(read_program("host"), 2))
-        control.send(marshal.dumps(settings, 2))
-        errors = make_file()
-        try:
-            with inner, anyio.CancelScope(shield=True):
-                process = await anyio.open_process(
-                    [*command, "-I", "-S", "-c", _START],
-                    stdin=inner.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    stderr=errors.fileno(),
-                    start_new_session=True,
-                    pass_fds=tuple(fds),
-                )
-        except OSError as error:
-            control.close()
-            errors.close()
-            raise SandboxError(f"cannot run {command[0]!r}: {error.strerror}") from error
-        identity = f"{self.name}-{os.getpid()}-{next(self._numbers)}"
-        sandbox = make(
-            identity,
-            process,
-            control,
-            errors,
-            workdir=workdir,
-            env=spec.env,
-            cleanup_s=self._cleanup_s,
-        )
-        await sandbox.prepare(spec)
-        if spec.image is None:
-            self._compiled = sandbox.compiled
-        return sandbox
-
-
-class LocalSandbox(Sandbox):
-    """A sandbox whose commands ``inside/host.py`` runs."""
-
-    max_input_bytes = 2**32
-
-    def __init__(
-        self,
-        identity: str,
-        process: Process,
-        control: socket.socket,
-        errors: BinaryIO,
-        *,
-        relay: Relay | None = None,
-        **shared: Any,
-    ) -> None:
+    def __init__(self, identity: str, process: Process, control: socket.socket, **shared: Any):
         super().__init__(identity, **shared)
-        self._process = process
-        self._control = control
-        self._errors = errors
-        #: The host's program as code of its interpreter, once it runs.
-        self.compiled = b""
-        self._relay = relay
+        self._process, self._control = process, control
         self._sending = anyio.Lock()
 
     async def _begin(self, spec: SandboxSpec) -> None:
         """Wait until the host runs."""
-        with self._errors as errors:
+        errors: Any = self._process.stderr
+        async with errors:
             await anyio.wait_readable(self._control)
             with suppress(ConnectionResetError):  # it ended before it had read all
-                self.compiled = self._control.recv(1 << 18)
-            if self.compiled:
-                return
-            errors.seek(0)
-            text = errors.read().decode(errors="replace").strip()[-1000:]
-            raise SandboxError(f"{self.id} does not start: {text}")
+                if self._control.recv(1):
+                    return
+            text = b"".join([part async for part in errors]).decode(errors="replace")
+        raise SandboxError(f"{self.id} does not start: {text.strip()[-1000:]}")
 
     async def _host_url(self, url: str) -> str:
-        if self._relay is None:
+        if self.relay is None:
             return await super()._host_url(url)
-        return await self._relay.connect(self, url)
+        return await self.relay.connect(self, url)
 
     async def _close(self) -> None:
         # The host ends with the socket, and with it all that it has started.
         anyio.notify_closing(self._control)
         self._control.close()
-        with anyio.move_on_after(self.cleanup_s / 2):
-            await self._process.wait()
-            return
-        kill_with_children(self._process.pid)
-        await self._process.wait()
+        with anyio.move_on_after(self.cleanup_s / 2):  # then it is killed
+            await self._process.aclose()
 
     async def _run(self, command: Command) -> ExecResult:
         if command.user is not None:
             raise SandboxUnsupported(f"{self.id} has one user; user = {command.user!r}")
-        request = {
-            "argv": command.argv,
-            "cwd": command.cwd,
-            "env": command.env,
-            "cap": command.max_output_bytes,
-            "keep": command.keep,
-        }
+        keeps_tail, cap = command.keep == "tail", command.max_output_bytes
+        request = command.argv, command.cwd, command.env, cap, keeps_tail
         with ExitStack() as stack:
             exchange = stack.enter_context(make_file(marshal.dumps(request, 2)))
             done, far_done = map(stack.enter_context, socket.socketpair())
             done.setblocking(False)
-            with _open_input(command.input) as source:
-                await self._send(exchange, source, far_done)
+            source = stack.enter_context(_open_input(command.input))
+            await self._send(exchange, source, far_done)
             far_done.close()
             with anyio.move_on_after(command.timeout_s) as scope:
                 try:
@@ -202,17 +108,13 @@ class LocalSandbox(Sandbox):
             if not is_answered:
                 raise SandboxLost(f"{self.id} has ended")
             exchange.seek(0)
-            error, code, size, is_cut = map(int, exchange.readline().split())
-            if error:
-                raise OSError(error, os.strerror(error), command.cwd)
-            result = ExecResult(
-                exit_code=code,
-                stdout=exchange.read(size),
-                stderr=exchange.read(),
-                truncated=bool(is_cut),
-            )
+            code, size, is_cut = map(int, exchange.readline().split())
+            if code < 0:
+                raise OSError(-code, os.strerror(-code), command.cwd)
+            stdout, stderr = exchange.read(size), exchange.read()
+        result = ExecResult(exit_code=code, stdout=stdout, stderr=stderr, truncated=bool(is_cut))
         if scope.cancelled_caught:
-            raise timed_out(command, result)
+            raise make_timeout(command, result)
         return result
 
     async def _send(self, *files: BinaryIO | socket.socket) -> None:
@@ -228,7 +130,157 @@ class LocalSandbox(Sandbox):
                     raise SandboxLost(f"{self.id} has ended") from error
 
 
-def make_file(data: bytes = b"") -> BinaryIO:
+class LocalProvider(SandboxProvider):
+    """What providers on this machine share."""
+
+    max_open = 256
+    sandbox_class: type[LocalSandbox] = LocalSandbox
+    _numbers = itertools.count(1)
+
+    async def _start(
+        self,
+        spec: SandboxSpec,
+        command: Sequence[str],
+        *,
+        workdir: str,
+        env: Mapping[str, str],
+        max_processes: int | None,
+        memory_mb: int | None,
+        remove: str = "",
+        fds: Sequence[int] = (),
+    ) -> LocalSandbox:
+        """Start a host in a session of its own, and put in what the spec has.
+
+        `command` ends in the interpreter that runs the host, and reads `fds`; the directory
+        `remove` ends with the sandbox.
+        """
+        control, inner = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        control.setblocking(False)
+        # Not the address space: torch, node and Java reserve much that they never use.
+        limits = {"CORE": 0, "NPROC": max_processes, "DATA": memory_mb and memory_mb * MIB}
+        control.send(marshal.dumps((limits, remove), 2))
+        try:
+            with inner, anyio.CancelScope(shield=True):
+                process = await anyio.open_process(
+                    [*command, "-I", "-S", "-c", read_program("host")],
+                    stdin=inner.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,
+                    pass_fds=tuple(fds),
+                )
+        except OSError as error:
+            control.close()
+            raise SandboxError(f"cannot run {command[0]!r}: {error.strerror}") from error
+        sandbox = self.sandbox_class(
+            f"{self.name}-{os.getpid()}-{next(self._numbers)}",
+            process,
+            control,
+            workdir=workdir,
+            env={**env, **spec.env},
+        )
+        await sandbox.prepare(spec)
+        return sandbox
+
+
+class _NoSandbox(LocalSandbox):
+    async def expose_port(self, port: int) -> str:
+        return f"http://127.0.0.1:{port}"
+
+    async def _host_url(self, url: str) -> str:
+        return url
+
+
+class NoneProvider(LocalProvider):
+    """No sandbox: commands run as the driver's user, in a directory of their own.
+
+    For trusted code, and where the machine or container is itself the wall. Commands can read and
+    write what the driver can, and can reach its network. Closing removes the directory and every
+    process that did not leave by itself, a driver's death too.
+    """
+
+    name = "none"
+    sandbox_class = _NoSandbox
+
+    async def open(self, spec: SandboxSpec) -> LocalSandbox:
+        """See `SandboxProvider.open`."""
+        spec.refuse_unsupported("sandbox provider none", ("network", "max_processes", "memory_mb"))
+        directory = tempfile.mkdtemp(prefix=f"rollout-sandbox-{os.getpid()}-")
+        path = os.environ.get("PATH", os.defpath)
+        env = {"PATH": path, "HOME": directory, "LANG": "C.UTF-8", "TMPDIR": directory}
+        try:
+            return await self._start(
+                spec,
+                [sys.executable],
+                workdir=directory,
+                env=env,
+                max_processes=spec.max_processes,
+                memory_mb=spec.memory_mb,
+                remove=directory,
+            )
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+
+
+class Relay:
+    """Leads programs in sandboxes without a network to servers on this machine.
+
+    ``inside/relay.py`` runs outside, where it has a Unix socket for each server in a directory that
+    sandboxes see at `inside`, and in each sandbox that wants one, where it has a port. The one
+    outside ends with this driver, and the directory with it.
+    """
+
+    def __init__(self, inside: str, python: str = "python3") -> None:
+        self._inside, self._python = inside, python
+        self._process: Process | None = None
+        self._directory = ""
+        self._servers: set[str] = set()
+        self._lock = anyio.Lock()
+
+    async def open_directory(self) -> str:
+        """The directory for sockets; the first call makes it."""
+        async with self._lock:
+            if self._process is None:
+                prefix = f"rollout-relay-{os.getpid()}-"
+                self._directory = tempfile.mkdtemp(prefix=prefix, dir=OPEN_DIRECTORY)
+                os.chmod(self._directory, 0o755)
+                command = [sys.executable, "-I", "-S", "-c", read_program("relay")]
+                with anyio.CancelScope(shield=True):
+                    self._process = await anyio.open_process(
+                        [*command, "outside", self._directory], stderr=None, start_new_session=True
+                    )
+        return self._directory
+
+    async def connect(self, sandbox: Sandbox, url: str) -> str:
+        """The URL of a server of this machine as programs in the sandbox see it."""
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise SandboxUnsupported(f"{sandbox.id}: {url!r}: only http:// can be reached")
+        server = f"{parts.hostname} {parts.port or 80}"
+        name = re.sub(r"[^\w.-]", "_", server)
+        await self.open_directory()
+        async with self._lock:
+            if server not in self._servers:
+                process: Any = self._process
+                with anyio.CancelScope(shield=True):
+                    await process.stdin.send(f"{name} {server}\n".encode())
+                    await process.stdout.receive()  # it listens
+                self._servers.add(server)
+        command = [self._python, "-I", "-S", "-", "inside", f"{self._inside}/{name}"]
+        result = await sandbox.exec(command, input=read_program("relay"), timeout_s=60)
+        if result.exit_code or not result.stdout.strip().isdigit():
+            output = result.stderr[-500:].decode(errors="replace")
+            raise SandboxError(f"{sandbox.id}: no relay to {url}: {output}")
+        return urlunsplit(parts._replace(netloc=f"127.0.0.1:{int(result.stdout)}"))
+
+    async def close(self) -> None:
+        """End the process outside, which removes the directory."""
+        if self._process is not None:
+            await self._process.aclose()
+            self._process = None
+
+
+def make_file(data: bytes) -> BinaryIO:
     """A file in memory, at its beginning."""
     file = open(os.memfd_create("rollout"), "w+b", buffering=0)  # noqa: SIM115  (the caller's)
     file.write(data)
@@ -239,111 +291,3 @@ def make_file(data: bytes = b"") -> BinaryIO:
 def _open_input(data: bytes) -> BinaryIO:
     """Not an empty file: some programs take that for input."""
     return make_file(data) if data else open(os.devnull, "rb")
-
-
-def kill_with_children(pid: int) -> None:
-    """Kill a process that does not end, and its children: bubblewrap's own child is process 1."""
-    children = ""
-    with suppress(OSError):
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    for each in [*map(int, children.split()), pid]:
-        with suppress(OSError):
-            os.kill(each, signal.SIGKILL)
-
-
-class Relay:
-    """Leads programs in sandboxes without a network to servers on this machine.
-
-    A process outside listens on a Unix socket in a directory, which sandboxes see at `inside`, and
-    connects to the server; one in each sandbox listens on a port of its own and connects to the
-    socket. Those outside, and the directory, end with this driver.
-    """
-
-    def __init__(self, inside: str, python: str = "python3") -> None:
-        self._inside = inside
-        self._python = python
-        self._directory: Path | None = None
-        self._servers: set[str] = set()
-        self._processes: list[Process] = []
-        self._lock = anyio.Lock()
-
-    async def open_directory(self, files: Mapping[str, str] | None = None) -> Path:
-        """The directory, in which ``door`` is for sockets; made once, with `files` in it."""
-        async with self._lock:
-            if self._directory is None:
-                prefix = f"rollout-door-{os.getpid()}-"
-                directory = Path(tempfile.mkdtemp(prefix=prefix, dir=find_open_place()))
-                remove = 'cat >/dev/null; exec rm -rf -- "$1"'
-                await self._start("/bin/sh", "-c", remove, "sh", str(directory))
-                _fill(directory, files or {})
-                self._directory = directory
-        return self._directory
-
-    async def connect(self, sandbox: Sandbox, url: str) -> str:
-        """The URL of a server of this machine as programs in the sandbox see it."""
-        parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
-            raise SandboxUnsupported(f"{sandbox.id}: {url!r}: only http:// can be reached")
-        server = f"{parts.hostname}:{parts.port or 80}"
-        name = re.sub(r"[^\w.-]", "_", server) + ".sock"
-        path = await self.open_directory() / "door" / name
-        program = read_program("relay")
-        async with self._lock:
-            if server not in self._servers:
-                command = [sys.executable, "-I", "-S", "-c", program, str(path), server]
-                process = await self._start(*command)
-                assert process.stdout is not None
-                try:
-                    await process.stdout.receive()  # it listens
-                except anyio.EndOfStream:
-                    raise SandboxError(f"no relay to {server}") from None
-                self._servers.add(server)
-        command = [self._python, "-I", "-S", "-", "127.0.0.1:0", f"{self._inside}/{name}"]
-        result = await sandbox.exec(command, input=program, timeout_s=60)
-        if result.exit_code or not result.stdout.strip().isdigit():
-            said = result.stderr[-500:].decode(errors="replace")
-            raise SandboxError(f"{sandbox.id}: no relay to {url}: {said}")
-        return urlunsplit(parts._replace(netloc=f"127.0.0.1:{int(result.stdout)}"))
-
-    async def _start(self, *command: str) -> Process:
-        """A process that ends when its standard input does."""
-        with anyio.CancelScope(shield=True):
-            process = await anyio.open_process(
-                command, stderr=None, env={"PATH": os.defpath}, start_new_session=True
-            )
-        self._processes.append(process)
-        return process
-
-    async def close(self) -> None:
-        """End the processes outside, and remove the directory."""
-        while self._processes:
-            await self._processes.pop().aclose()
-
-
-def _fill(directory: Path, files: Mapping[str, str]) -> None:
-    """Make what every user may read, whatever the umask."""
-    (directory / "door").mkdir()
-    for name, text in files.items():
-        (directory / name).write_text(text)
-    for path in (directory, *directory.iterdir()):
-        path.chmod(0o755 if path.is_dir() else 0o644)
-
-
-def find_open_place() -> str:
-    """A directory for temporary files that every user can reach, as nobody must."""
-    for place in (tempfile.gettempdir(), "/tmp", "/var/tmp"):
-        path = Path(place).resolve()
-        if all(each.stat().st_mode & 0o001 for each in (path, *path.parents)):
-            return place
-    return tempfile.gettempdir()
-
-
-def limit_commands(max_processes: int | None, memory_mb: int | None) -> dict[str, int]:
-    """The limits that a host sets for each command."""
-    limits = {"CORE": 0}
-    if max_processes is not None:
-        limits["NPROC"] = max_processes
-    if memory_mb is not None:
-        # Not the address space: torch, node and Java reserve much that they never use.
-        limits["DATA"] = memory_mb * MIB
-    return limits

@@ -1,13 +1,12 @@
-"""Bounds how many sandboxes are open and made at once, and keeps some ready."""
+"""The sandboxes of a runtime: bounds how many are open and made at once, and keeps some ready."""
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections import deque
-from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import attrs
@@ -15,16 +14,23 @@ import attrs
 from rollout.config.sandbox_section import SandboxSpec
 from rollout.errors import SandboxError, SandboxUnavailable
 from rollout.sandbox.api import Sandbox
+from rollout.sandbox.providers import open_provider
+from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping
 
+    from anyio.abc import TaskGroup
+
+    from rollout.config import SandboxConfig
     from rollout.sandbox.api import SandboxProvider
 
 logger = logging.getLogger("rollout.sandbox")
 
-#: Seconds before the second attempt to open one; doubled before each further, up to a bound.
-_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 30.0
+#: How often one is tried to be opened while its provider is unavailable.
+_ATTEMPTS = 4
+#: Seconds before the second attempt; doubled before each further one.
+_BACKOFF_S = 0.5
 
 
 @attrs.frozen(kw_only=True)
@@ -50,56 +56,75 @@ class PoolStatistics:
 
 
 class SandboxPool:
-    """Hands out sandboxes of one provider; each is used once.
+    """Hands out sandboxes of one provider, each of which is used once.
 
     Args:
-        provider: Makes them.
-        spec: What `warm` ones are, and the default of `acquire`.
-        max_open: Open at once, warm ones included; the provider's own bound by default.
-        max_creating: Made at once; four for each CPU by default.
-        creations_per_min: Made in any minute; None: no bound.
-        warm: Kept ready while `keep_warm` runs.
-        attempts: To open one where the provider is unavailable, with growing pauses.
-        cleanup_s: How long closing one may take; None: as its provider says.
+        config: Says who makes sandboxes, what they are, and how many there may be.
+        cleanup_s: How long closing one may take.
+
+    Attributes:
+        spec: What they are unless a prompt says otherwise.
+        tasks: Where they are opened; None while nothing is served.
     """
 
-    def __init__(
-        self,
-        provider: SandboxProvider,
-        *,
-        spec: SandboxSpec | None = None,
-        max_open: int | None = None,
-        max_creating: int | None = None,
-        creations_per_min: int | None = None,
-        warm: int = 0,
-        attempts: int = 4,
-        cleanup_s: float | None = None,
-    ) -> None:
-        self.provider = provider
-        self.spec = spec or SandboxSpec()
-        self._slots = anyio.Semaphore(max_open or provider.max_open)
-        self._creating = anyio.Semaphore(max_creating or 4 * (os.cpu_count() or 1))
-        self._per_min = creations_per_min
-        self._created: deque[float] = deque(maxlen=creations_per_min or 0)
-        self._warm_wanted = warm
+    def __init__(self, config: SandboxConfig, cleanup_s: float) -> None:
+        self._config, self._cleanup_s = config, cleanup_s
+        names = [field.name for field in attrs.fields(SandboxSpec)]
+        self.spec = SandboxSpec(**{name: getattr(config, name) for name in names})
+        self.tasks: TaskGroup | None = None
+        #: None until somebody needs one.
+        self._provider: SandboxProvider | None = None
+        self._creating = anyio.Semaphore(config.max_creating or 4 * (os.cpu_count() or 1))
+        self._created: deque[float] = deque(maxlen=config.creations_per_min or 0)
         self._warm: deque[Sandbox] = deque()
-        self._attempts = max(1, attempts)
-        self._cleanup_s = math.inf if cleanup_s is None else cleanup_s
         self._wanted = anyio.Event()
-        #: By identity; and those of them that have no slot.
-        self._in_use: dict[int, Sandbox] = {}
-        self._beside: set[int] = set()
+        #: By identity, with whether it has a slot.
+        self._in_use: dict[int, tuple[Sandbox, bool]] = {}
         self._waiting = self._opened = self._closed = self._retried = self._leaked = 0
-        self._is_closed = False
 
     @asynccontextmanager
-    async def open(self, spec: SandboxSpec | None = None) -> AsyncIterator[Sandbox]:
-        """A sandbox for the body of an ``async with``; see `acquire`."""
-        sandbox = await self.acquire(spec)
-        try:
-            yield sandbox
-        finally:
-            await self.release(sandbox)
+    async def serving(self, *, is_needed: bool) -> AsyncIterator[None]:
+        """Sandboxes may be opened within the block; at its end none is left.
+
+        Args:
+            is_needed: Whether it is known that one will be: the provider is looked for at once
+                then, as where the configuration names one or keeps some warm.
+
+        Raises:
+            SandboxUnavailable: It cannot be used here.
+            ConfigError: Its options are wrong.
+        """
+        async with AsyncExitStack() as stack, open_task_group() as tasks:
+            self._stack, self.tasks, self._finding = stack, tasks, anyio.Lock()
+            try:
+                if is_needed or self._config.warm or self._config.provider != "auto":
+                    await self._find_provider()
+                yield
+            finally:
+                self.tasks = None
+
+    def spec_for(self, extra: Mapping[str, Any]) -> SandboxSpec:
+        """What the sandbox of a prompt with this `extra` is to be: ``extra["sandbox"]`` differs.
+
+        Raises:
+            ConfigError: A key is unknown, or a value wrong.
+        """
+        values = extra.get("sandbox")
+        return self.spec if values is None else self.spec.merge(values)
+
+    def statistics(self) -> PoolStatistics | None:
+        """The counts of this moment; None where no sandbox was ever asked for."""
+        if self._provider is None:
+            return None
+        return PoolStatistics(
+            open=len(self._in_use),
+            warm=len(self._warm),
+            waiting=self._waiting,
+            opened=self._opened,
+            closed=self._closed,
+            retried=self._retried,
+            leaked=self._leaked,
+        )
 
     async def acquire(self, spec: SandboxSpec | None = None, *, is_beside: bool = False) -> Sandbox:
         """A sandbox, as soon as there is room; give it back with `release`.
@@ -112,69 +137,56 @@ class SandboxPool:
         Raises:
             SandboxUnavailable: The provider had none in all attempts, or the pool is closed.
             SandboxError: It could not be prepared, or the provider cannot do what the spec wants.
+            ConfigError: The provider's options are wrong.
         """
-        spec = spec or self.spec
+        spec, provider = spec or self.spec, await self._find_provider()
         self._waiting += 1
         try:
-            sandbox = await self._take_warm() if spec == self.spec else None
-            if sandbox is None and is_beside:
-                sandbox = await self._create(spec)
-                self._beside.add(id(sandbox))
-            elif sandbox is None:
-                if self._slots.value == 0 and self._warm:  # in the way of this one
-                    await self._close_one(self._warm.popleft())
-                await self._slots.acquire()
-                sandbox = await self._create_in_slot(spec)
+            sandbox = None
+            if not is_beside:
+                sandbox = await self._take_warm() if spec == self.spec else None
+                if sandbox is None:
+                    if self._slots.value == 0 and self._warm:  # in the way of this one
+                        await self._close(self._warm.popleft())
+                    await self._slots.acquire()
+            if sandbox is None:
+                sandbox = await self._create(provider, spec, has_slot=not is_beside)
         finally:
             self._waiting -= 1
-        if self._is_closed:
-            await self._close_one(sandbox)
-            raise SandboxUnavailable("the pool of sandboxes is closed")
-        self._in_use[id(sandbox)] = sandbox
+        self._in_use[id(sandbox)] = sandbox, not is_beside
         return sandbox
 
     async def release(self, sandbox: Sandbox) -> None:
         """Close a sandbox that `acquire` gave, and make room; a second time does nothing."""
-        if self._in_use.pop(id(sandbox), None) is not None:
-            await self._close_one(sandbox)
+        _, has_slot = self._in_use.pop(id(sandbox), (None, None))
+        if has_slot is not None:
+            await self._close(sandbox, has_slot=has_slot)
 
-    async def keep_warm(self) -> None:
-        """Keep `warm` sandboxes ready until cancelled, where callers leave room for them.
+    async def _find_provider(self) -> SandboxProvider:
+        """The provider, which is open until the runtime closes."""
+        if self.tasks is None:
+            raise SandboxUnavailable("there is no runtime that has sandboxes, or it is closed")
+        async with self._finding:
+            if self._provider is None:
+                config = self._config
+                opening = open_provider(config.provider, **config.provider_options)
+                self._provider = await self._stack.enter_async_context(opening)
+                self._slots = anyio.Semaphore(config.max_open or self._provider.max_open)
+                self._stack.push_async_callback(self._close_all)
+                self.tasks.start_soon(self._keep_warm, self._provider)
+        return self._provider
 
-        The owner of the pool starts it in a task group of its own.
-        """
+    async def _keep_warm(self, provider: SandboxProvider) -> None:
+        """Keep some ready until cancelled, where callers leave room for them."""
         while True:
             self._wanted = anyio.Event()
-            while len(self._warm) < self._warm_wanted and self._slots.value > 0:
+            while len(self._warm) < self._config.warm and self._slots.value > 0:
                 self._slots.acquire_nowait()
                 try:
-                    self._warm.append(await self._create_in_slot(self.spec))
+                    self._warm.append(await self._create(provider, self.spec))
                 except Exception:  # whoever asks for one is told why
                     break
             await self._wanted.wait()
-
-    async def close(self) -> None:
-        """Close every sandbox, also those in use, at once."""
-        self._is_closed = True
-        left = [*self._in_use.values(), *self._warm]
-        self._in_use.clear()
-        self._warm.clear()
-        with anyio.CancelScope(shield=True):
-            async with anyio.create_task_group() as tasks:
-                for sandbox in left:
-                    tasks.start_soon(self._close_one, sandbox)
-
-    def statistics(self) -> PoolStatistics:
-        """The counts of this moment."""
-        return PoolStatistics(
-            open=len(self._in_use),
-            warm=len(self._warm),
-            waiting=self._waiting,
-            opened=self._opened,
-            closed=self._closed,
-            retried=self._retried,
-            leaked=self._leaked,
-        )
 
     async def _take_warm(self) -> Sandbox | None:
         """A warm sandbox that still answers; it brings its slot along."""
@@ -187,47 +199,45 @@ class SandboxPool:
                     is_well = (await sandbox.exec(["true"], timeout_s=10)).exit_code == 0
             finally:
                 if not is_well:
-                    await self._close_one(sandbox)
+                    await self._close(sandbox)
             if is_well:
                 return sandbox
         return None
 
-    async def _create_in_slot(self, spec: SandboxSpec) -> Sandbox:
+    async def _create(
+        self, provider: SandboxProvider, spec: SandboxSpec, *, has_slot: bool = True
+    ) -> Sandbox:
+        """A new sandbox; where none comes about, its slot is free again."""
+        sandbox = None
         try:
-            return await self._create(spec)
-        except BaseException:
-            self._slots.release()
-            raise
-
-    async def _create(self, spec: SandboxSpec) -> Sandbox:
-        for attempt in range(self._attempts):
-            if attempt:
+            for attempt in range(_ATTEMPTS):
+                try:
+                    async with self._creating:
+                        await self._keep_rate()
+                        sandbox = await provider.open(spec)
+                    break
+                except SandboxUnavailable:
+                    if attempt == _ATTEMPTS - 1:
+                        raise
                 self._retried += 1
-                await anyio.sleep(min(_BACKOFF_S * 2 ** (attempt - 1), _MAX_BACKOFF_S))
-            if self._is_closed:
-                break
-            try:
-                async with self._creating:
-                    await self._keep_rate()
-                    sandbox = await self.provider.open(spec)
-            except SandboxUnavailable:
-                if attempt == self._attempts - 1:
-                    raise
-            else:
-                self._opened += 1
-                return sandbox
-        raise SandboxUnavailable("the pool of sandboxes is closed")
+                await anyio.sleep(_BACKOFF_S * 2**attempt)
+        finally:
+            if sandbox is None and has_slot:
+                self._slots.release()
+        assert sandbox is not None
+        self._opened += 1
+        return sandbox
 
     async def _keep_rate(self) -> None:
         """Wait until the oldest of the last `creations_per_min` is a minute ago."""
-        while len(self._created) == self._per_min:
+        while len(self._created) == self._config.creations_per_min:
             wait_s = self._created[0] + 60.0 - anyio.current_time()
             if wait_s <= 0:
                 break
             await anyio.sleep(wait_s)
         self._created.append(anyio.current_time())
 
-    async def _close_one(self, sandbox: Sandbox) -> None:
+    async def _close(self, sandbox: Sandbox, *, has_slot: bool = True) -> None:
         is_leaked = True
         try:
             if isinstance(sandbox, Sandbox):  # which shields itself
@@ -240,8 +250,23 @@ class SandboxPool:
         finally:
             self._closed += 1
             self._leaked += is_leaked
-            if id(sandbox) in self._beside:
-                self._beside.remove(id(sandbox))
-            else:
+            if has_slot:
                 self._slots.release()
             self._wanted.set()
+
+    async def _close_all(self) -> None:
+        """Close every sandbox, also those in use, at once."""
+        with anyio.CancelScope(shield=True):
+            async with anyio.create_task_group() as tasks:
+                for sandbox, _ in self._in_use.values():
+                    tasks.start_soon(self.release, sandbox)
+                while self._warm:
+                    tasks.start_soon(self._close, self._warm.popleft())
+
+
+def wrap_error(error: Exception) -> SandboxError:
+    """Why there is no sandbox, which is a provider's own error unless it is one of ours."""
+    if isinstance(error, SandboxError):
+        return error
+    logger.warning("the provider of sandboxes failed", exc_info=error)
+    return SandboxUnavailable(f"no sandbox: {type(error).__name__}: {error}")

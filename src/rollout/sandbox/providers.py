@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 #: A provider's module is imported when it is named.
 _FACTORIES = {
-    "none": "rollout.sandbox.none:NoneProvider",
+    "none": "rollout.sandbox.local:NoneProvider",
     "bubblewrap": "rollout.sandbox.bubblewrap:BubblewrapProvider",
     "sandlock": "rollout.sandbox.sandlock:SandlockProvider",
-    "docker": "rollout.sandbox.containers:DockerProvider",
-    "podman": "rollout.sandbox.containers:PodmanProvider",
-    "e2b": "rollout.sandbox.e2b:E2bProvider",
-    "modal": "rollout.sandbox.modal:ModalProvider",
-    "inspect": "rollout.sandbox.inspect:InspectProvider",
+    "docker": "rollout.sandbox.containers:ContainerProvider",
+    "podman": "rollout.sandbox.containers:ContainerProvider",
+    "e2b": "rollout.sandbox.sdks:E2bProvider",
+    "modal": "rollout.sandbox.sdks:ModalProvider",
+    "inspect": "rollout.sandbox.sdks:InspectProvider",
 }
 
 
@@ -74,7 +74,7 @@ async def _open(name: str, options: dict[str, Any]) -> SandboxProvider:
     for fault in validate(Provider, name)[1]:
         raise ConfigError(f"sandbox.provider{fault}")
     kind, _, rest = name.partition(":")
-    arguments = [rest] if kind == "inspect" else []
+    arguments = {"inspect": [rest], "docker": [kind], "podman": [kind]}.get(kind, [])
     module, _, attribute = _FACTORIES.get(kind, name).partition(":")
     try:
         factory = getattr(importlib.import_module(module), attribute)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -21,15 +20,13 @@ from rollout.errors import (
 )
 from rollout.sandbox.api import (
     CHECK_FILE,
-    MIB,
     Command,
     ExecResult,
     Sandbox,
     SandboxProvider,
     check_exit,
     check_file,
-    cut,
-    timed_out,
+    make_timeout,
 )
 
 if TYPE_CHECKING:
@@ -38,9 +35,6 @@ if TYPE_CHECKING:
 
 #: Seconds in which a command must be killed.
 _KILL_S = 10.0
-#: Seconds after a timeout at which a command ends though nobody killed it, as after a driver's
-#: death.
-_SPARE_S = 10
 #: Runs a command in a directory; where that cannot be, says why after the command's mark.
 _ENTER = (
     'cd -- "$2" 2>/dev/null || { c=13; [ -e "$2" ] || c=2; [ -f "$2" ] && c=20; '
@@ -53,6 +47,7 @@ _KILL = (
     '*"$1"*) kill -9 "${p#/proc/}" 2>/dev/null && found=1;; esac; '
     'done; [ "$found" ] || exit 0; done'
 )
+_FIND_WORKDIR = '[ -z "$1" ] || { mkdir -p -- "$1" && cd -- "$1"; } && pwd'
 
 
 class Output:
@@ -67,13 +62,13 @@ class Output:
         """Take more of stdout (0) or stderr (1)."""
         text = self._texts[number]
         text += data.encode() if isinstance(data, str) else data
-        if self._keep == "head" or len(text) > 2 * self._cap + MIB:
-            self._truncated |= cut(text, self._cap, self._keep)
+        excess = len(text) - self._cap
+        if excess > 0:
+            self._truncated = True
+            del text[slice(self._cap, None) if self._keep == "head" else slice(excess)]
 
     def result(self, exit_code: int) -> ExecResult:
         """What there is."""
-        for text in self._texts:
-            self._truncated |= cut(text, self._cap, self._keep)
         stdout, stderr = map(bytes, self._texts)
         return ExecResult(
             exit_code=exit_code, stdout=stdout, stderr=stderr, truncated=self._truncated
@@ -88,12 +83,10 @@ class RemoteSandbox(Sandbox):
     Attributes:
         is_text: Whether output is text, with bytes that are no UTF-8 replaced; `_fetch` reads files
             then.
-        has_workdir: Whether it was made with its working directory.
         lost_errors: What `_call` raises where the sandbox has ended.
     """
 
     is_text = False
-    has_workdir = False
     lost_errors: tuple[type[Exception], ...] = ()
 
     def __init__(self, identity: str) -> None:
@@ -110,19 +103,15 @@ class RemoteSandbox(Sandbox):
 
     async def _begin(self, spec: SandboxSpec) -> None:
         self.env, self.user = dict(spec.env), spec.user
-        if spec.workdir is not None and not self.has_workdir:
-            result = await self.exec(["mkdir", "-p", spec.workdir])
-            check_exit(result, f"the workdir of {self.id}")
-        found = b"" if spec.workdir else (await self.exec(["pwd"])).stdout
-        self.workdir = spec.workdir or found.decode().strip() or "/"
+        result = await self._run_script(_FIND_WORKDIR, spec.workdir or "")
+        check_exit(result, f"the workdir of {self.id}")
+        self.workdir = result.stdout.decode().strip() or "/"
 
     async def _run(self, command: Command) -> ExecResult:
         self._count += 1
         mark = f"ROLLOUT_EXEC={self.id}-{self._count}."
         words = ["env", mark, *(f"{name}={value}" for name, value in command.env.items())]
         words += ["/bin/sh", "-c", _ENTER, "sh", mark, command.cwd]
-        if command.timeout_s is not None:
-            words += ["timeout", "-k", "5", str(math.ceil(command.timeout_s) + _SPARE_S)]
         output = Output(command.max_output_bytes, command.keep)
         code = None
         try:
@@ -141,7 +130,7 @@ class RemoteSandbox(Sandbox):
                 with anyio.move_on_after(_KILL_S, shield=True), suppress(Exception):
                     await self._call(kill, Output(0, "head"))
         if code is None:
-            raise timed_out(command, output.result(-1))
+            raise make_timeout(command, output.result(-1))
         result = output.result(code)
         if code > 100 and result.stderr == f"{mark}\n".encode():
             raise OSError(code - 100, os.strerror(code - 100), command.cwd)
@@ -150,23 +139,11 @@ class RemoteSandbox(Sandbox):
     async def _read(self, path: str, max_bytes: int) -> bytes:
         if not self.is_text:
             return await super()._read(path, max_bytes)
-        result = await self.exec(["/bin/sh", "-c", CHECK_FILE + 'exec wc -c <"$1"', "sh", path])
+        result = await self._run_script(CHECK_FILE + 'exec wc -c <"$1"', path)
         check_file(result, path)
         if int(result.stdout) > max_bytes:
             raise SandboxLimit(f"{path} has more than {max_bytes} bytes")
         return await self._fetch(path)
-
-    async def _read_archive(self, path: str, max_bytes: int) -> bytes:
-        if not self.is_text:
-            return await super()._read_archive(path, max_bytes)
-        self._count += 1
-        archive = f"/tmp/.rollout-{self._count}.tar"
-        try:
-            command = ["tar", "-cf", archive, "-C", path, "."]
-            check_exit(await self.exec(command), f"download of {path}")
-            return await self._read(archive, max_bytes)
-        finally:
-            await self.exec(["rm", "-f", archive])
 
 
 class RemoteProvider(SandboxProvider):
@@ -205,11 +182,7 @@ class RemoteProvider(SandboxProvider):
 
 
 def import_sdk(provider: str, module: str, package: str) -> Any:
-    """The SDK of a provider.
-
-    Raises:
-        SandboxUnavailable: Its package is not installed.
-    """
+    """The SDK of a provider; `SandboxUnavailable` where its package is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

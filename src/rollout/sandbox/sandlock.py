@@ -22,13 +22,7 @@ from rollout.sandbox.bubblewrap import (
     drop_root,
     find_python,
 )
-from rollout.sandbox.local import (
-    LocalProvider,
-    LocalSandbox,
-    find_open_place,
-    limit_commands,
-    read_program,
-)
+from rollout.sandbox.local import OPEN_DIRECTORY, LocalProvider, LocalSandbox, read_program
 from rollout.sandbox.remote import import_sdk
 
 if TYPE_CHECKING:
@@ -48,17 +42,15 @@ class SandlockProvider(LocalProvider):
 
     Args:
         readable: Further files and directories that commands may read.
-        cleanup_s: Seconds that closing a sandbox may take.
     """
 
     name = "sandlock"
 
-    def __init__(self, *, readable: Sequence[str | Path] = (), cleanup_s: float = 10.0) -> None:
-        super().__init__(cleanup_s=cleanup_s)
+    def __init__(self, *, readable: Sequence[str | Path] = ()) -> None:
         import_sdk(self.name, "sandlock", "sandlock")
         self._python, shown = find_python()
-        places = [*_SYSTEM.split(), *shown, *map(str, readable)]
-        self._readable = [place for place in places if os.path.exists(place)]
+        paths = [*_SYSTEM.split(), *shown, *map(str, readable)]
+        self._readable = [path for path in paths if os.path.exists(path)]
 
     async def check(self) -> None:
         """See `SandboxProvider.check`."""
@@ -67,7 +59,7 @@ class SandlockProvider(LocalProvider):
     async def open(self, spec: SandboxSpec) -> LocalSandbox:
         """See `SandboxProvider.open`."""
         spec.refuse_unsupported("sandbox provider sandlock", ("memory_mb", "max_processes"))
-        directory = tempfile.mkdtemp(prefix="rollout-sandbox-", dir=find_open_place())
+        directory = tempfile.mkdtemp(prefix="rollout-sandbox-", dir=OPEN_DIRECTORY)
         if os.geteuid() == 0:
             os.chown(directory, NOBODY, NOBODY)
         confinement = {
@@ -80,14 +72,12 @@ class SandlockProvider(LocalProvider):
             "max_memory": spec.memory_mb and f"{spec.memory_mb}M",
         }
         words = [sys.executable, "-c", read_program("confine"), json.dumps(confinement)]
-        settings = {
-            "env": {"PATH": PATH, "HOME": directory, "LANG": "C.UTF-8", "TMPDIR": directory},
-            "limits": limit_commands(None, None),  # the rest is sandlock's
-            "is_confined": True,
-        }
-        try:
-            command = [*words, *drop_root(), self._python]
-            return await self._start(LocalSandbox, spec, command, settings, workdir=directory)
+        command = [*words, *drop_root(), self._python]
+        env = {"PATH": PATH, "HOME": directory, "LANG": "C.UTF-8", "TMPDIR": directory}
+        try:  # limits are sandlock's
+            return await self._start(
+                spec, command, workdir=directory, env=env, max_processes=None, memory_mb=None
+            )
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise

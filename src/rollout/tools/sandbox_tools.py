@@ -5,6 +5,7 @@ They need nothing of a sandbox but ``exec``, ``read_file`` and ``write_file``.
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from contextlib import suppress
 from itertools import islice
@@ -19,7 +20,7 @@ from rollout.tools.tool import Tool, ToolContext, ToolSession
 from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping, Sequence
     from typing import Never
 
     from rollout.errors import RolloutError
@@ -107,12 +108,26 @@ def refuse_moved(kind: str, given: Mapping[str, object], error: type[RolloutErro
 
 
 class SandboxTool(Tool):
-    """A tool in the trajectory's sandbox; `max_pictures` are of one call."""
+    """A tool in the trajectory's sandbox.
+
+    Args:
+        name: What the model calls it; None takes ours, and so for `description`.
+        description: What the model reads about it.
+        timeout_s: Seconds of one call, after which all that it has started is killed and the model
+            reads what it printed until then; None: only ``limits.tool_s`` bounds it, after which
+            the model reads nothing of it.
+        max_pictures: Pictures (PNG, JPEG, WEBP) that a call writes to the sandbox's directory, such
+            as plots, of which the model is shown so many. More than 0 needs a model that reads
+            images.
+
+    Raises:
+        ToolError: `max_pictures` is none, or an argument is given that is no more.
+    """
 
     needs_sandbox = True
     description: str
     parameters: ClassVar[dict[str, Any]]
-    required: ClassVar[list[str]]
+    required: ClassVar[Sequence[str]]
 
     def __init__(
         self,
@@ -129,19 +144,12 @@ class SandboxTool(Tool):
         self.name = name or self.name
         self.timeout_s = timeout_s
         self.max_pictures = max_pictures
-        description = description or self.description
+        text = description or self.description
         if max_pictures:
-            description += " Pictures that it saves as .png or .jpg in its directory are shown."
-        function = {
-            "name": self.name,
-            "description": description,
-            "parameters": {
-                "type": "object",
-                "properties": self.parameters,
-                "required": self.required,
-                "additionalProperties": False,
-            },
-        }
+            text += " Pictures that it saves as .png or .jpg in its directory are shown."
+        parameters = {"type": "object", "properties": self.parameters, "required": self.required}
+        parameters["additionalProperties"] = False
+        function = {"name": self.name, "description": text, "parameters": parameters}
         self.schema = {"type": "function", "function": function}
 
 
@@ -152,17 +160,8 @@ class PythonTool(SandboxTool):
     a new one. ``sys.exit`` only ends its own call. What child processes print is shown too.
 
     Args:
-        name: What the model calls it; None takes ours, and so for `description`.
-        description: What the model reads about it.
-        timeout_s: Seconds of one call, after which the model reads what it printed until then;
-            None: only ``limits.tool_s`` bounds it, after which the model reads nothing of it.
-        max_pictures: Pictures (PNG, JPEG, WEBP) that a call writes to the sandbox's directory, such
-            as plots, of which the model is shown so many. More than 0 needs a model that reads
-            images.
+        name, description, timeout_s, max_pictures: See `SandboxTool`.
         python: The interpreter, of Python 3.8 or newer, in the sandbox.
-
-    Raises:
-        ToolError: `max_pictures` is none, or an argument is given that is no more.
     """
 
     name = "python"
@@ -173,23 +172,8 @@ class PythonTool(SandboxTool):
     parameters: ClassVar = {"code": {"type": "string", "description": "The Python code to run."}}
     required: ClassVar = ["code"]
 
-    def __init__(
-        self,
-        name: str | None = None,
-        *,
-        description: str | None = None,
-        timeout_s: float | None = None,
-        max_pictures: int = 0,
-        python: str = "python3",
-        **moved: Never,
-    ) -> None:
-        super().__init__(
-            name,
-            description=description,
-            timeout_s=timeout_s,
-            max_pictures=max_pictures,
-            **moved,
-        )
+    def __init__(self, name: str | None = None, *, python: str = "python3", **options: Any) -> None:
+        super().__init__(name, **options)
         self.python = python
 
     async def open(self, context: ToolContext) -> ToolSession:
@@ -202,20 +186,7 @@ class ShellTool(SandboxTool):
 
     The working directory, exported variables and, with bash, functions stay from call to call;
     other variables do not. What a command leaves in the background goes on. A command that fails is
-    an error observation that ends with its exit code.
-
-    Args:
-        name: What the model calls it; None takes ours, and so for `description`.
-        description: What the model reads about it.
-        timeout_s: Seconds of one call, after which all that it has started is killed and the model
-            reads what it printed until then; None: only ``limits.tool_s`` bounds it, after which
-            the model reads nothing of it.
-        max_pictures: Pictures (PNG, JPEG, WEBP) that a call writes to the sandbox's directory, such
-            as plots, of which the model is shown so many. More than 0 needs a model that reads
-            images.
-
-    Raises:
-        ToolError: `max_pictures` is none, or an argument is given that is no more.
+    an error observation that ends with its exit code. Its arguments are those of `SandboxTool`.
     """
 
     name = "shell"
@@ -233,12 +204,7 @@ class ShellTool(SandboxTool):
 
 
 class EditTool(SandboxTool):
-    """Shows and changes files.
-
-    Args:
-        name: What the model calls it; None takes ours, and so for `description`.
-        description: What the model reads about it.
-    """
+    """Shows and changes files; `name` and `description` are those of `SandboxTool`."""
 
     name = "edit"
     description = (
@@ -395,14 +361,6 @@ def _failure(output: bytes, reason: str) -> ToolResult:
     return error_result(f"{text}\n[{reason}]" if text else f"[{reason}]")
 
 
-#: What a command of the editor cannot do without.
-_NEEDED = {
-    "create": ("file_text",),
-    "str_replace": ("old_str",),
-    "insert": ("insert_line", "new_str"),
-}
-
-
 class _EditSession(_SandboxSession):
     async def answer(self, call: ToolCall) -> Any:
         arguments: dict[str, Any] = {
@@ -410,9 +368,6 @@ class _EditSession(_SandboxSession):
             for name, value in call.arguments.items()
         }
         command, path = arguments["command"], arguments["path"]
-        for name in _NEEDED.get(command, ()):
-            if name not in arguments:
-                raise ToolError(f"{command} needs {name}")
         try:
             if command == "view":
                 return await self._view(path, arguments.get("view_range"))
@@ -420,21 +375,25 @@ class _EditSession(_SandboxSession):
                 await self.sandbox.write_file(path, arguments["file_text"])
                 return f"{path} is written: {len(_split(arguments['file_text']))} lines"
             before = (await self.sandbox.read_file(path)).decode(errors="surrogateescape")
-            new = arguments.get("new_str", "")
             if command == "insert":
-                after, at = _insert(before, arguments["insert_line"], new)
+                after, at = _insert(before, arguments["insert_line"], arguments["new_str"])
             else:
-                after, at = _replace(before, arguments["old_str"], new)
+                after, at = _replace(before, arguments["old_str"], arguments.get("new_str", ""))
             data = after.encode(errors="surrogateescape")
             await self.sandbox.write_file(path, data)
+        except KeyError as error:
+            raise ToolError(f"{command} needs {error.args[0]}") from error
         except IsADirectoryError as error:
             raise ToolError(f"{path} is a directory, which only `view` takes") from error
         except OSError as error:
             raise ToolError(f"{path}: {error.strerror or error}") from error
         except SandboxLimit as error:
             raise ToolError(str(error)) from error
-        lines = _split(data.decode(errors="replace"))
-        return f"{path} is changed:\n{_number(lines, at - 3, at + new.count(chr(10)) + 4)}"
+        lines, last = (
+            _split(data.decode(errors="replace")),
+            arguments.get("new_str", "").count("\n"),
+        )
+        return f"{path} is changed:\n{_number(lines, at - 3, at + last + 4)}"
 
     async def _view(self, path: str, lines: list[int] | None) -> str:
         try:
@@ -479,7 +438,8 @@ def _replace(text: str, old: str, new: str) -> tuple[str, int]:
     """The text with the one `old` replaced, and the number of the line where it was."""
     if "\r\n" in text and old not in text:  # models write no carriage returns
         old, new = (each.replace("\n", "\r\n") for each in (old, new))
-    starts = list(islice(_find_all(text, old), 21)) if old else []
+    found = re.finditer(f"(?={re.escape(old)})", text) if old else ()  # also within each other
+    starts = [each.start() for each in islice(found, 21)]
     if not starts:
         raise ToolError("old_str does not occur in the file, which is unchanged")
     numbers = [text.count("\n", 0, start) + 1 for start in starts]
@@ -491,11 +451,3 @@ def _replace(text: str, old: str, new: str) -> tuple[str, int]:
             "enough of what is around it that it occurs once"
         )
     return text[: starts[0]] + new + text[starts[0] + len(old) :], numbers[0]
-
-
-def _find_all(text: str, part: str) -> Iterator[int]:
-    """Where it begins, also within an occurrence before."""
-    start = text.find(part)
-    while start >= 0:
-        yield start
-        start = text.find(part, start + 1)

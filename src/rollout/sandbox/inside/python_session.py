@@ -67,7 +67,7 @@ def run_cell(code: str, name: str, space: dict[str, Any]) -> bool:
     return False
 
 
-def serve(go: int, done: int, out: int, directory: str) -> None:
+def serve(directory: str, go: int, done: int, out: int) -> None:
     """Run cells for ever, as the main module that they believe to be."""
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     me, number = os.getpid(), 0
@@ -83,35 +83,28 @@ def serve(go: int, done: int, out: int, directory: str) -> None:
                 stream.flush()
         if os.getpid() != me:  # a forked child reached the end: only the parent answers
             os._exit(0)
-        os.write(go, b"\n")  # and away with it, and with what the code wrote there
-        os.read(go, 65536)
         with open(directory + "/answer", "wb") as answer:
             answer.write(b"%d %d\n" % (is_ok, os.fstat(out).st_size) + os.pread(out, CAP, 0))
         os.ftruncate(out, 0)
         os.write(done, b"\n")
 
 
-def begin(directory: str, workdir: str) -> None:
-    """Detach; the parent ends once the session can be spoken to."""
-    for name in ("go", "done"):
-        os.mkfifo(f"{directory}/{name}", 0o600)
-    # Opened in both directions, which waits for nobody.
-    go, done = (os.open(f"{directory}/{name}", os.O_RDWR) for name in ("go", "done"))
-    out = os.open(directory + "/out", os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
-    pid = os.fork()
-    if pid:
-        with open(directory + "/pid", "w", encoding="ascii") as file:
-            file.write(str(pid))
-        os._exit(0)
-    os.setsid()
-    os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    for each in (go, done):  # which ends with the session, whatever its children do
-        os.register_at_fork(after_in_child=partial(os.close, each))
-    os.chdir(workdir)
-    sys.argv = [""]
-    serve(go, done, out, directory)
-
-
-begin(sys.argv[1], sys.argv[2])
+directory, workdir = sys.argv[1:]
+for name in ("go", "done"):
+    os.mkfifo(f"{directory}/{name}", 0o600)
+# Opened in both directions, which waits for nobody.
+fifos = [os.open(f"{directory}/{name}", os.O_RDWR) for name in ("go", "done")]
+out = os.open(directory + "/out", os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+pid = os.fork()
+if pid:  # once the session can be spoken to
+    with open(directory + "/pid", "w", encoding="ascii") as file:
+        file.write(str(pid))
+    os._exit(0)
+os.setsid()
+for number, descriptor in enumerate((os.open(os.devnull, os.O_RDONLY), out, out)):
+    os.dup2(descriptor, number)
+for each in fifos:  # which end with the session, whatever its children do
+    os.register_at_fork(after_in_child=partial(os.close, each))
+os.chdir(workdir)
+sys.argv = [""]
+serve(directory, *fifos, out)

@@ -1,65 +1,71 @@
-"""Carries connections between a Unix socket and a TCP port, so that no network is needed.
+"""Carries connections between Unix sockets and TCP ports, so that no network is needed.
 
-    python3 -I -S -c RELAY PATH HOST:PORT       # outside: listens on the socket
-    python3 -I -S -c RELAY 127.0.0.1:0 PATH     # inside: listens on a port
+    python3 -I -S -c RELAY outside DIRECTORY    # of this machine
+    python3 -I -S -c RELAY inside SOCKET        # of a sandbox
 
-Listens at the first address, and connects to the second for each connection. Prints the port, or an
-empty line, once it listens. Outside it ends with its standard input; inside it goes on in the
-background.
+Outside, it reads lines ``NAME HOST PORT``, and for each listens on the socket NAME in the directory
+and connects to that server; an empty line answers. It ends with its standard input, and removes the
+directory. Inside, it listens on a port, which it prints, and connects to the socket; it goes on in
+the background. Runs on Python 3.8.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
+import shutil
 import socket
 import sys
+import threading
+from contextlib import suppress
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 
-async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    try:
-        while True:
-            data = await reader.read(65536)
-            if not data:
-                break
-            writer.write(data)
-            await writer.drain()
-        writer.write_eof()
-    except OSError:
-        writer.close()
+def connect(address: Any) -> socket.socket:
+    if isinstance(address, tuple):
+        return socket.create_connection(address)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(address)
+    return connection
 
 
-async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    try:
-        if is_outside:
-            host, _, port = target.rpartition(":")
-            far_reader, far_writer = await asyncio.open_connection(host, int(port))
-        else:
-            far_reader, far_writer = await asyncio.open_unix_connection(target)
-        await asyncio.gather(carry(reader, far_writer), carry(far_reader, writer))
-        far_writer.close()
-    except OSError:
-        pass
-    writer.close()
+def serve(listener: socket.socket, address: Any) -> None:
+    while True:
+        near, _ = listener.accept()
+        try:
+            far = connect(address)
+        except OSError:
+            near.close()
+            continue
+        for pair in ((near, far), (far, near)):
+            threading.Thread(target=carry, args=pair, daemon=True).start()
 
 
-async def serve() -> None:
-    server = await asyncio.start_server(handle, sock=listener)
-    if is_outside:
-        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.buffer.read)
-        os._exit(0)
-    await server.serve_forever()
+def carry(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):
+        while data := source.recv(65536):
+            target.sendall(data)
+    with suppress(OSError):
+        target.shutdown(socket.SHUT_WR)
 
 
-address, target = sys.argv[1:]
-is_outside = address.startswith("/")
-if is_outside:
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)
-    os.chmod(address, 0o666)  # programs inside have another user id
-    listener.listen(1024)
-    print(flush=True)
-else:
+def serve_outside(directory: str) -> None:
+    for line in sys.stdin:
+        name, host, port = line.split()
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(f"{directory}/{name}")
+        os.chmod(f"{directory}/{name}", 0o666)  # programs inside have another user id
+        listener.listen(1024)
+        arguments = listener, (host, int(port))
+        threading.Thread(target=serve, args=arguments, daemon=True).start()
+        print(flush=True)
+    shutil.rmtree(directory, ignore_errors=True)
+    os._exit(0)
+
+
+def serve_inside(path: str) -> None:
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     print(listener.getsockname()[1], flush=True)
     if os.fork():
@@ -68,4 +74,8 @@ else:
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
-asyncio.run(serve())
+    serve(listener, path)
+
+
+threading.stack_size(1 << 18)  # counted where memory is limited
+{"outside": serve_outside, "inside": serve_inside}[sys.argv[1]](sys.argv[2])
