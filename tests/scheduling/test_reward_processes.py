@@ -328,12 +328,12 @@ UNIMPORTABLE = [
     (
         isolated_rewards.score_tenfold,
         "reward: rewards.processes = 2 needs a function that its process finds by its name: "
-        "isolated_rewards.score leads to <function",
+        "isolated_rewards.score leads to isolated_rewards.score (line 22)",
     ),
     (
         isolated_rewards.first_renamed,
         "reward: rewards.processes = 2 needs a function that its process finds by its name: "
-        "isolated_rewards.renamed leads to <function renamed",
+        "isolated_rewards.renamed leads to isolated_rewards.renamed (line 194)",
     ),
     (
         isolated_rewards.vanished,
@@ -345,7 +345,7 @@ UNIMPORTABLE = [
         "reward = 'isolated_rewards:nothing': isolated_rewards has no 'nothing'",
     ),
     ("no.such:name", "reward = 'no.such:name': ModuleNotFoundError: No module named 'no"),
-    ("a b:c", "reward = 'a b:c': expected a function, or 'package.module:name'"),
+    ("a b:c", "reward = 'a b:c': ModuleNotFoundError: No module named 'a b'"),
 ]
 
 

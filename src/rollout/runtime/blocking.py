@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from rollout.config import RolloutConfig
     from rollout.engine.core import EngineInfo
     from rollout.engine.routing import Router
-    from rollout.scheduling.rewards.signatures import GroupRewardFunction, RewardFunction
+    from rollout.scheduling.rewards.functions import GroupRewardFunction, RewardFunction
     from rollout.tensor_layout import Layout, Trim
     from rollout.types import Prompt
 

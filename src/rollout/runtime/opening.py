@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from rollout.chat import ToolParser
     from rollout.engine.channel.messages import ClientExpectations
     from rollout.engine.core import EngineInfo
-    from rollout.scheduling.rewards.signatures import GroupRewardFunction, RewardFunction
+    from rollout.scheduling.rewards.functions import GroupRewardFunction, RewardFunction
 
 
 EngineOpener = Callable[
@@ -254,18 +254,7 @@ async def _open(
                 )
             ),
         )
-        rewarding = Rewarding(
-            containment=containment,
-            functions=functions,
-            threads=threads,
-            processes=processes,
-            tokenizer=template.tokenizer,
-            limit_s=config.limits.reward_s,
-            retries=config.rewards.retries,
-            backoff_s=config.rewards.backoff_s,
-            tally=tally,
-            events=events,
-        )
+        rewarding = Rewarding(services, functions, processes)
         tokens = TokenizationCheck(
             config.agent.tokenization_check, config.agent.tokenization_ignore
         )

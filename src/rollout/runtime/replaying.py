@@ -242,12 +242,10 @@ async def _run(
     )
     group = MemberGroup(0, record.prompt)
     member = Member(record.prompt, identity, group, log=cast("Any", log))
-    config, tally, threads = services.config, services.tally, services.threads
+    config = services.config
     runner = TrajectoryRunner(
         services=services,
-        rewarding=Rewarding(
-            containment=services.containment, threads=threads, tally=tally, events=services.events
-        ),
+        rewarding=Rewarding(services),
         tokens=TokenizationCheck(config.agent.tokenization_check, config.agent.tokenization_ignore),
     )
     deadline = limit_trajectory(config.limits, record.prompt)
