@@ -22,9 +22,8 @@ from rollout.types import format_error
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rollout.observe.event_stream import EventStream
+    from rollout.agents.services import Services
     from rollout.observe.loop_lag import LoopLag
-    from rollout.observe.tally import Tally
 
 #: How often the counts of a runtime are told.
 SAMPLE_S = 1.0
@@ -67,11 +66,10 @@ class BatchWatch:
         lag: Of the event loop.
     """
 
-    def __init__(
-        self, events: EventStream, engines: EnginePool, lag: LoopLag, tally: Tally
-    ) -> None:
+    def __init__(self, services: Services, lag: LoopLag) -> None:
         self.lag = lag
-        self._events, self._engines, self._tally = events, engines, tally
+        self._events, self._engines = services.events, services.engines
+        self._tally = services.tally
         self._numbers = itertools.count()
 
     @contextmanager
