@@ -49,14 +49,11 @@ if TYPE_CHECKING:
     from anyio.streams.memory import MemoryObjectReceiveStream
 
     from rollout.agents.media_intake import MediaFetcher
-    from rollout.batch import RolloutBatch
     from rollout.chat import ChatTemplate
     from rollout.config import RolloutConfig
     from rollout.engine.core import EngineInfo
     from rollout.engine.routing import Router
     from rollout.scheduling.rewards.functions import GroupRewardFunction, RewardFunction
-    from rollout.tensor_layout import Layout, Trim
-    from rollout.types import Prompt
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -93,49 +90,70 @@ class _Call(Future[Any]):
         self._scope.cancel()
 
 
-def _delegate(method: Callable[..., Any], *, is_ended: bool = True) -> Callable[..., Any]:
-    """A method of what `self` stands for, performed on the loop and waited for in this thread."""
+def _waited_for(
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], *, is_ended: bool = True
+) -> Callable[Concatenate[Any, P], T]:
+    """An async method of what `self` stands for, run on the loop and waited for in this thread.
+
+    Args:
+        is_ended: Whether an exception that reaches the thread meanwhile ends the call.
+    """
+    return _called(method, is_ended=is_ended)  # type: ignore[return-value]
+
+
+def _called(
+    method: Callable[Concatenate[Any, P], T], *, is_ended: bool = True
+) -> Callable[Concatenate[Any, P], T]:
+    """A method of what `self` stands for, called on the loop and waited for in this thread."""
 
     @functools.wraps(method)
-    def wait(self: BlockingRollout | BlockingEngines, /, *args: Any, **named: Any) -> Any:
+    def wait(self: Any, /, *args: P.args, **named: P.kwargs) -> Any:
         function = functools.partial(method, self._target, *args, **named)
         return self._host._wait(function, is_ended=is_ended)
 
     return wait
 
 
-def _waited_for(
-    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], *, is_ended: bool = True
-) -> Callable[Concatenate[Any, P], T]:
-    """Delegate to an async method.
+def _awaited(
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
+    """An async method of what `self` stands for, awaited from any trio or asyncio loop.
 
-    Args:
-        is_ended: Whether an exception that reaches the thread meanwhile ends the call.
+    Cancellation, or any other exception that reaches the awaiting task, ends the call's
+    trajectories and passes through.
     """
-    return _delegate(method, is_ended=is_ended)
 
+    @functools.wraps(method)
+    async def run(self: BlockingRollout, /, *args: P.args, **named: P.kwargs) -> T:
+        function = functools.partial(method, self._target, *args, **named)
+        call = await anyio.to_thread.run_sync(self._start, function)
+        try:
+            result: T = await wait_future(call)
+        except BaseException:  # the call's error, a cancellation, or a Ctrl-C in this thread
+            if self._begin_end(call):
+                with anyio.CancelScope(shield=True), suppress(Exception):
+                    await wait_future(call)
+            raise
+        return result
 
-def _called(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """Delegate to a method that waits for nothing."""
-    return _delegate(method)
+    return run
 
 
 def _entered(
     method: Callable[Concatenate[Any, P], AbstractAsyncContextManager[Any]],
-    wrap: type[T],
+    wrap: Callable[[Any, Callable[[], None], BlockingRollout], T],
 ) -> Callable[Concatenate[Any, P], AbstractContextManager[T]]:
-    """Delegate to an async context manager; `wrap` makes what is waited for in any thread."""
+    """An async context manager of the runtime's; `wrap` makes what any thread waits for."""
 
     @functools.wraps(method)
     @contextmanager
     def enter(self: BlockingRollout, /, *args: P.args, **named: P.kwargs) -> Iterator[T]:
-        manager = functools.partial(method, self._target, *args, **named)
-        with self._enter(manager) as (value, leave):
-            yield wrap(value, leave, self)  # type: ignore[call-arg]
+        with self._enter(functools.partial(method, self._target, *args, **named)) as entered:
+            yield wrap(*entered, self)
 
-    gives = f"Iterator[{wrap.__name__}]"
-    shown = inspect.signature(method).replace(return_annotation=gives)
-    enter.__signature__ = shown  # type: ignore[attr-defined]  # for `help`
+    shown = inspect.signature(method)
+    gives = f"Iterator[{getattr(wrap, '__name__', '')}]"
+    enter.__signature__ = shown.replace(return_annotation=gives)  # type: ignore[attr-defined]
     return enter
 
 
@@ -272,6 +290,7 @@ class BlockingRollout:
         return BlockingEngines(self._target.engines, self)
 
     generate = _waited_for(RolloutRuntime.generate)
+    agenerate = _awaited(RolloutRuntime.generate)
     collect = _waited_for(RolloutRuntime.collect)
     make_batch = _waited_for(RolloutRuntime.make_batch)
     discard_carried = _waited_for(RolloutRuntime.discard_carried)
@@ -286,40 +305,6 @@ class BlockingRollout:
     cancel = _called(RolloutRuntime.cancel)
     statistics = _called(RolloutRuntime.statistics)
     explain = _called(RolloutRuntime.explain)
-
-    async def agenerate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        samples: int | None = None,
-        step: int | None = None,
-        validate: bool = False,
-        layout: Layout = "padded",
-        trim: Trim = False,
-    ) -> RolloutBatch:
-        """`RolloutRuntime.generate`, awaited from any trio or asyncio loop in any thread.
-
-        Cancellation, or any other exception that reaches the awaiting task, ends the call's
-        trajectories and passes through.
-        """
-        generate = functools.partial(
-            self._target.generate,
-            prompts,
-            samples=samples,
-            step=step,
-            validate=validate,
-            layout=layout,
-            trim=trim,
-        )
-        call = await anyio.to_thread.run_sync(self._start, generate)
-        try:
-            batch: RolloutBatch = await wait_future(call)
-        except BaseException:  # the call's error, a cancellation, or a Ctrl-C in this thread
-            if self._begin_end(call):
-                with anyio.CancelScope(shield=True), suppress(Exception):
-                    await wait_future(call)
-            raise
-        return batch
 
     def close(self) -> None:
         """End the runtime and its thread; calls of other threads fail. Idempotent.

@@ -57,17 +57,6 @@ class Collation:
         batch.tokenizer = self._tokenizer
         return batch
 
-    async def attach(
-        self,
-        error: BaseException,
-        rows: Sequence[Trajectory | None],
-        window: BatchWindow,
-        layout: Layout = "padded",
-        trim: Trim = False,
-    ) -> None:
-        """Let what there was travel with the error that ended a call, whatever its type."""
-        attach(error, await self.batch(rows, window, layout, trim))
-
     def _collate(
         self,
         trajectories: Sequence[Trajectory],

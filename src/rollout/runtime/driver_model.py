@@ -11,7 +11,7 @@ import anyio
 import attrs
 
 from rollout.chat import ChatTemplate
-from rollout.config import CustomEngine, SimulatedEngine
+from rollout.config import SimulatedEngine
 from rollout.config.sections import SIMULATED_MODEL
 from rollout.engine.channel.messages import ClientExpectations
 from rollout.engine.cores.simulated.vocabulary import FINGERPRINT
@@ -108,36 +108,24 @@ def _make_expectations(template: ChatTemplate, config: RolloutConfig) -> ClientE
     themselves, and where they end, is their own affair.
     """
     engine, model = config.engine, config.model
-    ends, fingerprint, named = set[int](), "", f"model.path = {model.path!r}"
+    ends, fingerprint = set[int](), ""
     if engine.loads_weights:
         directory = resolve_model(model.path, model.revision)
         ends = set(end_ids(directory, model.revision))
         fingerprint = model_fingerprint(directory, model.revision)
-        remedy = (
-            f"expected {named} to hold tokenizer and weights of one model, and the same files on "
-            "the driver's machine and on the engine's"
-        )
     elif isinstance(engine, SimulatedEngine):
         fingerprint = FINGERPRINT
-        remedy = (
-            f"{named} is another model than that of engine.kind = 'simulated'; expected "
-            f"{SIMULATED_MODEL!r}, or leave it out"
-        )
-    else:
-        served = "the servers of engine.urls serve"
-        if isinstance(engine, CustomEngine):
-            served = f"engine.core = {engine.core!r} serves"
-        remedy = (
-            f"{named} is another model than {served}; set it to the directory or hub name of that "
-            "one"
-        )
     if fingerprint and template.eos_token_id is not None:
         ends.add(template.eos_token_id)
     return ClientExpectations(
         vocab_size=template.vocab_size,
         eos_ids=tuple(sorted(ends)),
         fingerprint=fingerprint,
-        remedy=remedy,
+        remedy=(
+            f"model.path = {model.path!r} is another model than the engine's; expected the "
+            f"directory or hub name of that one ({SIMULATED_MODEL!r} for engine.kind = "
+            "'simulated'), and the same files on the driver's machine and on the engine's"
+        ),
     )
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import anyio
+
 from rollout.agents import AgentLoop, get_agent
 from rollout.agents.agent_loop import class_of
 from rollout.agents.long_texts import LongTexts
@@ -32,7 +34,7 @@ from rollout.runtime.gateway_opening import serve_gateway
 from rollout.runtime.observing import open_observers
 from rollout.runtime.runtime import RolloutRuntime
 from rollout.scheduling.rewards.functions import GivenRewards, load_rewards
-from rollout.scheduling.rewards.processes import make_reward_processes
+from rollout.scheduling.rewards.processes import open_reward_processes
 from rollout.scheduling.rewards.score import Rewarding
 from rollout.scheduling.selection import find_accept
 from rollout.scheduling.tokenization import TokenizationCheck
@@ -108,6 +110,44 @@ def open_rollout(
     )
 
 
+#: What those read who use a runtime before it is open.
+HOW_TO_OPEN = "write `async with rollout.open_rollout(...) as runtime:`"
+
+
+class NotEnteredError(RolloutError, AttributeError):
+    """A runtime is used otherwise than in the block of a `with` statement."""
+
+
+class _Opening(AbstractAsyncContextManager[RolloutRuntime]):
+    """Opens a runtime for ``async with``; used otherwise, it says how it is entered."""
+
+    def __init__(self, manager: AbstractAsyncContextManager[RolloutRuntime]) -> None:
+        self._manager, self._task = manager, 0
+
+    async def __aenter__(self) -> RolloutRuntime:
+        self._task = anyio.get_current_task().id
+        return await self._manager.__aenter__()
+
+    async def __aexit__(self, *error: Any) -> bool | None:
+        if anyio.get_current_task().id != self._task:  # of a tool, which closing would wait for
+            raise RolloutError(
+                f"open_rollout is left by a task that has not entered it; {HOW_TO_OPEN}"
+            )
+        return await self._manager.__aexit__(*error)
+
+    def __enter__(self) -> NoReturn:
+        raise NotEnteredError(f"open_rollout is entered by `with`; {HOW_TO_OPEN}")
+
+    def __exit__(self, *_error: object) -> None:
+        pass
+
+    def __await__(self) -> NoReturn:
+        raise NotEnteredError(f"open_rollout is awaited; {HOW_TO_OPEN}")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise NotEnteredError(f"open_rollout(...).{name}: it must be entered first; {HOW_TO_OPEN}")
+
+
 def open_rollout_on(
     engines: EngineOpener,
     config: RolloutConfig,
@@ -121,41 +161,6 @@ def open_rollout_on(
     """`open_rollout` on the engines that `engines` opens."""
     refuse_while_imported("open_rollout")
     return _Opening(_open(engines, config, tools, rewards, interactions, media_fetcher, resume))
-
-
-#: What those read who use a runtime before it is open.
-HOW_TO_OPEN = "write `async with rollout.open_rollout(...) as runtime:`"
-
-
-class NotEnteredError(RolloutError, AttributeError):
-    """A runtime is used otherwise than in the block of a `with` statement."""
-
-
-class _Opening(AbstractAsyncContextManager[RolloutRuntime]):
-    """Opens a runtime for ``async with``; used otherwise, it says how it is entered."""
-
-    def __init__(self, manager: AbstractAsyncContextManager[RolloutRuntime]) -> None:
-        self._manager = manager
-
-    async def __aenter__(self) -> RolloutRuntime:
-        return await self._manager.__aenter__()
-
-    async def __aexit__(self, *error: Any) -> bool | None:
-        return await self._manager.__aexit__(*error)
-
-    def __enter__(self) -> NoReturn:
-        raise NotEnteredError(f"open_rollout is entered by `with`; {HOW_TO_OPEN}")
-
-    def __exit__(self, *_error: object) -> None:
-        pass
-
-    def _refuse_await(self) -> NoReturn:
-        raise NotEnteredError(f"open_rollout is awaited; {HOW_TO_OPEN}")
-
-    __await__ = _refuse_await
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise NotEnteredError(f"open_rollout(...).{name}: it must be entered first; {HOW_TO_OPEN}")
 
 
 @asynccontextmanager
@@ -196,10 +201,7 @@ async def _open(
         stack.callback(threads.close)
         executor = make_executor(config, opened, threads, tally)
         stack.push_async_callback(executor.close)
-        processes = make_reward_processes(config, functions, threads)
-        if processes is not None:
-            stack.push_async_callback(processes.close)
-            await processes.prepare(config.limits.reward_s)
+        processes = await open_now(open_reward_processes(config, functions, threads))
         await executor.prepare()
         await check_agent(config.agent.name)
 
@@ -245,7 +247,9 @@ async def _open(
         )
         journal = await open_now(open_journal(services, file, model.facts.fingerprint, run_seed))
         runtime = RolloutRuntime(runner, run_seed, journal)
-        is_needed = functions.needs_sandbox or needs_sandbox(config.agent.name, opened)
+        single = functions.single
+        is_needed = single is not None and single.takes_sandbox
+        is_needed = is_needed or needs_sandbox(config.agent.name, opened)
         await open_now(services.sandboxes.serving(is_needed=is_needed))
         await open_now(serve_gateway(services))
         await open_now(runtime.serving())

@@ -20,7 +20,7 @@ from rollout.observe.loop_lag import LoopLag
 from rollout.runtime.calls import GroupStream, SleepBetweenBatches, StepCount, number_rows
 from rollout.runtime.collation import Collation, attach
 from rollout.runtime.explain import explain
-from rollout.runtime.measuring import BatchWatch, RuntimeStatistics
+from rollout.runtime.measuring import BatchWatch, BatchWindow, RuntimeStatistics
 from rollout.scheduling.admission import Admission, Progress
 from rollout.scheduling.batch_call import (
     BatchCall,
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from rollout.engine.weights import UpdateMode, WeightSource
     from rollout.journal.journal import Journal
     from rollout.observe.explanation import Explanation
-    from rollout.runtime.measuring import BatchWindow
     from rollout.scheduling.member_group import MemberGroup
     from rollout.scheduling.sources import Source
     from rollout.scheduling.trajectory import TrajectoryRunner
@@ -153,13 +152,13 @@ class RolloutRuntime:
                 async with self._sleep.awake(), call.running():
                     await call.wait()
             except Exception as error:
-                await self._collation.attach(error, rows, window, layout, trim)
+                attach(error, await self._collation.batch(rows, window, layout, trim))
                 raise
             try:
                 batch = await self._collation.batch(rows, window, layout, trim)
             except Exception as error:  # too little memory, say, which less may have room in
                 with suppress(Exception):
-                    await self._collation.attach(error, rows, window, "packed")
+                    attach(error, await self._collation.batch(rows, window, "packed"))
                 raise
         self._scheduler.log.note_delivery(call.members)
         return batch
@@ -196,7 +195,8 @@ class RolloutRuntime:
                     if not call.is_closed:
                         raise  # else its receiver was closed with the runtime
             if call.error is not None:
-                await self._collation.attach(call.error, call.list_trajectories(), window)
+                rows = call.list_trajectories()
+                attach(call.error, await self._collation.batch(rows, window))
                 raise call.error
 
     async def collect(
@@ -328,8 +328,8 @@ class RolloutRuntime:
             PromptError: An argument is wrong.
         """
         check_groups(groups, layout, trim)
-        with self._watch.measured() as window:
-            return await self._collation.batch(number_rows(groups), window, layout, trim)
+        window = BatchWindow(self.engines)
+        return await self._collation.batch(number_rows(groups), window, layout, trim)
 
     async def discard_carried(self) -> int:
         """End carried trajectories as `cancelled`; how many there were.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import attrs
 
@@ -113,17 +113,11 @@ class LoadedReward:
         return await value if inspect.isawaitable(value) else value
 
 
-@attrs.frozen
-class RewardFunctions:
+class RewardFunctions(NamedTuple):
     """The functions of a runtime; None where there is none."""
 
     single: LoadedReward | None = None
     group: LoadedReward | None = None
-
-    @property
-    def needs_sandbox(self) -> bool:
-        """Whether trajectories are rewarded by a look into their sandboxes."""
-        return self.single is not None and self.single.takes_sandbox
 
 
 def load_rewards(given: GivenRewards, processes: int) -> RewardFunctions:

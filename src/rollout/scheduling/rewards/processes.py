@@ -1,13 +1,14 @@
 """Child processes for reward functions that hold the interpreter, crash or do not return.
 
-The driver's side is `RewardProcesses`, that of a child `main`; between them go trajectories as
+The driver's side is `RewardProcesses`, a child's is `main`; between them go trajectories as
 `chat.packed_trajectory` writes them.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -30,7 +31,7 @@ from rollout.scheduling.rewards.functions import make_verl_arguments
 from rollout.types import Cause, Reward
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
 
     from rollout.chat.trajectory import Trajectory
     from rollout.config import RolloutConfig
@@ -80,6 +81,45 @@ _decode_request = msgspec.msgpack.Decoder(Request).decode
 _decode_reply = msgspec.msgpack.Decoder(Reply).decode
 
 
+@asynccontextmanager
+async def open_reward_processes(
+    config: RolloutConfig, functions: RewardFunctions, threads: WorkerThreads
+) -> AsyncIterator[RewardProcesses | None]:
+    """Yield the pool of processes that the configuration asks for, if any.
+
+    A process has imported the functions by then, within `limits.reward_s`; all end with the block.
+
+    Raises:
+        ConfigError: They cannot be imported there; says why.
+    """
+    count, both = config.rewards.processes, (functions.single, functions.group)
+    refs = [each.ref for each in both if each is not None and each.ref is not None]
+    if not count or not refs:
+        yield None
+        return
+    children = ChildProcesses(
+        "rollout.scheduling.rewards.processes",
+        max_processes=count,
+        cleanup_s=config.limits.cleanup_s,
+    )
+    pool, limit_s = RewardProcesses(children, refs, threads), config.limits.reward_s
+    try:
+        try:
+            with anyio.fail_after(limit_s):
+                async with children.worker() as child:
+                    await _ask(child, pool.load)
+        except TimeoutError:
+            slow = describe_slow_import(refs, f"limits.reward_s = {limit_s:g} s")
+            raise ConfigError(f"rewards.processes: {slow}") from None
+        except (RewardRaisedError, RewardProcessError) as error:
+            raise ConfigError(
+                f"rewards.processes: the reward cannot be imported in its process: {error}"
+            ) from error
+        yield pool
+    finally:
+        await children.close()
+
+
 class RewardProcesses:
     """A pool of child processes, each calling one reward function at a time.
 
@@ -87,44 +127,15 @@ class RewardProcesses:
     that died while it had none fails none.
 
     Args:
-        functions: Those that are called; a process imports them before its first call.
-        threads: Where requests are made, since long trajectories take a while; stays the caller's.
-        max_processes: Calls at once; further ones wait.
-        cleanup_s: Seconds for the end of a process that was killed.
+        functions: A process imports them before its first call.
+        threads: Where requests are made, since long trajectories take a while.
     """
 
     def __init__(
-        self,
-        functions: Sequence[FunctionRef],
-        threads: WorkerThreads,
-        *,
-        max_processes: int,
-        cleanup_s: float,
+        self, children: ChildProcesses, functions: list[FunctionRef], threads: WorkerThreads
     ) -> None:
-        self._threads, self._functions = threads, list(functions)
-        self._processes = ChildProcesses(
-            "rollout.scheduling.rewards.processes",
-            max_processes=max_processes,
-            cleanup_s=cleanup_s,
-        )
-
-    async def prepare(self, limit_s: float | None) -> None:
-        """Have a process import the functions, in this time.
-
-        Raises:
-            ConfigError: It cannot; says why.
-        """
-        try:
-            with anyio.fail_after(limit_s):
-                async with self._processes.worker() as child:
-                    await _ask(child, encoder.encode(Request(self._functions)))
-        except TimeoutError:
-            slow = describe_slow_import(self._functions, f"limits.reward_s = {limit_s:g} s")
-            raise ConfigError(f"rewards.processes: {slow}") from None
-        except (RewardRaisedError, RewardProcessError) as error:
-            raise ConfigError(
-                f"rewards.processes: the reward cannot be imported in its process: {error}"
-            ) from error
+        self._children, self._threads = children, threads
+        self.load = encoder.encode(Request(functions))
 
     async def score(
         self,
@@ -145,29 +156,14 @@ class RewardProcesses:
             RewardProcessError: Its process died.
             NotPlainError: The trajectory holds what cannot be handed over.
         """
-        async with self._processes.worker() as child:
+        async with self._children.worker() as child:
             request = await self._threads.run("reward", write_request, function, subject, tokenizer)
             if child.is_new:
                 begin()
-                await _ask(child, encoder.encode(Request(self._functions)))
+                await _ask(child, self.load)
             begin()
             rewards = (await _ask(child, request)).rewards
         return rewards if isinstance(subject, Group) else rewards[0]
-
-    async def close(self) -> None:
-        """End all processes."""
-        await self._processes.close()
-
-
-def make_reward_processes(
-    config: RolloutConfig, functions: RewardFunctions, threads: WorkerThreads
-) -> RewardProcesses | None:
-    """The pool that the configuration asks for, if any; the caller closes it."""
-    count, both = config.rewards.processes, (functions.single, functions.group)
-    refs = [each.ref for each in both if each is not None and each.ref is not None]
-    if not count or not refs:
-        return None
-    return RewardProcesses(refs, threads, max_processes=count, cleanup_s=config.limits.cleanup_s)
 
 
 async def _ask(child: ChildProcess, request: bytes) -> Reply:

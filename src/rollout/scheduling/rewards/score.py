@@ -76,7 +76,7 @@ class Rewarding:
     """
 
     services: Services
-    functions: RewardFunctions = attrs.field(factory=RewardFunctions)
+    functions: RewardFunctions
     processes: RewardProcesses | None = None
 
     async def reward(
