@@ -59,6 +59,11 @@ async def refusal(config: RolloutConfig) -> str:
 
 
 REFUSED = "engine-0: no channel to the engine: the engine refused the connection: "
+REMEDY = (
+    "is another model than the engine's; expected the directory or hub name of that one "
+    "('simulated' for engine.kind = 'simulated'), and the same files on the driver's machine and "
+    "on the engine's"
+)
 
 
 async def test_engine_of_a_smaller_vocabulary_is_refused_at_the_handshake(
@@ -66,8 +71,7 @@ async def test_engine_of_a_smaller_vocabulary_is_refused_at_the_handshake(
 ) -> None:
     assert await refusal(claiming(vocab_size=200)) == (
         f"{REFUSED}the driver's tokenizer knows 259 ids, the engine's model 200; "
-        f"model.path = 'simulated' is another model than engine.core = '{__name__}:ClaimingCore' "
-        "serves; set it to the directory or hub name of that one"
+        f"model.path = 'simulated' {REMEDY}"
     )
 
 
@@ -84,8 +88,7 @@ async def test_simulated_engine_with_another_tokenizer_says_which_model_it_takes
     )
     assert await refusal(config) == (
         f"{REFUSED}the driver's tokenizer knows 260 ids, the engine's model 259; "
-        f"model.path = {str(tmp_path)!r} is another model than that of engine.kind = 'simulated'; "
-        "expected 'simulated', or leave it out"
+        f"model.path = {str(tmp_path)!r} {REMEDY}"
     )
 
 
@@ -101,8 +104,7 @@ async def test_engine_of_another_model_is_refused_at_the_handshake(
 ) -> None:
     monkeypatch.setattr(simulated, name, value)
     assert await refusal(Scenario().config()) == (
-        f"{REFUSED}{reason}; model.path = 'simulated' is another model than that of engine.kind = "
-        "'simulated'; expected 'simulated', or leave it out"
+        f"{REFUSED}{reason}; model.path = 'simulated' {REMEDY}"
     )
 
 

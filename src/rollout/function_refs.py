@@ -6,6 +6,7 @@ import functools
 import importlib
 import inspect
 import os
+import re
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,6 +104,15 @@ def describe_slow_import(functions: Sequence[FunctionRef], limit: str) -> str:
     )
 
 
+def describe_function(function: Any) -> str:
+    """A function by its module, name and line; anything else as it shows itself."""
+    code = getattr(function, "__code__", None)
+    name = getattr(function, "__qualname__", None)
+    if code is None or name is None:
+        return re.sub(" at 0x[0-9a-fA-F]+", "", f"{function!r:.200}")
+    return f"{function.__module__}.{name} (line {code.co_firstlineno})"
+
+
 def check_top_level(function: Callable[..., Any]) -> None:
     """Let a function pass that may be at the top level of a module or of a file.
 
@@ -138,8 +148,8 @@ def function_ref(
     if found is not function if is_it is None else not is_it(found):
         raise NotImportableError(
             "needs a function that its process finds by its name: "
-            f"{function.__module__}.{function.__qualname__} leads to {found!r}; set __qualname__ "
-            "of the one that is meant to the name under which its module has it"
+            f"{function.__module__}.{function.__qualname__} leads to {describe_function(found)}; "
+            "set __qualname__ of the one that is meant to the name under which its module has it"
         )
     spec, file = home.get("__spec__"), home.get("__file__")
     name = "" if module is None or spec is None or spec.name == "__main__" else str(spec.name)

@@ -206,22 +206,11 @@ async def test_reward_assigns_anything_to_the_trajectory_nobody_is_harmed(field:
 
 
 @pytest.mark.parametrize("is_group", [False, True])
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("judge", "good", "put 'good' into metrics['judge']; expected a number"),
-        ("generation_s", None, "put None into metrics['generation_s']; expected a number"),
-        (5, 1.0, "put 5 into metrics; expected a str for a name"),
-        pytest.param("huge", 10**400, "into metrics['huge']; expected", id="huge"),
-    ],
-)
-async def test_reward_puts_what_is_no_metric_into_metrics_its_trajectory_alone_fails(
-    name: Any, value: Any, message: str, is_group: bool, tmp_path: Path
+async def test_reward_puts_anything_into_metrics_nobody_is_harmed(
+    is_group: bool, tmp_path: Path
 ) -> None:
     def reward(trajectory: Trajectory) -> float:
-        trajectory.metrics["mine"] = 3
-        if word_of(trajectory.prompt) == "spoil":
-            trajectory.metrics[name] = value
+        trajectory.metrics.update({"judge": "good", "generation_s": None, 5: 1.0})  # type: ignore[dict-item]
         return 0.5
 
     def group_reward(group: rollout.Group) -> list[float]:
@@ -229,13 +218,12 @@ async def test_reward_puts_what_is_no_metric_into_metrics_its_trajectory_alone_f
 
     rewards: Any = {"group_reward": group_reward} if is_group else {"reward": reward}
     async with rollout.open_rollout(OK.config(limits=LIMITS), **rewards) as runtime:
-        batch = await runtime.generate([user("calm"), user("spoil")])
-    calm, spoilt = batch.trajectories
-    assert (calm.outcome, calm.reward, calm.metrics["mine"]) == ("completed", 0.5, 3)
-    assert (spoilt.outcome, spoilt.reward) == ("failed", None)
-    assert message in spoilt.cause.message
+        batch = await runtime.generate([user("one")])
+    (one,) = batch.trajectories
+    assert (one.outcome, one.reward) == ("completed", 0.5)
+    assert all(isinstance(each, int | float) for each in one.metrics.values())
     batch.save(tmp_path / "batch")
-    assert rollout.RolloutBatch.load(tmp_path / "batch").samples[1].outcome == "failed"
+    assert rollout.RolloutBatch.load(tmp_path / "batch").samples[0].outcome == "completed"
 
 
 class Reading(AgentLoop):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rollout.engine.pool.generation import Generation
     from rollout.engine.pool.pool import EnginePool, ExpectationsGiver
     from rollout.observe.event_stream import EventStream
-    from rollout.scheduling.rewards.signatures import GroupRewardFunction, RewardFunction
+    from rollout.scheduling.rewards.functions import GroupRewardFunction, RewardFunction
     from rollout.token_prefix import TokenPrefix
 
 

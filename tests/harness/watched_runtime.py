@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rollout.config import RolloutConfig
     from rollout.runtime.measuring import RuntimeStatistics
     from rollout.runtime.runtime import RolloutRuntime
-    from rollout.scheduling.rewards.signatures import GroupRewardFunction, RewardFunction
+    from rollout.scheduling.rewards.functions import GroupRewardFunction, RewardFunction
     from rollout.types import Prompt
 
 #: Seconds in which whatever was ended must be gone, beside what the scenario itself delays.

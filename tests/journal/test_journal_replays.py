@@ -117,6 +117,6 @@ def test_record_of_a_name_that_several_calls_have_is_refused_until_one_is_named(
     with pytest.raises(ConfigError) as refused:
         text(step=0)
     assert str(refused.value) == (
-        f"--trajectory a/0: is in {path} in calls 0, 1 of step 0; expected one of them with --call"
+        f"--trajectory a/0: is in {path} 2 times; add --step 0 --call 0 or --step 0 --call 1"
     )
     assert [text(call=0), text(call=1), text(validate=True)] == ["train", "again", "validation"]

@@ -1,4 +1,4 @@
-"""What takes long is done in threads beside the event loop; what is short, or virtual, is not."""
+"""What may take long is done in threads beside the event loop, but in virtual time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import rollout
 import rollout.batch
 from rollout import Prompt, TensorWeights
-from rollout.config import LengthsConfig, SchedulingConfig
+from rollout.config import SchedulingConfig
 from rollout.engine.pool import weight_update
 from rollout.errors import LimitExceeded, PromptError
 from rollout.testing import Scenario
@@ -26,7 +26,6 @@ pytestmark = pytest.mark.anyio
 
 REAL_TIME = pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
 SCENARIO = Scenario(seed=1).reply("<long>", filler=600).reply("", "ok")
-WIDE = LengthsConfig(prompt=2048, response=1024)
 
 
 class Threads:
@@ -63,26 +62,17 @@ class Watched(list[Prompt]):
 
 
 @REAL_TIME
-async def test_generate_large_batch_is_collated_beside_the_loop(collating: Threads) -> None:
-    async with rollout.open_rollout(SCENARIO.config(lengths=WIDE)) as runtime:
-        batch = await runtime.generate(prompts(64))
-        assert len(batch) == 64
-        assert threading.get_ident() not in collating.seen
-        await runtime.generate(prompts(2))
-    assert collating.seen[1:] == [threading.get_ident()]
-
-
-@REAL_TIME
-async def test_first_packed_batch_is_collated_beside_the_loop(collating: Threads) -> None:
+async def test_generate_batch_is_collated_beside_the_loop(collating: Threads) -> None:
     async with rollout.open_rollout(SCENARIO.config()) as runtime:
-        for _ in range(2):
-            await runtime.generate(prompts(2), layout="packed")
-    assert threading.get_ident() == collating.seen[1] != collating.seen[0]
+        assert len(await runtime.generate(prompts(2))) == 2
+        await runtime.generate(prompts(2), layout="packed")
+    assert len(collating.seen) == 2
+    assert threading.get_ident() not in collating.seen
 
 
 async def test_generate_in_virtual_time_collates_on_the_loop(collating: Threads) -> None:
-    async with rollout.open_rollout(SCENARIO.config(lengths=WIDE)) as runtime:
-        await runtime.generate(prompts(64))
+    async with rollout.open_rollout(SCENARIO.config()) as runtime:
+        await runtime.generate(prompts(4))
     assert collating.seen == [threading.get_ident()]
 
 
@@ -90,10 +80,8 @@ async def test_generate_in_virtual_time_collates_on_the_loop(collating: Threads)
 async def test_generate_partial_batch_of_an_error_is_collated_beside_the_loop(
     collating: Threads,
 ) -> None:
-    config = SCENARIO.config(
-        lengths=WIDE, scheduling=SchedulingConfig(max_failures=0, max_failure_share=0.0)
-    )
-    given = [*prompts(63), *prompts(1, agent_name="beside_loop_broken")]
+    config = SCENARIO.config(scheduling=SchedulingConfig(max_failures=0, max_failure_share=0.0))
+    given = [*prompts(3), *prompts(1, agent_name="beside_loop_broken")]
     async with rollout.open_rollout(config) as runtime:
         with pytest.raises(LimitExceeded) as caught:
             await runtime.generate(given, layout="packed")
@@ -115,14 +103,14 @@ async def test_generate_cancelled_while_it_collates_waits_for_that_and_leaves_th
         return real(*args, **options)
 
     monkeypatch.setattr(rollout.batch, "collate", slow)
-    async with rollout.open_rollout(SCENARIO.config(lengths=WIDE)) as runtime:
+    async with rollout.open_rollout(SCENARIO.config()) as runtime:
         with anyio.CancelScope() as scope:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(runtime.generate, prompts(64))
+                tasks.start_soon(runtime.generate, prompts(4))
                 await anyio.to_thread.run_sync(collates.wait, 30)
                 scope.cancel()
                 may_end.set()
-        assert len(await runtime.generate(prompts(64))) == 64
+        assert len(await runtime.generate(prompts(4))) == 4
 
 
 @REAL_TIME

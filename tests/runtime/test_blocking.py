@@ -106,35 +106,6 @@ def test_agenerate_cancelled_ends_its_trajectories_and_leaves_the_runtime_usable
     assert runtime.generate([user("quick")]).trajectories[0].answer == "ok"
 
 
-@pytest.mark.parametrize("is_handed_over", [True, False])
-def test_ctrl_c_while_a_call_is_handed_over_leaves_nothing_running(
-    runtime: BlockingRollout, monkeypatch: pytest.MonkeyPatch, is_handed_over: bool
-) -> None:
-    real, posted = runtime._post, list[Any]()
-
-    def post(function: Any) -> None:
-        posted.append(function)
-        if is_handed_over or len(posted) > 1:
-            real(function)
-        if len(posted) == 1:
-            raise KeyboardInterrupt
-
-    async def ask() -> None:
-        await runtime.agenerate([user("slow")])
-
-    def stream() -> None:
-        with runtime.stream([user("slow")]):
-            pytest.fail("it was entered")
-
-    for call in (lambda: runtime.generate([user("slow")]), stream, lambda: anyio.run(ask)):
-        posted.clear()
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(runtime, "_post", post)
-            call()
-        assert runtime.statistics().running == 0
-    assert runtime.generate([user("quick")]).trajectories[0].answer == "ok"
-
-
 def test_stream_gives_trajectories_as_they_end(runtime: BlockingRollout) -> None:
     with runtime.stream([user("slow", uid="slow"), user("quick", uid="quick")], step=3) as rows:
         first = next(rows)

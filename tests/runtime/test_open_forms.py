@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import rollout
-from rollout import RolloutError
-from rollout.testing import Scenario
+from rollout import Prompt, RolloutError, function_tool
+from rollout.testing import Scenario, tool_call
 
 pytestmark = [
     pytest.mark.anyio,
@@ -49,3 +49,23 @@ async def test_open_rollout_blocking_awaited_or_entered_by_async_with_is_closed(
     with pytest.raises(RolloutError, match=WORDS):
         await rollout.open_rollout_blocking(CONFIG)
     assert "rollout" not in [thread.name for thread in threading.enumerate()]
+
+
+async def test_open_rollout_left_by_its_own_tool_is_refused_and_goes_on() -> None:
+    opening: Any = None
+
+    @function_tool
+    async def leave() -> str:
+        """Leave the runtime."""
+        await opening.__aexit__(None, None, None)
+        return "left"
+
+    config = Scenario(seed=1).reply("go", tool_call("leave")).then("Well.").config()
+    opening = rollout.open_rollout(config, [leave])
+    async with opening as runtime:
+        prompt = Prompt(messages=[{"role": "user", "content": "go"}])
+        (trajectory,) = (await runtime.generate([prompt])).trajectories
+        assert trajectory.answer == "Well."
+        (answer,) = [each.content for each in trajectory.messages if each.role == "tool"]
+    assert answer is not None
+    assert "open_rollout is left by a task that has not entered it" in answer

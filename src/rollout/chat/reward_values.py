@@ -6,7 +6,6 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 #: How messages call the functions.
 REWARD, GROUP_REWARD = "the reward function", "the group reward function"
-NUMBER = "expected a number; what else is to be kept has its place in extra"
 #: Tensors hold rewards as float32.
 MAX_REWARD = float(np.finfo(np.float32).max)
 
@@ -108,23 +106,6 @@ def finite_number(
             f"{who} returned {number}; expected a number that float32 can hold", field
         )
     return number
-
-
-def check_metrics(metrics: Mapping[Any, Any], who: str) -> None:
-    """Let what somebody made of a trajectory's metrics pass: names with numbers.
-
-    Raises:
-        BadRewardError: An item is something else.
-    """
-    for name, value in metrics.items():
-        if not isinstance(name, str):
-            raise BadRewardError(f"{who} put {name!r:.80} into metrics; expected a str for a name")
-        try:
-            is_number = isinstance(value, Real) and isinstance(float(value), float)
-        except OverflowError:
-            is_number = False
-        if not is_number:
-            raise BadRewardError(f"{who} put {value!r:.80} into metrics[{name!r:.80}]; {NUMBER}")
 
 
 def check_reward_value(value: Any, trajectory: Trajectory, who: str = REWARD) -> Reward:

@@ -13,7 +13,7 @@ import attrs
 from rollout.agents.agent_loop import registered_agents
 from rollout.errors import ConfigError
 from rollout.interactions import Interaction
-from rollout.scheduling.rewards.signatures import check_group_reward, check_reward
+from rollout.scheduling.rewards.functions import check_reward
 from rollout.tools.loading import find_tools
 from rollout.tools.shipped import is_shipped, make_shipped
 from rollout.tools.tool import ToolProvider
@@ -22,7 +22,7 @@ from rollout.user_files import UserCodeError, import_module, make_importable, ru
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollout.scheduling.rewards.signatures import GroupRewardFunction, RewardFunction
+    from rollout.scheduling.rewards.functions import GroupRewardFunction, RewardFunction
     from rollout.tools import Tool
 
 
@@ -140,7 +140,7 @@ class UserCode:
         """
         option = f"--group-reward {reference}"
         function: GroupRewardFunction = self._function(reference, option)
-        check_group_reward(function, option)
+        check_reward(function, option, is_group=True)
         return function
 
     def _function(self, reference: str, option: str) -> Any:

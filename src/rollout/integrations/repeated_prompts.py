@@ -145,10 +145,11 @@ def prompt_of_columns(
     if prompt_of is not None:
         prompt = prompt_of(columns)
     else:
-        read, faults = read_row(columns)
-        if read is None:
-            raise PromptError("a row of the trainer's data: " + "; ".join(map(str, faults)))
-        prompt = read
+        try:
+            prompt = read_row(columns)
+        except PromptError as error:
+            faults = "; ".join(str(error).split("\n"))
+            raise PromptError(f"a row of the trainer's data: {faults}") from None
     return msgspec.structs.replace(prompt, sampling={**sampling, **prompt.sampling})
 
 

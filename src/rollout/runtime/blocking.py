@@ -6,10 +6,9 @@ import atexit
 import functools
 import inspect
 import logging
-import math
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import (
     AbstractAsyncContextManager,
     AbstractContextManager,
@@ -17,6 +16,7 @@ from contextlib import (
     contextmanager,
     suppress,
 )
+from threading import get_ident
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -29,8 +29,10 @@ from typing import (
 )
 
 import anyio
+import anyio.to_thread
+from anyio.from_thread import start_blocking_portal
 
-from rollout.bridge import Post, loop_poster, wait_future
+from rollout.bridge import loop_poster, runs_on_trio, wait_future
 from rollout.chat.group import Group
 from rollout.chat.trajectory import Trajectory
 from rollout.engine.pool.pool import EnginePool
@@ -39,22 +41,19 @@ from rollout.function_refs import refuse_while_imported
 from rollout.runtime.calls import GroupStream
 from rollout.runtime.opening import HOW_TO_OPEN, NotEnteredError, open_rollout
 from rollout.runtime.runtime import RolloutRuntime
-from rollout.scopes import find_propagating, open_task_group
+from rollout.scopes import find_propagating
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
-    from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+    from anyio.streams.memory import MemoryObjectReceiveStream
 
     from rollout.agents.media_intake import MediaFetcher
-    from rollout.batch import RolloutBatch
     from rollout.chat import ChatTemplate
     from rollout.config import RolloutConfig
     from rollout.engine.core import EngineInfo
     from rollout.engine.routing import Router
-    from rollout.scheduling.rewards.signatures import GroupRewardFunction, RewardFunction
-    from rollout.tensor_layout import Layout, Trim
-    from rollout.types import Prompt
+    from rollout.scheduling.rewards.functions import GroupRewardFunction, RewardFunction
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -70,7 +69,7 @@ class _Call(Future[Any]):
     def __init__(self, function: Callable[[], Any]) -> None:
         super().__init__()
         self._function = function
-        self._scope: anyio.CancelScope | None = None
+        self._scope: anyio.CancelScope
 
     async def perform(self) -> None:
         """Perform it, unless its caller has given it up: it would run to its first checkpoint."""
@@ -81,65 +80,80 @@ class _Call(Future[Any]):
                 value = self._function()
                 self.set_result(await value if inspect.isawaitable(value) else value)
             except BaseException as error:
-                if find_propagating(error) is not None:
-                    self.fail()
+                is_over = find_propagating(error) is not None
+                self.set_exception(RolloutError("the runtime is closed") if is_over else error)
+                if is_over:
                     raise
-                self.set_exception(error)
 
     def stop(self) -> None:
         """Cancel it once it has begun; on the loop."""
-        if self._scope is not None:
-            self._scope.cancel()
-
-    def fail(self) -> None:
-        """Report that no loop is going to perform it to its end."""
-        if not self.done():
-            self.set_exception(RolloutError("the runtime is closed"))
+        self._scope.cancel()
 
 
-def _delegate(method: Callable[..., Any], *, is_ended: bool = True) -> Callable[..., Any]:
-    """A method of what `self` stands for, performed on the loop and waited for in this thread."""
+def _waited_for(
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], *, is_ended: bool = True
+) -> Callable[Concatenate[Any, P], T]:
+    """An async method of what `self` stands for, run on the loop and waited for in this thread.
+
+    Args:
+        is_ended: Whether an exception that reaches the thread meanwhile ends the call.
+    """
+    return _called(method, is_ended=is_ended)  # type: ignore[return-value]
+
+
+def _called(
+    method: Callable[Concatenate[Any, P], T], *, is_ended: bool = True
+) -> Callable[Concatenate[Any, P], T]:
+    """A method of what `self` stands for, called on the loop and waited for in this thread."""
 
     @functools.wraps(method)
-    def wait(self: BlockingRollout | BlockingEngines, /, *args: Any, **named: Any) -> Any:
+    def wait(self: Any, /, *args: P.args, **named: P.kwargs) -> Any:
         function = functools.partial(method, self._target, *args, **named)
         return self._host._wait(function, is_ended=is_ended)
 
     return wait
 
 
-def _waited_for(
-    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], *, is_ended: bool = True
-) -> Callable[Concatenate[Any, P], T]:
-    """Delegate to an async method.
+def _awaited(
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
+    """An async method of what `self` stands for, awaited from any trio or asyncio loop.
 
-    Args:
-        is_ended: Whether an exception that reaches the thread meanwhile ends the call.
+    Cancellation, or any other exception that reaches the awaiting task, ends the call's
+    trajectories and passes through.
     """
-    return _delegate(method, is_ended=is_ended)
 
+    @functools.wraps(method)
+    async def run(self: BlockingRollout, /, *args: P.args, **named: P.kwargs) -> T:
+        function = functools.partial(method, self._target, *args, **named)
+        call = await anyio.to_thread.run_sync(self._start, function)
+        try:
+            result: T = await wait_future(call)
+        except BaseException:  # the call's error, a cancellation, or a Ctrl-C in this thread
+            if self._begin_end(call):
+                with anyio.CancelScope(shield=True), suppress(Exception):
+                    await wait_future(call)
+            raise
+        return result
 
-def _called(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """Delegate to a method that waits for nothing."""
-    return _delegate(method)
+    return run
 
 
 def _entered(
     method: Callable[Concatenate[Any, P], AbstractAsyncContextManager[Any]],
-    wrap: type[T],
+    wrap: Callable[[Any, Callable[[], None], BlockingRollout], T],
 ) -> Callable[Concatenate[Any, P], AbstractContextManager[T]]:
-    """Delegate to an async context manager; `wrap` makes what is waited for in any thread."""
+    """An async context manager of the runtime's; `wrap` makes what any thread waits for."""
 
     @functools.wraps(method)
     @contextmanager
     def enter(self: BlockingRollout, /, *args: P.args, **named: P.kwargs) -> Iterator[T]:
-        manager = functools.partial(method, self._target, *args, **named)
-        with self._hold_open(manager) as (value, leave):
-            yield wrap(value, leave, self)  # type: ignore[call-arg]
+        with self._enter(functools.partial(method, self._target, *args, **named)) as entered:
+            yield wrap(*entered, self)
 
-    gives = f"Iterator[{wrap.__name__}]"
-    shown = inspect.signature(method).replace(return_annotation=gives)
-    enter.__signature__ = shown  # type: ignore[attr-defined]  # for `help`
+    shown = inspect.signature(method)
+    gives = f"Iterator[{getattr(wrap, '__name__', '')}]"
+    enter.__signature__ = shown.replace(return_annotation=gives)  # type: ignore[attr-defined]
     return enter
 
 
@@ -212,8 +226,8 @@ class BlockingRollout:
     """A `RolloutRuntime` on a thread of its own; made by `open_rollout_blocking`.
 
     Its methods are the runtime's, waited for in the caller's thread. Every one may be called from
-    any thread but the runtime's own, on which async functions and `accept` run: what waits there
-    is refused with a `RolloutError`. Ctrl-C, or any other exception
+    any thread but the runtime's own, on which async functions and `accept` run, and those that run
+    trio: what waits there is refused with a `RolloutError`. Ctrl-C, or any other exception
     that reaches a caller while it waits, ends that call's trajectories, leaves as itself, and
     leaves the runtime usable.
     """
@@ -222,20 +236,18 @@ class BlockingRollout:
         self, open_runtime: Callable[[], AbstractAsyncContextManager[RolloutRuntime]], backend: str
     ) -> None:
         refuse_while_imported("open_rollout_blocking")
+        if runs_on_trio():
+            raise NotEnteredError(f"open_rollout_blocking is called in a task; {HOW_TO_OPEN}")
         self._host = self
         self._lock, self._closing = threading.Lock(), threading.Lock()
-        self._is_running = True  # guarded by `_lock`, and so are `_calls`
-        self._calls: set[_Call] = set()
-        self._started: Future[tuple[Post, MemoryObjectSendStream[_Call]]] = Future()
-        # A daemon: a caller that forgets to close must not hang the exit of its process.
-        self._thread = threading.Thread(
-            target=self._run, args=(backend,), name="rollout", daemon=True
-        )
-        self._thread.start()
+        self._is_open = True  # guarded by `_lock`
         with ExitStack() as stack:
-            stack.callback(self._stop)
-            self._post, self._inbox = self._started.result()
-            self._target: RolloutRuntime = stack.enter_context(self._hold_open(open_runtime))[0]
+            # Its thread is a daemon: a caller that forgets to close must not hang the exit.
+            portal = start_blocking_portal(backend, name="rollout")
+            self._portal = stack.enter_context(portal)
+            self._post, self._thread = self._portal.call(lambda: (loop_poster(), get_ident()))
+            stack.callback(self._refuse_calls)
+            self._target: RolloutRuntime = stack.enter_context(self._enter(open_runtime))[0]
             self._stack = stack.pop_all()
         atexit.register(self.close)
 
@@ -278,6 +290,7 @@ class BlockingRollout:
         return BlockingEngines(self._target.engines, self)
 
     generate = _waited_for(RolloutRuntime.generate)
+    agenerate = _awaited(RolloutRuntime.generate)
     collect = _waited_for(RolloutRuntime.collect)
     make_batch = _waited_for(RolloutRuntime.make_batch)
     discard_carried = _waited_for(RolloutRuntime.discard_carried)
@@ -293,43 +306,13 @@ class BlockingRollout:
     statistics = _called(RolloutRuntime.statistics)
     explain = _called(RolloutRuntime.explain)
 
-    async def agenerate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        samples: int | None = None,
-        step: int | None = None,
-        validate: bool = False,
-        layout: Layout = "padded",
-        trim: Trim = False,
-    ) -> RolloutBatch:
-        """`RolloutRuntime.generate`, awaited from any trio or asyncio loop in any thread.
-
-        Cancellation, or any other exception that reaches the awaiting task, ends the call's
-        trajectories and passes through.
-        """
-        call = _Call(
-            lambda: self._target.generate(
-                prompts, samples=samples, step=step, validate=validate, layout=layout, trim=trim
-            )
-        )
-        try:
-            self._send(call)
-            batch: RolloutBatch = await wait_future(call)
-        except BaseException:  # the call's error, a cancellation, or a Ctrl-C in this thread
-            if self._begin_end(call):
-                with anyio.CancelScope(shield=True), suppress(Exception):
-                    await wait_future(call)
-            raise
-        return batch
-
     def close(self) -> None:
         """End the runtime and its thread; calls of other threads fail. Idempotent.
 
         Raises:
             RolloutError: It is called on the runtime's own thread, which it would wait for.
         """
-        self._refuse_own_thread("close")
+        self._refuse_thread("close")
         atexit.unregister(self.close)
         with self._closing:  # a second thread returns when the first one has closed it
             try:
@@ -344,26 +327,28 @@ class BlockingRollout:
             is_ended: Whether an exception that reaches this thread meanwhile ends the call.
         """
         call = self._start(function)
-        return self._finish(call) if is_ended else call.result()
+        try:
+            return call.result()
+        except BaseException:
+            if is_ended:
+                self._end(call)
+            raise
 
     def _start(self, function: Callable[[], Any]) -> _Call:
-        """Have a function called on the loop."""
-        self._refuse_own_thread("a blocking method")
+        """Have a function called on the loop, which this thread waits for until it begins."""
+        self._refuse_thread("a blocking method")
         call = _Call(function)
         try:
-            self._send(call)
+            with self._lock:
+                if not self._is_open:
+                    raise RolloutError("the runtime is closed")
+                self._portal.start_task_soon(call.perform)
+        except RuntimeError:  # the loop has ended by itself
+            raise RolloutError("the runtime is closed") from None
         except BaseException:
             self._end(call)
             raise
         return call
-
-    def _finish(self, call: _Call) -> Any:
-        """Wait for a call's end; an exception that reaches this thread meanwhile cancels it."""
-        try:
-            return call.result()
-        except BaseException:
-            self._end(call)
-            raise
 
     def _end(self, call: _Call) -> None:
         """Cancel a call, and wait for its end."""
@@ -377,53 +362,8 @@ class BlockingRollout:
         self._post(call.stop)
         return True
 
-    def _send(self, call: _Call) -> None:
-        """Have the loop perform a call; where the loop ends first, the call fails.
-
-        The loop is not waited for, as `BlockingPortal` does: a thread that runs a loop of its own
-        may not wait for trio, and the two loops may need each other.
-        """
-        with self._lock:
-            if not self._is_running:
-                raise RolloutError("the runtime is closed")
-            self._calls.add(call)
-        call.add_done_callback(lambda _: self._calls.discard(call))
-
-        def begin() -> None:  # on the loop, but in no task of it, which alone could start one
-            with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):  # the loop ends
-                self._inbox.send_nowait(call)
-
-        self._post(begin)
-
-    def _run(self, backend: str) -> None:
-        """The life of the thread."""
-        try:
-            anyio.run(self._serve, backend=backend)
-        except BaseException as error:
-            if self._started.done():
-                logger.exception("the runtime's thread failed")
-            else:
-                self._started.set_exception(error)
-        finally:
-            with self._lock:
-                self._is_running = False
-            for call in tuple(self._calls):
-                call.fail()
-
-    async def _serve(self) -> None:
-        inbox, calls = anyio.create_memory_object_stream[_Call](math.inf)
-        async with inbox, calls, open_task_group() as tasks:
-            self._started.set_result((loop_poster(), inbox))
-            async for call in calls:
-                tasks.start_soon(call.perform)
-
-    def _stop(self) -> None:
-        """End the thread."""
-        self._post(self._inbox.close)
-        self._thread.join()
-
     @contextmanager
-    def _hold_open(
+    def _enter(
         self, manager: Callable[[], AbstractAsyncContextManager[T]]
     ) -> Iterator[tuple[T, Callable[[], None]]]:
         """What an async context manager gives on the loop, and what leaves it; left at the end."""
@@ -435,35 +375,37 @@ class BlockingRollout:
                 opened.set_result((value, leaving))
                 await leaving.wait()
 
-        def report(ended: Future[None]) -> None:
-            if not opened.done():
-                is_given_up = ended.cancelled()
-                closed = RolloutError("the runtime is closed")
-                opened.set_exception(closed if is_given_up else ended.exception() or closed)
-
         call = self._start(hold_open)
-        call.add_done_callback(report)
         try:
+            wait([opened, call], return_when=FIRST_COMPLETED)
+            if not opened.done():
+                call.result()  # raises
             value, leaving = opened.result()
 
             def leave() -> None:
-                self._refuse_own_thread("a blocking method")
+                self._refuse_thread("a blocking method")
                 self._post(leaving.set)
-                self._finish(call)
+                call.result()
 
             yield value, leave
+            leave()
         except BaseException:
             self._end(call)
             raise
-        leave()
 
-    def _refuse_own_thread(self, what: str) -> None:
-        """There a wait would have no end."""
-        if threading.current_thread() is self._thread:
+    def _refuse_calls(self) -> None:
+        with self._lock:
+            self._is_open = False
+
+    def _refuse_thread(self, what: str) -> None:
+        """Refuse to wait in a thread where a wait would have no end, or stop a loop of trio's."""
+        if get_ident() == self._thread:
             raise RolloutError(
                 f"{what}: called on the runtime's own thread, on which async functions and accept "
                 "run, and which it would wait for; expected another thread"
             )
+        if runs_on_trio():
+            raise RolloutError(f"{what}: called in a task of trio's; expected another thread")
 
 
 def open_rollout_blocking(

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rollout")
 
+#: How deep engines sleep: a trainer needs all of the memory, and gives new weights as a rule.
+LEVEL = 2
+
 
 class GroupStream(AsyncIterator[Group]):
     """Accepted groups as they finish; ends where there will be no more."""
@@ -62,21 +65,14 @@ class StepCount:
     @contextmanager
     def counted(self, step: int | None) -> Iterator[int]:
         """The step of a call: its number, where it has none; one that is refused does not count."""
-        if step is not None:
-            yield step
-            return
         number = self._next
-        self._next += 1
+        self._next += step is None
         try:
-            yield number
+            yield number if step is None else step
         except RolloutError:
-            if self._next == number + 1:
+            if step is None and self._next == number + 1:
                 self._next = number
             raise
-
-
-#: Between batches a trainer needs all of the memory, and gives new weights as a rule.
-LEVEL = 2
 
 
 class SleepBetweenBatches:
@@ -88,8 +84,7 @@ class SleepBetweenBatches:
 
     def __init__(self, engines: EnginePool, *, is_wanted: bool) -> None:
         self.is_over = False
-        self._engines = engines
-        self._is_wanted = is_wanted
+        self._engines, self._is_wanted = engines, is_wanted
         self._batches = 0
 
     async def begin(self) -> None:
@@ -116,15 +111,11 @@ class SleepBetweenBatches:
         finally:
             self._batches -= 1
             if not self._batches and not self.is_over:
-                with anyio.CancelScope(shield=True):  # bounded: the pool limits each replica
-                    await self._put_to_sleep()
-
-    async def _put_to_sleep(self) -> None:
-        """A batch that is done is not lost because engines do not fall asleep after it."""
-        try:
-            await self._engines.sleep(LEVEL)
-        except EngineError as error:
-            logger.warning("the engines stay awake: %s", error)
+                try:
+                    with anyio.CancelScope(shield=True):  # the pool limits each replica
+                        await self._engines.sleep(LEVEL)
+                except EngineError as error:  # the batch is not lost because of that
+                    logger.warning("the engines stay awake: %s", error)
 
 
 def number_rows(groups: Sequence[Group]) -> list[Trajectory]:

@@ -14,41 +14,24 @@ from rollout.worker_threads import run_in_thread
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from rollout.agents.services import Services
     from rollout.batch import RolloutBatch
     from rollout.batch.saved_tokenizer import BatchTokenizer
-    from rollout.chat import ChatTemplate
     from rollout.chat.trajectory import Trajectory
-    from rollout.config import LengthsConfig, ModelConfig
     from rollout.runtime.measuring import BatchWindow
     from rollout.tensor_layout import Layout, Trim
 
-#: Pieces of work that are done at once; others wait. They share the machine with the event loop.
+#: Batches that are made at once; others wait. They share the machine with the event loop.
 MAX_THREADS = 2
-
-#: Places of tokens that are laid out as fast as a thread is asked to.
-SHORT = 1 << 16
 
 
 class Collation:
     """Makes the batches of a runtime."""
 
-    def __init__(
-        self,
-        lengths: LengthsConfig,
-        template: ChatTemplate,
-        events_path: str | None,
-        position_rows: int = 3,
-        *,
-        model: ModelConfig,
-    ) -> None:
-        self._events_path = None if events_path is None else Path(events_path)
-        self._lengths = lengths
-        self._position_rows = position_rows
-        self._template = template
-        self._model = model
+    def __init__(self, services: Services) -> None:
+        self._config, self._template = services.config, services.template
         self._tokenizer: BatchTokenizer | None = None
         self._limiter = anyio.CapacityLimiter(MAX_THREADS)
-        self._has_packed = False
 
     async def batch(
         self,
@@ -59,39 +42,22 @@ class Collation:
         *,
         extra: Mapping[str, float] | None = None,
     ) -> RolloutBatch:
-        """`rollout.batch.collate` of what there is; cancellation waits for its end.
+        """`rollout.batch.collate` of what there is, in a thread; cancellation waits for its end.
 
         Args:
             extra: Further metrics of the batch.
         """
         trajectories = [trajectory for trajectory in rows if trajectory is not None]
         metrics = {**window.metrics, **(extra or {})}
-        work = partial(self._batch, trajectories, metrics, layout, trim)
-        places = self._lengths.prompt + self._lengths.response + 2 * int(trim)
-        is_long = places * sum(len(each.segments) for each in trajectories) > SHORT
-        transcripts = [row for each in trajectories for row in each.transcripts]
-        is_long |= any(row.media or row.expert_shape is not None for row in transcripts)
-        is_packed = layout == "packed"
-        is_long |= is_packed and not self._has_packed  # torch imports what nested tensors need
-        batch = await run_in_thread(work, limiter=self._limiter) if is_long else work()
-        self._has_packed |= is_packed  # now: what came meanwhile would wait for these imports
+        work = partial(self._collate, trajectories, metrics, layout, trim)
+        batch = await run_in_thread(work, limiter=self._limiter)
         window.found = batch.metrics
-        batch.number, batch.events_path = window.batch, self._events_path
+        path = self._config.observe.path
+        batch.number, batch.events_path = window.batch, None if path is None else Path(path)
         batch.tokenizer = self._tokenizer
         return batch
 
-    async def attach(
-        self,
-        error: BaseException,
-        rows: Sequence[Trajectory | None],
-        window: BatchWindow,
-        layout: Layout = "padded",
-        trim: Trim = False,
-    ) -> None:
-        """Let what there was travel with the error that ended a call, whatever its type."""
-        attach(error, await self.batch(rows, window, layout, trim))
-
-    def _batch(
+    def _collate(
         self,
         trajectories: Sequence[Trajectory],
         metrics: Mapping[str, float],
@@ -101,18 +67,19 @@ class Collation:
         from rollout.batch import collate  # torch, loaded while the runtime opens
         from rollout.batch.saved_tokenizer import BatchTokenizer, TokenizerRecord
 
-        model = TokenizerRecord(path=self._model.path, revision=self._model.revision)
-        self._tokenizer = self._tokenizer or BatchTokenizer(model, self._template)
+        config, template = self._config, self._template
+        model = TokenizerRecord(path=config.model.path, revision=config.model.revision)
+        self._tokenizer = self._tokenizer or BatchTokenizer(model, template)
         return collate(
             trajectories,
-            self._lengths,
-            self._template.pad_token_id,
+            config.lengths,
+            template.pad_token_id,
             layout,
             trim=trim,
-            decode=self._template.decode,
+            decode=template.decode,
             extra_metrics=metrics,
-            processor=self._template.processor,
-            position_rows=self._position_rows,
+            processor=template.processor,
+            position_rows=config.media.position_rows,
         )
 
 

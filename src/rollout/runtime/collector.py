@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,44 +21,48 @@ PYTHONS_OWN = ((700, 10, 10), (2000, 10, 10), (2000, 10, 0))
 SELDOM = (50_000, 20, 1000)
 
 _lock = threading.Lock()
-#: For each open runtime of the process, what gives back what it has changed of the collector.
-_undo: list[list[Callable[[], None]]] = []
+#: The open runtimes of the process, and what undoes their changes once there are none.
+_runtimes: list[object] = []
+_undo = ExitStack()
 
 
-def _give_back(thresholds: tuple[int, int, int]) -> None:
+def _restore_thresholds(thresholds: tuple[int, int, int]) -> None:
     if gc.get_threshold() == SELDOM:  # else somebody has set others meanwhile
         gc.set_threshold(*thresholds)
 
 
 @contextmanager
-def collecting_seldom() -> Iterator[Callable[[], None]]:
+def collecting_seldom(*, is_wanted: bool) -> Iterator[Callable[[], None]]:
     """Collect seldom until the last such block of the process has been left.
 
     Yields what freezes all that lives, to be called once everything has been loaded: an object
     still ends with its last reference, but collections do not look at it. Does nothing where the
     caller has disabled the collector, set thresholds, or frozen something.
     """
-    own: list[Callable[[], None]] = []
-    with _lock:
-        _undo.append(own)
-        before = gc.get_threshold()
-        if len(_undo) == 1 and gc.isenabled() and before in PYTHONS_OWN:
-            gc.set_threshold(*SELDOM)
-            own.append(partial(_give_back, before))
+    runtime = object()
 
-    def freeze() -> None:  # not beside another runtime, whose batches end before it
-        with _lock:
-            if len(_undo) == 1 and gc.isenabled() and not gc.get_freeze_count():
+    def is_alone() -> bool:
+        return _runtimes == [runtime] and gc.isenabled()
+
+    def freeze() -> None:
+        with _lock:  # not beside another runtime, whose batches end before it
+            if is_alone() and not gc.get_freeze_count():
                 gc.freeze()
-                own.append(gc.unfreeze)
+                _undo.callback(gc.unfreeze)
 
+    if not is_wanted:
+        yield lambda: None
+        return
+    with _lock:
+        _runtimes.append(runtime)
+        before = gc.get_threshold()
+        if is_alone() and before in PYTHONS_OWN:
+            gc.set_threshold(*SELDOM)
+            _undo.callback(_restore_thresholds, before)
     try:
         yield freeze
     finally:
         with _lock:
-            _undo.remove(own)
-            if _undo:  # the last one gives all back
-                _undo[0][:0] = own
-            else:
-                for give_back in own:
-                    give_back()
+            _runtimes.remove(runtime)
+            if not _runtimes:
+                _undo.close()

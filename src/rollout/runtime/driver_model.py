@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
+import anyio
 import attrs
 
 from rollout.chat import ChatTemplate
-from rollout.config import CustomEngine, SimulatedEngine
+from rollout.config import SimulatedEngine
 from rollout.config.sections import SIMULATED_MODEL
 from rollout.engine.channel.messages import ClientExpectations
 from rollout.engine.cores.simulated.vocabulary import FINGERPRINT
@@ -18,9 +19,12 @@ from rollout.engine.model_files import resolve_model
 from rollout.engine.model_identity import end_ids, model_fingerprint
 from rollout.engine.pool.model_template import load_model_template
 from rollout.errors import TemplateError
+from rollout.scopes import open_task_group
 from rollout.worker_threads import may_leave_loop
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
     from rollout.config import RolloutConfig
     from rollout.engine.core import EngineInfo
     from rollout.worker_threads import WorkerThreads
@@ -41,20 +45,37 @@ class DriverModel:
     facts: ClientExpectations
 
 
-async def load_driver_model(config: RolloutConfig, threads: WorkerThreads) -> DriverModel:
-    """The model of a configuration.
+@asynccontextmanager
+async def loading_driver_model(
+    config: RolloutConfig, threads: WorkerThreads
+) -> AsyncIterator[Callable[[], Awaitable[DriverModel]]]:
+    """Load the model of a configuration beside the block, which awaits it by what this yields.
 
     Raises:
         TemplateError, EngineError: Its tokenizer or chat format cannot be loaded.
     """
+    async with open_task_group() as tasks:
+        loading = tasks.start_soon(_load, config, threads)
+
+        async def wait() -> DriverModel:
+            await loading.wait()
+            try:
+                return loading.return_value
+            except anyio.TaskFailed as error:  # as itself
+                raise (error.__cause__ or error) from None
+
+        yield wait
+
+
+async def _load(config: RolloutConfig, threads: WorkerThreads) -> DriverModel:
     if config.model.path == SIMULATED_MODEL and not may_leave_loop():
-        return _load(config)
-    return await threads.run("tokenizer", _load, config)
+        return _load_now(config)
+    return await threads.run("tokenizer", _load_now, config)
 
 
-def _load(config: RolloutConfig) -> DriverModel:
+def _load_now(config: RolloutConfig) -> DriverModel:
     template = load_model_template(config)
-    model = DriverModel(template, _facts(template, config))
+    model = DriverModel(template, _make_expectations(template, config))
     _prepare(template)
     if config.journal.path is not None:
         template.fingerprint  # noqa: B018  # takes a while with a large vocabulary, and is kept
@@ -80,46 +101,31 @@ def _prepare(template: ChatTemplate) -> None:
             prepare()
 
 
-def _facts(template: ChatTemplate, config: RolloutConfig) -> ClientExpectations:
+def _make_expectations(template: ChatTemplate, config: RolloutConfig) -> ClientExpectations:
     """Whatever the engine, its vocabulary must hold the tokenizer's.
 
     Engines of ours read their end tokens and fingerprint off the same model; what others call
     themselves, and where they end, is their own affair.
     """
     engine, model = config.engine, config.model
-    path = repr(model.path)
-    ends: set[int] = set()
-    fingerprint = ""
+    ends, fingerprint = set[int](), ""
     if engine.loads_weights:
         directory = resolve_model(model.path, model.revision)
         ends = set(end_ids(directory, model.revision))
         fingerprint = model_fingerprint(directory, model.revision)
-        remedy = (
-            f"expected model.path = {path} to hold tokenizer and weights of one model, and "
-            "the same files on the driver's machine and on the engine's"
-        )
     elif isinstance(engine, SimulatedEngine):
         fingerprint = FINGERPRINT
-        remedy = (
-            f"model.path = {path} is another model than that of engine.kind = 'simulated'; "
-            f"expected {SIMULATED_MODEL!r}, or leave it out"
-        )
-    else:
-        served = "the servers of engine.urls serve"
-        if isinstance(engine, CustomEngine):
-            served = f"engine.core = {engine.core!r} serves"
-        remedy = (
-            f"model.path = {path} is another model than {served}; set it to the directory or hub "
-            "name of that one"
-        )
-    has_ends = engine.loads_weights or isinstance(engine, SimulatedEngine)
-    if has_ends and template.eos_token_id is not None:
-        ends = {*ends, template.eos_token_id}
+    if fingerprint and template.eos_token_id is not None:
+        ends.add(template.eos_token_id)
     return ClientExpectations(
         vocab_size=template.vocab_size,
         eos_ids=tuple(sorted(ends)),
         fingerprint=fingerprint,
-        remedy=remedy,
+        remedy=(
+            f"model.path = {model.path!r} is another model than the engine's; expected the "
+            f"directory or hub name of that one ({SIMULATED_MODEL!r} for engine.kind = "
+            "'simulated'), and the same files on the driver's machine and on the engine's"
+        ),
     )
 
 

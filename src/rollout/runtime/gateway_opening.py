@@ -32,18 +32,13 @@ class GatewayOnDemand:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._is_wanted = anyio.Event()
-        self._is_settled = anyio.Event()
+        self._is_wanted, self._is_settled = anyio.Event(), anyio.Event()
         self._gateway: Any = None
         self._fault: Exception | None = None
 
     @asynccontextmanager
     async def open(self, context: AgentContext) -> AsyncIterator[GatewayAddress]:
-        """As `GatewayDoor.open`.
-
-        Raises:
-            ConfigError: The server cannot be opened.
-        """
+        """As `GatewayDoor.open`; raises what `start` does."""
         await self.start()
         async with self._gateway.open(context) as address:
             yield address

@@ -22,9 +22,8 @@ from rollout.types import format_error
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rollout.observe.event_stream import EventStream
+    from rollout.agents.services import Services
     from rollout.observe.loop_lag import LoopLag
-    from rollout.observe.tally import Tally
 
 #: How often the counts of a runtime are told.
 SAMPLE_S = 1.0
@@ -32,25 +31,25 @@ SAMPLE_S = 1.0
 
 @attrs.define(eq=False)
 class BatchWindow:
-    """What was measured while a call ran.
+    """What was measured while a call ran; of no call where it has no number.
 
     Attributes:
-        batch: The call's number.
+        batch: The call's number; -1 for groups whose trajectories had a time each.
         found: The metrics of its batch, once they are known.
     """
 
-    batch: int
     _engines: EnginePool
-    _began: float
-    _lag: LagWindow
-    _load: LoadWindow
+    batch: int = -1
+    _began: float = 0.0
+    _lag: LagWindow | None = None
+    _load: LoadWindow | None = None
     found: dict[str, float] = attrs.field(factory=dict)
 
     @property
     def metrics(self) -> dict[str, float]:
         """By the names that they have in `RolloutBatch.metrics`."""
         version = {"weights/version": float(self._engines.weight_version)}
-        if self.batch < 0:  # what it measured is how long tensors took, not trajectories
+        if self._lag is None or self._load is None:
             return version
         return {
             **version,
@@ -67,11 +66,10 @@ class BatchWatch:
         lag: Of the event loop.
     """
 
-    def __init__(
-        self, events: EventStream, engines: EnginePool, lag: LoopLag, tally: Tally
-    ) -> None:
+    def __init__(self, services: Services, lag: LoopLag) -> None:
         self.lag = lag
-        self._events, self._engines, self._tally = events, engines, tally
+        self._events, self._engines = services.events, services.engines
+        self._tally = services.tally
         self._numbers = itertools.count()
 
     @contextmanager
@@ -99,7 +97,8 @@ class BatchWatch:
                     at=began, batch=batch, call=call, step=step, validate=validate, **sizes
                 )
             )
-        with self.measured(batch) as window:
+        with self.lag.window() as lag, self._engines.load_windows.window() as load:
+            window = BatchWindow(self._engines, batch, anyio.current_time(), lag, load)
             try:
                 yield window
             except BaseException as fault:
@@ -111,13 +110,6 @@ class BatchWatch:
                     events.emit(
                         BatchEnded(at=now, batch=batch, began=began, error=error, metrics=metrics)
                     )
-
-    @contextmanager
-    def measured(self, batch: int = -1) -> Iterator[BatchWindow]:
-        """What is measured while the block runs; of no call where it has no number."""
-        engines = self._engines
-        with self.lag.window() as lag, engines.load_window() as load:
-            yield BatchWindow(batch, engines, anyio.current_time(), lag, load)
 
     async def sample(self) -> None:
         """Emit the runtime's counts every second, while events have a reader."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Protocol
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
 
 import anyio
 
 from rollout.bridge import loop_clock
-from rollout.config import ObserveConfig, RolloutConfig, dump_config
+from rollout.config import RolloutConfig, dump_config
 from rollout.observe.event_file import EventFile
-from rollout.observe.event_stream import Reader
 from rollout.observe.events import RunEnded
 from rollout.observe.prometheus import PrometheusEndpoint
 from rollout.observe.traces import Tracer, open_tracer
@@ -21,30 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from rollout.observe.event_stream import EventStream
-
-
-class ClosableReader(Reader, Protocol):
-    """A reader of ours."""
-
-    def close(self) -> None:
-        """The run is over; bounded."""
-
-
-def _open_readers(observe: ObserveConfig) -> list[ClosableReader]:
-    readers: list[ClosableReader] = []
-    try:
-        if observe.path is not None:
-            readers.append(EventFile(observe.path))
-        if observe.prometheus_port is not None:
-            readers.append(PrometheusEndpoint(observe.prometheus_port))
-        tracer = open_tracer(observe)
-        if tracer is not None:
-            readers.append(tracer)
-    except BaseException:
-        for reader in readers:
-            reader.close()
-        raise
-    return readers
 
 
 @asynccontextmanager
@@ -59,25 +34,30 @@ async def open_observers(
         RolloutError: The events cannot be written.
         ConfigError: A package is not installed, or a port is taken.
     """
-    readers = _open_readers(config.observe)
-    tracer = next((reader for reader in readers if isinstance(reader, Tracer)), None)
-    for reader in readers:
-        if isinstance(reader, Tracer):
-            events.attach(reader, wants=reader.wants, kinds=reader.kinds)
-        else:
-            events.attach(reader, needs_subjects=False)
-    events.start(
-        loop_clock(),
-        version=VERSION,
-        run_seed=run_seed,
-        config=dump_config(config) if readers else {},
-    )
-    try:
-        yield tracer
-    finally:
-        if events.is_on:
-            events.emit(RunEnded(at=events.now()))
-        with anyio.CancelScope(shield=True):
-            for reader in readers:
-                events.detach(reader)
+    observe = config.observe
+    async with AsyncExitStack() as stack:
+
+        async def close(reader: EventFile | PrometheusEndpoint | Tracer) -> None:
+            events.detach(reader)
+            with anyio.CancelScope(shield=True):
                 await run_in_thread(reader.close)
+
+        if observe.path is not None:
+            file = EventFile(observe.path)
+            stack.push_async_callback(close, file)
+            events.attach(file, needs_subjects=False)
+        if observe.prometheus_port is not None:
+            endpoint = PrometheusEndpoint(observe.prometheus_port)
+            stack.push_async_callback(close, endpoint)
+            events.attach(endpoint, needs_subjects=False)
+        tracer = open_tracer(observe)
+        if tracer is not None:
+            stack.push_async_callback(close, tracer)
+            events.attach(tracer, wants=tracer.wants, kinds=tracer.kinds)
+        shown = dump_config(config) if events.is_on else {}
+        events.start(loop_clock(), version=VERSION, run_seed=run_seed, config=shown)
+        try:
+            yield tracer
+        finally:
+            if events.is_on:
+                events.emit(RunEnded(at=events.now()))

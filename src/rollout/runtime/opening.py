@@ -29,17 +29,16 @@ from rollout.observe.event_stream import EventStream
 from rollout.observe.loop_lag import LoopLag
 from rollout.observe.tally import Tally
 from rollout.runtime.collector import collecting_seldom
-from rollout.runtime.driver_model import DriverModel, load_driver_model, warn_of_end_token
+from rollout.runtime.driver_model import loading_driver_model, warn_of_end_token
 from rollout.runtime.gateway_opening import serve_gateway
 from rollout.runtime.observing import open_observers
 from rollout.runtime.runtime import RolloutRuntime
 from rollout.scheduling.rewards.functions import GivenRewards, load_rewards
-from rollout.scheduling.rewards.processes import make_reward_processes
+from rollout.scheduling.rewards.processes import open_reward_processes
 from rollout.scheduling.rewards.score import Rewarding
 from rollout.scheduling.selection import find_accept
 from rollout.scheduling.tokenization import TokenizationCheck
 from rollout.scheduling.trajectory import TrajectoryRunner
-from rollout.scopes import open_task_group
 from rollout.tools import Tool, ToolExecutor
 from rollout.tools.shipped import make_shipped
 from rollout.tools.tool import open_tools
@@ -48,10 +47,10 @@ from rollout.worker_threads import WorkerThreads
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from rollout.chat import ToolParser
+    from rollout.chat import ChatTemplate, ToolParser
     from rollout.engine.channel.messages import ClientExpectations
     from rollout.engine.core import EngineInfo
-    from rollout.scheduling.rewards.signatures import GroupRewardFunction, RewardFunction
+    from rollout.scheduling.rewards.functions import GroupRewardFunction, RewardFunction
 
 
 EngineOpener = Callable[
@@ -111,6 +110,44 @@ def open_rollout(
     )
 
 
+#: What those read who use a runtime before it is open.
+HOW_TO_OPEN = "write `async with rollout.open_rollout(...) as runtime:`"
+
+
+class NotEnteredError(RolloutError, AttributeError):
+    """A runtime is used otherwise than in the block of a `with` statement."""
+
+
+class _Opening(AbstractAsyncContextManager[RolloutRuntime]):
+    """Opens a runtime for ``async with``; used otherwise, it says how it is entered."""
+
+    def __init__(self, manager: AbstractAsyncContextManager[RolloutRuntime]) -> None:
+        self._manager, self._task = manager, 0
+
+    async def __aenter__(self) -> RolloutRuntime:
+        self._task = anyio.get_current_task().id
+        return await self._manager.__aenter__()
+
+    async def __aexit__(self, *error: Any) -> bool | None:
+        if anyio.get_current_task().id != self._task:  # of a tool, which closing would wait for
+            raise RolloutError(
+                f"open_rollout is left by a task that has not entered it; {HOW_TO_OPEN}"
+            )
+        return await self._manager.__aexit__(*error)
+
+    def __enter__(self) -> NoReturn:
+        raise NotEnteredError(f"open_rollout is entered by `with`; {HOW_TO_OPEN}")
+
+    def __exit__(self, *_error: object) -> None:
+        pass
+
+    def __await__(self) -> NoReturn:
+        raise NotEnteredError(f"open_rollout is awaited; {HOW_TO_OPEN}")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise NotEnteredError(f"open_rollout(...).{name}: it must be entered first; {HOW_TO_OPEN}")
+
+
 def open_rollout_on(
     engines: EngineOpener,
     config: RolloutConfig,
@@ -126,41 +163,6 @@ def open_rollout_on(
     return _Opening(_open(engines, config, tools, rewards, interactions, media_fetcher, resume))
 
 
-#: What those read who use a runtime before it is open.
-HOW_TO_OPEN = "write `async with rollout.open_rollout(...) as runtime:`"
-
-
-class NotEnteredError(RolloutError, AttributeError):
-    """A runtime is used otherwise than in the block of a `with` statement."""
-
-
-class _Opening(AbstractAsyncContextManager[RolloutRuntime]):
-    """Opens a runtime for ``async with``; used otherwise, it says how it is entered."""
-
-    def __init__(self, manager: AbstractAsyncContextManager[RolloutRuntime]) -> None:
-        self._manager = manager
-
-    async def __aenter__(self) -> RolloutRuntime:
-        return await self._manager.__aenter__()
-
-    async def __aexit__(self, *error: Any) -> bool | None:
-        return await self._manager.__aexit__(*error)
-
-    def __enter__(self) -> NoReturn:
-        raise NotEnteredError(f"open_rollout is entered by `with`; {HOW_TO_OPEN}")
-
-    def __exit__(self, *_error: object) -> None:
-        pass
-
-    def _refuse_await(self) -> NoReturn:
-        raise NotEnteredError(f"open_rollout is awaited; {HOW_TO_OPEN}")
-
-    __await__ = _refuse_await
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise NotEnteredError(f"open_rollout(...).{name}: it must be entered first; {HOW_TO_OPEN}")
-
-
 @asynccontextmanager
 async def _open(
     opener: EngineOpener,
@@ -171,74 +173,62 @@ async def _open(
     media_fetcher: MediaFetcher | None,
     resume: bool,
 ) -> AsyncIterator[RolloutRuntime]:
+    # What can be refused before anything starts.
     check_arguments(config, tools, interactions)
     functions = load_rewards(rewards, config.rewards.processes)
     find_accept(config.scheduling.groups.accept)
+    registry = InteractionRegistry(interactions)
+    parser = find_parser(config, registry)
     async with AsyncExitStack() as stack:
-        # What can be refused before anything starts.
-        file = await stack.enter_async_context(open_journal_file(config, resume=resume))
+        open_now = stack.enter_async_context
+        file = await open_now(open_journal_file(config, resume=resume))
         run_seed = choose_run_seed(config, None if file is None else file.index.header)
-        registry = InteractionRegistry(interactions)
-        parser = tool_parser(config, registry)
-        builtin = make_shipped(
+        freeze = stack.enter_context(collecting_seldom(is_wanted=config.scheduling.freeze_heap))
+        shipped = make_shipped(
             config.tools.builtin,
             search_url=config.tools.search_url or "",
             max_pictures=config.tools.max_pictures,
         )
-        freeze = None
-        if config.scheduling.freeze_heap:
-            freeze = stack.enter_context(collecting_seldom())
-        opened = await stack.enter_async_context(open_tools([*builtin, *tools]))
+        opened = await open_now(open_tools([*shipped, *tools]))
 
         # Where the code of users runs.
+        tally, events = Tally(), EventStream()
         threads = WorkerThreads(
             max_threads=config.tools.max_threads,
             max_abandoned=config.tools.max_abandoned_threads,
             watch=LoopLag().watch,
         )
         stack.callback(threads.close)
-        tally, events = Tally(), EventStream()
-        executor = tool_executor(config, opened, threads, tally)
+        executor = make_executor(config, opened, threads, tally)
         stack.push_async_callback(executor.close)
-        processes = make_reward_processes(config, functions, threads)
-        if processes is not None:
-            stack.push_async_callback(processes.close)
-            await processes.prepare(config.limits.reward_s)
+        processes = await open_now(open_reward_processes(config, functions, threads))
         await executor.prepare()
         await check_agent(config.agent.name)
 
-        # The model is loaded while the engines start; they ask for its facts.
-        tracer = await stack.enter_async_context(open_observers(config, events, run_seed))
-        tasks = await stack.enter_async_context(open_task_group())
-        loading = tasks.start_soon(load_driver_model, config, threads)
+        # The model is loaded while the engines start, which compare its facts with theirs.
+        tracer = await open_now(open_observers(config, events, run_seed))
+        load_model = await open_now(loading_driver_model(config, threads))
 
-        async def model() -> DriverModel:
-            await loading.wait()
-            try:
-                return loading.return_value
-            except anyio.TaskFailed as error:  # as itself
-                raise (error.__cause__ or error) from None
+        async def expect() -> ClientExpectations:
+            return (await load_model()).facts
 
-        async def facts() -> ClientExpectations:
-            return (await model()).facts
-
-        engines = await stack.enter_async_context(opener(config, facts, events))
-        containment = await stack.enter_async_context(open_containment(config.limits.cleanup_s))
-        loaded = await model()
-        template = loaded.template
+        engines = await open_now(opener(config, expect, events))
+        containment = await open_now(open_containment(config.limits.cleanup_s))
+        model = await load_model()
+        template = model.template
         if tracer is not None:
             tracer.decode = template.decode
         warn_of_end_token(template, engines.info)
         check_abilities(config, engines.info)
 
         # What trajectories share, and what runs them.
-        ends = (*template.stop_token_ids, *stop_token_ids(parser, template.tokenizer))
+        intake = MediaIntake(config.media, template.processor, media_fetcher, engines.media_fault)
         services = Services(
             config=config,
             engines=engines,
             template=template,
             parser=parser,
-            stop_token_ids=ends,
+            stop_token_ids=list_stop_tokens(template, parser),
             tools=executor,
             interactions=registry,
             tally=tally,
@@ -246,109 +236,110 @@ async def _open(
             containment=containment,
             events=events,
             texts=stack.enter_context(closing(LongTexts())),
-            media=stack.enter_context(
-                closing(
-                    MediaIntake(
-                        config.media, template.processor, media_fetcher, engines.media_fault
-                    )
-                )
+            media=stack.enter_context(closing(intake)),
+        )
+        runner = TrajectoryRunner(
+            services=services,
+            rewarding=Rewarding(services, functions, processes),
+            tokens=TokenizationCheck(
+                config.agent.tokenization_check, config.agent.tokenization_ignore
             ),
         )
-        rewarding = Rewarding(
-            containment=containment,
-            functions=functions,
-            threads=threads,
-            processes=processes,
-            tokenizer=template.tokenizer,
-            limit_s=config.limits.reward_s,
-            retries=config.rewards.retries,
-            backoff_s=config.rewards.backoff_s,
-            tally=tally,
-            events=events,
-        )
-        tokens = TokenizationCheck(
-            config.agent.tokenization_check, config.agent.tokenization_ignore
-        )
-        runner = TrajectoryRunner(services=services, rewarding=rewarding, tokens=tokens)
-        journal = await stack.enter_async_context(
-            open_journal(services, file, loaded.facts.fingerprint, run_seed)
-        )
-        runtime = RolloutRuntime(config, runner, threads, tally, run_seed, journal)
-        is_needed = functions.needs_sandbox or needs_sandbox(config.agent.name, opened)
-        await stack.enter_async_context(services.sandboxes.serving(is_needed=is_needed))
-        await stack.enter_async_context(serve_gateway(services))
-        await stack.enter_async_context(runtime.serving())
-        if freeze is not None:
-            freeze()
+        journal = await open_now(open_journal(services, file, model.facts.fingerprint, run_seed))
+        runtime = RolloutRuntime(runner, run_seed, journal)
+        single = functions.single
+        is_needed = single is not None and single.takes_sandbox
+        is_needed = is_needed or needs_sandbox(config.agent.name, opened)
+        await open_now(services.sandboxes.serving(is_needed=is_needed))
+        await open_now(serve_gateway(services))
+        await open_now(runtime.serving())
+        freeze()
         yield runtime
 
 
 def check_arguments(config: Any, tools: Any, interactions: Any) -> None:
-    """What is given to `open_rollout` has the types that it must have.
+    """Check the types of what is given to `open_rollout`.
 
     Raises:
         ConfigError: One has another.
     """
     if not isinstance(config, RolloutConfig):
-        how: dict[type, str] = {
-            str: "rollout.load_config(path)",
-            dict: "rollout.config_from_dict(values)",
-        }
+        how = {str: "rollout.load_config(path)", dict: "rollout.config_from_dict(values)"}
         hint = f"; {how[type(config)]} makes one" if type(config) in how else ""
         raise ConfigError(f"config: expected a RolloutConfig, got {type(config).__name__}{hint}")
-    for name, given in (("tools", tools), ("interactions", interactions)):
-        if isinstance(given, str) or not isinstance(given, Iterable):
+    for name, value in (("tools", tools), ("interactions", interactions)):
+        if isinstance(value, str) or not isinstance(value, Iterable):
             raise ConfigError(
-                f"{name} = {given!r:.200}: expected a sequence, such as [one], () where there are "
+                f"{name} = {value!r:.200}: expected a sequence, such as [one], () where there are "
                 "none"
             )
 
 
-def needs_sandbox(agent: str, tools: Sequence[Any]) -> bool:
-    """Whether the agent of this name, or one of these tools, acts in the trajectory's sandbox."""
-    agent_class = class_of(get_agent(agent))
-    return agent_class.needs_sandbox or any(
-        isinstance(tool, Tool) and tool.needs_sandbox for tool in tools
-    )
+def find_parser(config: RolloutConfig, registry: InteractionRegistry) -> ToolParser:
+    """Return the parser that the configuration names, once its other names are known to be good.
+
+    Raises:
+        ConfigError: The agent, the interaction or the tool format is unknown.
+    """
+    name, interaction = config.agent.name, config.agent.interaction
+    try:
+        get_agent(name)
+    except AgentError as error:
+        raise ConfigError(f"agent.name = {name!r}: {error}") from None
+    if interaction is not None and interaction not in registry.names:
+        known = ", ".join(registry.names) or "none"
+        raise ConfigError(
+            f"agent.interaction = {interaction!r}: not among the interactions given to "
+            f"open_rollout ({known})"
+        )
+    if config.agent.tool_format not in tool_parser_names():
+        known = ", ".join(tool_parser_names())
+        raise ConfigError(
+            f"agent.tool_format = {config.agent.tool_format!r}: unknown; known: {known}"
+        )
+    return get_tool_parser(config.agent.tool_format)
 
 
 async def check_agent(name: str) -> None:
-    """The agent of prompts that name none must be able to run here.
+    """Check that the agent of prompts that name none can run here.
 
     Raises:
         ConfigError: It says that it cannot.
     """
     agent = get_agent(name)
-    if not isinstance(agent, AgentLoop):  # has no settings to look at yet
-        return
-    try:
-        await agent.check()
-    except AgentError as error:
-        raise ConfigError(f"agent.name = {name!r}: {error}") from error
+    if isinstance(agent, AgentLoop):  # else it has no settings to look at yet
+        try:
+            await agent.check()
+        except AgentError as error:
+            raise ConfigError(f"agent.name = {name!r}: {error}") from error
 
 
 def check_abilities(config: RolloutConfig, info: EngineInfo) -> None:
-    """What the configuration asks of every generation, the engines must be able to do.
+    """Check that the engines can do what the configuration asks of every generation.
 
     Raises:
         ConfigError: They cannot.
     """
-    for name, sampling in (
-        ("sampling", config.sampling),
-        ("validation_sampling", config.validation_sampling),
-    ):
-        fault = top_log_probs_fault(sampling.top_log_probs, info)
+    for name in ("sampling", "validation_sampling"):
+        fault = top_log_probs_fault(getattr(config, name).top_log_probs, info)
         if fault:
             raise ConfigError(fault.replace("sampling", name, 1))
 
 
-def tool_executor(
+def needs_sandbox(agent: str, tools: Sequence[Any]) -> bool:
+    """Whether the agent of this name, or one of these tools, acts in the trajectory's sandbox."""
+    return class_of(get_agent(agent)).needs_sandbox or any(
+        isinstance(tool, Tool) and tool.needs_sandbox for tool in tools
+    )
+
+
+def make_executor(
     config: RolloutConfig,
     tools: Sequence[Any],
     threads: WorkerThreads,
     tally: Tally | None = None,
 ) -> ToolExecutor:
-    """The tools, checked and ready to open sessions.
+    """Check the tools, and return what opens their sessions.
 
     Raises:
         ToolError: One is defined wrongly, or two share a name.
@@ -366,25 +357,6 @@ def tool_executor(
     )
 
 
-def tool_parser(config: RolloutConfig, registry: InteractionRegistry) -> ToolParser:
-    """The parser that the configuration names, once its other names are known to be good.
-
-    Raises:
-        ConfigError: The agent, the interaction or the tool format is unknown.
-    """
-    try:
-        get_agent(config.agent.name)
-    except AgentError as error:
-        raise ConfigError(f"agent.name = {config.agent.name!r}: {error}") from None
-    if config.agent.interaction is not None and config.agent.interaction not in registry.names:
-        known = ", ".join(registry.names) or "none"
-        raise ConfigError(
-            f"agent.interaction = {config.agent.interaction!r}: not among the interactions "
-            f"given to open_rollout ({known})"
-        )
-    if config.agent.tool_format not in tool_parser_names():
-        known = ", ".join(tool_parser_names())
-        raise ConfigError(
-            f"agent.tool_format = {config.agent.tool_format!r}: unknown; known: {known}"
-        )
-    return get_tool_parser(config.agent.tool_format)
+def list_stop_tokens(template: ChatTemplate, parser: ToolParser) -> tuple[int, ...]:
+    """The ids that end a turn, in the template or in the tool-call format."""
+    return (*template.stop_token_ids, *stop_token_ids(parser, template.tokenizer))

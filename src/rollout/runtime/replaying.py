@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import AsyncExitStack, closing
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import attrs
@@ -15,9 +15,8 @@ from rollout.agents.long_texts import LongTexts
 from rollout.agents.media_intake import MediaIntake
 from rollout.agents.services import Services
 from rollout.chat import get_tool_parser
-from rollout.chat.parsers import stop_token_ids
 from rollout.config import LimitsConfig, RolloutConfig, config_from_dict
-from rollout.containment import Containment, open_containment
+from rollout.containment import open_containment
 from rollout.engine.core import EngineInfo
 from rollout.engine.pool.model_template import load_model_template
 from rollout.errors import AgentError, ConfigError, EngineError, ToolError
@@ -37,8 +36,9 @@ from rollout.journal.values import read_prompt
 from rollout.media.records import KnownContents
 from rollout.observe.tally import Tally
 from rollout.runtime.gateway_opening import serve_gateway
-from rollout.runtime.opening import tool_executor
+from rollout.runtime.opening import list_stop_tokens, make_executor
 from rollout.scheduling.member_group import Member, MemberGroup
+from rollout.scheduling.rewards.functions import RewardFunctions
 from rollout.scheduling.rewards.score import Rewarding
 from rollout.scheduling.tokenization import TokenizationCheck
 from rollout.scheduling.trajectory import (
@@ -51,14 +51,12 @@ from rollout.tools import Tool, ToolContext, ToolSession
 from rollout.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
-    from array import array
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from rollout.chat import ChatTemplate
     from rollout.chat.trajectory import Trajectory
     from rollout.journal.records import Header
-    from rollout.types import InvalidToolCall, Prompt, ToolCall
+    from rollout.types import Prompt, ToolCall
 
 #: Reason of a replayed trajectory that has departed from its record.
 DEPARTED = "departed"
@@ -123,31 +121,21 @@ def find_record(
     keys = [
         key
         for key in index.trajectories
-        if (key.uid, key.member) == (uid, member) and step in (None, key.step)
+        if (key.uid, key.member) == (uid, member)
+        and step in (None, key.step)
+        and call in (None, key.call)
     ]
-    if not keys or index.header is None:
-        known = ", ".join(f"{key.uid}/{key.member}" for key in list(index.trajectories)[:8])
-        raise ConfigError(
-            f"--trajectory {uid}/{member}: is not in {path}; it has {known or 'none'}"
-            f"{', …' if len(index.trajectories) > 8 else ''}"
-        )
     if len({key.validate for key in keys}) > 1:
         keys = [key for key in keys if key.validate is validate]
-    steps = sorted({key.step for key in keys})
-    if len(steps) > 1:
-        raise ConfigError(
-            f"--trajectory {uid}/{member}: is in {path} in steps "
-            f"{', '.join(map(str, steps))}; expected one of them with --step"
-        )
-    calls = sorted(key.call for key in keys)
-    if call is not None:
-        keys = [key for key in keys if key.call == call]
-    if len(keys) != 1:
-        raise ConfigError(
-            f"--trajectory {uid}/{member}: is in {path} in calls {', '.join(map(str, calls))} of "
-            f"step {steps[0]}; expected one of them with --call"
-        )
-    return _read_record(path, index, keys[0])
+    if len(keys) == 1:
+        return _read_record(path, index, keys[0])
+    wanted = f"--trajectory {uid}/{member}"
+    if keys:
+        places = " or ".join(f"--step {key.step} --call {key.call}" for key in keys[:8])
+        raise ConfigError(f"{wanted}: is in {path} {len(keys)} times; add {places}")
+    names = [f"{key.uid}/{key.member}" for key in index.trajectories]
+    known = ", ".join([*names[:8], *(["…"] if len(names) > 8 else [])]) or "none"
+    raise ConfigError(f"{wanted}: is not in {path}; it has {known}")
 
 
 def _read_record(path: Path, index: JournalIndex, key: Key) -> Record:
@@ -161,18 +149,8 @@ def _read_record(path: Path, index: JournalIndex, key: Key) -> Record:
         read_prompt(record.fields, uid=key.uid),
         read_steps(index.trajectories[key], read),
         KnownContents(RecordedMedia(index.media, read), str(path)),
-        read_finished(path, _AllBut(key)).get(key),
+        read_finished(path, index.trajectories.keys() - {key}).get(key),
     )
-
-
-class _AllBut:
-    """Contains every key but one."""
-
-    def __init__(self, key: Key) -> None:
-        self._key = key
-
-    def __contains__(self, key: object) -> bool:
-        return key != self._key
 
 
 async def replay(
@@ -193,7 +171,7 @@ async def replay(
     Raises:
         ConfigError: The agent is not registered.
     """
-    config = _make_config(record.header)
+    header, config = record.header, _make_config(record.header)
     name = record.prompt.agent_name or config.agent.name
     try:
         get_agent(name)
@@ -202,33 +180,39 @@ async def replay(
             f"agent {name!r}: {error}; expected --tools to name the file that registers it, "
             "or --config the configuration that does"
         ) from None
-    threads = WorkerThreads(max_threads=config.tools.max_threads, max_abandoned=1)
-    template = load_model_template(config)
-    with closing(threads):
-        async with open_containment(config.limits.cleanup_s) as containment:
-            services = _services(
-                config, record.header, template, threads, interactions, containment
-            )
-            with closing(services.texts), closing(services.media):
-                async with serve_gateway(services):
-                    return await _run(record, services, on_step)
+    template, parser = load_model_template(config), get_tool_parser(config.agent.tool_format)
+    async with AsyncExitStack() as stack:
+        threads = WorkerThreads(max_threads=config.tools.max_threads, max_abandoned=1)
+        stack.callback(threads.close)
+        services = Services(
+            config=config,
+            engines=cast("Any", _RecordedEngines(header)),
+            template=template,
+            parser=parser,
+            stop_token_ids=list_stop_tokens(template, parser),
+            tools=make_executor(config, [*map(_RecordedTool, header.schemas)], threads),
+            interactions=InteractionRegistry(interactions),
+            tally=Tally(),
+            threads=threads,
+            containment=await stack.enter_async_context(open_containment(config.limits.cleanup_s)),
+            texts=stack.enter_context(closing(LongTexts())),
+            media=stack.enter_context(closing(MediaIntake(config.media, template.processor))),
+        )
+        await stack.enter_async_context(serve_gateway(services))
+        return await _run(record, services, on_step)
 
 
 async def _run(
     record: Record, services: Services, on_step: Callable[[ReplayStep], object]
 ) -> Replayed:
-    template, key = services.template, record.key
-    reader = TurnReader(template, services.parser, record.header.schemas)
-
-    def parse_calls(ids: array[int]) -> Sequence[ToolCall | InvalidToolCall]:
-        return reader.turn(ids, None, in_reasoning=False).calls
-
+    key, config = record.key, services.config
+    reader = TurnReader(services.template, services.parser, record.header.schemas)
     log = ReplayLog(
         record.steps,
         record.ended,
         restore=record.media.restore,
-        decode=template.decode,
-        parse_calls=parse_calls,
+        decode=services.template.decode,
+        parse_calls=lambda ids: reader.turn(ids, None, in_reasoning=False).calls,
         on_step=on_step,
         on_departure=lambda: member.cancel(DEPARTED),
     )
@@ -242,13 +226,11 @@ async def _run(
     )
     group = MemberGroup(0, record.prompt)
     member = Member(record.prompt, identity, group, log=cast("Any", log))
-    config, tally, threads = services.config, services.tally, services.threads
+    mode, ignored = config.agent.tokenization_check, config.agent.tokenization_ignore
     runner = TrajectoryRunner(
         services=services,
-        rewarding=Rewarding(
-            containment=services.containment, threads=threads, tally=tally, events=services.events
-        ),
-        tokens=TokenizationCheck(config.agent.tokenization_check, config.agent.tokenization_ignore),
+        rewarding=Rewarding(services, RewardFunctions()),
+        tokens=TokenizationCheck(mode, ignored),
     )
     deadline = limit_trajectory(config.limits, record.prompt)
     trajectory = await run_trajectory(runner, TrajectoryRun(services.containment, member, deadline))
@@ -267,35 +249,6 @@ def _make_config(header: Header) -> RolloutConfig:
         journal=attrs.evolve(config.journal, path=None),
         scheduling=attrs.evolve(config.scheduling, max_retries=0),
         seed=header.run_seed,
-    )
-
-
-def _services(
-    config: RolloutConfig,
-    header: Header,
-    template: ChatTemplate,
-    threads: WorkerThreads,
-    interactions: Sequence[Any],
-    containment: Containment,
-) -> Services:
-    parser = get_tool_parser(config.agent.tool_format)
-    executor = tool_executor(config, [_RecordedTool(each) for each in header.schemas], threads)
-    return Services(
-        config=config,
-        engines=cast("Any", _RecordedEngines(header)),
-        template=template,
-        parser=parser,
-        stop_token_ids=(
-            *template.stop_token_ids,
-            *stop_token_ids(parser, template.tokenizer),
-        ),
-        tools=executor,
-        interactions=InteractionRegistry(interactions),
-        tally=Tally(),
-        threads=threads,
-        containment=containment,
-        texts=LongTexts(),
-        media=MediaIntake(config.media, template.processor),
     )
 
 

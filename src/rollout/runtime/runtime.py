@@ -20,7 +20,7 @@ from rollout.observe.loop_lag import LoopLag
 from rollout.runtime.calls import GroupStream, SleepBetweenBatches, StepCount, number_rows
 from rollout.runtime.collation import Collation, attach
 from rollout.runtime.explain import explain
-from rollout.runtime.measuring import BatchWatch, RuntimeStatistics
+from rollout.runtime.measuring import BatchWatch, BatchWindow, RuntimeStatistics
 from rollout.scheduling.admission import Admission, Progress
 from rollout.scheduling.batch_call import (
     BatchCall,
@@ -45,19 +45,16 @@ if TYPE_CHECKING:
     from rollout.chat import ChatTemplate
     from rollout.chat.group import Group
     from rollout.chat.trajectory import Trajectory
-    from rollout.config import GroupPolicy, RolloutConfig
+    from rollout.config import GroupPolicy
     from rollout.engine.pool.pool import EnginePool
     from rollout.engine.weights import UpdateMode, WeightSource
     from rollout.journal.journal import Journal
     from rollout.observe.explanation import Explanation
-    from rollout.observe.tally import Tally
-    from rollout.runtime.measuring import BatchWindow
     from rollout.scheduling.member_group import MemberGroup
     from rollout.scheduling.sources import Source
     from rollout.scheduling.trajectory import TrajectoryRunner
     from rollout.tensor_layout import Layout, Trim
     from rollout.types import Prompt
-    from rollout.worker_threads import WorkerThreads
 
 #: More members than these are made in a thread: so many take a millisecond or two.
 MANY_MEMBERS = 500
@@ -77,42 +74,25 @@ class RolloutRuntime:
         admission: `pause` and `resume` keep trajectories that have not started waiting.
     """
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        runner: TrajectoryRunner,
-        threads: WorkerThreads,
-        tally: Tally,
-        run_seed: int,
-        journal: Journal | None = None,
-    ) -> None:
-        self.config = config
-        self._runner = runner
+    def __init__(self, runner: TrajectoryRunner, run_seed: int, journal: Journal | None) -> None:
+        self._runner, self._run_seed, self._journal = runner, run_seed, journal
         self.services = services = runner.services
-        self._threads = threads
-        self._tally = tally
+        self.config = config = services.config
         self.admission = Admission(
             config.scheduling.max_in_flight, is_adaptive=config.scheduling.adaptive_admission
         )
         self._sleep = SleepBetweenBatches(
             services.engines, is_wanted=config.engine.sleep_between_batches
         )
-        self._collation = Collation(
-            config.lengths,
-            services.template,
-            config.observe.path,
-            config.media.position_rows,
-            model=config.model,
-        )
-        self._run_seed, self._journal = run_seed, journal
+        self._collation = Collation(services)
         self._lag = LoopLag(services.events)
-        self._watch = BatchWatch(services.events, services.engines, self._lag, tally)
+        self._watch = BatchWatch(services, self._lag)
         self._steps, self._clock = StepCount(), loop_clock()
         has_group_reward = runner.rewarding.functions.group is not None
         self._scheduler = Scheduler(
             config,
             runner,
-            threads,
+            services.threads,
             run_seed,
             self.admission.limiter,
             lambda job: self._tasks.start_soon(job),  # noqa: PLW0108  (there is no group yet)
@@ -172,13 +152,13 @@ class RolloutRuntime:
                 async with self._sleep.awake(), call.running():
                     await call.wait()
             except Exception as error:
-                await self._collation.attach(error, rows, window, layout, trim)
+                attach(error, await self._collation.batch(rows, window, layout, trim))
                 raise
             try:
                 batch = await self._collation.batch(rows, window, layout, trim)
             except Exception as error:  # too little memory, say, which less may have room in
                 with suppress(Exception):
-                    await self._collation.attach(error, rows, window, "packed")
+                    attach(error, await self._collation.batch(rows, window, "packed"))
                 raise
         self._scheduler.log.note_delivery(call.members)
         return batch
@@ -215,7 +195,8 @@ class RolloutRuntime:
                     if not call.is_closed:
                         raise  # else its receiver was closed with the runtime
             if call.error is not None:
-                await self._collation.attach(call.error, call.list_trajectories(), window)
+                rows = call.list_trajectories()
+                attach(call.error, await self._collation.batch(rows, window))
                 raise call.error
 
     async def collect(
@@ -347,8 +328,8 @@ class RolloutRuntime:
             PromptError: An argument is wrong.
         """
         check_groups(groups, layout, trim)
-        with self._watch.measured() as window:
-            return await self._collation.batch(number_rows(groups), window, layout, trim)
+        window = BatchWindow(self.engines)
+        return await self._collation.batch(number_rows(groups), window, layout, trim)
 
     async def discard_carried(self) -> int:
         """End carried trajectories as `cancelled`; how many there were.
@@ -424,7 +405,7 @@ class RolloutRuntime:
 
     def statistics(self) -> RuntimeStatistics:
         """A snapshot."""
-        services, tally, lag = self.services, self._tally, self._lag.total
+        services, tally, lag = self.services, self.services.tally, self._lag.total
         replicas = self.engines.statistics()
         return RuntimeStatistics(
             admitted=tally.admitted,
@@ -438,7 +419,7 @@ class RolloutRuntime:
             zombies=sum(replica.zombies for replica in replicas),
             recoveries=attrs.evolve(self.engines.recoveries),
             unresponsive=tally.unresponsive,
-            abandoned_threads=self._threads.abandoned
+            abandoned_threads=services.threads.abandoned
             | services.texts.abandoned
             | services.media.abandoned,
             max_running=self.admission.allowed,
@@ -515,7 +496,7 @@ class RolloutRuntime:
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         """Watch the loop and the engines' load; at the end no call is left."""
-        tally = self._tally
+        tally = self.services.tally
         async with open_task_group() as self._tasks:
             self._tasks.start_soon(self._watch.sample)
             if may_leave_loop():

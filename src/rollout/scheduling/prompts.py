@@ -1,4 +1,4 @@
-"""The prompts of a call, checked before any work; a fault names prompt, field, value and wish."""
+"""The prompts of a call, checked before any work; a fault names field, value and expectation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ HOW_TO_PROMPT = (
 )
 #: The priorities that every engine can tell apart, whichever sign it gives them.
 MOST_PRIORITY = 2**31 - 1
-PRIORITY = "an integer, -2**31 + 1 to 2**31 - 1"
 #: Unknown names that an error lists.
 LISTED = 5
 #: What each field of a prompt must be, and in words.
@@ -36,6 +35,7 @@ _FIELDS: dict[str, tuple[tuple[type, ...], str]] = {
     "extra": ((Mapping,), "a mapping"),
     "tools": ((list, tuple, type(None)), "a list or None"),
     "messages": ((list, tuple), "a text or a list of messages"),
+    "priority": ((int,), "an integer, -2**31 + 1 to 2**31 - 1"),
 }
 
 
@@ -54,20 +54,18 @@ def check_prompts(prompts: Sequence[Prompt]) -> list[str]:
         if not isinstance(prompt, Prompt)
     ]
     if faults:
-        faults[-1] += f"; {HOW_TO_PROMPT}"
-    for index, prompt in enumerate(prompts):
-        if isinstance(prompt, Prompt):
-            faults += _find_faults(prompt, f"prompts[{index}]")
-    _raise(faults)
+        raise PromptError("\n".join(faults) + f"; {HOW_TO_PROMPT}")
     first: dict[str, int] = {}
     for index, prompt in enumerate(prompts):
+        faults += [f"prompts[{index}].{fault}" for fault in find_faults(prompt)]
         uid = f"prompt-{index}" if prompt.uid is None else prompt.uid
         if first.setdefault(uid, index) != index:
             faults.append(
                 f"prompts[{index}].uid = {uid!r}: the uid of prompts[{first[uid]}] "
                 "too; uids must be unique within a call"
             )
-    _raise(faults)
+    if faults:
+        raise PromptError("\n".join(faults))
     return list(first)
 
 
@@ -79,43 +77,39 @@ def check_prompt(prompt: object, path: str) -> None:
     """
     if not isinstance(prompt, Prompt):
         raise PromptError(f"{path}: expected a Prompt, got {type(prompt).__name__}")
-    _raise(_find_faults(prompt, path))
+    faults = find_faults(prompt)
+    if faults:
+        raise PromptError("\n".join(f"{path}.{fault}" for fault in faults))
 
 
-def is_priority(value: object) -> bool:
-    """Whether a prompt can have this priority."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        return False
-    return abs(value) <= MOST_PRIORITY
-
-
-def _find_faults(prompt: Prompt, path: str) -> list[str]:
+def find_faults(prompt: Prompt) -> list[str]:
+    """List what is wrong with the fields of a prompt."""
     faults = []
     for field, (types, expected) in _FIELDS.items():
         value = getattr(prompt, field)
-        if type(value) is not types[0] and not isinstance(value, types):
-            faults.append(f"{path}.{field} = {value!r:.80}: expected {expected}")
-        elif type(value) is str and not is_encodable(value):
-            faults.append(f"{path}.{field} = {value!r:.80}: expected a text that UTF-8 can hold")
-    if not is_priority(prompt.priority):
-        faults.append(f"{path}.priority = {prompt.priority!r:.80}: expected {PRIORITY}")
-    if isinstance(prompt.extra, Mapping):
-        own = prompt.extra.get(AGENT_TIMEOUT_S)
-        is_number = isinstance(own, int | float) and not isinstance(own, bool)
-        if own is not None and not (is_number and own > 0):
-            faults.append(f"{path}.extra[{AGENT_TIMEOUT_S!r}] = {own!r:.80}: expected a number > 0")
+        if not isinstance(value, types) or isinstance(value, bool):
+            faults.append(f"{field} = {value!r:.80}: expected {expected}")
+        elif isinstance(value, int) and abs(value) > MOST_PRIORITY:
+            faults.append(f"{field} = {value}: expected {expected}")
+        elif isinstance(value, str) and not is_encodable(value):
+            faults.append(f"{field} = {value!r:.80}: expected a text that UTF-8 can hold")
+    own = prompt.extra.get(AGENT_TIMEOUT_S) if isinstance(prompt.extra, Mapping) else None
+    is_number = isinstance(own, int | float) and not isinstance(own, bool)
+    if own is not None and not (is_number and own > 0):
+        faults.append(f"extra[{AGENT_TIMEOUT_S!r}] = {own!r:.80}: expected a number > 0")
+    if isinstance(prompt.tools_kwargs, Mapping):
+        faults += [
+            f"tools_kwargs[{name!r}] = {kwargs!r:.80}: expected a mapping"
+            for name, kwargs in prompt.tools_kwargs.items()
+            if not isinstance(kwargs, Mapping)
+        ]
     if isinstance(prompt.tools, list | tuple):
         faults += [
-            f"{path}.tools[{index}] = {name!r:.80}: expected a string"
+            f"tools[{index}] = {name!r:.80}: expected a string"
             for index, name in enumerate(prompt.tools)
             if not isinstance(name, str)
         ]
     return faults
-
-
-def _raise(faults: list[str]) -> None:
-    if faults:
-        raise PromptError("\n".join(faults))
 
 
 def check_names(

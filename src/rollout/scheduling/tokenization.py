@@ -28,7 +28,7 @@ FIRST, THEN_ONE_IN = 8, 512
 
 
 class TokenizationCheck:
-    """What `agent.tokenization_check` asks for; one for a runtime, so that it logs a kind once.
+    """The `agent.tokenization_check` of a runtime; it logs each kind of drift once.
 
     Args:
         mode: "off", "sample", "warn" or "strict".
@@ -39,7 +39,7 @@ class TokenizationCheck:
         self._mode = mode
         self._ignored = frozenset(ignored)
         self._logged: set[str] = set()
-        self._asked = 0
+        self._seen = 0
         self._of_kind: Counter[tuple[bool, bool]] = Counter()
 
     async def check(self, context: AgentContext) -> tuple[str | None, str | None]:
@@ -67,9 +67,9 @@ class TokenizationCheck:
         if self._mode != "sample":
             return self._mode != "off"
         kind = context.assistant_turns > 1, context.tools.calls > 0
-        self._asked += 1
+        self._seen += 1
         self._of_kind[kind] += 1
-        return self._of_kind[kind] <= FIRST or self._asked % THEN_ONE_IN == 0
+        return self._of_kind[kind] <= FIRST or self._seen % THEN_ONE_IN == 0
 
     async def _compare(self, context: AgentContext) -> tuple[str | None, str]:
         try:

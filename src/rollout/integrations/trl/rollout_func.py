@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from rollout.chat.trajectory import Trajectory
-    from rollout.scheduling.rewards.signatures import RewardFunction
+    from rollout.scheduling.rewards.functions import RewardFunction
     from rollout.types import Prompt
 
 logger = logging.getLogger("rollout.integrations")

@@ -1,44 +1,59 @@
-"""Finds the reward functions that a caller gave, checks them, and calls them in this process."""
+"""Reward functions: found by their names, checked, and called in this process.
+
+A function takes a trajectory, a trajectory and its sandbox, or what verl gives to a
+``compute_score``; the names of its parameters tell which.
+"""
 
 from __future__ import annotations
 
-import functools
 import inspect
-import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import attrs
 
 from rollout.errors import ConfigError
-from rollout.function_refs import FunctionRef, NotImportableError, function_ref
-from rollout.scheduling.rewards.signatures import (
-    GroupRewardFunction,
-    RewardForm,
-    RewardFunction,
-    check_group_reward,
-    check_reward,
-    make_verl_arguments,
-)
+from rollout.function_refs import FunctionRef, NotImportableError, describe_function, function_ref
+from rollout.types import Reward
 from rollout.user_files import named_object
 from rollout.worker_threads import is_async
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from rollout.chat.group import Group
+    from rollout.chat.trajectory import Trajectory
     from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
     from rollout.worker_threads import WorkerThreads
 
-_EXPECTED = "expected a function, or 'package.module:name'"
-_REFERENCE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+RewardValue = float | Reward | Mapping[str, Any]
+#: Takes a trajectory, or what verl gives to its functions.
+RewardFunction = Callable[..., RewardValue | Awaitable[RewardValue]]
+#: What a function of a group returns: one for each member, in their order.
+GroupRewardValue = Sequence[RewardValue | None]
+#: Takes a group whose wanted members have ended.
+GroupRewardFunction = Callable[["Group"], GroupRewardValue | Awaitable[GroupRewardValue]]
+
+#: What verl gives to a ``compute_score``, always by keyword.
+VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+#: What a function names that looks into the trajectory's sandbox; passed by keyword.
+SANDBOX = "sandbox"
+EXPECTED = (
+    "expected reward(trajectory) -> float | Reward, async reward(trajectory, sandbox), or verl's "
+    f"compute_score({', '.join(VERL_ARGUMENTS)})"
+)
+EXPECTED_OF_GROUP = (
+    "expected group_reward(group) -> a sequence of float | Reward | None, one for each member"
+)
+#: What the functions are called in `open_rollout`, in messages and in counts.
+SINGLE, GROUP = "reward", "group_reward"
 
 
 @attrs.frozen
 class GivenRewards:
-    """The functions that a caller gave, as they are; `load_rewards` looks at them.
+    """The functions that a caller passes, or their names; `load_rewards` checks them.
 
     Attributes:
-        single: Of a trajectory, or its name.
-        group: Of a group, or its name.
+        single: Of a trajectory.
+        group: Of a group.
     """
 
     single: RewardFunction | str | None = None
@@ -51,19 +66,21 @@ class LoadedReward:
 
     Attributes:
         what: "reward" or "group_reward".
+        verl_names: Which of `VERL_ARGUMENTS` it takes; none where it takes a trajectory or a group.
+        takes_sandbox: Whether it is called with the trajectory's sandbox too.
         ref: Where child processes find it; None where none of them calls it.
-        form: How a function of a trajectory is called.
     """
 
     function: Any
     what: str
+    verl_names: tuple[str, ...] = ()
+    takes_sandbox: bool = False
     ref: FunctionRef | None = None
-    form: RewardForm = attrs.field(factory=RewardForm)
 
     @property
     def runs_in_thread(self) -> bool:
         """Whether the call needs a thread; else it is awaited on the loop."""
-        return bool(self.form.verl_names) or not is_async(self.function)
+        return bool(self.verl_names) or not is_async(self.function)
 
     async def call(
         self,
@@ -83,84 +100,177 @@ class LoadedReward:
             tokenizer: Decodes the response for verl's functions.
             sandbox: Passed on, unless it is None.
         """
-        function = self.function
-        if sandbox is not None:
-            function = functools.partial(function, sandbox=sandbox)
         if not self.runs_in_thread:
             begin()
-            return await function(subject)
+            return await self.function(subject, **({} if sandbox is None else {SANDBOX: sandbox}))
 
         def call() -> Any:
-            if self.form.verl_names:
-                return function(**make_verl_arguments(self.form.verl_names, subject, tokenizer))
-            return function(subject)
+            if self.verl_names:
+                return self.function(**make_verl_arguments(self.verl_names, subject, tokenizer))
+            return self.function(subject)
 
         value = await threads.run(self.what, call, begin=begin)
         return await value if inspect.isawaitable(value) else value
 
 
-@attrs.frozen
-class RewardFunctions:
+class RewardFunctions(NamedTuple):
     """The functions of a runtime; None where there is none."""
 
     single: LoadedReward | None = None
     group: LoadedReward | None = None
-
-    @property
-    def needs_sandbox(self) -> bool:
-        """Whether trajectories are rewarded by a look into their sandboxes."""
-        return self.single is not None and self.single.form.takes_sandbox
 
 
 def load_rewards(given: GivenRewards, processes: int) -> RewardFunctions:
     """Return the functions, once they are known to be callable where they are to be called.
 
     Args:
-        given: What the caller gave.
+        given: What the caller passed.
         processes: `rewards.processes`.
 
     Raises:
         ConfigError: One cannot be called with a trajectory or a group, there is none of its name,
             or no process could import it.
     """
-    single = None if given.single is None else _find(given.single, "reward")
-    group = None if given.group is None else _find(given.group, "group_reward")
-    if single is not None:
-        single = attrs.evolve(single, form=check_reward(single.function))
-    if group is not None:
-        check_group_reward(group.function)
-    if not processes:
-        return RewardFunctions(single, group)
-    if single is not None and single.form.takes_sandbox:
+    single = _load(given.single, processes)
+    if processes and single is not None and single.takes_sandbox:
         raise ConfigError(
             f"reward: it names sandbox, which cannot leave this process; expected "
             f"rewards.processes = 0, not {processes}"
         )
-    return RewardFunctions(
-        None if single is None else _make_importable(single, processes),
-        None if group is None else _make_importable(group, processes),
-    )
+    return RewardFunctions(single, _load(given.group, processes, is_group=True))
 
 
-def _find(given: Any, what: str) -> LoadedReward:
-    """Return a function as it is, or the one that a ``"package.module:name"`` names."""
-    if not isinstance(given, str) or ":" not in given:  # a text is refused like anything else
-        return LoadedReward(given, what)
-    if not _REFERENCE.fullmatch(given):
-        raise ConfigError(f"{what} = {given!r:.200}: {_EXPECTED}")
-    module, _, qualname = given.partition(":")
-    ref = FunctionRef(module=module, file="", qualname=qualname)
-    return LoadedReward(named_object(given, what, _EXPECTED), what, ref)
-
-
-def _make_importable(loaded: LoadedReward, processes: int) -> LoadedReward:
-    """Return the function with where child processes find it; refused where they cannot."""
-    if loaded.ref is not None:
-        return loaded
+def _load(given: Any, processes: int, *, is_group: bool = False) -> LoadedReward | None:
+    if given is None:
+        return None
+    what = GROUP if is_group else SINGLE
+    if isinstance(given, str) and ":" in given:  # any other text is refused below
+        module, _, name = given.partition(":")
+        function = named_object(given, what, "expected a function, or 'package.module:name'")
+        loaded = check_reward(function, is_group=is_group)
+        return attrs.evolve(loaded, ref=FunctionRef(module=module, file="", qualname=name))
+    loaded = check_reward(given, is_group=is_group)
     try:
-        return attrs.evolve(loaded, ref=function_ref(loaded.function))
+        return attrs.evolve(loaded, ref=function_ref(given)) if processes else loaded
     except NotImportableError as error:
         raise ConfigError(
-            f"{loaded.what}: rewards.processes = {processes} {error}, or name it as "
-            "'package.module:name'"
+            f"{what}: rewards.processes = {processes} {error}, or name it as 'package.module:name'"
         ) from None
+
+
+def check_reward(function: Any, where: str = "", *, is_group: bool = False) -> LoadedReward:
+    """Find out how a function of a trajectory, or of a group, wants to be called.
+
+    One whose signature cannot be known passes too: some written in C have none.
+
+    Args:
+        where: Where it was passed, for the message; its name in `open_rollout` by default.
+
+    Raises:
+        ConfigError: It is no function, or of another signature; says what it is.
+    """
+    signature, fault = _read_signature(function), _find_fault(function)
+    verl_names: tuple[str, ...] = ()
+    takes_sandbox = False
+    if signature is not None and not fault:
+        takes_sandbox = _names_sandbox(signature)
+        verl_names = () if is_group else _find_verl_names(signature)
+        if is_group and takes_sandbox:
+            fault = "names sandbox, and the members of a group have none any more: use reward"
+        elif is_group:
+            fault = _find_mismatch(signature, "one group", None)
+        elif verl_names:
+            fault = _find_mismatch(signature, ", ".join(verl_names), **dict.fromkeys(verl_names))
+        elif "completions" in signature.parameters:
+            fault = "is called with lists by TRL's trainer, here with one trajectory at a time"
+        elif not takes_sandbox:
+            fault = _find_mismatch(signature, "one trajectory", None)
+        elif not is_async(function):
+            fault = "names sandbox, whose methods are awaited, and is not async"
+        else:
+            fault = _find_mismatch(signature, "one trajectory and its sandbox", None, sandbox=None)
+    what = GROUP if is_group else SINGLE
+    if fault:
+        expected = EXPECTED_OF_GROUP if is_group else EXPECTED
+        raise ConfigError(f"{where or what} = {describe_function(function)}: {fault}; {expected}")
+    return LoadedReward(function, what, verl_names, takes_sandbox and not verl_names)
+
+
+def _find_verl_names(signature: inspect.Signature) -> tuple[str, ...]:
+    """Which of `VERL_ARGUMENTS` a function takes; none where it is not written for verl."""
+    parameters = signature.parameters
+    if "solution_str" not in parameters:  # no function of a trajectory has one
+        is_verl = _find_mismatch(signature, "", None) and not _find_mismatch(
+            signature, "", **dict.fromkeys(VERL_ARGUMENTS)
+        )
+        if not is_verl:
+            return ()
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return tuple(name for name in VERL_ARGUMENTS if takes_all or name in parameters)
+
+
+def _names_sandbox(signature: inspect.Signature) -> bool:
+    """Whether a function names a sandbox beside what it is about."""
+    sandbox = signature.parameters.get(SANDBOX)
+    if sandbox is None or sandbox.kind is sandbox.POSITIONAL_ONLY:
+        return False
+    return sandbox.kind is sandbox.KEYWORD_ONLY or next(iter(signature.parameters)) != SANDBOX
+
+
+def _find_mismatch(signature: inspect.Signature, subject: str, *args: Any, **named: Any) -> str:
+    """Say why a function cannot be called with these arguments; empty where it can."""
+    try:
+        signature.bind(*args, **named)
+    except TypeError as error:
+        return f"cannot be called with {subject}: {error}"
+    return ""
+
+
+def _find_fault(function: Any) -> str:
+    """Say why it is no function that returns something; empty where it is one."""
+    if isinstance(function, str):
+        return "cannot be called; a function's name is written 'package.module:name'"
+    if isinstance(function, type) and not issubclass(function, Reward | int | float):
+        return "a class, not one of its objects"
+    if not callable(function):
+        return "cannot be called"
+    for each in (function, function.__call__):
+        if inspect.isgeneratorfunction(each) or inspect.isasyncgenfunction(each):
+            return "yields, and does not return"
+    return ""
+
+
+def _read_signature(function: Any) -> inspect.Signature | None:
+    """None where there is none to be read."""
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+
+
+def make_verl_arguments(
+    names: Sequence[str], trajectory: Trajectory, tokenizer: Any
+) -> dict[str, Any]:
+    """Make what a function that was written for verl is called with.
+
+    The prompt's `data_source` and `ground_truth`, the response as text without special tokens,
+    tools' and users' words included, and as `extra_info` the trajectory's `extra` with `num_turns`,
+    `turn_scores` and `tool_rewards`.
+    """
+    prompt, transcript = trajectory.prompt, trajectory.transcript
+    stop = len(transcript) - transcript.trailing_observation_length
+    ids = transcript.ids()[transcript.prompt_length : stop].tolist()
+    text: str = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    values = {
+        "data_source": None if prompt is None else prompt.data_source,
+        "solution_str": text,
+        "ground_truth": None if prompt is None else prompt.ground_truth,
+        "extra_info": {
+            **trajectory.extra,
+            "num_turns": trajectory.num_turns,
+            "turn_scores": list(trajectory.turn_scores),
+            "tool_rewards": list(trajectory.tool_rewards),
+            "rollout_reward_scores": {"user_turn_rewards": list(trajectory.turn_scores)},
+        },
+    }
+    return {name: values[name] for name in names}

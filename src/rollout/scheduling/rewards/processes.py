@@ -1,26 +1,21 @@
 """Child processes for reward functions that hold the interpreter, crash or do not return.
 
-The driver's side is `RewardProcesses`, that of a child `main`; between them go trajectories as
+The driver's side is `RewardProcesses`, a child's is `main`; between them go trajectories as
 `chat.trajectory_codec` writes them.
 """
 
 from __future__ import annotations
 
 import signal
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import msgspec
 
 from rollout.chat.group import Group
-from rollout.chat.plain_data import (
-    NotPlainError,
-    encoder,
-    simplify,
-    to_plain_items,
-)
+from rollout.chat.plain_data import NotPlainError, encoder, simplify, to_plain_items
 from rollout.chat.reward_values import BadRewardError, check_group_values, check_reward_value
 from rollout.chat.trajectory_codec import (
     CompleteTrajectory,
@@ -32,11 +27,11 @@ from rollout.child_processes import ChildDiedError, ChildProcess, ChildProcesses
 from rollout.child_serving import MAX_REPLY, resolve_outcome, serve
 from rollout.errors import ConfigError
 from rollout.function_refs import FunctionRef, describe_slow_import, function_at
-from rollout.scheduling.rewards.signatures import make_verl_arguments
+from rollout.scheduling.rewards.functions import make_verl_arguments
 from rollout.types import Cause, Reward
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
 
     from rollout.chat.trajectory import Trajectory
     from rollout.config import RolloutConfig
@@ -60,40 +55,69 @@ class RewardRaisedError(Exception):
         self.cause = cause
 
 
-class Load(msgspec.Struct, tag=True):
-    """Import these functions."""
-
-    functions: list[FunctionRef]
-
-
-class Ask(msgspec.Struct, tag=True):
-    """Call a function.
+class Request(msgspec.Struct):
+    """Import functions, and call the first one where there is something to call it with.
 
     Attributes:
-        subjects: What it is about: one, or all members of a group.
+        subjects: What it is about: one trajectory, or all members of a group.
         is_group: Whether it takes the group.
         keywords: What it takes in the place of the trajectory, as verl's functions do.
     """
 
-    function: FunctionRef
-    subjects: list[CompleteTrajectory]
+    functions: list[FunctionRef]
+    subjects: list[CompleteTrajectory] = []
     is_group: bool = False
     keywords: dict[str, Any] | None = None
 
 
-#: A reward: its value, its extra, and the values of tokens, float32, and segments.
-PackedReward = tuple[float, dict[str, Any], dict[int, bytes], dict[int, float]]
-
-
 class Reply(msgspec.Struct, omit_defaults=True):
-    """What came of it: a reward for each trajectory, or what was raised."""
+    """A reward for each trajectory, or what was raised."""
 
-    rewards: list[PackedReward | None] = []
+    rewards: list[Reward | None] = []
     failure: Cause | None = None
 
 
-_decode_request = msgspec.msgpack.Decoder(Load | Ask).decode
+_decode_request = msgspec.msgpack.Decoder(Request).decode
 _decode_reply = msgspec.msgpack.Decoder(Reply).decode
+
+
+@asynccontextmanager
+async def open_reward_processes(
+    config: RolloutConfig, functions: RewardFunctions, threads: WorkerThreads
+) -> AsyncIterator[RewardProcesses | None]:
+    """Yield the pool of processes that the configuration asks for, if any.
+
+    A process has imported the functions by then, within `limits.reward_s`; all end with the block.
+
+    Raises:
+        ConfigError: They cannot be imported there; says why.
+    """
+    count, both = config.rewards.processes, (functions.single, functions.group)
+    refs = [each.ref for each in both if each is not None and each.ref is not None]
+    if not count or not refs:
+        yield None
+        return
+    children = ChildProcesses(
+        "rollout.scheduling.rewards.processes",
+        max_processes=count,
+        cleanup_s=config.limits.cleanup_s,
+    )
+    pool, limit_s = RewardProcesses(children, refs, threads), config.limits.reward_s
+    try:
+        try:
+            with anyio.fail_after(limit_s):
+                async with children.worker() as child:
+                    await _ask(child, pool.load)
+        except TimeoutError:
+            slow = describe_slow_import(refs, f"limits.reward_s = {limit_s:g} s")
+            raise ConfigError(f"rewards.processes: {slow}") from None
+        except (RewardRaisedError, RewardProcessError) as error:
+            raise ConfigError(
+                f"rewards.processes: the reward cannot be imported in its process: {error}"
+            ) from error
+        yield pool
+    finally:
+        await children.close()
 
 
 class RewardProcesses:
@@ -103,44 +127,15 @@ class RewardProcesses:
     that died while it had none fails none.
 
     Args:
-        functions: Those that are called; a process imports them before its first call.
-        threads: Where requests are made, since long trajectories take a while; stays the caller's.
-        max_processes: Calls at once; further ones wait.
-        cleanup_s: Seconds for the end of a process that was killed.
+        functions: A process imports them before its first call.
+        threads: Where requests are made, since long trajectories take a while.
     """
 
     def __init__(
-        self,
-        functions: Sequence[FunctionRef],
-        threads: WorkerThreads,
-        *,
-        max_processes: int,
-        cleanup_s: float,
+        self, children: ChildProcesses, functions: list[FunctionRef], threads: WorkerThreads
     ) -> None:
-        self._threads, self._functions = threads, list(functions)
-        self._processes = ChildProcesses(
-            "rollout.scheduling.rewards.processes",
-            max_processes=max_processes,
-            cleanup_s=cleanup_s,
-        )
-
-    async def prepare(self, limit_s: float | None) -> None:
-        """Have a process import the functions, in this time.
-
-        Raises:
-            ConfigError: It cannot; says why.
-        """
-        try:
-            with anyio.fail_after(limit_s):
-                async with self._processes.worker() as child:
-                    await _ask(child, Load(self._functions))
-        except TimeoutError:
-            slow = describe_slow_import(self._functions, f"limits.reward_s = {limit_s:g} s")
-            raise ConfigError(f"rewards.processes: {slow}") from None
-        except (RewardRaisedError, RewardProcessError) as error:
-            raise ConfigError(
-                f"rewards.processes: the reward cannot be imported in its process: {error}"
-            ) from error
+        self._children, self._threads = children, threads
+        self.load = encoder.encode(Request(functions))
 
     async def score(
         self,
@@ -161,35 +156,19 @@ class RewardProcesses:
             RewardProcessError: Its process died.
             NotPlainError: The trajectory holds what cannot be handed over.
         """
-        async with self._processes.worker() as child:
+        async with self._children.worker() as child:
             request = await self._threads.run("reward", write_request, function, subject, tokenizer)
             if child.is_new:
                 begin()
-                await _ask(child, Load(self._functions))
+                await _ask(child, self.load)
             begin()
-            reply = await _ask(child, request)
-        rewards = [None if each is None else _unpack_reward(each) for each in reply.rewards]
+            rewards = (await _ask(child, request)).rewards
         return rewards if isinstance(subject, Group) else rewards[0]
 
-    async def close(self) -> None:
-        """End all processes."""
-        await self._processes.close()
 
-
-def make_reward_processes(
-    config: RolloutConfig, functions: RewardFunctions, threads: WorkerThreads
-) -> RewardProcesses | None:
-    """The pool that the configuration asks for, if any; the caller closes it."""
-    count, both = config.rewards.processes, (functions.single, functions.group)
-    refs = [each.ref for each in both if each is not None and each.ref is not None]
-    if not count or not refs:
-        return None
-    return RewardProcesses(refs, threads, max_processes=count, cleanup_s=config.limits.cleanup_s)
-
-
-async def _ask(child: ChildProcess, request: bytes | Load) -> Reply:
+async def _ask(child: ChildProcess, request: bytes) -> Reply:
     try:
-        answer = await child.ask(request if isinstance(request, bytes) else encoder.encode(request))
+        reply = _decode_reply(await child.ask(request))
     except ChildDiedError as error:
         code = error.exit_code
         how = f"ended with exit code {code}"
@@ -198,57 +177,29 @@ async def _ask(child: ChildProcess, request: bytes | Load) -> Reply:
         raise RewardProcessError(
             f"its process {how} before it had answered; another process takes its place"
         ) from None
-    reply = _decode_reply(answer)
     if reply.failure is not None:
         raise RewardRaisedError(reply.failure)
     return reply
 
 
 def write_request(function: LoadedReward, subject: Trajectory | Group, tokenizer: Any) -> bytes:
-    """The request to call a function.
+    """Write the request to call a function.
 
     Raises:
         NotPlainError: Something in it is no plain data.
     """
     assert function.ref is not None
-    keywords = None
+    is_group, keywords = isinstance(subject, Group), None
     members = subject.trajectories if isinstance(subject, Group) else [subject]
     try:
-        if function.form.verl_names and not isinstance(subject, Group):
-            keywords = make_verl_arguments(function.form.verl_names, subject, tokenizer)
+        if function.verl_names:
+            keywords = make_verl_arguments(function.verl_names, members[0], tokenizer)
             keywords = to_plain_items(keywords, "arguments", simplify)
         subjects = [pack_complete(each, f"trajectories[{at}]") for at, each in enumerate(members)]
-        return _encode(Ask(function.ref, subjects, isinstance(subject, Group), keywords))
     except NotPlainError as error:
         error.what += ", to be handed over with rewards.processes"
         raise
-
-
-def _encode(message: msgspec.Struct) -> bytes:
-    try:
-        return encoder.encode(message)
-    except Exception as error:  # whatever a foreign object raises
-        raise NotPlainError(f"holds what cannot be written: {error}", "it") from None
-
-
-def _pack_reward(reward: Reward, where: str) -> PackedReward:
-    assert isinstance(reward.token_values, Mapping)
-    return (
-        reward.value,
-        to_plain_items(reward.extra, f"{where}.extra", simplify),
-        {at: array("f", each).tobytes() for at, each in reward.token_values.items()},
-        dict(reward.segment_values),
-    )
-
-
-def _unpack_reward(packed: PackedReward) -> Reward:
-    value, extra, of_tokens, of_segments = packed
-    return Reward(
-        value=value,
-        extra=extra,
-        token_values={at: array("f", each) for at, each in of_tokens.items()},
-        segment_values=of_segments,
-    )
+    return encoder.encode(Request([function.ref], subjects, is_group, keywords))
 
 
 def main() -> None:
@@ -258,7 +209,7 @@ def main() -> None:
 
 def _answer(body: bytes) -> bytes:
     try:
-        reply = _encode(_reply(_decode_request(body)))
+        reply = encoder.encode(Reply(_call(_decode_request(body))))
         if len(reply) > MAX_REPLY:
             raise BadRewardError(f"the reward takes {len(reply)} bytes; at most {MAX_REPLY}")
     except BaseException as error:
@@ -266,30 +217,31 @@ def _answer(body: bytes) -> bytes:
     return reply
 
 
-def _reply(request: Load | Ask) -> Reply:
-    if isinstance(request, Load):
-        for function in request.functions:
-            function_at(function)
-        return Reply()
-    members = list(map(unpack_complete, request.subjects))
-    function, keywords, group = function_at(request.function), request.keywords, None
+def _call(request: Request) -> list[Reward | None]:
+    function, *_ = map(function_at, request.functions)
+    if not request.subjects:
+        return []
+    members, group = list(map(unpack_complete, request.subjects)), None
     if request.is_group:
         group = Group.of(members[0].uid, members[0].prompt, members)
-    subject = members[0] if group is None else group
-    value = resolve_outcome(function(subject) if keywords is None else function(**keywords))
-    rewards: Sequence[Reward | None] = (
-        [check_reward_value(value, members[0])]
-        if group is None
-        else check_group_values(value, group)
-    )
+    if request.keywords is not None:
+        value = resolve_outcome(function(**request.keywords))
+    else:
+        value = resolve_outcome(function(group or members[0]))
+    if group is not None:
+        rewards = check_group_values(value, group)
+    else:
+        rewards = [check_reward_value(value, members[0])]
+    return [each and _make_plain(each, f"rewards[{at}].extra") for at, each in enumerate(rewards)]
+
+
+def _make_plain(reward: Reward, where: str) -> Reward:
+    assert isinstance(reward.token_values, Mapping)
     try:
-        return Reply(
-            [
-                None if each is None else _pack_reward(each, f"rewards[{at}]")
-                for at, each in enumerate(rewards)
-            ]
-        )
+        extra = to_plain_items(reward.extra, where, simplify)
     except NotPlainError as error:
         raise BadRewardError(
             f"the reward function returned what cannot leave its process: {error}"
         ) from None
+    values = {at: list(each) for at, each in reward.token_values.items()}
+    return msgspec.structs.replace(reward, extra=extra, token_values=values)
