@@ -710,7 +710,7 @@ async def test_stream_is_entered_by_hand_and_dropped_its_trajectories_end_at_onc
             del manager
             gc.collect()
             with anyio.fail_after(5):
-                while not runtime.statistics().finished:
+                while runtime.statistics().finished < 5:
                     await anyio.sleep(0.01)
         assert runtime.statistics().outcomes == {"cancelled": 5}
 

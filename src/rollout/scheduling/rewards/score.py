@@ -107,7 +107,7 @@ class RewardCall:
     def begin(self, limit_s: float | None) -> None:
         """The function is called: its time begins, or begins again."""
         self._deadline = Deadline.after(limit_s, LIMIT)
-        self._code.deadline = self._deadline.at
+        self._code.scope.deadline = self._deadline.at
 
     async def attempt(self, score: Callable[[], Awaitable[Any]], when_late: str) -> Any:
         """Call `score`, and return its answer, or a `RewardFailure`.
