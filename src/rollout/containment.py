@@ -266,6 +266,8 @@ class Contained(Generic[T]):
 
     def _report(self) -> None:
         self._containment.running.pop(self, None)
+        if not self._containment.running:
+            self._containment.all_reported.set()
         if self.around is not None:
             self.around.inner.pop(self, None)
         self._reported.set()
@@ -288,13 +290,14 @@ class Containment:
         clock: The loop's.
         running: Code that somebody waits for, in the order in which it began.
         closing: Set when the runtime closes.
+        all_reported: Set when nobody waits for code any more.
         is_delayed: Set when closing waits for code that cannot be stopped.
     """
 
     def __init__(self, cleanup_s: float) -> None:
         self.cleanup_s, self.clock = cleanup_s, loop_clock()
         self.running: dict[Contained[Any], None] = {}
-        self.closing, self.is_delayed = anyio.Event(), anyio.Event()
+        self.closing, self.is_delayed, self.all_reported = (anyio.Event() for _ in range(3))
         self._present: dict[Contained[Any], None] = {}  # also what was stopped
         self._tasks: TaskGroup
 
@@ -326,7 +329,8 @@ class Containment:
                         for code in tuple(self._present):
                             code.end()
                         while self.running:
-                            await anyio.sleep(0.01)
+                            self.all_reported = anyio.Event()
+                            await self.all_reported.wait()
                         self._tasks.cancel_scope.cancel()  # also what code has left running
                 except* RuntimeError:
                     pass  # the loop complains about scopes that stopped code has left open

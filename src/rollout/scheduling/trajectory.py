@@ -311,7 +311,8 @@ def _decide_outcome(run: TrajectoryRun) -> tuple[Ending, Cause | None]:
         raise interrupt
     if run.unresponsive is not None:
         return Ending(outcome=Outcome.FAILED, reason=UNRESPONSIVE), Cause.of(run.unresponsive)
-    if run.code.was_cancelled or (run.code.scope.cancel_called and error is None):  # or swallowed it
+    has_swallowed = run.code.scope.cancel_called and error is None
+    if run.code.was_cancelled or has_swallowed:
         return _decide_cancelled(run), None
     sandbox = context.sandbox_asked_for
     if sandbox is not None and sandbox.failure is not None:

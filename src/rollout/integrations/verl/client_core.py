@@ -105,7 +105,9 @@ class ClientCore:
         with anyio.CancelScope() as scope:
             self._scopes[request.request_id] = scope, placed
             try:
-                output = await self._threads.run_asyncio("verl's client", self._ask, request, placed)
+                output = await self._threads.run_asyncio(
+                    "verl's client", self._ask, request, placed
+                )
                 return self._chunk(request, output)
             except Exception as error:
                 logger.debug("verl's client failed a request", exc_info=True)
