@@ -13,16 +13,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from rollout.agents.identity import Identity
+from rollout import Outcome
+from rollout.agents.identity import Ending, Identity
 from rollout.chat.transcript import Transcript
-from rollout.containment import Contained
 from rollout.engine.channel import server_session as host_module
 from rollout.engine.channel.server_session import ServerSession
 from rollout.engine.cores.simulated.simulated_model import SimulatedModel
 from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.pool import EnginePool
 from rollout.engine.pool.requests import Request
-from rollout.limits import Deadline
+from rollout.limits import NEVER, Limit
 from rollout.scheduling import trajectory as trajectory_module
 from rollout.scheduling.batch_call import StreamCall
 from rollout.scheduling.calls import Call
@@ -42,7 +42,6 @@ BUGS: dict[str, tuple[Plant, str]] = {}
 LATE = (
     "lost abort",
     "late reply taken",
-    "deadline not clipped",
     "branches with the seeds of their parent",
     "leaked tool",
     "tool closed twice",
@@ -165,9 +164,8 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("swallowed cancellation of an agent", "though its last generation was cancelled")
 def _(patch: pytest.MonkeyPatch) -> None:
-    never = property(lambda self: False, lambda self, value: None)
-    for name in ("was_cancelled", "is_cancelled"):
-        patch.setattr(Contained, name, never, raising=False)
+    completed = Ending(outcome=Outcome.COMPLETED, reason="")
+    patch.setattr(trajectory_module, "_decide_cancelled", lambda run: completed)
 
 
 @bug("retry of a finished member", "answers of engines are not in its transcript")
@@ -185,15 +183,9 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TrajectoryRun, "begin_again", lambda run: None)
 
 
-@bug("deadline not clipped", r"limits\.\w+ = ")
+@bug("deadline that never comes", r"limits\.\w+ = ")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = Deadline.after
-
-    def after(seconds: float | None, source: str, outer: object = None, **now: Any) -> Deadline:
-        return real(seconds, source, **now)
-
-    patch.setattr(Deadline, "after", after)
-    patch.setattr(Deadline, "within", lambda self, outer: self)
+    patch.setattr(Limit, "_find_deadline", lambda self: NEVER)
 
 
 @bug("leaked tool", "was closed 0 times")

@@ -13,7 +13,6 @@ import math
 from collections.abc import Generator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
-from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import anyio
@@ -48,38 +47,31 @@ class _Stopped(BaseException):
 
 
 class StoppableCoroutine(Generator[Any, Any, Any]):
-    """Awaits a coroutine until that is stopped, and `parked` from then on."""
+    """Awaits a coroutine; where that is to be resumed after `is_stopped`, parks in its place."""
 
     def __init__(
-        self, coroutine: Coroutine[Any, Any, Any], parked: Callable[[], Coroutine[Any, Any, Any]]
+        self, coroutine: Coroutine[Any, Any, Any], park: Callable[[], Coroutine[Any, Any, Any]]
     ) -> None:
-        self.coroutine: Any = coroutine
-        self.is_stopped = False
-        self._parked: Callable[[], Coroutine[Any, Any, Any]] | None = parked
+        self.coroutine, self.is_stopped, self._park = coroutine, False, park
 
     def __await__(self) -> StoppableCoroutine:
         return self
 
     def send(self, value: Any) -> Any:
         """Resume it."""
-        return self._park() if self._must_park() else self.coroutine.send(value)
+        return self._replace() if self.is_stopped else self.coroutine.send(value)
 
     def throw(self, *error: Any) -> Any:
         """Resume it with an error."""
-        return self._park() if self._must_park() else self.coroutine.throw(*error)
+        return self._replace() if self.is_stopped else self.coroutine.throw(*error)
 
-    def _must_park(self) -> bool:
-        return self.is_stopped and self._parked is not None
-
-    def _park(self) -> Any:
-        assert self._parked is not None
-        stopped, self.coroutine, self._parked = self.coroutine, self._parked(), None
+    def _replace(self) -> Any:
+        stopped, self.coroutine, self.is_stopped = self.coroutine, self._park(), False
         # `close` alone leaves async generators half open whose clean-up waits. What is left then
         # is freed here, and Python prints a line: at exit it would be closed again, and spin.
-        for end in (*[partial(stopped.throw, _Stopped)] * _MOST_THROWS, stopped.close):
-            if stopped.cr_frame is not None:
-                with suppress(BaseException):  # its clean-up failed, or waits
-                    end()
+        for _ in range(_MOST_THROWS):
+            with suppress(BaseException):  # its clean-up failed, or it has ended
+                stopped.throw(_Stopped)
         return self.coroutine.send(None)
 
 
@@ -114,67 +106,45 @@ class Contained(Generic[T]):
     Args:
         containment: Has its task.
         what: What the code is, for messages.
-        deadline: When it is cancelled, on the loop's clock.
         activity: Whose work it is, where the event loop is found blocked.
 
     Attributes:
-        unresponsive: Why nobody waits for it any more; None where it ended by itself.
-        was_cancelled: Whether `cancel` or the deadline ended it.
+        scope: Ends it at a deadline; before that, call `cancel`.
         value, error: What it returned, or raised.
+        was_cancelled: Whether `cancel` or the deadline ended it.
+        unresponsive: Why nobody waits for it any more; None where it ended by itself.
         stopped_within: The first code that it waited for and that was unresponsive.
         around, inner: The code that waits for it; and what it waits for.
         since: When it began, on the loop's clock.
         find_frames_elsewhere: The frames of code in another thread that it waits for.
     """
 
-    def __init__(
-        self,
-        containment: Containment,
-        what: str,
-        deadline: float = math.inf,
-        activity: object = None,
-    ) -> None:
+    def __init__(self, containment: Containment, what: str, activity: object = None) -> None:
         self.what, self.since = what, containment.clock()
-        self.unresponsive: UnresponsiveError | None = None
-        self.stopped_within: UnresponsiveError | None = None
-        self.was_cancelled = False
+        self.scope = anyio.CancelScope()
         self.value: T | None = None
         self.error: BaseException | None = None
+        self.was_cancelled = False
+        self.unresponsive: UnresponsiveError | None = None
+        self.stopped_within: UnresponsiveError | None = None
         self.around = _around.get()
         self.inner: dict[Contained[Any], None] = {}
         self.find_frames_elsewhere: Callable[[], list[FrameType]] = list
         self._containment, self._activity = containment, activity
-        self._scope = anyio.CancelScope(deadline=deadline)
         #: When it was cancelled; afresh where code that it waits for was stopped.
         self._cancelled_at = math.inf
-        self._body: StoppableCoroutine | None = None
-        self._reported, self._is_called = anyio.Event(), anyio.Event()
-
-    @property
-    def deadline(self) -> float:
-        """When the code is cancelled; may be changed while it runs."""
-        return self._scope.deadline
-
-    @deadline.setter
-    def deadline(self, at: float) -> None:
-        self._scope.deadline = at
-        self._containment.look_at(at)
+        self._body: StoppableCoroutine
+        self._reported, self._continued = anyio.Event(), anyio.Event()
 
     def cancel(self) -> None:
         """Cancel the code."""
-        self._scope.cancel()
+        self.scope.cancel()
         self._cancelled_at = min(self._cancelled_at, self._containment.clock())
-        self._containment.look_at(self._cancelled_at)
 
     @property
     def ends_at(self) -> float:
         """When the code is, or was, cancelled."""
-        return self._cancelled_at if self._cancelled_at < math.inf else self._scope.deadline
-
-    @property
-    def is_cancelled(self) -> bool:
-        """Whether the code was cancelled, by its deadline too."""
-        return self._scope.cancel_called
+        return self._cancelled_at if self._cancelled_at < math.inf else self.scope.deadline
 
     def find_inner(self) -> Iterator[Contained[Any]]:
         """The contained code that it waits for, at whatever depth."""
@@ -184,9 +154,8 @@ class Contained(Generic[T]):
 
     def place(self) -> str:
         """File and line where the code waits; empty once it has ended."""
-        if self._body is None:
-            return ""
-        return describe_place([*await_frames(self._body.coroutine), *self.find_frames_elsewhere()])
+        frames = [*await_frames(self._body.coroutine), *self.find_frames_elsewhere()]
+        return describe_place(frames) if frames else ""
 
     async def run(self, function: Callable[[], Awaitable[T]], *, grace_s: float = 0.0) -> T | None:
         """Run `function` to its end: `value` is what it returned, `error` what it raised.
@@ -200,18 +169,22 @@ class Contained(Generic[T]):
             UnresponsiveError: It did not end within `cleanup_s` of its cancellation.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
-        self._containment.start(self, function)
-        reported = self._reported
+        self._body = StoppableCoroutine(_call(function), self._park)
+        if self.around is not None:
+            self.around.inner[self] = None
+        self._containment.start(self)
+        reported = self._reported  # `pause` makes another one
         try:
             await reported.wait()
-        except GeneratorExit:  # of code that was stopped
+        except (GeneratorExit, _Stopped):
             self.cancel()
             raise
         except BaseException:
-            if not grace_s:
-                self.cancel()
+            if grace_s:
+                now = self._containment.clock()
+                self.scope.deadline = min(self.scope.deadline, now + grace_s)
             else:
-                self.deadline = min(self.deadline, self._containment.clock() + grace_s)
+                self.cancel()
             with anyio.CancelScope(shield=True):
                 await reported.wait()
             if self.unresponsive is not None:
@@ -221,48 +194,43 @@ class Contained(Generic[T]):
             raise self.unresponsive
         return self.value
 
-    async def wait_for_call(self, close: Callable[[], Awaitable[None]]) -> None:
-        """Within the code: report that it has ended so far, and call `close` once `finish` is.
+    async def pause(self) -> None:
+        """Within the code: have `run` return already, and wait for `finish`.
 
         Both parts run in one task, to which whatever the first one has open belongs.
         """
-        self._scope.deadline = math.inf
+        self.scope.deadline = math.inf
         self._report()
         self._reported = anyio.Event()
         with anyio.CancelScope(shield=True):
-            await self._is_called.wait()
-        await close()
-
-    def release(self) -> None:
-        """Have what waits in `wait_for_call` go on."""
-        self._is_called.set()
+            await self._continued.wait()
 
     async def finish(self) -> None:
-        """Have what waits in `wait_for_call` go on, and wait for its end; shielded.
+        """Have the code go on after its `pause`, and wait for its end; shielded.
 
         Raises:
             UnresponsiveError: It did not end within `cleanup_s` of its cancellation.
         """
         self.around = None
         self._containment.running[self] = None
-        self.release()
+        self._continued.set()
         with anyio.CancelScope(shield=True):
             await self._reported.wait()
         if self.unresponsive is not None:
             raise self.unresponsive
 
-    async def serve(self, function: Callable[[], Awaitable[T]]) -> None:
+    def end(self) -> None:
+        """Cancel the code, also where it is paused: the runtime closes."""
+        self.cancel()
+        self._continued.set()
+
+    async def serve(self) -> None:
         """The code's task: runs it, reports how it ended, and parks where it was stopped."""
         activity = self._activity  # noqa: F841  (see `observe.blocking_code`)
         _around.set(self)
         raised: BaseException | None = None
-
-        async def call() -> T:
-            return await function()
-
-        self._body = StoppableCoroutine(call(), self._park)
         try:
-            with self._scope:
+            with self.scope:
                 try:
                     self.value = await self._body
                 except BaseException as error:
@@ -272,23 +240,20 @@ class Contained(Generic[T]):
             is_torn = isinstance(error, RuntimeError) and error is not raised
             if self.unresponsive is None:
                 self.error = raised if is_torn else error
-                self.was_cancelled = self._scope.cancel_called and is_torn and raised is not None
-                self._end()
+                self.was_cancelled = is_torn and raised is not None and self.scope.cancel_called
+                self._report()
             if is_torn:  # scopes that it left open would end more than its task
                 with suppress(UnresponsiveError):
                     await self._park()
         else:
-            self.was_cancelled = self._scope.cancelled_caught
-            self._end()
+            self.was_cancelled = self.scope.cancelled_caught
+            self._report()
 
     def stop(self, now: float) -> None:
-        """Report the code as unresponsive, and never resume it, where its time to end is over."""
-        cleanup_s = self._containment.cleanup_s
-        if self._body is None or self.ends_at + cleanup_s > now:
-            return
+        """Report the code as unresponsive, and never resume it."""
         self.unresponsive = UnresponsiveError(
-            f"{self.what} did not end within limits.cleanup_s = {cleanup_s:g} s of its "
-            f"cancellation and was given up; it waits at {self.place()}"
+            f"{self.what} did not end within limits.cleanup_s = {self._containment.cleanup_s:g} s "
+            f"of its cancellation and was given up; it waits at {self.place()}"
         )
         self._body.is_stopped = True
         around = self.around
@@ -299,14 +264,12 @@ class Contained(Generic[T]):
             around = around.around
         self._report()
 
-    def _end(self) -> None:
-        """Report that the code has ended, unless it was stopped before."""
-        if self.unresponsive is None:
-            self._body = None
-        self._report()
-
     def _report(self) -> None:
-        self._containment.forget(self)
+        self._containment.running.pop(self, None)
+        if not self._containment.running:
+            self._containment.all_reported.set()
+        if self.around is not None:
+            self.around.inner.pop(self, None)
         self._reported.set()
 
     async def _park(self) -> None:
@@ -315,44 +278,39 @@ class Contained(Generic[T]):
         raise UnresponsiveError(f"{self.what} was stopped")
 
 
+async def _call(function: Callable[[], Awaitable[T]]) -> T:
+    return await function()
+
+
 class Containment:
     """Has the tasks of foreign code; made by `open_containment`.
 
     Attributes:
         cleanup_s: How long after its cancellation code is reported as unresponsive.
         clock: The loop's.
-        running: Code that has not ended, in the order in which it began.
+        running: Code that somebody waits for, in the order in which it began.
         closing: Set when the runtime closes.
+        all_reported: Set when nobody waits for code any more.
         is_delayed: Set when closing waits for code that cannot be stopped.
     """
 
     def __init__(self, cleanup_s: float) -> None:
         self.cleanup_s, self.clock = cleanup_s, loop_clock()
         self.running: dict[Contained[Any], None] = {}
-        self.closing, self.is_delayed = anyio.Event(), anyio.Event()
-        self._present: dict[Contained[Any], None] = {}  # with those that were stopped
-        self._left = anyio.Event()
-        self._alarm = anyio.CancelScope()
+        self.closing, self.is_delayed, self.all_reported = (anyio.Event() for _ in range(3))
+        self._present: dict[Contained[Any], None] = {}  # also what was stopped
         self._tasks: TaskGroup
 
-    def start(self, code: Contained[T], function: Callable[[], Awaitable[T]]) -> None:
+    def start(self, code: Contained[Any]) -> None:
         """Start the task of a piece of code."""
         self.running[code] = self._present[code] = None
-        if code.around is not None:
-            code.around.inner[code] = None
-        self.look_at(code.ends_at)
-        self._tasks.start_soon(self._serve, code, function, name=code.what)
+        self._tasks.start_soon(self._serve, code, name=code.what)
 
-    def look_at(self, at: float) -> None:
-        """Have the watcher look once `cleanup_s` has passed since that time."""
-        if at + self.cleanup_s < self._alarm.deadline:
-            self._alarm.deadline = at + self.cleanup_s
-
-    def forget(self, code: Contained[Any]) -> None:
-        """The code has ended, or was stopped: nobody waits for it."""
-        self.running.pop(code, None)
-        if code.around is not None:
-            code.around.inner.pop(code, None)
+    async def _serve(self, code: Contained[Any]) -> None:
+        try:
+            await code.serve()
+        finally:
+            self._present.pop(code, None)
 
     def describe_rest(self) -> str:
         """The code that has not ended, with the lines at which it waits."""
@@ -360,60 +318,46 @@ class Containment:
 
     async def hold(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Own the tasks, until `closing` is set and all of them have ended."""
-        try:
-            with anyio.CancelScope(shield=True):
-                async with anyio.create_task_group() as self._tasks:
-                    task_status.started()
-                    async with open_task_group() as watching:
-                        watching.start_soon(self._watch)
+        with anyio.CancelScope(shield=True):
+            async with open_task_group() as watching:
+                watching.start_soon(self._stop_late_code)
+                watching.start_soon(self._name_rest)
+                try:
+                    async with anyio.create_task_group() as self._tasks:
+                        task_status.started()
                         await self.closing.wait()
-                        await self._cancel_all()
-                    self._tasks.cancel_scope.cancel()  # also what code has left running
-                    with anyio.CancelScope(shield=True):
-                        await self._wait_for_rest()
-        except* RuntimeError:
-            pass  # the loop complains about scopes that stopped code has left open
+                        for code in tuple(self._present):
+                            code.end()
+                        while self.running:
+                            self.all_reported = anyio.Event()
+                            await self.all_reported.wait()
+                        self._tasks.cancel_scope.cancel()  # also what code has left running
+                except* RuntimeError:
+                    pass  # the loop complains about scopes that stopped code has left open
 
-    async def _serve(self, code: Contained[T], function: Callable[[], Awaitable[T]]) -> None:
-        try:
-            await code.serve(function)
-        finally:
-            self._present.pop(code, None)
-            if not self._present:
-                self._left.set()
-                self._left = anyio.Event()
-
-    async def _watch(self) -> None:
+    async def _stop_late_code(self) -> None:
         """Stop code whose time to end is over; what began last first, as others wait for it."""
         while True:
+            # Code that is cancelled from now on has `cleanup_s` to end: it is seen in time.
             first = min((code.ends_at for code in self.running), default=math.inf)
-            with anyio.CancelScope(deadline=first + self.cleanup_s) as self._alarm:
-                await anyio.sleep_forever()
+            due = min(first, self.clock()) + self.cleanup_s
+            await anyio.sleep_until(due)
             # Where the loop was late, so was the code: it gets that time too.
-            late_s = self.clock() - self._alarm.deadline
+            late_s = self.clock() - due
             await anyio.sleep(late_s)
             now = self.clock() - late_s
             for code in reversed(tuple(self.running)):
-                code.stop(now)
+                if code.ends_at + self.cleanup_s <= now:
+                    code.stop(now)
 
-    async def _cancel_all(self) -> None:
-        for code in tuple(self._present):
-            code.cancel()
-            code.release()
-        while self.running:
-            await self._wait_left(self.cleanup_s)
-
-    async def _wait_for_rest(self) -> None:
-        """Log each second what cannot be stopped: code that shields itself, or awaits a thread."""
-        while self._present:
-            await self._wait_left(1.0)
-            if self._present:
+    async def _name_rest(self) -> None:
+        """Log each second what closing waits for: code that shields itself, or awaits a thread."""
+        await self.closing.wait()
+        while True:
+            await anyio.sleep(1.0)
+            if self._present and not self.running:
                 self.is_delayed.set()
                 logger.warning("closing waits for %s", self.describe_rest())
-
-    async def _wait_left(self, at_most_s: float) -> None:
-        with anyio.move_on_after(at_most_s):
-            await self._left.wait()
 
 
 @asynccontextmanager
@@ -431,14 +375,12 @@ async def open_containment(cleanup_s: float) -> AsyncIterator[Containment]:
             containment.closing.set()
 
 
-def enter_containment(containment: Containment) -> None:
-    """Have foreign code that this task runs go to this containment."""
+def enter_containment(containment: Containment | None) -> None:
+    """Have foreign code that this task runs go to this containment.
+
+    To none in other threads, which have another loop, or none.
+    """
     _containment.set(containment)
-
-
-def leave_containment() -> None:
-    """Have foreign code that this context runs go to none: a thread has another loop, or none."""
-    _containment.set(None)
     _around.set(None)
 
 

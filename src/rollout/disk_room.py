@@ -28,7 +28,9 @@ def unwritable(path: Path, error: Exception, needed: int) -> RolloutError:
     text = found["text"] if found else getattr(error, "strerror", None) or str(error)
     room = ""
     if lacks_room(error):
-        room = f"; {needed:,} bytes are needed and {_free_bytes(path):,} are free there"
+        there = next(each for each in (path, *path.absolute().parents) if each.exists())
+        free = shutil.disk_usage(there).free
+        room = f"; {needed:,} bytes are needed and {free:,} are free there"
     return RolloutError(f"{path} cannot be written: {text}{room}")
 
 
@@ -37,8 +39,3 @@ def lacks_room(error: BaseException | None) -> bool:
     found = _IN_SAFETENSORS.search(str(error))
     number = int(found["number"]) if found else getattr(error, "errno", None)
     return number in _OF_ROOM
-
-
-def _free_bytes(path: Path) -> int:
-    there = next(place for place in (path, *path.absolute().parents) if place.exists())
-    return shutil.disk_usage(there).free

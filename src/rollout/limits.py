@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING
 
 import anyio
 import msgspec
@@ -21,11 +22,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import TracebackType
 
-
 #: The key of `Prompt.extra` that bounds the agent's time. It ends the agent as limits of turns or
 #: calls do: what the agent has done until then counts, and is rewarded.
 AGENT_TIMEOUT_S = "agent_timeout_s"
 AGENT_TIMEOUT = f"extra.{AGENT_TIMEOUT_S}"
+#: The limit of a carried trajectory that has tools open.
+CARRY_S = "limits.carry_s"
+
+#: Shields clean-up from cancellation, and bounds its seconds, so that it runs and cannot hang.
+cleanup_scope = partial(anyio.move_on_after, shield=True)
 
 
 class Deadline(msgspec.Struct, frozen=True, gc=False):
@@ -50,18 +55,10 @@ class Deadline(msgspec.Struct, frozen=True, gc=False):
         *,
         now: float | None = None,
     ) -> Deadline:
-        """Return the deadline `seconds` from `now`, or the `outer` one where that is not later.
-
-        Args:
-            now: Clock time, where the caller has just looked at the clock.
-        """
+        """Return the deadline `seconds` from `now`, or the `outer` one where that is not later."""
         length = math.inf if seconds is None else seconds
-        at = length + (anyio.current_time() if now is None else now)
-        return cls(at, source, length) if outer is None or at < outer.at else outer
-
-    def within(self, outer: Deadline) -> Deadline:
-        """This one, or the `outer` one where it is not later."""
-        return self if self.at < outer.at else outer
+        deadline = cls(length + (anyio.current_time() if now is None else now), source, length)
+        return deadline if outer is None or deadline.at < outer.at else outer
 
     def later(self, seconds: float) -> Deadline:
         """The same limit `seconds` later."""
@@ -77,16 +74,8 @@ class Deadline(msgspec.Struct, frozen=True, gc=False):
         )
 
 
-#: The limit of a carried trajectory that has tools open.
-CARRY_S = "limits.carry_s"
 #: No limit.
 NEVER = Deadline(math.inf, "", math.inf)
-
-
-class HasDeadline(Protocol):
-    """A cancel scope, or what has one."""
-
-    deadline: float
 
 
 class Limit:
@@ -97,29 +86,25 @@ class Limit:
     block. One whose time has come stays over, whatever is paused then.
     """
 
-    __slots__ = ("_deadline", "_due", "_lost", "_outer", "_own", "_paused_at", "_pauses", "_scope")
+    __slots__ = ("_deadline", "_due", "_lost_s", "_outer", "_paused_at", "_pauses", "_scope")
 
-    def __init__(self, own: Deadline, outer: Limit | None) -> None:
-        self._own, self._outer = own, outer
+    def __init__(self, deadline: Deadline, outer: Limit | None) -> None:
+        self._outer = outer
         # By the time of what is around it: when it was paused, and how long it stood still before.
-        self._paused_at, self._lost, self._pauses = 0.0, 0.0, 0
-        self._due = self._time() + own.seconds  # by its own time
-        self._deadline = own  # as things stand, of one with a scope
-        self._scope: Any = None
+        self._paused_at, self._lost_s, self._pauses = 0.0, 0.0, 0
+        self._due = deadline  # by its own time
+        self._deadline = deadline  # as things stand, of one that governs a scope
+        self._scope: anyio.CancelScope | None = None
 
     def open(self, seconds: float | None, source: str) -> Limit:
         """A limit within this one that begins now; with None it ends when this one does."""
-        length = math.inf if seconds is None else seconds
-        return Limit(Deadline(math.inf, source, length), self)
+        return Limit(Deadline.after(seconds, source, now=self._own_time()), self)
 
     @property
     def clock(self) -> Clock:
         """The trajectory's: the root."""
-        limit = self
-        while limit._outer is not None:
-            limit = limit._outer
-        assert isinstance(limit, Clock)
-        return limit
+        assert self._outer is not None
+        return self._outer.clock
 
     @property
     def deadline(self) -> Deadline:
@@ -145,10 +130,10 @@ class Limit:
         """End one `pause`."""
         self._pauses -= 1
         if not self._pauses:
-            self._lost += self._time_around() - self._paused_at
+            self._lost_s += self._time_around() - self._paused_at
         self.clock.update_scopes()
 
-    def govern(self, scope: HasDeadline) -> None:
+    def govern(self, scope: anyio.CancelScope) -> None:
         """Keep the deadline of this scope right, until `release`."""
         self._deadline, self._scope = self._find_deadline(), scope
         scope.deadline = self._deadline.at
@@ -160,13 +145,14 @@ class Limit:
 
     def update_scope(self) -> None:
         """Give the governed scope the deadline as it is now."""
+        assert self._scope is not None
         if anyio.current_time() < self._deadline.at:  # else it has fired, or does so next
             self._deadline = self._find_deadline()
             self._scope.deadline = self._deadline.at
 
     def __enter__(self) -> Limit:
-        self.govern(anyio.CancelScope())
-        self._scope.__enter__()
+        self.govern(scope := anyio.CancelScope())
+        scope.__enter__()
         return self
 
     def __exit__(
@@ -176,33 +162,32 @@ class Limit:
         traceback: TracebackType | None,
     ) -> bool | None:
         self.release()
+        assert self._scope is not None
         is_caught: bool | None = self._scope.__exit__(kind, error, traceback)
         if is_caught and self.is_over:
             raise self._deadline.error()
         return is_caught
 
     def _find_deadline(self) -> Deadline:
-        around = self._deadline_around()
-        shift = self._shift()
-        if shift == math.inf:
-            return around
-        return Deadline(self._due + shift, self._own.source, self._own.seconds).within(around)
+        around, shift_s = self._deadline_around(), self._shift_s()
+        own = NEVER if shift_s == math.inf else self._due.later(shift_s)
+        return own if own.at < around.at else around
 
     def _deadline_around(self) -> Deadline:
         return NEVER if self._outer is None else self._outer.deadline
 
     def _time_around(self) -> float:
-        return anyio.current_time() if self._outer is None else self._outer._time()
+        return anyio.current_time() if self._outer is None else self._outer._own_time()
 
-    def _time(self) -> float:
-        """Its own time: the loop's, less all pauses."""
-        return (self._paused_at if self._pauses else self._time_around()) - self._lost
+    def _own_time(self) -> float:
+        """The loop's time less all pauses."""
+        return (self._paused_at if self._pauses else self._time_around()) - self._lost_s
 
-    def _shift(self) -> float:
+    def _shift_s(self) -> float:
         """How far its own time is behind the loop's; infinite while it is paused."""
         if self._pauses:
             return math.inf
-        return self._lost if self._outer is None else self._lost + self._outer._shift()
+        return self._lost_s + (0.0 if self._outer is None else self._outer._shift_s())
 
 
 class Clock(Limit):
@@ -213,37 +198,33 @@ class Clock(Limit):
 
     Args:
         deadline: The trajectory's.
-        bound: What ends it even while it is paused, such as the batch's deadline.
 
     Attributes:
-        bound: What ends it even while it is paused, at present.
         scoped: Limits that govern a scope.
-        limit_carry: Gives the bound of a trajectory that is carried since that time; None: NEVER.
+        limit_carry: Gives the deadline of a trajectory that is carried since that time.
         carried_since: When it began to be carried; None while it is not.
     """
 
-    __slots__ = ("_carried_s", "_resumed", "bound", "carried_since", "limit_carry", "scoped")
+    __slots__ = ("_bound", "_carried_s", "_resumed", "carried_since", "limit_carry", "scoped")
 
-    def __init__(self, deadline: Deadline = NEVER, bound: Deadline = NEVER) -> None:
-        self.bound = bound
+    def __init__(self, deadline: Deadline = NEVER) -> None:
+        super().__init__(deadline, None)
         self.scoped: dict[Limit, None] = {}
         self.limit_carry: Callable[[float], Deadline] | None = None
         self.carried_since: float | None = None
+        self._bound = NEVER  # ends it even while it is paused
         self._carried_s, self._resumed = 0.0, anyio.Event()
-        super().__init__(deadline, None)
-        self._due = deadline.at
 
-    def renew(self, deadline: Deadline, bound: Deadline = NEVER) -> None:
-        """Give the trajectory this deadline, from now on or once it is resumed."""
-        self._own, self.bound = deadline, bound
-        self._due = deadline.at - (anyio.current_time() - self._time())
-        self.update_scopes()
+    @property
+    def clock(self) -> Clock:
+        """Itself."""
+        return self
 
     def _deadline_around(self) -> Deadline:
-        return self.bound
+        return self._bound
 
     def update_scopes(self) -> None:
-        """A limit was paused, resumed or renewed."""
+        """A limit was paused, resumed or changed."""
         for limit in tuple(self.scoped):
             limit.update_scope()
 
@@ -255,9 +236,9 @@ class Clock(Limit):
 
     def continue_carried(self, deadline: Deadline) -> None:
         """Let it continue with this deadline; inner limits keep the time that they had left."""
-        self._carried_s = self.carried_s(anyio.current_time())
-        self.carried_since = None
-        self.renew(deadline)
+        self._carried_s, self.carried_since = self.carried_s(anyio.current_time()), None
+        self._due = deadline.later(self._own_time() - anyio.current_time())
+        self._bound = NEVER
         self.resume()
         self._resumed.set()
 
@@ -274,14 +255,7 @@ class Clock(Limit):
             await self._resumed.wait()
 
     def _bound_carry(self, since: float) -> None:
-        self.bound = NEVER if self.limit_carry is None else self.limit_carry(since)
-
-
-@contextmanager
-def cleanup_scope(seconds: float) -> Iterator[anyio.CancelScope]:
-    """Shield clean-up from cancellation, and bound it, so that it runs and cannot hang."""
-    with anyio.CancelScope(deadline=anyio.current_time() + seconds, shield=True) as scope:
-        yield scope
+        self._bound = NEVER if self.limit_carry is None else self.limit_carry(since)
 
 
 #: The limit of the tool call whose code runs here, where it has one.
@@ -291,10 +265,7 @@ call_limit: ContextVar[Limit | None] = ContextVar("rollout_call", default=None)
 @contextmanager
 def paused_call() -> Iterator[None]:
     """Pause the limit of the tool call around the block, if there is one."""
-    limit = call_limit.get()
-    if limit is None:
-        yield
-        return
+    limit = call_limit.get() or Clock()
     limit.pause()
     try:
         yield

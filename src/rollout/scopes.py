@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 def unwrap_group(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The first exception of a group, however deep; an ordinary one before a cancellation."""
-    ordinary, rest = group.split(Exception)
-    chosen: BaseException = ordinary if ordinary is not None else (rest or group)
-    while isinstance(chosen, BaseExceptionGroup):
-        chosen = chosen.exceptions[0]
-    return chosen
+    return find_exception(group, Exception) or find_exception(group) or group
 
 
 def find_exception(

@@ -1,7 +1,6 @@
 """Token ids that only ever grow: what a trajectory's requests are made of.
 
-Each id is checked and summed once, however many turns the trajectory has; only the message that
-asks a replica copies all of them.
+Each id is checked and summed once, however many turns the trajectory has.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ if TYPE_CHECKING:
 class TokenPrefix(msgspec.Struct, eq=False, gc=False):
     """Append-only token ids, held as the pieces in which they came.
 
-    A piece is never moved or changed: nothing is allocated beyond its size, and trajectories may
-    share the beginning of their prompts.
+    A piece is never changed: trajectories may share the beginning of their prompts.
 
     Attributes:
         checked: How many of the first ids are known to lie in the engines' vocabulary.
@@ -50,10 +48,7 @@ class TokenPrefix(msgspec.Struct, eq=False, gc=False):
         """Append packed ids, int32; bytes are kept as they are."""
         piece = ids if isinstance(ids, bytes) else ids.tobytes()
         if piece:
-            if self.pieces:  # a new tuple would touch all pieces, at each turn
-                self.pieces.append(piece)
-            else:
-                self.pieces = [piece]  # a list that grows has room for more
+            self.pieces.append(piece)
             self.length += len(piece) // 4
 
     def begin(self, pieces: Sequence[bytes]) -> None:
@@ -65,25 +60,14 @@ class TokenPrefix(msgspec.Struct, eq=False, gc=False):
         """CRC-32 of the first `length` ids; cheap where they are more than the last time."""
         if length < self._summed:
             self._sum = self._summed = 0
-        if length > self._summed:
-            self._sum = zlib.crc32(self.packed(self._summed, length), self._sum)
-            self._summed = length
+        self._sum = zlib.crc32(self.packed(self._summed, length), self._sum)
+        self._summed = length
         return self._sum
 
     def packed(self, start: int = 0, stop: int | None = None) -> bytes:
         """The ids from index `start` up to `stop`, int32 little-endian."""
-        stop = self.length if stop is None else min(stop, self.length)
-        if start >= stop:
-            return b""
-        pieces, begun = self.pieces, self.length
-        newest = pieces[-1]
-        if stop == begun and start == begun - len(newest) // 4:  # as a rule
-            return newest
-        last = at = len(pieces)
-        while begun > start:  # from the end, near which it stands
-            if begun >= stop:
-                last = at
-            at -= 1
-            begun -= len(pieces[at]) // 4
-        found = pieces[at] if last == at + 1 else b"".join(pieces[at:last])
-        return found[4 * (start - begun) : 4 * (stop - begun)]
+        stop = self.length if stop is None else stop
+        newest = self.pieces[-1:]
+        if stop == self.length and newest and start == stop - len(newest[0]) // 4:  # as a rule
+            return newest[0]
+        return b"".join(self.pieces)[4 * start : 4 * stop]

@@ -31,7 +31,7 @@ def run_file(file: Path) -> ModuleType:
     """
     with _explain_failure(str(file)):
         make_importable(file.parent)
-        return execute(file, f"rollout file {file}", is_kept=True)
+        return execute(file, f"rollout file {file}")
 
 
 def import_module(name: str) -> ModuleType:
@@ -99,15 +99,11 @@ def _explain_failure(source: str) -> Iterator[None]:
         raise UserCodeError(f"{place}{type(error).__name__}: {text}") from error
 
 
-def execute(file: Path, name: str, *, is_kept: bool) -> ModuleType:
+def execute(file: Path, name: str) -> ModuleType:
     """Run a file as the module called `name`; what it raises passes.
 
-    `sys.modules` knows the module meanwhile, as dataclasses and type hints look it up there:
-    `importlib` documents no other way of running a file.
-
-    Args:
-        name: With a space in it no import can have it.
-        is_kept: Whether `sys.modules` knows it afterwards too.
+    `sys.modules` knows the module, as in `importlib`'s own recipe: dataclasses and type hints look
+    it up there. With a space in its name no import can have it.
     """
     # Compiled here and not by an importer, which would leave bytecode beside the file, and whose
     # cache of bytecode can miss a quick edit.
@@ -115,11 +111,5 @@ def execute(file: Path, name: str, *, is_kept: bool) -> ModuleType:
     module = ModuleType(name)
     module.__file__ = str(file)
     sys.modules[name] = module
-    try:
-        exec(code, vars(module))
-    except BaseException:
-        sys.modules.pop(name, None)
-        raise
-    if not is_kept:
-        sys.modules.pop(name, None)
+    exec(code, vars(module))
     return module

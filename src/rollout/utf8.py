@@ -8,16 +8,9 @@ from typing import TypeGuard
 from rollout.errors import TemplateError
 
 
-def encodable(text: str) -> str:
-    """`text` as UTF-8 can carry it: half a surrogate pair would fail in every tokenizer."""
-    if is_encodable(text):
-        return text
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
 def is_encodable(text: str) -> bool:
-    """Whether UTF-8 can carry `text`: JSON and Python can spell half of a character."""
-    if text.isascii():
+    """Whether UTF-8 can carry `text`."""
+    if text.isascii():  # costs nothing, unlike a copy of a long text
         return True
     try:
         text.encode()
@@ -26,19 +19,22 @@ def is_encodable(text: str) -> bool:
     return True
 
 
+def encodable(text: str) -> str:
+    """`text` as UTF-8 can carry it: half a surrogate pair would fail in every tokenizer."""
+    if is_encodable(text):
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def check_encodable(text: str) -> None:
     """Let messages' text pass that tokenizers take.
 
     Raises:
         TemplateError: It holds half of a character.
     """
-    if text.isascii():  # costs nothing, unlike a copy of a long text
-        return
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = text[error.start]
-        raise TemplateError(f"the messages hold {half!r}: half of a character, no text") from None
+    if not is_encodable(text):
+        half = next(character for character in text if not is_encodable(character))
+        raise TemplateError(f"the messages hold {half!r}: half of a character, no text")
 
 
 def is_name(value: object) -> TypeGuard[str]:

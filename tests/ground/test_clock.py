@@ -40,8 +40,8 @@ async def end_of(limit: Limit, body: Callable[[], Awaitable[object]] = anyio.sle
 
 @pytest.fixture
 async def clock() -> Clock:
-    """Twenty seconds for a trajectory, in a batch that has a hundred."""
-    return Clock(Deadline.after(20, "trajectory"), Deadline.after(100, "batch"))
+    """Twenty seconds for a trajectory."""
+    return Clock(Deadline.after(20, "trajectory"))
 
 
 @pytest.mark.parametrize(
@@ -89,15 +89,10 @@ async def test_pauses_of_two_that_overlap_count_once(clock: Clock) -> None:
     clock.pause()
     await anyio.sleep(2)
     clock.resume()
-    assert (limit.deadline.source, limit.deadline.at) == ("batch", 100)
+    assert limit.deadline == NEVER
     await anyio.sleep(1)
     clock.resume()
     assert (limit.deadline.at, clock.deadline.at) == (5 + 6, 20 + 6)
-
-
-async def test_pause_longer_than_the_batch_ends_with_the_batch(clock: Clock) -> None:
-    clock.pause()
-    assert await end_of(clock.open(5, "turn")) == "batch 100"
 
 
 async def test_limit_opened_while_paused_has_all_of_its_time_afterwards(clock: Clock) -> None:

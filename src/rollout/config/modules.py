@@ -27,7 +27,7 @@ def read_python_file(path: str) -> tuple[RolloutConfig, list[Fault]]:
         ConfigError: The file cannot be read, is not Python, raises, or sets no ``config``.
     """
     name = f"rollout config {path}"
-    return _read(path, name, lambda: execute(Path(path), name, is_kept=False))
+    return _read(path, name, lambda: execute(Path(path), name))
 
 
 def read_module(name: str) -> tuple[RolloutConfig, list[Fault]]:

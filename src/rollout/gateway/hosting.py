@@ -14,14 +14,13 @@ from rollout.bridge import loop_poster
 from rollout.errors import ConfigError
 from rollout.lazy import importing
 from rollout.scopes import open_task_group
-from rollout.worker_threads import AsyncioThread
+from rollout.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
 
     from rollout.config import GatewayConfig
     from rollout.gateway.asgi import Application
-    from rollout.worker_threads import WorkerThreads
 
 #: How long what is being answered has to end when the server does.
 CLEANUP_S = 5.0
@@ -59,9 +58,9 @@ class Host:
                 post(started.set)
                 await anyio.sleep_forever()
 
-        with closing(AsyncioThread(cleanup_s=CLEANUP_S)) as thread:
+        with closing(WorkerThreads(cleanup_s=CLEANUP_S)) as threads:
             async with open_task_group() as tasks:
-                tasks.start_soon(partial(thread.run, "gateway", serve, is_apart=True))
+                tasks.start_soon(partial(threads.run_asyncio, "gateway", serve, is_apart=True))
                 await started.wait()
                 yield
 

@@ -12,7 +12,6 @@ from rollout.wait_places import (
     LIBRARY,
     is_library_frame,
     is_user_frame,
-    module_name,
     root_module,
 )
 
@@ -25,12 +24,10 @@ if TYPE_CHECKING:
 ACTIVITY = "activity"
 #: And in this one, what the author of the code can do about it.
 REMEDY = "remedy"
-#: Modules of the loops themselves, by names that their packages do not publish: frames have no
-#: others. A thread in them, and in nothing deeper, is between two tasks or asleep until the next
-#: event.
-LOOP_MODULES = ("asyncio.base_events", "asyncio.runners", "trio._core", "uvloop", "anyio._backends")
-#: Packages whose outermost frames in a task only run it.
-TASK_RUNNERS = ("asyncio", "trio", "anyio")
+#: Event loops: their outermost frames in a task only run it.
+LOOPS = ("asyncio", "trio", "anyio", "uvloop")
+#: Their functions that run tasks and wait for the next event.
+LOOP_FUNCTIONS = ("run", "unrolled_run", "_run_once")
 
 
 @attrs.frozen
@@ -79,10 +76,8 @@ def stack_of_task(innermost: FrameType) -> str:
 
 def _frames_of_task(innermost: FrameType) -> list[FrameType]:
     """From the innermost one out, without the loop's; none between tasks."""
-    frames = list(takewhile(lambda frame: not _is_loop(frame), _outwards(innermost)))
-    if all(module_name(frame) == "selectors" for frame in frames):
-        return []
-    while len(frames) > 1 and root_module(frames[-1]) in TASK_RUNNERS:
+    frames = list(takewhile(lambda frame: not _runs_tasks(frame), _outwards(innermost)))
+    while frames and root_module(frames[-1]) in (*LOOPS, "selectors"):
         frames.pop()
     return frames
 
@@ -120,8 +115,8 @@ def _told(innermost: FrameType, name: str) -> list[str]:
     ]
 
 
-def _is_loop(frame: FrameType) -> bool:
-    return module_name(frame).startswith(LOOP_MODULES)
+def _runs_tasks(frame: FrameType) -> bool:
+    return root_module(frame) in LOOPS and frame.f_code.co_name in LOOP_FUNCTIONS
 
 
 def _line(frame: FrameType) -> str:

@@ -237,7 +237,7 @@ async def _run_agent(services: Services, run: TrajectoryRun, agent: Registered) 
     run.what = _agent_name(agent)
     run.code = Contained[None](run.containment, run.what, activity=context.identity)
     member.concluding_since = None
-    run.clock.govern(run.code)
+    run.clock.govern(run.code.scope)
     member.set_running(run)
     try:
         await run.code.run(partial(_agent_task, agent, context))
@@ -311,7 +311,8 @@ def _decide_outcome(run: TrajectoryRun) -> tuple[Ending, Cause | None]:
         raise interrupt
     if run.unresponsive is not None:
         return Ending(outcome=Outcome.FAILED, reason=UNRESPONSIVE), Cause.of(run.unresponsive)
-    if run.code.was_cancelled or (run.code.is_cancelled and error is None):  # or swallowed it
+    has_swallowed = run.code.scope.cancel_called and error is None
+    if run.code.was_cancelled or has_swallowed:
         return _decide_cancelled(run), None
     sandbox = context.sandbox_asked_for
     if sandbox is not None and sandbox.failure is not None:

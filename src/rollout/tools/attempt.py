@@ -61,7 +61,7 @@ async def attempt(
 
 async def conclude(code: Contained[T], running: Awaitable[object], limit: Limit) -> T | None:
     """Return what contained code returns, for whose report `running` waits; as `attempt`."""
-    limit.govern(code)
+    limit.govern(code.scope)
     token = call_limit.set(limit)
     try:
         await running
@@ -74,7 +74,7 @@ async def conclude(code: Contained[T], running: Awaitable[object], limit: Limit)
     interrupt = None if error is None else find_exception(error, KeyboardInterrupt)
     if interrupt is not None:
         raise interrupt
-    if limit.is_over and (error is None or code.is_cancelled):
+    if limit.is_over and (error is None or code.scope.cancel_called):
         raise limit.deadline.error()
     if error is None:
         raise CallError(f"{code.what} was cancelled: the runtime is closing")

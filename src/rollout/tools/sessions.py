@@ -94,7 +94,8 @@ class OpenSessions:
                     if stays and type(session).close is not ToolSession.close:
                         limit.release()
                         self._tasks[name] = task
-                        await task.wait_for_call(session.close)
+                        await task.pause()
+                        await session.close()
 
                 await conclude(task, task.run(serve, grace_s=self._cleanup_s), limit)
         except LimitExceeded:

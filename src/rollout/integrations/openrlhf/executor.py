@@ -24,7 +24,7 @@ from rollout.integrations.repeated_prompts import Repeated
 from rollout.integrations.served_engines import evolved
 from rollout.integrations.trainer_row import TrainerRow
 from rollout.integrations.trainer_settings import refuse_nan, settings_of
-from rollout.worker_threads import AsyncioThread
+from rollout.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -139,7 +139,7 @@ class RolloutExecutor(AgentExecutorBase):
                     core = LlmCore(
                         llm_engine,
                         sampling_params,
-                        AsyncioThread.of_current_loop(cleanup_s=settings.config.limits.cleanup_s),
+                        WorkerThreads.on_current_loop(cleanup_s=settings.config.limits.cleanup_s),
                         max_length,
                     )
                     settings = _on_trainer(settings, hf_tokenizer.name_or_path)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from rollout.engine.core import GenerationRequest
     from rollout.medium import Media
-    from rollout.worker_threads import AsyncioThread
+    from rollout.worker_threads import WorkerThreads
 
 #: Requests under way at once; vLLM queues them itself.
 MAX_REQUESTS = 4096
@@ -46,7 +46,7 @@ class LlmCore:
     is_gathering = True
 
     def __init__(
-        self, llm_engine: Any, sampling_params: Any, loop: AsyncioThread, context_length: int
+        self, llm_engine: Any, sampling_params: Any, loop: WorkerThreads, context_length: int
     ) -> None:
         self._llm_engine = llm_engine
         self._params = sampling_params
@@ -100,7 +100,7 @@ class LlmCore:
             with anyio.CancelScope() as scope:
                 self._open[rid] = scope
                 media = [each.medium for each in request.media]
-                answer = await self._loop.run("llm_engine", self._asked, ids, params, media)
+                answer = await self._loop.run_asyncio("llm_engine", self._asked, ids, params, media)
         except Exception as error:  # of foreign code, whatever it is
             text = f"llm_engine.generate: {type(error).__name__}: {error}"
             return Chunk(request_id=rid, finish_reason="error", error=text)

@@ -9,7 +9,7 @@ from rollout.integrations.verl.loop_hosting import HostedClient, run_loop
 from rollout.integrations.verl.outputs import output_of
 from rollout.integrations.verl.rows import ROWS, VerlRow, agent_for, row_of
 from rollout.integrations.verl.sessions import Asked, Told
-from rollout.worker_threads import AsyncioThread
+from rollout.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -46,7 +46,7 @@ class Adapter:
         self._prefers_verl = settings.options.agent_loops == "verl"
         self._sessions = sessions
         self._full_determinism = bool(rollout.full_determinism)
-        self._threads = AsyncioThread(cleanup_s=CLEANUP_S)
+        self._threads = WorkerThreads(cleanup_s=CLEANUP_S)
 
     @property
     def scores(self) -> bool:
@@ -98,7 +98,7 @@ class Adapter:
         """
         row = row_of_trajectory(trajectory)
         output = self.output_of(trajectory)
-        await self._threads.run("reward workers", self._score, row, output)
+        await self._threads.run_asyncio("reward workers", self._score, row, output)
         row.scored = output
         return float(output.reward_score or 0.0)
 

@@ -16,7 +16,7 @@ import anyio
 from rollout.engine.core import CORE_CLOSE_S, Capabilities, Chunk, EngineInfo, EngineLoad
 from rollout.integrations.row_media import images_of, videos_of
 from rollout.integrations.verl.servers import Placed, placing
-from rollout.worker_threads import AsyncioThread
+from rollout.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -65,7 +65,7 @@ class ClientCore:
         )
         self._log_probs = log_probs
         self._scopes: dict[str, tuple[anyio.CancelScope, Placed]] = {}
-        self._threads = AsyncioThread(cleanup_s=CORE_CLOSE_S / 2)
+        self._threads = WorkerThreads(cleanup_s=CORE_CLOSE_S / 2)
         self._generated = 0
         self._client: Any = None
         self._sessions: Sessions
@@ -105,7 +105,9 @@ class ClientCore:
         with anyio.CancelScope() as scope:
             self._scopes[request.request_id] = scope, placed
             try:
-                output = await self._threads.run("verl's client", self._ask, request, placed)
+                output = await self._threads.run_asyncio(
+                    "verl's client", self._ask, request, placed
+                )
                 return self._chunk(request, output)
             except Exception as error:
                 logger.debug("verl's client failed a request", exc_info=True)

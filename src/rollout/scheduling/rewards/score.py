@@ -250,7 +250,7 @@ class RewardCall:
     def _begin(self) -> None:
         """The function is called: its time begins, or begins again."""
         self._deadline = Deadline.after(self._services.config.limits.reward_s, LIMIT)
-        self._code.deadline = self._deadline.at
+        self._code.scope.deadline = self._deadline.at
 
     def _explain_cancelled(self) -> RewardFailure:
         if all(member.cancel_reason is not None for member in self.members):
