@@ -22,7 +22,7 @@ from rollout.journal.trajectory_record import pack_end, unpack_end
 from rollout.journal.values import REFUSE, UNENCODABLE
 from rollout.medium import Media
 from rollout.tools import ToolResult
-from rollout.tools.answers import Answers
+from rollout.tools.results import Answers
 from rollout.types import Outcome
 
 if TYPE_CHECKING:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 METHOD_KWARGS = frozenset(
     ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 )
-_NO_KWARGS: Mapping[str, Any] = {}
 
 
 class ToolContext(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +48,7 @@ class ToolContext(msgspec.Struct, frozen=True, kw_only=True):
     threads: WorkerThreads
     prompt: Prompt | None = None
     processes: ToolProcesses | None = None
-    kwargs: Mapping[str, Any] = msgspec.field(default_factory=lambda: _NO_KWARGS)
+    kwargs: Mapping[str, Any] = msgspec.field(default_factory=dict)
     extra: dict[str, Any] = msgspec.field(default_factory=dict)
     state: dict[str, Any] = msgspec.field(default_factory=dict)
     sandbox: TrajectorySandbox = msgspec.field(default_factory=TrajectorySandbox)
@@ -145,18 +144,12 @@ class Tool(ABC):
         """
         return True
 
-    def unused_kwargs(self, kwargs: Mapping[str, Any]) -> list[str]:
-        """Those of a prompt's kwargs that this tool has no use for; a warning names them once."""
-        return []
-
     @abstractmethod
     async def open(self, context: ToolContext) -> ToolSession:
         """A session for one trajectory; opened before its first call of this tool.
 
-        Runs in the trajectory's task, as does `ToolSession.close`, within ``limits.tool_s``; once
-        the trajectory is cancelled, it has another ``limits.cleanup_s`` to return a session, which
-        is then closed. It must not leave a task group or cancel scope open after it, and where it
-        raises or is cancelled leaves nothing behind.
+        Runs within ``limits.tool_s``, in the task in which `ToolSession.close` will run too. Where
+        it raises or is cancelled it leaves nothing behind.
         """
 
 
