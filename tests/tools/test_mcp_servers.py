@@ -104,7 +104,7 @@ async def test_frozen_server_is_started_again_and_its_calls_fail(context: ToolCo
                 await ask(tools, context, "count")
             failures.append(str(failure.value))
 
-        with anyio.fail_after(20):
+        with anyio.fail_after(60):
             async with anyio.create_task_group() as tasks:
                 for _ in range(8):
                     tasks.start_soon(count)
@@ -122,7 +122,7 @@ async def test_frozen_server_is_found_after_a_call_was_given_up(context: ToolCon
         frozen.suspend()
         with anyio.move_on_after(0.1):
             await ask(tools, context, "count")
-        with anyio.fail_after(30):
+        with anyio.fail_after(60):
             answered = await ask(tools, context, "process")
         assert answered == str(servers()[0].pid) != str(frozen.pid)
 
@@ -135,7 +135,7 @@ async def test_call_that_only_reads_is_repeated_when_its_server_freezes(
     async with connect_mcp(SERVER, ping_s=1) as tools:
         (frozen,) = servers()
         frozen.suspend()
-        with anyio.fail_after(20):
+        with anyio.fail_after(60):
             answered = await ask(tools, context, "process")
         assert answered == str(servers()[0].pid) != str(frozen.pid)
 
@@ -157,17 +157,17 @@ async def test_frozen_http_server_fails_calls_at_once_until_it_is_back(
     context: ToolContext,
 ) -> None:
     async with over_http() as (url, process):
-        async with connect_mcp(url, ping_s=1, start_timeout_s=1.0) as tools:
+        async with connect_mcp(url, ping_s=1, start_timeout_s=5.0) as tools:
             assert await ask(tools, context, "count") == "1"
             process.send_signal(signal.SIGSTOP)
-            with anyio.fail_after(30):
+            with anyio.fail_after(60):
                 with pytest.raises(ToolError, match="even to a ping"):
                     await ask(tools, context, "count")
                 for _ in range(100):
                     with pytest.raises(ToolError) as failure:
                         await ask(tools, context, "count")
                 assert str(failure.value) == (
-                    "the MCP server is not there (no answer within start_timeout_s = 1 s), and is "
+                    "the MCP server is not there (no answer within start_timeout_s = 5 s), and is "
                     "being started again; not called"
                 )
                 process.send_signal(signal.SIGCONT)
@@ -191,7 +191,7 @@ async def test_trajectories_on_a_frozen_server_go_on_without_their_full_limit() 
     ):
         servers()[0].suspend()
         prompts = [Prompt(messages=[{"role": "user", "content": "count"}])]
-        with anyio.fail_after(30):
+        with anyio.fail_after(60):
             first = await runtime.generate(prompts)
             second = await runtime.generate(prompts)
     assert {row.outcome for row in (*first.samples, *second.samples)} == {Outcome.COMPLETED}

@@ -9,7 +9,7 @@ import anyio
 import anyio.lowlevel
 
 from rollout.containment import Contained, UnresponsiveError, containment_here
-from rollout.errors import ToolError
+from rollout.errors import LimitExceeded, ToolError
 from rollout.limits import call_limit
 from rollout.scopes import find_exception
 from rollout.types import read_message
@@ -101,8 +101,8 @@ def describe_timeout(deadline: Deadline) -> str:
 async def run_side_by_side(jobs: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> None:
     """Run the jobs at the same time and wait for all; each is begun before the next one.
 
-    A KeyboardInterrupt, or the `UnresponsiveError` of a job that was given up, ends the others and
-    is raised here as itself: raised within a task, it would leave as a group.
+    A KeyboardInterrupt, a `LimitExceeded`, or the `UnresponsiveError` of a job that was given up
+    ends the others and is raised here as itself: raised within a task, it would leave as a group.
     """
     if len(jobs) == 1:
         await jobs[0]()
@@ -113,7 +113,7 @@ async def run_side_by_side(jobs: Sequence[Callable[[], Coroutine[Any, Any, None]
         async def run(job: Callable[[], Coroutine[Any, Any, None]]) -> None:
             try:
                 await job()
-            except (KeyboardInterrupt, UnresponsiveError) as failure:
+            except (KeyboardInterrupt, LimitExceeded, UnresponsiveError) as failure:
                 failures.append(failure)
                 group.cancel_scope.cancel()
 

@@ -91,6 +91,11 @@ class ToolGate:
         self._results: OrderedDict[bytes, ToolResult] = OrderedDict()
         self._failures, self._last_failure, self._refuses_until = 0, "", -math.inf
 
+    @property
+    def has_queue(self) -> bool:
+        """Whether calls may wait for a slot."""
+        return self._slots is not None or self.policy.rate_limit_per_s is not None
+
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
         """One of `max_concurrency` slots, once the rate allows another start."""

@@ -192,9 +192,8 @@ class TrajectoryTools:
             raise ToolError("the tools of this trajectory are closed")
         turn = _Turn(calls, limit, events)
         self._admit(turn, offered)
-        with limit.open(None, ""):  # it may have ended other blocks: one ends one
-            await self._open_tools(turn)
-            await run_side_by_side([partial(self._run_call, turn, at) for at in turn.pending])
+        await self._open_tools(turn)
+        await run_side_by_side([partial(self._run_call, turn, at) for at in turn.pending])
         results = [self._bound_text(each) for each in turn.results if each is not None]
         return self._add_metrics(calls, results)
 
@@ -273,20 +272,26 @@ class TrajectoryTools:
         opened = self._opened
         if all(call.name in opened for call in turn.pending.values()):
             return
-        async with self._opening:  # another conversation may open some meanwhile
-            for name in dict.fromkeys(call.name for call in turn.pending.values()):
-                gate = self._runtime.gates[name]
-                failure = gate.describe_refusal()
-                if failure is None and name not in opened:
-                    try:
-                        await self._open(name, turn.limit)
-                    except CallError as error:
-                        failure = str(error)
-                        self._note_failure(name, error)
-                if failure is not None and name not in opened:
+        with turn.limit.open(None, ""):
+            async with self._opening:  # another conversation may open some meanwhile
+                for name in dict.fromkeys(call.name for call in turn.pending.values()):
+                    failure = "" if name in opened else await self._try_to_open(name, turn)
                     for at in [at for at, call in turn.pending.items() if call.name == name]:
-                        del turn.pending[at]
-                        self._refuse(turn, at, failure)
+                        if failure:
+                            del turn.pending[at]
+                            self._refuse(turn, at, failure)
+
+    async def _try_to_open(self, name: str, turn: _Turn) -> str:
+        """Open a tool; why that failed, or was not tried, for the model."""
+        refusal = self._runtime.gates[name].describe_refusal()
+        if refusal is not None:
+            return refusal
+        try:
+            await self._open(name, turn.limit)
+        except CallError as error:
+            self._note_failure(name, error)
+            return str(error)
+        return ""
 
     async def _open(self, name: str, turn: Limit, *, is_bounded: bool = True) -> None:
         """Open a tool, within ``limits.tool_s`` where it `is_bounded`, for the calls of a turn.
@@ -332,24 +337,30 @@ class TrajectoryTools:
     async def _run_call(self, turn: _Turn, at: int) -> None:
         """Run a call; those of sessions with the same `serial` wait for each other, in order."""
         call = turn.pending[at]
-        serial, lock = self._opened[call.name].serial, None
+        gate, serial, lock = self._runtime.gates[call.name], self._opened[call.name].serial, None
         if serial is not None:
             lock = self._serial.setdefault(id(serial), anyio.Lock(fast_acquire=True))
-        async with lock or nullcontext():
-            self._running[turn, at] = began = anyio.current_time()
-            if turn.events is not None:
-                turn.events.started(at, call, began)
-            try:
-                turn.results[at] = await self._answer(turn, call)
-            finally:
-                self.idle_since = now = anyio.current_time()
-                if self._running.pop((turn, at), None) is not None:  # else it was abandoned
-                    self.seconds += now - began
-                    self._count(turn, at, began, now)
+        # The limit of a call lies within the turn's, which counts also while it waits for others.
+        waits = serial is not None or gate.has_queue
+        with turn.limit.open(None, "") if waits else nullcontext():
+            async with lock or nullcontext():
+                await self._time_call(turn, at, gate)
 
-    async def _answer(self, turn: _Turn, call: ToolCall) -> ToolResult:
+    async def _time_call(self, turn: _Turn, at: int, gate: ToolGate) -> None:
+        call, began = turn.pending[at], anyio.current_time()
+        self._running[turn, at] = began
+        if turn.events is not None:
+            turn.events.started(at, call, began)
+        try:
+            turn.results[at] = await self._answer(turn, call, gate)
+        finally:
+            self.idle_since = now = anyio.current_time()
+            if self._running.pop((turn, at), None) is not None:  # else it was abandoned
+                self.seconds += now - began
+                self._count(turn, at, began, now)
+
+    async def _answer(self, turn: _Turn, call: ToolCall, gate: ToolGate) -> ToolResult:
         """The result of a call: of an earlier one, the breaker's, or the tool's own."""
-        gate = self._runtime.gates[call.name]
         key = gate.make_cache_key(call.arguments, self._kwargs.get(call.name, {}))
         cached, refusal = gate.find_cached(key), gate.describe_refusal()
         if cached is not None:
@@ -373,6 +384,7 @@ class TrajectoryTools:
 
         Raises:
             CallError: The last attempt failed, or the limit was over.
+            LimitExceeded: The turn's limit was over.
         """
         session, policy, limit = self._opened[call.name], gate.policy, None
         what = f"tool {call.name!r}"
@@ -388,6 +400,8 @@ class TrajectoryTools:
                         _execute, session, call, limit=limit, what=what, activity=activity
                     )
                 except LimitExceeded:
+                    if turn.limit.is_over:
+                        raise
                     failure = CallError(describe_timeout(limit.deadline))
                 except CallError as error:
                     failure = error
