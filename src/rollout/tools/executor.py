@@ -103,9 +103,8 @@ class ToolExecutor:
         """
         for tool in self._tools.values():
             await tool.prepare()
-        tools = [tool for tool in self._tools.values() if isinstance(tool, FunctionTool)]
-        refs = [tool.function_ref for tool in tools if tool.function_ref is not None]
-        if refs:
+        found = [getattr(tool, "function_ref", None) for tool in self._tools.values()]
+        if refs := [ref for ref in found if ref is not None]:
             await self._processes.prepare(refs, self._runtime.tool_s)
 
     def schemas(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
@@ -140,7 +139,7 @@ class ToolExecutor:
         for name, value in (tools_kwargs or {}).items():
             if name not in tools and name not in self._warned:
                 self._warned.add(name)
-                known = f"is no tool here; known: {_list_names(self._tools)}"
+                known = f"is no tool here; known: {quote_all(self._tools) or 'none'}"
                 why = "is not offered to their prompt" if name in self._tools else known
                 logger.warning("tools_kwargs[%r] are ignored: it %s", name, why)
             elif name in tools and not isinstance(value, Mapping):
@@ -165,13 +164,9 @@ class ToolExecutor:
             return self._tools
         unknown = [name for name in names if name not in self._tools]
         if unknown:
-            known = _list_names(self._tools)
-            raise ToolError(f"unknown tools: {_list_names(unknown)}; known: {known}")
+            known = quote_all(self._tools) or "none"
+            raise ToolError(f"unknown tools: {quote_all(unknown)}; known: {known}")
         return {name: self._tools[name] for name in names}
-
-
-def _list_names(names: Sequence[str] | Mapping[str, Any]) -> str:
-    return quote_all(names) or "none"
 
 
 def _as_tool(tool: Tool | Callable[..., Any]) -> Tool:

@@ -64,9 +64,9 @@ class ToolSession(ABC):
     """A tool in the hands of one trajectory, from its first call to the trajectory's end.
 
     Attributes:
-        serial: Calls to sessions that have the same object here run one after another, in the order
-            in which the model wrote them: for tools with a state that outlives a call, such as an
-            interpreter. None: the calls of one turn are begun in that order and run at once.
+        serial: Calls to sessions that have the same object here run one after another, in the
+            model's order: for a state that outlives a call, such as an interpreter. None: the
+            calls of one turn are begun in that order and run at once.
         decides_reward: Whether `calc_reward` is the trajectory's reward, where neither the agent
             nor a reward function gives one. What it raises then fails the trajectory.
     """
@@ -100,7 +100,7 @@ class ToolSession(ABC):
     async def close(self) -> None:  # noqa: B027  (nothing to release)
         """Release what the session holds: called once, shielded, in ``limits.cleanup_s``.
 
-        Runs in the trajectory's task; sessions opened later have been closed before.
+        Runs in the task of `Tool.open`; sessions opened later have been closed before.
         """
 
 

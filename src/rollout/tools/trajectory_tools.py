@@ -52,13 +52,11 @@ logger = logging.getLogger("rollout")
 
 
 class ToolRuntime(msgspec.Struct, frozen=True, kw_only=True):
-    """What the tools of all trajectories share; the limits are those of `ToolExecutor`.
+    """What the tools of all trajectories share; see `ToolExecutor`.
 
     Attributes:
         checks: By tool: the arguments that it gets, of the model's and the prompt's kwargs.
         gates: By tool.
-        threads, processes: Where sync and isolated code runs.
-        tally: Counts the calls.
     """
 
     checks: Mapping[str, Callable[[Any, Mapping[str, Any]], dict[str, Any]]]
@@ -74,12 +72,9 @@ class ToolRuntime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Turn:
-    """The calls of one turn on their way: their results, and those of them that are to run.
+    """The calls of one turn, as they are `run`.
 
     Attributes:
-        calls: In the order in which the model wrote them.
-        limit: Within which all must have been answered.
-        events: Hears of the calls; None where nobody reads.
         results: By the position of the call; None until it has one.
         pending: Positions of the calls that run, with their checked arguments.
     """
@@ -194,8 +189,7 @@ class TrajectoryTools:
         self._admit(turn, offered)
         await self._open_tools(turn)
         await run_side_by_side([partial(self._run_call, turn, at) for at in turn.pending])
-        results = [self._bound_text(each) for each in turn.results if each is not None]
-        return self._add_metrics(calls, results)
+        return [self._bound_text(each) for each in turn.results if each is not None]
 
     def recall(
         self,
@@ -210,15 +204,7 @@ class TrajectoryTools:
         for at in turn.pending:
             turn.results[at] = answers.results[at]
             self._count(turn, at, 0.0, answers.seconds / len(turn.pending))
-        return self._add_metrics(calls, list(answers.results))
-
-    def _add_metrics(
-        self, calls: Sequence[ToolCall | InvalidToolCall], results: list[ToolResult]
-    ) -> list[ToolResult]:
-        for call, result in zip(calls, results, strict=True):
-            if result.metrics and isinstance(call, ToolCall):
-                add_metrics(self.metrics, call.name, result.metrics)
-        return results
+        return list(answers.results)
 
     def _bound_text(self, result: ToolResult) -> ToolResult:
         text, limit = result.text, self._runtime.max_response_length
@@ -231,13 +217,12 @@ class TrajectoryTools:
         """Check the calls of a turn; those that cannot run are answered."""
         names = [name for name in self._tools if offered is None or name in offered]
         most = self._runtime.max_parallel_calls
+        too_many = (
+            f"not executed: at most {most} calls per turn (agent.max_parallel_calls); call it again"
+        )
         for at, call in enumerate(turn.calls):
             if at >= most and isinstance(call, ToolCall):  # nor does it count as invalid
-                fault = (
-                    f"not executed: at most {most} calls per turn (agent.max_parallel_calls); "
-                    "call it again"
-                )
-                self._refuse(turn, at, fault)
+                self._refuse(turn, at, too_many)
                 continue
             try:
                 turn.pending[at] = self._check(call, names)
@@ -436,6 +421,8 @@ class TrajectoryTools:
             counts[f"{prefix}/{key}"] = counts.get(f"{prefix}/{key}", 0.0) + value
         longest = f"{prefix}/seconds_max"
         counts[longest] = max(counts.get(longest, 0.0), now - began)
+        if result is not None and result.metrics:
+            add_metrics(self.metrics, name, result.metrics)
         if turn.events is not None:
             turn.events.ended(at, call, result, began, now, is_refused=is_refused)
 
