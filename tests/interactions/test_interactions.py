@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -115,14 +115,11 @@ class Nameless(Interaction):
         return InteractionTurn("")
 
 
-def test_registry_object_that_is_no_factory_is_refused() -> None:
-    judge: Any = Judge()
+@pytest.mark.parametrize(("factory", "name"), [(Judge(), "judge"), (Nameless, None)])
+def test_registry_object_that_is_no_factory_is_refused(factory: Any, name: str | None) -> None:
     with pytest.raises(ConfigError) as caught:
-        InteractionRegistry([judge])
+        InteractionRegistry([factory])
     assert str(caught.value) == (
-        f"interaction {judge!r} cannot be called; expected an Interaction class or a factory: each "
-        f"trajectory gets an object of its own"
+        f"interaction {factory!r}: expected an Interaction class or a factory, with a name, got "
+        f"{name!r}: each trajectory gets an object of its own"
     )
-    with pytest.raises(ConfigError) as caught:
-        InteractionRegistry([cast("Any", Nameless)])
-    assert str(caught.value) == f"interaction {Nameless!r} has the name None; expected text"

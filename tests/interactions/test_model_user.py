@@ -172,8 +172,14 @@ async def test_persona_with_a_field_that_the_prompt_lacks_is_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ({"max_turns": 0}, "interaction 'u': max_turns = 0: expected at least 1"),
-        ({"max_tries": 0}, "interaction 'u': max_tries = 0: expected at least 1"),
+        (
+            {"max_turns": 0},
+            "interaction 'u': max_turns = 0, max_tries = 3: expected at least 1 each",
+        ),
+        (
+            {"max_tries": 0},
+            "interaction 'u': max_turns = 8, max_tries = 0: expected at least 1 each",
+        ),
         (
             {"base_url": "localhost:8000"},
             "interaction 'u': base_url = 'localhost:8000': expected an http or https URL",

@@ -583,7 +583,7 @@ async def test_langchain_tools_run_sync_and_async(executor: Callable[..., ToolEx
             is_error=True,
         ),
         ToolResult(
-            "", images=[MediaSource("image", "data:", where="a content block of LangChain's")]
+            "", images=(MediaSource("image", "data:", where="a content block of LangChain's"),)
         ),
         ToolResult("one two"),
     ]

@@ -245,12 +245,11 @@ async def test_breaker_refuses_calls_of_a_tool_that_keeps_failing(
     ]
     assert caplog.records[0].levelno == logging.WARNING
 
-    await anyio.sleep(30)  # one call is let through, fails, and the others are refused for longer
-    results = await run(opened(built), *[call("scripted")] * 3)
-    assert sorted(result.text[:15] for result in results) == [
-        "'scripted' is n",
-        "'scripted' is n",
-        "ConnectionError",
+    await anyio.sleep(30)  # a call is let through, fails, and others are refused for longer
+    results = [(await run(opened(built), call("scripted")))[0] for _ in range(3)]
+    assert [result.text for result in results] == [
+        "ConnectionError: down",
+        *[refused.text.replace("last 3", "last 4")] * 2,
     ]
     assert len(script.times) == 4
     await anyio.sleep(29)
@@ -331,10 +330,10 @@ def test_policy_every_value_out_of_bounds_is_named() -> None:
     assert str(caught.value) == (
         "ToolPolicy: timeout_s = 0: expected a number > 0 or None; max_concurrency = 0: expected "
         "an integer ≥ 1 or None; rate_limit_per_s = -1.0: expected a number > 0 or None; retries "
-        "= True: expected an integer ≥ 0; backoff_s = 0.0: expected a number > 0; transient = "
-        "(<class 'int'>,): expected a tuple of exception types; cache_size = -1: expected an "
-        "integer ≥ 0; breaker_failures = 0: expected an integer ≥ 1 or None; breaker_s = "
-        "inf: expected a number > 0"
+        "= True: expected an integer ≥ 0, got a boolean; backoff_s = 0.0: expected a number > 0; "
+        "cache_size = -1: expected an integer ≥ 0; breaker_failures = 0: expected an integer ≥ 1 "
+        "or None; breaker_s = inf: expected a number > 0, got one that is not finite; transient = "
+        "(<class 'int'>,): expected a tuple of exception types"
     )
 
 
@@ -413,28 +412,14 @@ def test_session_with_a_task_group_from_open_to_close_is_opened_and_closed_in_on
     assert log == ["closed"] * 3
 
 
-async def test_session_open_is_finished_and_closed_when_the_trajectory_is_cancelled(
-    executor: Any,
-) -> None:
-    tool = Slow(4)
-    tools = opened(executor(tool))
-    started = anyio.current_time()
-    with anyio.move_on_after(1) as scope:
-        await run(tools, call("slow"))
-    assert scope.cancelled_caught
-    assert anyio.current_time() - started == 4
-    await tools.close()
-    assert [event for event, _ in tool.log] == ["open", "opened", "close"]
-
-
-async def test_session_open_that_outlasts_the_grace_is_cancelled(executor: Any) -> None:
+async def test_session_open_is_cancelled_with_the_trajectory(executor: Any) -> None:
     tool = Slow(9)
     tools = opened(executor(tool))
     started = anyio.current_time()
     with anyio.move_on_after(1) as scope:
         await run(tools, call("slow"))
     assert scope.cancelled_caught
-    assert anyio.current_time() - started == 6  # limits.cleanup_s after the cancellation
+    assert anyio.current_time() - started == 1
     await tools.close()
     assert [event for event, _ in tool.log] == ["open"]
 

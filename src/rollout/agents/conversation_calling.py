@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from rollout.agents.conversation_listening import ListeningConversation
 from rollout.agents.turn import answer, read_calls
 from rollout.tools.call_events import CallEvents
-from rollout.tools.results import show_something
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -125,7 +124,7 @@ class CallingConversation(ListeningConversation):
             who = self._identity
             heard = CallEvents(events, who.number, self.assistant_turns - 1, who.path)
         results = await tools.run(calls, limit=self._turn, offered=offered, events=heard)
-        if show_something(results):
+        if any(result.has_media for result in results):
             results = await self._seen(calls, results)
         if asked is not None and log is not None:
             took_s = tools.seconds - before

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rollout.engine.pool.generation import Generation
     from rollout.token_prefix import TokenPrefix
     from rollout.tools import ToolResult
-    from rollout.tools.answers import Answers
+    from rollout.tools.results import Answers
     from rollout.types import InvalidToolCall, ToolCall
 
 #: What was asked: the number of tokens before it, the CRC-32 of their ids, and the seed of the turn

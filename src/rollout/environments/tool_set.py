@@ -135,10 +135,6 @@ class _MethodTool(Tool):
         """Whether the prompt's environment has it."""
         return self.name in self._tool_set.functions[self._tool_set.name_for(prompt)]
 
-    def unused_kwargs(self, kwargs: Mapping[str, Any]) -> list[str]:
-        """All: what is the prompt's, `reset` gets."""
-        return sorted(kwargs)
-
     async def open(self, context: ToolContext) -> ToolSession:
         """A session; the first one of the trajectory makes the object, and closes it."""
         key = f"{__name__}.{id(self._tool_set)}"

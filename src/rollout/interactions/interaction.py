@@ -77,14 +77,12 @@ class Interaction(ABC):
 
 
 class InteractionFactory(Protocol):
-    """Makes a simulated user for each trajectory: an `Interaction` class or any such object."""
+    """Makes a simulated user for each trajectory: an `Interaction` class, or what has a name."""
 
     @property
-    def name(self) -> str:
-        """What prompts and ``agent.interaction`` call it."""
+    def name(self) -> str: ...
 
-    def __call__(self) -> Interaction:
-        """A new simulated user."""
+    def __call__(self) -> Interaction: ...
 
 
 class InteractionRegistry:
@@ -95,13 +93,20 @@ class InteractionRegistry:
     """
 
     def __init__(self, factories: Sequence[InteractionFactory] = ()) -> None:
-        names = [_checked_name(factory) for factory in factories]
-        collisions = [repr(name) for name, count in Counter(names).items() if count > 1]
+        for factory in factories:
+            name = getattr(factory, "name", None)
+            if not (callable(factory) and isinstance(name, str) and name):
+                raise ConfigError(
+                    f"interaction {factory!r:.200}: expected an Interaction class or a factory, "
+                    f"with a name, got {name!r}: each trajectory gets an object of its own"
+                )
+        counts = Counter(factory.name for factory in factories)
+        collisions = [repr(name) for name, count in counts.items() if count > 1]
         if collisions:
             raise ConfigError(
                 f"interactions with the same name: {', '.join(collisions)}; names must be unique"
             )
-        self._factories = dict(zip(names, factories, strict=True))
+        self._factories = {factory.name: factory for factory in factories}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -109,28 +114,12 @@ class InteractionRegistry:
         return tuple(self._factories)
 
     def check(self, name: str) -> None:
-        """Raise the ConfigError of `create` where `name` is unknown."""
+        """Raise a ConfigError with the known names where this one is unknown."""
         if not isinstance(name, str) or name not in self._factories:
             known = ", ".join(repr(known) for known in self._factories) or "none"
             raise ConfigError(f"unknown interaction {name!r}; known: {known}")
 
     def create(self, name: str) -> Interaction:
-        """A new simulated user for one trajectory, not yet started.
-
-        Raises:
-            ConfigError: `name` is unknown; the known ones are listed.
-        """
+        """A new simulated user for one trajectory, not yet started; raises as `check` does."""
         self.check(name)
         return self._factories[name]()
-
-
-def _checked_name(factory: InteractionFactory) -> str:
-    if not callable(factory):
-        raise ConfigError(
-            f"interaction {factory!r:.200} cannot be called; expected an Interaction class or a "
-            f"factory: each trajectory gets an object of its own"
-        )
-    name = getattr(factory, "name", None)
-    if not isinstance(name, str) or not name:
-        raise ConfigError(f"interaction {factory!r:.200} has the name {name!r}; expected text")
-    return name

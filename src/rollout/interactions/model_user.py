@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rollout.chat.messages import template_messages, text_in, text_of_content
@@ -70,10 +69,9 @@ class ModelUser:
         timeout_s: float = 60.0,
         max_tries: int = 3,
     ) -> None:
-        counts = {"max_turns": max_turns, "max_tries": max_tries}
-        for field, value in counts.items():
-            if value < 1:
-                raise ConfigError(f"interaction {name!r}: {field} = {value}: expected at least 1")
+        if min(max_turns, max_tries) < 1:
+            text = f"max_turns = {max_turns}, max_tries = {max_tries}: expected at least 1 each"
+            raise ConfigError(f"interaction {name!r}: {text}")
         if not base_url.startswith(("http://", "https://")):
             raise ConfigError(
                 f"interaction {name!r}: base_url = {base_url!r}: expected an http or https URL"
@@ -88,19 +86,18 @@ class ModelUser:
         self.name, self.persona, self.max_turns = name, persona, max_turns
         self.fields = {"model": model, **(sampling or {})}
         certificates = httpx.create_ssl_context()  # once: it reads all of them
-        self._options: dict[str, Any] = {
-            "base_url": base_url,
-            "api_key": os.environ.get(api_key_variable or "", "none"),  # it wants one
-            "timeout": timeout_s,
-            "max_retries": max_tries - 1,
-        }
-        self._make_http = partial(openai.DefaultAsyncHttpxClient, verify=certificates)
+        api_key = os.environ.get(api_key_variable or "", "none")  # the client wants one
 
-    def _make_client(self) -> openai.AsyncOpenAI:
-        """A client with connections of its own; close it."""
-        import openai
+        def make_client() -> openai.AsyncOpenAI:
+            return openai.AsyncOpenAI(
+                base_url=base_url,
+                api_key=api_key,
+                timeout=timeout_s,
+                max_retries=max_tries - 1,
+                http_client=openai.DefaultAsyncHttpxClient(verify=certificates),
+            )
 
-        return openai.AsyncOpenAI(**self._options, http_client=self._make_http())
+        self.make_client = make_client
 
     def __call__(self) -> Interaction:
         """A user who has said nothing beyond the prompt."""
@@ -118,61 +115,46 @@ class _PlayedUser(Interaction):
         try:
             persona = self._model.persona.format(**kwargs)
         except (LookupError, ValueError) as error:
+            known, kind = ", ".join(sorted(kwargs)) or "nothing", type(error).__name__
             raise RolloutError(
                 f"interaction {self.name!r}: persona cannot be filled from the prompt's "
-                f"interaction_kwargs ({type(error).__name__}: {error}); they have "
-                f"{', '.join(sorted(kwargs)) or 'nothing'}"
+                f"interaction_kwargs ({kind}: {error}); they have {known}"
             ) from None
         self._instructions = INSTRUCTIONS.format(persona=persona)
-        self._client = self._model._make_client()
+        self._client = self._model.make_client()
 
     async def respond(self, messages: Sequence[Message | Mapping[str, Any]]) -> InteractionTurn:
+        import openai
+
         if not self._left:
             return InteractionTurn("", is_done=True)
         self._left -= 1
-        seen = [{"role": "system", "content": self._instructions}, *_other_side(messages)]
-        text = (await self._complete(seen)).strip()
-        if DONE in text or not text:
-            return InteractionTurn("", is_done=True)
-        return InteractionTurn(text)
-
-    async def _complete(self, messages: list[Any]) -> str:
-        """The model's next message.
-
-        Raises:
-            RolloutError: It did not answer, or not as such an endpoint does.
-        """
-        import openai
-
+        roles = {"assistant": "user", "user": "assistant"}  # the model sees the other side
+        seen: list[Any] = [{"role": "system", "content": self._instructions}]
+        seen += [
+            {"role": roles[message["role"]], "content": text_in(message["content"])}
+            for message in template_messages(messages)
+            if message["role"] in roles and text_in(message["content"])
+        ]
         assert self._client is not None
-        label, create = f"interaction {self.name!r}", self._client.chat.completions.create
-        completion: Any
+        label, completions = f"interaction {self.name!r}", self._client.chat.completions
         try:
-            completion = await create(messages=messages, **self._model.fields)
+            completion: Any = await completions.create(messages=seen, **self._model.fields)
         except openai.APIStatusError as error:
-            text = error.response.text[:_QUOTED]
-            raise RolloutError(f"{label}: HTTP {error.status_code}: {text}") from None
+            why = f"HTTP {error.status_code}: {error.response.text[:_QUOTED]}"
+            raise RolloutError(f"{label}: {why}") from None
         except openai.APIError as error:
-            cause = error.__cause__ or error
-            name = type(cause).__name__
-            raise RolloutError(f"{label}: no answer ({name}: {cause})") from None
+            why = error.__cause__ or error
+            raise RolloutError(f"{label}: no answer ({type(why).__name__}: {why})") from None
         try:
             content = completion.choices[0].message.content
         except (AttributeError, LookupError, TypeError):
             text = f"{completion!r:.{_QUOTED}}"
             raise RolloutError(f"{label}: not a chat completion: {text}") from None
-        return text_of_content(label, content or "")
+        text = text_of_content(label, content or "").strip()
+        is_done = DONE in text or not text
+        return InteractionTurn("" if is_done else text, is_done=is_done)
 
     async def finish(self) -> None:
         if self._client is not None:
             await self._client.close()
-
-
-def _other_side(messages: Sequence[Message | Mapping[str, Any]]) -> list[dict[str, str]]:
-    """The conversation as the user's own model sees it."""
-    roles = {"assistant": "user", "user": "assistant"}
-    return [
-        {"role": roles[message["role"]], "content": text_in(message["content"])}
-        for message in template_messages(messages)
-        if message["role"] in roles and text_in(message["content"])
-    ]

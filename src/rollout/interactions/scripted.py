@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import ConfigError
@@ -34,16 +35,11 @@ class ScriptedUser:
         name: str = "scripted",
         scores: Sequence[float | None] | None = None,
     ) -> None:
-        self.name = name
-        if scores is not None and len(scores) != len(lines):
-            raise ConfigError(
-                f"interaction {name!r}: {len(lines)} lines and {len(scores)} scores; expected as "
-                f"many scores as lines"
-            )
-        self.turns = tuple(
-            InteractionTurn(line, score=score)
-            for line, score in zip(lines, scores or [None] * len(lines), strict=True)
-        )
+        scores = [None] * len(lines) if scores is None else scores
+        if len(scores) != len(lines):
+            counts = f"{len(lines)} lines and {len(scores)} scores"
+            raise ConfigError(f"interaction {name!r}: {counts}; expected as many scores as lines")
+        self.name, self.turns = name, [*map(InteractionTurn, lines, repeat(False), scores)]
 
     def __call__(self) -> Interaction:
         """A user at the beginning of the script."""

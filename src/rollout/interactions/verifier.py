@@ -18,12 +18,11 @@ if TYPE_CHECKING:
 
     Check = Callable[[str, InteractionContext], bool | float | Awaitable[bool | float]]
 
-#: A number as people write it: a sign, groups of thousands, decimals, an exponent. The second one
-#: of a range such as 3-5 has no sign.
+#: A number as people write it; the second one of a range such as 3-5 has no sign.
 _NUMBER = re.compile(r"(?:(?<!\d)[-+])?\d+(?:,\d{3})*(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _ANNOUNCED = re.compile(r"\banswer(?:\s+is|\s*:)", re.IGNORECASE)
 #: Longest answer that is looked at, from its end.
-_LOOKED_AT = 10_000
+_MAX_ANSWER = 10_000
 
 
 def final_answer(text: str) -> str:
@@ -32,17 +31,17 @@ def final_answer(text: str) -> str:
     In this order: the last ``\\boxed{…}``; what follows the last ``####`` (GSM8K); the first number
     after the last "answer is" or "answer:", or all that follows it; the last number; all of it.
     """
-    text = text[-_LOOKED_AT:].strip()
+    text = text[-_MAX_ANSWER:].strip()
     _, boxed, inside = text.rpartition("\\boxed{")
     if boxed and "}" in inside:
         return inside.partition("}")[0].strip()
-    _, marker, said = text.rpartition("####")
-    if marker and said.strip():
-        return said.strip()
-    _, *rest = _ANNOUNCED.split(text)
-    if rest:
-        number = _NUMBER.search(rest[-1])
-        return number.group() if number else rest[-1].strip()
+    _, marker, rest = text.rpartition("####")
+    if marker and rest.strip():
+        return rest.strip()
+    _, *announced = _ANNOUNCED.split(text)
+    if announced:
+        number = _NUMBER.search(announced[-1])
+        return number.group() if number else announced[-1].strip()
     numbers = _NUMBER.findall(text)
     return str(numbers[-1]) if numbers else text
 
@@ -50,9 +49,9 @@ def final_answer(text: str) -> str:
 def is_same_answer(answer: str, truth: object) -> bool:
     """Whether two answers are equal as numbers, or else as text without case and outer spaces."""
     ours, theirs = final_answer(answer), str(truth).strip()
-    numbers = [_read_number(text) for text in (ours, theirs)]
-    if None not in numbers:
-        return numbers[0] == numbers[1]
+    number, true_number = _read_number(ours), _read_number(theirs)
+    if number is not None and true_number is not None:
+        return number == true_number
     return ours.rstrip(".").casefold() == theirs.rstrip(".").casefold()
 
 
@@ -90,9 +89,8 @@ class Verifier:
         right_at: float = 1.0,
     ) -> None:
         if max_attempts < 1:
-            raise ConfigError(
-                f"interaction {name!r}: max_attempts = {max_attempts}: expected at least 1"
-            )
+            text = f"max_attempts = {max_attempts}: expected at least 1"
+            raise ConfigError(f"interaction {name!r}: {text}")
         try:
             wrong.format(left=1)
         except (LookupError, ValueError) as error:
@@ -102,18 +100,14 @@ class Verifier:
             ) from None
         self.name, self.max_attempts = name, max_attempts
         self.wrong, self.right_at = wrong, right_at
-        self.check: Check = check or _equals_ground_truth
+        self.check: Check = check or (lambda answer, who: is_same_answer(answer, who.ground_truth))
 
     def __call__(self) -> Interaction:
         """A user who has heard nothing yet."""
-        return _Listener(self)
+        return _CheckingUser(self)
 
 
-def _equals_ground_truth(answer: str, context: InteractionContext) -> bool:
-    return is_same_answer(answer, context.ground_truth)
-
-
-class _Listener(Interaction):
+class _CheckingUser(Interaction):
     def __init__(self, verifier: Verifier) -> None:
         self.name, self._verifier, self._left = verifier.name, verifier, verifier.max_attempts
         self._context: InteractionContext | None = None

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rollout.engine.pool.generation import Generation
     from rollout.medium import Media
     from rollout.token_prefix import TokenPrefix
-    from rollout.tools.answers import Answers
+    from rollout.tools.results import Answers
     from rollout.types import InvalidToolCall, ToolCall
 
 #: Tokens that are shown of a context, from its end; characters of calls.

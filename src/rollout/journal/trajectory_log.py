@@ -23,7 +23,7 @@ from rollout.journal.values import REFUSE, UNENCODABLE
 from rollout.media.records import drop_content
 from rollout.medium import Media
 from rollout.tools import ToolResult
-from rollout.tools.answers import Answers
+from rollout.tools.results import Answers
 from rollout.types import Outcome
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ MAX_FAULTS = 8
 
 #: Keywords beside which a missing `additionalProperties` does not mean that all are listed.
 _OPEN = frozenset(
-    {
+    (
         *("$ref", "allOf", "anyOf", "oneOf", "if", "patternProperties", "unevaluatedProperties"),
         *("additionalProperties", "propertyNames"),
-    }
+    )
 )
 
 
@@ -28,10 +28,10 @@ class ArgumentsError(ToolError):
     """A call's arguments are not what the tool takes; the text lists every fault."""
 
     def __init__(self, tool: str, faults: Iterable[str]) -> None:
-        first, more = list(faults), ""
-        if len(first) > MAX_FAULTS:
-            more = f"; and {len(first) - MAX_FAULTS} more"
-        super().__init__(f"invalid arguments for {tool!r}: {'; '.join(first[:MAX_FAULTS])}{more}")
+        listed = list(faults)
+        if len(listed) > MAX_FAULTS:
+            listed[MAX_FAULTS:] = [f"and {len(listed) - MAX_FAULTS} more"]
+        super().__init__(f"invalid arguments for {tool!r}: {'; '.join(listed)}")
 
 
 class SchemaCheck:

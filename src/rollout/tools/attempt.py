@@ -9,13 +9,13 @@ import anyio
 import anyio.lowlevel
 
 from rollout.containment import Contained, UnresponsiveError, containment_here
-from rollout.errors import ToolError
+from rollout.errors import LimitExceeded, ToolError
 from rollout.limits import call_limit
 from rollout.scopes import find_exception
 from rollout.types import read_message
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterable
+    from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
     from rollout.limits import Deadline, Limit
 
@@ -98,20 +98,22 @@ def describe_timeout(deadline: Deadline) -> str:
     return f"timed out after {deadline.seconds:g} s ({deadline.source})"
 
 
-async def run_side_by_side(jobs: Iterable[Callable[[], Coroutine[Any, Any, None]]]) -> None:
-    """Run the jobs at the same time, each in a task of its own, and wait for all.
+async def run_side_by_side(jobs: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> None:
+    """Run the jobs at the same time and wait for all; each is begun before the next one.
 
-    Each is begun before the next one: what jobs do before they first wait happens in their order.
-    A KeyboardInterrupt, or the `UnresponsiveError` of a job that was given up, ends the others and
-    is raised here as itself: raised within a task, it would leave as a group.
+    A KeyboardInterrupt, a `LimitExceeded`, or the `UnresponsiveError` of a job that was given up
+    ends the others and is raised here as itself: raised within a task, it would leave as a group.
     """
+    if len(jobs) == 1:
+        await jobs[0]()
+        return
     failures: list[BaseException] = []
     async with anyio.create_task_group() as group:
 
         async def run(job: Callable[[], Coroutine[Any, Any, None]]) -> None:
             try:
                 await job()
-            except (KeyboardInterrupt, UnresponsiveError) as failure:
+            except (KeyboardInterrupt, LimitExceeded, UnresponsiveError) as failure:
                 failures.append(failure)
                 group.cancel_scope.cancel()
 

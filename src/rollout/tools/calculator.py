@@ -47,12 +47,11 @@ def calculate(expression: str) -> Number:
         )
     text = _LEADING_ZEROS.sub("", " ".join(expression.translate(_SPELLINGS).split()))
     try:
-        tree = ast.parse(text, mode="eval")
-    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        problem = error.msg if isinstance(error, SyntaxError) else "nested too deep"
-        raise CalculationError(problem) from None
-    try:
-        return _evaluate(tree.body, MAX_DEPTH)
+        return _evaluate(ast.parse(text, mode="eval").body, MAX_DEPTH)
+    except SyntaxError as error:
+        raise CalculationError(error.msg) from None
+    except (MemoryError, RecursionError):
+        raise CalculationError("nested too deep") from None
     except ZeroDivisionError:
         raise CalculationError("division by zero") from None
     except OverflowError:
@@ -68,35 +67,25 @@ def format_number(value: Number) -> str:
 def _evaluate(node: ast.expr, depth: int) -> Number:
     if not depth:
         raise CalculationError(f"nested deeper than {MAX_DEPTH} levels")
+    result: Number
     match node:
-        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
-            result: Number = value
+        case ast.Constant(value=int() | float() as result) if not isinstance(result, bool):
+            pass
         case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=operand):
-            value = _evaluate(operand, depth - 1)
-            result = -value if isinstance(sign, ast.USub) else value
+            result = _evaluate(operand, depth - 1) * (-1 if isinstance(sign, ast.USub) else 1)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
             # A chain such as 1 + 2 + 3 nests on the left, and is not deep.
-            terms = [_evaluate(right, depth - 1)]
-            operators = [op]
-            while isinstance(left, ast.BinOp) and type(left.op) in _OPERATIONS:
-                terms.append(_evaluate(left.right, depth - 1))
-                operators.append(left.op)
-                left = left.left
-            result = _evaluate(left, depth - 1)
-            for each, term in zip(reversed(operators), reversed(terms), strict=True):
-                result = _check_size(_OPERATIONS[type(each)](result, term))
+            is_chain = isinstance(left, ast.BinOp)
+            result = _evaluate(left, depth if is_chain else depth - 1)
+            result = _OPERATIONS[type(op)](result, _evaluate(right, depth - 1))
         case ast.Tuple():
             raise CalculationError("write numbers without commas")
         case _:
             raise CalculationError(f"{ast.unparse(node)!r:.80} is no arithmetic")
-    return _check_size(result)
-
-
-def _check_size(value: Number) -> Number:
-    is_large = value.bit_length() > MAX_BITS if isinstance(value, int) else not math.isfinite(value)
-    if is_large:
+    is_exact = isinstance(result, int)
+    if result.bit_length() > MAX_BITS if is_exact else not math.isfinite(result):
         raise OverflowError
-    return value
+    return result
 
 
 def _divide(left: Number, right: Number) -> Number:

@@ -1,16 +1,18 @@
-"""What the tools of a trajectory tell of the calls of one turn, while somebody reads."""
+"""The events of the calls of one turn, made while somebody reads them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from rollout.observe.event_stream import EventStream
 from rollout.observe.events import ToolEnded, ToolStarted
 from rollout.types import ToolCall
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollout.observe.event_stream import EventStream
     from rollout.tools.results import ToolResult
     from rollout.types import InvalidToolCall
 
@@ -20,33 +22,26 @@ SHOWN = 200
 NO_RESULT = "cancelled"
 
 
-class CallEvents:
-    """Tells of the calls of one turn.
+class CallEvents(msgspec.Struct, frozen=True):
+    """Emits the events of the calls of one turn: of this trajectory, turn and conversation."""
 
-    Args:
-        events: Takes the events.
-        trajectory, turn, path: Whose calls they are.
-    """
-
-    __slots__ = ("_events", "_path", "_trajectory", "_turn")
-
-    def __init__(self, events: EventStream, trajectory: int, turn: int, path: str) -> None:
-        self._events, self._trajectory = events, trajectory
-        self._turn, self._path = turn, path
+    events: EventStream
+    trajectory: int
+    turn: int
+    path: str
 
     def started(self, position: int, call: ToolCall, now: float) -> None:
         """A call begins."""
-        if self._events.tells_all:
-            self._events.emit(
-                ToolStarted(
-                    at=self._events.since_start(now),
-                    trajectory=self._trajectory,
-                    tool=call.name,
-                    turn=self._turn,
-                    position=position,
-                    path=self._path,
-                )
+        if self.events.tells_all:
+            event = ToolStarted(
+                at=self.events.since_start(now),
+                trajectory=self.trajectory,
+                tool=call.name,
+                turn=self.turn,
+                position=position,
+                path=self.path,
             )
+            self.events.emit(event)
 
     def ended(
         self,
@@ -59,13 +54,14 @@ class CallEvents:
         is_refused: bool = False,
     ) -> None:
         """It has its result; None: it was cancelled."""
-        is_error, text = (True, None) if result is None else (result.is_error, result.text)
-        who = (self._trajectory, self._turn, self._path, position, call)
         # The text, and not the result, which may hold anything else.
-        self._events.tell(_tool_ended, (*who, is_error, text, began, now, is_refused))
+        text = None if result is None else result.text
+        is_error = result is None or result.is_error
+        facts = (self.turn, self.path, position, call, is_error, text, began, now, is_refused)
+        self.events.tell(_make_tool_ended, (self.trajectory, *facts))
 
 
-def _tool_ended(
+def _make_tool_ended(
     start: float, facts: Sequence[Any]
 ) -> tuple[ToolEnded, tuple[ToolCall | InvalidToolCall, str | None]]:
     trajectory, turn, path, position, call, is_error, text, began, now, is_refused = facts

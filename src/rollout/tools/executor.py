@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.errors import ToolError
 from rollout.observe.tally import Tally
-from rollout.tools.argument_checks import SchemaCheck
+from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
+from rollout.tools.argument_checks import SchemaCheck, quote_all
 from rollout.tools.function_tools import FunctionTool
 from rollout.tools.langchain import LangChainTool, is_langchain_tool
 from rollout.tools.policy import ToolGate, ToolPolicy
 from rollout.tools.processes import ToolProcesses
-from rollout.tools.tool import Tool
-from rollout.tools.tool_runtime import Check, ToolRuntime
-from rollout.tools.trajectory_tools import TrajectoryTools
+from rollout.tools.tool import Tool, ToolContext
+from rollout.tools.trajectory_tools import ToolRuntime, TrajectoryTools
 
 if TYPE_CHECKING:
-    from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
     from rollout.tools.truncate import TruncateSide
     from rollout.types import Prompt
     from rollout.worker_threads import WorkerThreads
@@ -61,11 +60,11 @@ class ToolExecutor:
         max_processes: int = 8,
         tally: Tally | None = None,
     ) -> None:
-        self._tools = _by_name([_as_tool(tool) for tool in tools])
+        self._tools = _key_by_name([_as_tool(tool) for tool in tools])
         self._chooses = any(
             type(tool).is_offered is not Tool.is_offered for tool in self._tools.values()
         )
-        self._warned: set[tuple[str, object]] = set()
+        self._warned: set[str] = set()
         self._processes = ToolProcesses(max_processes=max_processes, cleanup_s=cleanup_s)
         self._runtime = ToolRuntime(
             checks={name: _make_check(tool) for name, tool in self._tools.items()},
@@ -104,9 +103,8 @@ class ToolExecutor:
         """
         for tool in self._tools.values():
             await tool.prepare()
-        tools = [tool for tool in self._tools.values() if isinstance(tool, FunctionTool)]
-        refs = [tool.function_ref for tool in tools if tool.function_ref is not None]
-        if refs:
+        found = [getattr(tool, "function_ref", None) for tool in self._tools.values()]
+        if refs := [ref for ref in found if ref is not None]:
             await self._processes.prepare(refs, self._runtime.tool_s)
 
     def schemas(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
@@ -115,7 +113,7 @@ class ToolExecutor:
         Raises:
             ToolError: A name is unknown; the known ones are listed.
         """
-        return [tool.schema for tool in self._offered(names).values()]
+        return [tool.schema for tool in self._select(names).values()]
 
     def open_session(
         self,
@@ -130,62 +128,45 @@ class ToolExecutor:
     ) -> TrajectoryTools:
         """The tools of one trajectory; each is opened at its first call. The caller closes them.
 
-        Of `tools_kwargs`, what no tool here takes is ignored; a warning says so, once.
+        `tools_kwargs` of tools that the trajectory is not offered are ignored; a warning says so,
+        once for each name.
 
         Raises:
             ToolError: `names` name an unknown tool, or the kwargs of one are no mapping.
         """
-        tools = self._offered(names)
-        kwargs = self._choose_kwargs(tools_kwargs, tools) if tools_kwargs else {}
-        return TrajectoryTools(
-            self._runtime,
-            tools,
+        tools = self._select(names)
+        kwargs = {n: value for n, value in (tools_kwargs or {}).items() if n in tools}
+        for name, value in (tools_kwargs or {}).items():
+            if name not in tools and name not in self._warned:
+                self._warned.add(name)
+                known = f"is no tool here; known: {quote_all(self._tools) or 'none'}"
+                why = "is not offered to their prompt" if name in self._tools else known
+                logger.warning("tools_kwargs[%r] are ignored: it %s", name, why)
+            elif name in tools and not isinstance(value, Mapping):
+                raise ToolError(f"tools_kwargs[{name!r}] = {value!r:.80}; expected a mapping")
+        context = ToolContext(
             uid=uid,
             member=member,
-            kwargs=kwargs,
-            extra={} if extra is None else extra,
+            threads=self._runtime.threads,
             prompt=prompt,
-            sandbox=sandbox,
+            processes=self._processes,
+            extra={} if extra is None else extra,
+            sandbox=sandbox or TrajectorySandbox(),
         )
-
-    def _choose_kwargs(
-        self, tools_kwargs: Mapping[str, Mapping[str, Any]], tools: Mapping[str, Tool]
-    ) -> dict[str, Mapping[str, Any]]:
-        """Those of the kwargs that are for one of `tools`."""
-        useful = {name: value for name, value in tools_kwargs.items() if name in tools}
-        for name in [name for name in tools_kwargs if name not in tools]:
-            is_known = name in self._tools
-            known = f"known: {_listed(self._tools)}"
-            why = "is not offered to their prompt" if is_known else f"is no tool here; {known}"
-            self._warn_once((name, is_known), f"tools_kwargs[{name!r}] are ignored: it {why}")
-        for name, value in useful.items():
-            if not isinstance(value, Mapping):
-                raise ToolError(f"tools_kwargs[{name!r}] = {value!r:.80}; expected a mapping")
-            for key in tools[name].unused_kwargs(value):
-                text = f"tools_kwargs[{name!r}][{key!r}] is ignored: this tool has no use for it"
-                self._warn_once((name, key), text)
-        return useful
-
-    def _warn_once(self, what: tuple[str, object], text: str) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
-            logger.warning("%s (said once, whatever the number of prompts)", text)
+        return TrajectoryTools(self._runtime, tools, context, kwargs)
 
     async def close(self) -> None:
         """End the processes of isolated tools; shielded, bounded."""
         await self._processes.close()
 
-    def _offered(self, names: Sequence[str] | None) -> dict[str, Tool]:
+    def _select(self, names: Sequence[str] | None) -> dict[str, Tool]:
         if names is None:
             return self._tools
         unknown = [name for name in names if name not in self._tools]
         if unknown:
-            raise ToolError(f"unknown tools: {_listed(unknown)}; known: {_listed(self._tools)}")
+            known = quote_all(self._tools) or "none"
+            raise ToolError(f"unknown tools: {quote_all(unknown)}; known: {known}")
         return {name: self._tools[name] for name in names}
-
-
-def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
-    return ", ".join(repr(name) for name in names) or "none"
 
 
 def _as_tool(tool: Tool | Callable[..., Any]) -> Tool:
@@ -208,31 +189,26 @@ def _as_tool(tool: Tool | Callable[..., Any]) -> Tool:
     return tool
 
 
-def _make_check(tool: Tool) -> Check:
+def _make_check(tool: Tool) -> Callable[[Any, Mapping[str, Any]], dict[str, Any]]:
     if isinstance(tool, FunctionTool):
         return tool.check
     check = SchemaCheck(tool.name, tool.schema["function"].get("parameters"))
     return lambda arguments, kwargs: check.check(arguments)
 
 
-def _by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
+def _key_by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
     homes: dict[str, list[str]] = {}
     for tool in tools:
-        homes.setdefault(tool.name, []).append(_home(tool))
-    collisions = [
-        f"{name!r} ({', '.join(found)})" for name, found in homes.items() if len(found) > 1
-    ]
+        source: Any = getattr(tool, "origin", None) or (
+            tool if isinstance(tool, FunctionTool) else type(tool)
+        )
+        is_text = isinstance(source, str)
+        home = source if is_text else f"{source.__module__}.{source.__qualname__}"
+        homes.setdefault(tool.name, []).append(home)
+    collisions = [f"{name!r} ({', '.join(at)})" for name, at in homes.items() if len(at) > 1]
     if collisions:
         raise ToolError(
             f"tools with the same name: {', '.join(collisions)}; give all but one of each another "
             f'name, as in @function_tool("another_name")'
         )
     return {tool.name: tool for tool in tools}
-
-
-def _home(tool: Tool) -> str:
-    """Where a tool was written, for messages."""
-    source: Any = getattr(tool, "origin", None) or (
-        tool if isinstance(tool, FunctionTool) else type(tool)
-    )
-    return source if isinstance(source, str) else f"{source.__module__}.{source.__qualname__}"

@@ -5,7 +5,18 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    Literal,
+    ParamSpec,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    get_args,
+    overload,
+)
 
 from rollout.errors import ToolError
 from rollout.function_refs import (
@@ -25,7 +36,8 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
-T = TypeVar("T")
+Backend = Literal["native", "asyncio"]
+Isolation = Literal["none", "process"]
 
 
 class FunctionTool(Tool, Generic[P, R]):
@@ -59,40 +71,47 @@ class FunctionTool(Tool, Generic[P, R]):
         name: str | None = None,
         schema: dict[str, Any] | None = None,
         policy: ToolPolicy | None = None,
-        backend: Literal["native", "asyncio"] = "native",
-        isolation: Literal["none", "process"] = "none",
+        backend: Backend = "native",
+        isolation: Isolation = "none",
         stateful: bool | None = None,
     ) -> None:
-        functools.update_wrapper(self, _check_function(function))
+        _check_function(function)
+        functools.update_wrapper(self, function)
         if schema is not None:
             schema = as_openai_schema(schema, f"schema of function tool {function.__name__!r}")
         self.name = name or (function.__name__ if schema is None else schema["function"]["name"])
+        for option, value, choices in (
+            ("backend", backend, get_args(Backend)),
+            ("isolation", isolation, get_args(Isolation)),
+        ):
+            if value not in choices:
+                known = " or ".join(map(repr, choices))
+                raise self._make_error(f"{option} = {value!r}; expected {known}")
         self.function = function
         self._is_async = inspect.iscoroutinefunction(function)
-        self._backend = self._check_choice("backend", backend, "native", "asyncio")
+        self._backend, self._is_isolated = backend, isolation == "process"
         self.parameters = Parameters(function, self.name, is_documented=schema is None)
-        takes_context = self.parameters.context_name is not None
-        self.stateful = takes_context if stateful is None else bool(stateful)
-        isolated = self._check_choice("isolation", isolation, "none", "process")
-        self._is_isolated = isolated == "process"
+        context_name = self.parameters.context_name
+        self.stateful = context_name is not None if stateful is None else bool(stateful)
         if self._is_isolated:
-            self._check_importable(check_top_level, function)
-            if takes_context:
-                raise ToolError(
-                    f"function tool {self.name!r}: isolation = 'process' cannot hand over the "
-                    f"ToolContext: remove the parameter {self.parameters.context_name!r}"
+            try:
+                check_top_level(function)
+            except NotImportableError as error:
+                raise self._make_error(f"isolation = 'process' {error}") from None
+            if context_name is not None:
+                raise self._make_error(
+                    "isolation = 'process' cannot hand over the ToolContext: remove the parameter "
+                    f"{context_name!r}"
                 )
-        self._schema_check: SchemaCheck | None = None
-        if schema is None:
-            description = self.parameters.description
-            inferred = {"name": self.name, "description": description}
-            schema = {
-                "type": "function",
-                "function": {**inferred, "parameters": self.parameters.schema},
-            }
-        else:
-            self._schema_check = self._check_schema(schema)
-        self.schema = schema
+        self._schema_check = None if schema is None else self._check_schema(schema)
+        self.schema = schema or {
+            "type": "function",
+            "function": {
+                "name": self.name,
+                "description": self.parameters.description,
+                "parameters": self.parameters.schema,
+            },
+        }
         if policy is not None:
             self.policy = policy
 
@@ -102,12 +121,6 @@ class FunctionTool(Tool, Generic[P, R]):
 
     def __repr__(self) -> str:
         return f"<FunctionTool {self.name}>"
-
-    def unused_kwargs(self, kwargs: Mapping[str, Any]) -> list[str]:
-        """What trainers give tools with verl's protocol, unless the function can look for it."""
-        if self.parameters.context_name is not None:
-            return []
-        return sorted(METHOD_KWARGS.intersection(kwargs) - self.parameters.names)
 
     async def prepare(self) -> None:
         """See `Tool.prepare`: when it was decorated, its name led to nothing yet."""
@@ -142,10 +155,12 @@ class FunctionTool(Tool, Generic[P, R]):
         """
         if not isinstance(arguments, Mapping):
             SchemaCheck(self.name, None).check(arguments)
-        known = self.parameters.names
-        fixed = {name: value for name, value in kwargs.items() if name in known}
-        if self.parameters.takes_others:
-            fixed |= {n: v for n, v in kwargs.items() if n not in known | METHOD_KWARGS}
+        known, takes_others = self.parameters.names, self.parameters.takes_others
+        fixed = {
+            name: value
+            for name, value in kwargs.items()
+            if name in known or (takes_others and name not in METHOD_KWARGS)
+        }
         if self._schema_check is not None:
             shown = {name: fixed[name] for name in self._schema_check.names if name in fixed}
             self._schema_check.check({**arguments, **shown})
@@ -162,7 +177,10 @@ class FunctionTool(Tool, Generic[P, R]):
         """
         if not self._is_isolated:
             return None
-        return self._check_importable(function_ref, self.function, self._is_it)
+        try:
+            return function_ref(self.function, self._is_it)
+        except NotImportableError as error:
+            raise self._make_error(f"isolation = 'process' {error}") from None
 
     def _is_it(self, found: Any) -> bool:
         return self.function is (found.function if isinstance(found, FunctionTool) else found)
@@ -191,30 +209,18 @@ class FunctionTool(Tool, Generic[P, R]):
     def _check_schema(self, schema: dict[str, Any]) -> SchemaCheck:
         name, parameters = schema["function"]["name"], schema["function"].get("parameters")
         if name != self.name:
-            raise ToolError(
-                f"function tool {self.name!r}: its schema is named {name!r}; expected the same name"
-            )
+            raise self._make_error(f"its schema is named {name!r}; expected the same name")
         known = self.parameters.names
         unknown = [each for each in (parameters or {}).get("properties", {}) if each not in known]
         if unknown and not self.parameters.takes_others:
-            raise ToolError(
-                f"function tool {self.name!r}: its schema has properties that are no parameters "
-                f"of the function: {', '.join(unknown)}"
+            raise self._make_error(
+                "its schema has properties that are no parameters of the function: "
+                + ", ".join(unknown)
             )
         return SchemaCheck(self.name, parameters)
 
-    def _check_choice(self, option: str, value: Any, *choices: str) -> str:
-        if value not in choices:
-            known = " or ".join(map(repr, choices))
-            raise ToolError(f"function tool {self.name!r}: {option} = {value!r}; expected {known}")
-        return str(value)
-
-    def _check_importable(self, look: Callable[..., T], *args: Any) -> T:
-        try:
-            return look(*args)
-        except NotImportableError as error:
-            text = f"function tool {self.name!r}: isolation = 'process' {error}"
-            raise ToolError(text) from None
+    def _make_error(self, text: str) -> ToolError:
+        return ToolError(f"function tool {self.name!r}: {text}")
 
 
 class _FunctionSession(ToolSession):
@@ -227,7 +233,7 @@ class _FunctionSession(ToolSession):
         return await self._tool.run(call.arguments, self._context)
 
 
-def _check_function(function: Any) -> Callable[..., Any]:
+def _check_function(function: Any) -> None:
     if not (inspect.isfunction(function) or inspect.ismethod(function)):
         raise ToolError(
             f"{function!r:.200} is neither a Tool nor a function: write a function around it, or a "
@@ -235,7 +241,16 @@ def _check_function(function: Any) -> Callable[..., Any]:
         )
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise ToolError(f"function tool {function.__name__!r} yields: return one value instead")
-    return function
+
+
+class _Options(TypedDict, total=False):
+    """Keywords of `function_tool` beside the name; see `FunctionTool`."""
+
+    schema: dict[str, Any] | None
+    policy: ToolPolicy | None
+    backend: Backend
+    isolation: Isolation
+    stateful: bool | None
 
 
 @overload
@@ -244,26 +259,7 @@ def function_tool(function: Callable[P, R], /) -> FunctionTool[P, R]: ...
 
 @overload
 def function_tool(
-    name: str | None = None,
-    /,
-    *,
-    schema: dict[str, Any] | None = None,
-    policy: ToolPolicy | None = None,
-    backend: Literal["native", "asyncio"] = "native",
-    isolation: Literal["none", "process"] = "none",
-    stateful: bool | None = None,
-) -> Callable[[Callable[P, R]], FunctionTool[P, R]]: ...
-
-
-@overload
-def function_tool(
-    *,
-    name: str | None = None,
-    schema: dict[str, Any] | None = None,
-    policy: ToolPolicy | None = None,
-    backend: Literal["native", "asyncio"] = "native",
-    isolation: Literal["none", "process"] = "none",
-    stateful: bool | None = None,
+    positional_name: str | None = None, /, *, name: str | None = None, **options: Unpack[_Options]
 ) -> Callable[[Callable[P, R]], FunctionTool[P, R]]: ...
 
 
@@ -277,11 +273,11 @@ def function_tool(
     """Make a function a tool: ``@function_tool``, ``@function_tool("name")`` or with keywords.
 
     The schema is that of `transformers.utils.get_json_schema`, without the result's: types from
-    the annotations, which may also be dataclasses, pydantic models, TypedDicts, attrs classes and
-    Structs, with constraints in `typing.Annotated`; descriptions from the docstring and its
-    ``Args:`` section; defaults from the signature. A parameter annotated `ToolContext` receives
-    the trajectory's context and is hidden from the model. Arguments are checked against the
-    annotations before the function runs. The other options are those of `FunctionTool`.
+    the annotations, which may also be dataclasses and pydantic models, with constraints in
+    `typing.Annotated`; descriptions from the docstring and its ``Args:`` section; defaults from
+    the signature. A parameter annotated `ToolContext` receives the trajectory's context and is
+    hidden from the model. Arguments are checked against the annotations before the function runs.
+    The other options are those of `FunctionTool`.
 
     Raises:
         ToolError: It lists everything that must be written for a model to use the function.

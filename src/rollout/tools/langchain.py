@@ -12,7 +12,7 @@ from rollout.tools.schemas import inline_references
 from rollout.tools.tool import METHOD_KWARGS, Tool, ToolContext, ToolSession
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from rollout.types import ToolCall
 
@@ -41,7 +41,9 @@ class LangChainTool(Tool):
         self.origin = f"LangChain's {tool.name!r}"
         self.name = tool.name
         try:
-            parameters = inline_references(_parameters(tool))
+            written: Any = tool.tool_call_schema  # without what LangChain injects
+            schema = written if isinstance(written, dict) else written.model_json_schema()
+            parameters = inline_references({k: v for k, v in schema.items() if k != "description"})
         except TypeError as error:
             raise ToolError(f"{self.origin}: {error}") from error
         function = {"name": tool.name, "description": tool.description, "parameters": parameters}
@@ -50,10 +52,6 @@ class LangChainTool(Tool):
         self.is_async = getattr(tool, "coroutine", None) is not None or (
             type(tool)._arun is not BaseTool._arun and not hasattr(tool, "coroutine")
         )
-
-    def unused_kwargs(self, kwargs: Mapping[str, Any]) -> list[str]:
-        """What trainers give tools with verl's protocol."""
-        return sorted(METHOD_KWARGS.intersection(kwargs) - set(self.tool.args))
 
     async def open(self, context: ToolContext) -> ToolSession:
         """A session; the tool itself is shared by all trajectories."""
@@ -66,48 +64,34 @@ class _LangChainSession(ToolSession):
         self._context = context
 
     async def execute(self, call: ToolCall) -> Any:
-        kwargs, unused = self._context.kwargs, self._tool.unused_kwargs(self._context.kwargs)
-        arguments = {**call.arguments, **{k: v for k, v in kwargs.items() if k not in unused}}
+        ours, threads = self._tool, self._context.threads
+        ignored = METHOD_KWARGS - set(ours.tool.args)
+        kwargs = {k: v for k, v in self._context.kwargs.items() if k not in ignored}
         # In this form the tool answers with a message, which has its artifact and its status.
         request = {
             "type": "tool_call",
             "id": call.id or "call",
-            "name": self._tool.name,
-            "args": arguments,
+            "name": ours.name,
+            "args": {**call.arguments, **kwargs},
         }
-        tool, threads = self._tool.tool, self._context.threads
-        if self._tool.is_async:
-            message = await threads.run_asyncio(self._tool.name, tool.ainvoke, request)
+        if ours.is_async:
+            message = await threads.run_asyncio(ours.name, ours.tool.ainvoke, request)
         else:
-            message = await threads.run(self._tool.name, tool.invoke, request)
-        return _result(message)
+            message = await threads.run(ours.name, ours.tool.invoke, request)
+        content = message.content
+        blocks = [content] if isinstance(content, str) else content
+        media = [media_part("a content block of LangChain's", block) for block in blocks]
+        texts = [block for block, each in zip(blocks, media, strict=True) if each is None]
+        return ToolResult(
+            "".join(map(_read_text, texts)),
+            data=getattr(message, "artifact", None),
+            is_error=getattr(message, "status", "success") == "error",
+            images=tuple(each for each in media if each is not None and each.kind == "image"),
+            videos=tuple(each for each in media if each is not None and each.kind == "video"),
+        )
 
 
-def _parameters(tool: Any) -> dict[str, Any]:
-    """What the model may give: without what LangChain injects, and whole."""
-    given: Any = tool.tool_call_schema
-    schema = given if isinstance(given, dict) else given.model_json_schema()
-    return {key: value for key, value in schema.items() if key != "description"}
-
-
-def _result(message: Any) -> ToolResult:
-    content = message.content
-    blocks = [content] if isinstance(content, str) else content
-    held = [media_part("a content block of LangChain's", block) for block in blocks]
-    shown: dict[str, Any] = {
-        f"{kind}s": [each for each in held if each is not None and each.kind == kind]
-        for kind in ("image", "video")
-    }
-    words = [block for block, each in zip(blocks, held, strict=True) if each is None]
-    return ToolResult(
-        "".join(map(_block_text, words)),
-        data=getattr(message, "artifact", None),
-        is_error=getattr(message, "status", "success") == "error",
-        **{kind: each for kind, each in shown.items() if each},
-    )
-
-
-def _block_text(block: Any) -> str:
+def _read_text(block: Any) -> str:
     if isinstance(block, str):
         return block
     if block.get("type") != "text":

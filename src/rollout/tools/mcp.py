@@ -11,7 +11,8 @@ import json
 import logging
 import math
 import tempfile
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -23,45 +24,40 @@ from rollout.tools.results import ToolResult, error_result
 from rollout.tools.tool import Tool, ToolContext, ToolSession
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-    from contextlib import AbstractAsyncContextManager
-
     from anyio.abc import TaskGroup, TaskStatus
 
     from rollout.types import ToolCall
-
-    #: Opens a transport of a link; a command's standard error goes to the file.
-    OpenTransport = Callable[["_Link", Any], AbstractAsyncContextManager[Any]]
 
 logger = logging.getLogger("rollout.tools")
 
 #: Seconds before a server that ended is connected again; doubled at each failure in a row, up to …
 BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
-#: Seconds for leaving a server in good order, beyond which the connection is cut.
-LEAVE_S = 4.0
 #: Lines of a command's standard error that an error text quotes, and bytes that are looked at.
 QUOTED_LINES, QUOTED_BYTES = 10, 16_384
 
+#: Opens a transport, with a file for a command's standard error, and what to call at its end.
+OpenTransport = Callable[[Any, Callable[[], None]], AbstractAsyncContextManager[Any]]
+
 
 class _Link:
-    """One connection from its start to its end.
+    """One connection to a server from its start to its end.
 
     Attributes:
         client: The SDK's; None until the server has answered.
+        fault: What became of the server.
         ended: It is of no more use.
-        how: What became of the server.
         pending: Calls that wait for its answer.
         doubted: A call was given up, and the server may be the reason.
     """
 
     def __init__(self) -> None:
         self.client: Any = None
+        self.fault, self.pending = "ended", 0
         self.ended, self.doubted = anyio.Event(), anyio.Event()
-        self.how, self.is_frozen, self.pending = "ended", False, 0
 
     async def watch(self, ping_s: float) -> None:
-        """Return once the server answers no ping.
+        """End it once the server answers no ping.
 
         It is pinged while calls wait for it, every `ping_s`, and at once when one was given up.
         """
@@ -77,20 +73,12 @@ class _Link:
                 with suppress(MCPError):  # an answer as well: newer servers know no ping
                     await self.client.session.send_ping()
             if scope.cancelled_caught:
-                self.is_frozen = True
-                self.how = f"was silent for {ping_s:g} s, even to a ping"
-                return
+                self.fault = f"was silent for {ping_s:g} s, even to a ping"
+                self.ended.set()
 
 
-class McpConnection:
-    """A connection to a server, kept up by a task of its own.
-
-    Args:
-        label: Names the server.
-        open_transport: Opens a transport for each link.
-        start_timeout_s: From starting a link to its list of tools.
-        ping_s: See `connect_mcp`; infinite where no server is ever taken for frozen.
-        max_bytes: Longest answer that is read.
+class _Connection:
+    """A connection to a server, kept up by a task of its own; the arguments are `connect_mcp`'s.
 
     Attributes:
         tools: What the server offered when it was last connected.
@@ -111,11 +99,10 @@ class McpConnection:
         self.tools: list[Any] = []
         self.users = 0
         self._link: _Link | None = None
-        self._starting = anyio.CancelScope()
         self._fault = ""
         #: Set where there is a link, or making one has failed.
         self._tried = anyio.Event()
-        self._leaving, self._left = anyio.Event(), anyio.Event()
+        self._scope, self._left = anyio.CancelScope(), anyio.Event()
 
     async def keep(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Connect, and connect again when the server ends, until `leave`.
@@ -125,42 +112,50 @@ class McpConnection:
         """
         backoff_s, is_first = BACKOFF_S, True
         try:
-            while True:
-                link = _Link()
-                await self._serve(link, task_status)
-                if is_first and link.client is None:
-                    raise ToolError(f"MCP server {self._label!r}: {self._fault}")
-                is_first, task_status = False, anyio.TASK_STATUS_IGNORED
-                if self._leaving.is_set():
-                    return
-                backoff_s = BACKOFF_S if link.client else min(2 * backoff_s, MAX_BACKOFF_S)
-                why = self._fault or link.how
-                logger.warning("MCP server %r: %s; connecting again", self._label, why)
-                with anyio.move_on_after(backoff_s):
-                    await self._leaving.wait()
-                    return
+            with self._scope:
+                while True:
+                    link = _Link()
+                    await self._serve(link, task_status)
+                    if is_first and link.client is None:
+                        raise ToolError(f"MCP server {self._label!r}: {link.fault}")
+                    is_first, task_status = False, anyio.TASK_STATUS_IGNORED
+                    backoff_s = BACKOFF_S if link.client else min(2 * backoff_s, MAX_BACKOFF_S)
+                    text = "MCP server %r: %s; connecting again"
+                    logger.warning(text, self._label, link.fault)
+                    await anyio.sleep(backoff_s)
         finally:
             self._left.set()
 
     async def leave(self) -> None:
         """End the connection and the task that keeps it; returns when both have ended."""
-        self._leaving.set()
-        self._starting.cancel()
-        if self._link is not None:
-            self._link.ended.set()
+        self._scope.cancel()
         await self._left.wait()
 
     async def _serve(self, link: _Link, task_status: TaskStatus[None]) -> None:
-        """One link from its start to its end; where it could not be made, `_fault` says why."""
+        """One link from its start to its end; where it could not be made, its fault says why."""
+        from mcp import Client
+
         with tempfile.TemporaryFile("w+", errors="replace") as errors:
             fault = "it ended while starting"
             # The deadline is lifted once the server has answered: a scope around the start alone
             # could not be left before those that the client opens within it.
             scope = anyio.CancelScope(deadline=anyio.current_time() + self._start_timeout_s)
-            self._starting = scope
             try:
                 with scope:
-                    await self._converse(link, errors, scope, task_status)
+                    async with Client(self._open_transport(errors, link.ended.set)) as client:
+                        page = await client.list_tools()
+                        tools = list(page.tools)
+                        while page.next_cursor:
+                            page = await client.list_tools(cursor=page.next_cursor)
+                            tools += page.tools
+                        scope.deadline, link.client = math.inf, client
+                        self.tools, self._link = tools, link
+                        self._tried.set()
+                        task_status.started()
+                        async with open_task_group() as tasks:
+                            tasks.start_soon(link.watch, self._ping_s)
+                            await link.ended.wait()
+                        scope.cancel()  # a frozen server may block a farewell
             except Exception as error:
                 leaf = unwrap_group(error) if isinstance(error, BaseExceptionGroup) else error
                 fault = f"{type(leaf).__name__}: {leaf}"
@@ -169,35 +164,8 @@ class McpConnection:
             if link.client is None:
                 if scope.cancelled_caught:
                     fault = f"no answer within start_timeout_s = {self._start_timeout_s:g} s"
-                self._fault = fault + _read_last_lines(errors)
+                self._fault = link.fault = fault + _read_last_lines(errors)
                 self._tried.set()
-
-    async def _converse(
-        self, link: _Link, errors: Any, scope: anyio.CancelScope, task_status: TaskStatus[None]
-    ) -> None:
-        """Connect, and return once the link is of no more use."""
-        from mcp import Client
-
-        async with Client(self._open_transport(link, errors)) as client:
-            page = await client.list_tools()
-            tools = list(page.tools)
-            while page.next_cursor:
-                page = await client.list_tools(cursor=page.next_cursor)
-                tools += page.tools
-            self.tools, scope.deadline = tools, math.inf
-            link.client, self._link, self._fault = client, link, ""
-            self._starting = anyio.CancelScope()
-            self._tried.set()
-            task_status.started()
-            async with open_task_group() as tasks:
-                tasks.start_soon(self._watch, link)
-                await link.ended.wait()
-            # A server that is frozen may block what is sent to it at the end.
-            scope.deadline = anyio.current_time() + LEAVE_S
-
-    async def _watch(self, link: _Link) -> None:
-        await link.watch(self._ping_s)
-        link.ended.set()
 
     def _lose(self, link: _Link) -> None:
         """The link is of no more use."""
@@ -216,14 +184,14 @@ class McpConnection:
         from mcp import MCPError
 
         while True:
-            while self._link is None:
+            if self._link is None:
                 await self._tried.wait()
-                if self._link is None:
-                    raise ToolError(
-                        f"the MCP server is not there ({self._fault}), and is being started again; "
-                        "not called"
-                    )
             link = self._link
+            if link is None:
+                raise ToolError(
+                    f"the MCP server is not there ({self._fault}), and is being started again; "
+                    "not called"
+                )
             link.pending += 1
             try:
                 return await link.client.call_tool(name, dict(arguments))
@@ -242,7 +210,7 @@ class McpConnection:
             self._lose(link)
             if not may_repeat:
                 raise ToolError(
-                    f"the MCP server {link.how} during this call, and is being started again; "
+                    f"the MCP server {link.fault} during this call, and is being started again; "
                     "whether the call took effect is unknown"
                 )
 
@@ -265,15 +233,12 @@ class _Connections:
     """
 
     def __init__(
-        self,
-        shared: Sequence[McpConnection],
-        tasks: TaskGroup,
-        make: Callable[[], McpConnection],
+        self, shared: Sequence[_Connection], tasks: TaskGroup, make: Callable[[], _Connection]
     ) -> None:
         self._shared, self._tasks, self._make = shared, tasks, make
-        self._own: dict[int, McpConnection] = {}  # by the state that the trajectory's tools share
+        self._own: dict[int, _Connection] = {}  # by the state that the trajectory's tools share
 
-    async def acquire(self, context: ToolContext) -> McpConnection:
+    async def acquire(self, context: ToolContext) -> _Connection:
         """The connection for one tool of a trajectory; `release` it.
 
         Raises:
@@ -290,7 +255,7 @@ class _Connections:
         connection.users += 1
         return connection
 
-    async def release(self, connection: McpConnection) -> None:
+    async def release(self, connection: _Connection) -> None:
         """One user of the connection less."""
         connection.users -= 1
         if not connection.users and connection not in self._shared:
@@ -336,25 +301,33 @@ async def connect_mcp(
         ToolError: The extra is missing, an argument is wrong, the server does not answer in time,
             or lacks a tool.
     """
-    _check_arguments(server, connections, per_trajectory, ping_s, max_answer_bytes)
+    faults = []
+    if not server:
+        faults.append("server = []: expected a command with its arguments")
+    elif isinstance(server, str) and not server.startswith(("http://", "https://")):
+        expected = "expected an http or https URL, or a command as a list"
+        faults.append(f"server = {server!r}: {expected}")
+    if connections < 1 or (per_trajectory and connections > 1):
+        expected = "1 with per_trajectory = True" if per_trajectory else "at least 1"
+        faults.append(f"connections = {connections}: expected {expected}")
+    if ping_s is not None and not 0 < ping_s < math.inf:
+        faults.append(f"ping_s = {ping_s}: expected a number > 0 or None")
+    if max_answer_bytes < 1:
+        faults.append(f"max_answer_bytes = {max_answer_bytes}: expected at least 1")
+    if faults:
+        raise ToolError(f"connect_mcp: {'; '.join(faults)}")
     await anyio.to_thread.run_sync(_import_sdk)  # it takes seconds
     label = server if isinstance(server, str) else " ".join(server)
 
-    def open_transport(link: _Link, errors: Any) -> Any:
+    def open_transport(errors: Any, on_end: Callable[[], None]) -> Any:
         if isinstance(server, str):
             return open_http(server, headers, max_answer_bytes)
         return open_stdio(
-            server,
-            env=env,
-            cwd=cwd,
-            errors=errors,
-            max_bytes=max_answer_bytes,
-            is_frozen=lambda: link.is_frozen,
-            on_end=link.ended.set,
+            server, env=env, cwd=cwd, errors=errors, max_bytes=max_answer_bytes, on_end=on_end
         )
 
-    def make() -> McpConnection:
-        return McpConnection(
+    def make() -> _Connection:
+        return _Connection(
             label,
             open_transport,
             start_timeout_s=start_timeout_s,
@@ -393,31 +366,6 @@ def _import_sdk() -> None:
         ) from error
 
 
-def _check_arguments(
-    server: str | Sequence[str],
-    connections: int,
-    per_trajectory: bool,
-    ping_s: float | None,
-    max_answer_bytes: int,
-) -> None:
-    faults = []
-    if not server:
-        faults.append("server = []: expected a command with its arguments")
-    elif isinstance(server, str) and not server.startswith(("http://", "https://")):
-        expected = "expected an http or https URL, or a command as a list"
-        faults.append(f"server = {server!r}: {expected}")
-    if connections < 1:
-        faults.append(f"connections = {connections}: expected at least 1")
-    if per_trajectory and connections > 1:
-        faults.append(f"connections = {connections}: expected 1 with per_trajectory = True")
-    if ping_s is not None and not 0 < ping_s < math.inf:
-        faults.append(f"ping_s = {ping_s}: expected a number > 0 or None")
-    if max_answer_bytes < 1:
-        faults.append(f"max_answer_bytes = {max_answer_bytes}: expected at least 1")
-    if faults:
-        raise ToolError(f"connect_mcp: {'; '.join(faults)}")
-
-
 class _McpTool(Tool):
     """A tool of an MCP server.
 
@@ -435,16 +383,12 @@ class _McpTool(Tool):
         hints = theirs.annotations
         self.may_repeat = bool(hints and (hints.read_only_hint or hints.idempotent_hint))
 
-    def unused_kwargs(self, kwargs: Mapping[str, Any]) -> list[str]:
-        """All: a server takes what the model gives."""
-        return sorted(kwargs)
-
     async def open(self, context: ToolContext) -> ToolSession:
         return _McpSession(await self.connections.acquire(context), self)
 
 
 class _McpSession(ToolSession):
-    def __init__(self, connection: McpConnection, tool: _McpTool) -> None:
+    def __init__(self, connection: _Connection, tool: _McpTool) -> None:
         self._connection, self._tool = connection, tool
 
     async def execute(self, call: ToolCall) -> ToolResult:
@@ -461,13 +405,12 @@ def _make_result(name: str, answer: Any) -> ToolResult:
     texts, images = [], []
     for block in answer.content:
         content = block.resource if block.type == "resource" else block
-        mime = str(getattr(content, "mime_type", None))
-        if block.type == "text" or (block.type == "resource" and hasattr(content, "text")):
+        if hasattr(content, "text"):
             texts.append(content.text)
         elif block.type == "resource_link":
             texts.append(f"{block.name}: {block.uri}")
-        elif block.type == "image" or (hasattr(content, "blob") and mime.startswith("image/")):
-            data = content.data if block.type == "image" else content.blob
+        elif str(getattr(content, "mime_type", None)).startswith("image/"):
+            data = content.blob if block.type == "resource" else content.data
             images.append({"type": "image", "data": data, "mimeType": content.mime_type})
         else:
             return error_result(
@@ -477,5 +420,5 @@ def _make_result(name: str, answer: Any) -> ToolResult:
     data = answer.structured_content
     if not texts and data is not None:
         texts.append(json.dumps(data, ensure_ascii=False))
-    media: dict[str, Any] = {"images": images} if images else {}
-    return ToolResult("\n".join(texts), data=data, is_error=bool(answer.is_error), **media)
+    is_error = bool(answer.is_error)
+    return ToolResult("\n".join(texts), data=data, is_error=is_error, images=tuple(images))

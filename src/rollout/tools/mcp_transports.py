@@ -39,7 +39,7 @@ _ID = re.compile(
 
 
 def describe_long_answer(max_bytes: int) -> str:
-    """What is said in the place of an answer that was not read."""
+    """What an error says in place of an answer that was not read."""
     return (
         f"the MCP server's answer has more than {max_bytes:,} bytes, and was not read "
         "(connect_mcp: max_answer_bytes)"
@@ -93,17 +93,17 @@ async def open_stdio(
     cwd: str | None,
     errors: Any,
     max_bytes: int,
-    is_frozen: Callable[[], bool],
     on_end: Callable[[], None],
 ) -> AsyncIterator[tuple[Any, Any]]:
     """The streams to and from a server that runs in a process of its own.
+
+    When the block ends the server is asked to end, and then killed with what it has started.
 
     Args:
         command: With its arguments.
         env, cwd: See `connect_mcp`.
         errors: The file for its standard error.
         max_bytes: Longest message that is read; an error takes the place of a longer answer.
-        is_frozen: Whether the server is to be killed, when the block ends, rather than asked to.
         on_end: Called once the server's output has ended.
     """
     from mcp.client.stdio import get_default_environment
@@ -125,7 +125,7 @@ async def open_stdio(
         finally:
             with anyio.CancelScope(shield=True):
                 from_client.close()
-                await _end(process, is_frozen=is_frozen())
+                await _end(process)
                 to_client.close()
             tasks.cancel_scope.cancel()
 
@@ -141,21 +141,17 @@ async def _read(
     from mcp.shared.message import SessionMessage
 
     assert process.stdout is not None
-    lines, is_closed = LineReader(max_bytes), False
+    lines, validate = LineReader(max_bytes), mcp_types.jsonrpc_message_adapter.validate_json
     with received, suppress(*_GONE):
         while True:
             for line in lines.read(await process.stdout.receive()):
                 message: Any
                 try:
-                    validate = mcp_types.jsonrpc_message_adapter.validate_json
                     message = SessionMessage(validate(line, by_name=False))
                 except ValueError as error:
                     message = error
-                try:
-                    if not is_closed:
-                        await received.send(message)
-                except (anyio.ClosedResourceError, anyio.BrokenResourceError):
-                    is_closed = True
+                with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):
+                    await received.send(message)
     on_end()
 
 
@@ -172,31 +168,19 @@ async def _write(
         received.close()  # the client must not wait for answers
 
 
-async def _end(process: Process, *, is_frozen: bool) -> None:
+async def _end(process: Process) -> None:
     """End the server and what it has started; bounded."""
     assert process.stdin is not None
-    if not is_frozen:
-        with suppress(*_GONE):
-            await process.stdin.aclose()
-        if not await _wait(process, LEAVE_S):
-            _signal(process, signal.SIGTERM)
-            await _wait(process, END_S)
-    _signal(process, signal.SIGKILL)
-    await _wait(process, END_S)
+    with cleanup_scope(LEAVE_S), suppress(*_GONE):
+        await process.stdin.aclose()
+        await process.wait()
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+        with cleanup_scope(END_S):
+            await process.wait()
     with cleanup_scope(END_S):
         await process.aclose()
-
-
-async def _wait(process: Process, seconds: float) -> bool:
-    """Whether it ends in time."""
-    with anyio.move_on_after(seconds):
-        await process.wait()
-    return process.returncode is not None
-
-
-def _signal(process: Process, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)
 
 
 @asynccontextmanager
@@ -225,35 +209,25 @@ def bound_bodies(max_bytes: int) -> Callable[[Any], Awaitable[None]]:
     """
     import httpx2
 
-    class BoundedBody(httpx2.AsyncByteStream):
-        def __init__(self, response: Any) -> None:
-            self._stream, self._request = response.stream, response.request
-            self._is_packed = response.headers.pop("content-encoding", "identity") != "identity"
-
-        async def __aiter__(self) -> AsyncIterator[bytes]:
-            body = bytearray()
-            async with aclosing(self._stream.__aiter__()) as stream:
-                async for piece in stream:
-                    body += piece
-                    if len(body) <= max_bytes and not self._is_packed:
-                        continue
-                    text = describe_long_answer(max_bytes)
-                    if self._is_packed:
-                        text = "the MCP server compressed its answer, which it was asked not to do"
-                    request_id = json.loads(self._request.content or b"{}").get("id")
-                    body[:] = write_refusal(request_id, text)
-                    await self.aclose()  # what reads on below ends by that
-                    with suppress(Exception):
-                        await anext(stream)
-                    break
-            yield bytes(body)
-
-        async def aclose(self) -> None:
-            await self._stream.aclose()
-
     async def bound(response: Any) -> None:
-        is_events = "text/event-stream" in response.headers.get("content-type", "")
-        if not is_events or response.headers.get("content-encoding", "identity") != "identity":
-            response.stream = BoundedBody(response)
+        is_packed = response.headers.pop("content-encoding", "identity") != "identity"
+        if not is_packed and "text/event-stream" in response.headers.get("content-type", ""):
+            return
+        body, stream = bytearray(), response.stream
+        async with aclosing(stream.__aiter__()) as pieces:
+            async for piece in pieces:
+                body += piece
+                if len(body) <= max_bytes and not is_packed:
+                    continue
+                text = describe_long_answer(max_bytes)
+                if is_packed:
+                    text = "the MCP server compressed its answer, which it was asked not to do"
+                request = json.loads(response.request.content or b"{}")
+                body[:] = write_refusal(request.get("id"), text)
+                await stream.aclose()  # what reads on below ends by that
+                with suppress(Exception):
+                    await anext(pieces)
+                break
+        response.stream = httpx2.ByteStream(bytes(body))
 
     return bound

@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import typing
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import docstring_parser
 import msgspec
@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from rollout.errors import ToolError
 from rollout.tools.argument_checks import MAX_EXPECTED, ArgumentsError, quote_all, show
-from rollout.tools.schemas import adapt_type, write_schema
+from rollout.tools.schemas import write_schema
 from rollout.tools.tool import ToolContext
 
 if typing.TYPE_CHECKING:
@@ -24,19 +24,6 @@ if typing.TYPE_CHECKING:
 
 logger = logging.getLogger("rollout")
 
-#: Faults of pydantic's that only mean another type.
-_EXPECTED = {
-    "int_type": "int",
-    "float_type": "float",
-    "string_type": "str",
-    "bool_type": "bool",
-    "list_type": "list",
-    "tuple_type": "list",
-    "dict_type": "dict",
-    "model_type": "dict",
-    "dataclass_type": "dict",
-    "none_required": "null",
-}
 #: As `transformers.utils.get_json_schema` reads them at the end of a parameter's description.
 _CHOICES = re.compile(r"\(choices:\s*(?P<values>\[.*?\])\)\s*\Z", re.IGNORECASE | re.DOTALL)
 
@@ -50,7 +37,6 @@ class Parameter(msgspec.Struct, frozen=True):
         is_required: Whether a call must give it.
     """
 
-    name: str
     adapter: pydantic.TypeAdapter[Any]
     schema: dict[str, Any]
     is_required: bool
@@ -81,13 +67,16 @@ class Parameters:
         self.context_name: str | None = None
         self.takes_others = False
         self.description, descriptions = parse_docstring(function.__doc__)
-        hints = _read_hints(function, tool)
+        try:
+            hints = typing.get_type_hints(function, include_extras=True)
+        except Exception as error:  # names that annotations use may be anything, also missing
+            raise ToolError(
+                f"function tool {tool!r}: its annotations cannot be read ({error}): define or "
+                "import their names at module level, not under TYPE_CHECKING"
+            ) from error
         faults: list[str] = []
         if is_documented and not self.description:
-            fault = "it has no docstring: write one that tells the model what the tool does"
-            if descriptions:
-                fault = "its docstring does not tell the model what the tool does: begin with that"
-            faults.append(fault)
+            faults.append("its docstring must begin with what tells the model what the tool does")
         for name, raw in inspect.signature(function).parameters.items():
             if hints.get(name) is ToolContext:
                 self.context_name = name
@@ -107,16 +96,13 @@ class Parameters:
                     )
         if faults:
             raise ToolError(f"function tool {tool!r}: " + "; ".join(faults))
-        undescribed = [each.name for each in self if "description" not in each.schema]
+        undescribed = [n for n, each in self._by_name.items() if "description" not in each.schema]
         if is_documented and undescribed:
             logger.warning(
                 "function tool %r: the model sees no description of %s: write one under `Args:` in "
                 "the docstring",
                 *(tool, quote_all(undescribed)),
             )
-
-    def __iter__(self) -> typing.Iterator[Parameter]:
-        return iter(self._by_name.values())
 
     @property
     def names(self) -> set[str]:
@@ -126,9 +112,9 @@ class Parameters:
     @property
     def schema(self) -> dict[str, Any]:
         """The JSON Schema of the arguments object."""
-        properties = {each.name: each.schema for each in self}
+        properties = {name: each.schema for name, each in self._by_name.items()}
+        required = [name for name, each in self._by_name.items() if each.is_required]
         schema: dict[str, Any] = {"type": "object", "properties": properties}
-        required = [each.name for each in self if each.is_required]
         return {**schema, "required": required} if required else schema
 
     def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,10 +133,12 @@ class Parameters:
                 try:
                     checked[name] = _read_value(parameter.adapter, value)
                 except pydantic.ValidationError as error:
-                    faults.append(_describe_fault(parameter, value, error))
+                    faults.append(_describe_fault(name, parameter, value, error))
             elif self.takes_others:
                 checked[name] = value
-        missing = [each.name for each in self if each.is_required and each.name not in arguments]
+        missing = [
+            n for n, each in self._by_name.items() if each.is_required and n not in arguments
+        ]
         unknown = [n for n in arguments if n not in self._by_name and not self.takes_others]
         faults += [f"missing {quote_all(missing)}"] if missing else []
         if unknown:
@@ -177,29 +165,16 @@ def _read_value(adapter: pydantic.TypeAdapter[Any], value: Any) -> Any:
         return adapter.validate_json(text, strict=True)
 
 
-def _describe_fault(parameter: Parameter, value: Any, error: pydantic.ValidationError) -> str:
+def _describe_fault(
+    name: str, parameter: Parameter, value: Any, error: pydantic.ValidationError
+) -> str:
     """What is wrong with one argument, in words for a model."""
     first, *others = error.errors(include_url=False, include_context=False)
-    steps = [f"[{s}]" if isinstance(s, int) else f".{s}" for s in first["loc"]]
     if any(each["loc"][:-1] == first["loc"][:-1] and each["loc"] for each in others):  # a union's
-        return f"{parameter.name} = {show(value)}: expected {show(parameter.schema, MAX_EXPECTED)}"
-    where, found = parameter.name + "".join(steps), first["input"]
-    expected = _EXPECTED.get(first["type"])
-    if expected is None:
-        problem = first["msg"][:1].lower() + first["msg"][1:]
-    else:
-        problem = f"expected {expected}, got {'null' if found is None else type(found).__name__}"
-    return f"{where} = {show(found)}: {problem}"
-
-
-def _read_hints(function: Callable[..., Any], tool: str) -> dict[str, Any]:
-    try:
-        return typing.get_type_hints(function, include_extras=True)
-    except Exception as error:  # names that annotations use may be anything, also missing
-        raise ToolError(
-            f"function tool {tool!r}: its annotations cannot be read ({error}): define or import "
-            f"their names at module level, not under TYPE_CHECKING"
-        ) from error
+        return f"{name} = {show(value)}: expected {show(parameter.schema, MAX_EXPECTED)}"
+    steps = [f"[{s}]" if isinstance(s, int) else f".{s}" for s in first["loc"]]
+    problem = first["msg"][:1].lower() + first["msg"][1:]
+    return f"{name}{''.join(steps)} = {show(first['input'])}: {problem}"
 
 
 def _find_fault(raw: inspect.Parameter, *, is_documented: bool) -> str:
@@ -224,7 +199,10 @@ def _make_parameter(raw: inspect.Parameter, hint: Any, description: str) -> Para
     if choices is not None:
         hint = Literal[tuple(json.loads(choices["values"]))]
         description = description[: choices.start()].strip()
-    adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(adapt_type(hint))
+    texts = [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, str)]
+    for text in texts:
+        hint = Annotated[hint, pydantic.Field(description=text)]
+    adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(hint)
     schema = write_schema(adapter)
     if description:
         schema["description"] = description
@@ -234,7 +212,7 @@ def _make_parameter(raw: inspect.Parameter, hint: Any, description: str) -> Para
             schema["default"] = adapter.dump_python(raw.default, mode="json", warnings="none")
         except ValueError:  # an object that JSON has no word for: just optional
             schema.pop("default", None)
-    return Parameter(raw.name, adapter, schema, is_required)
+    return Parameter(adapter, schema, is_required)
 
 
 def parse_docstring(text: str | None) -> tuple[str, dict[str, str]]:

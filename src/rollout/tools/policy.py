@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import typing
 from collections import OrderedDict
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import msgspec
 
+from rollout.config.checks import Count, Natural, Positive, validate
 from rollout.errors import ToolError
 from rollout.scopes import release_token
 
@@ -40,8 +42,8 @@ class ToolPolicy(msgspec.Struct, frozen=True, kw_only=True):
         cache_size: Results kept, the most recently used, by arguments and prompt kwargs; errors
             are not. 0 keeps none.
         breaker_failures: Calls in a row that raised or timed out, after which calls are answered
-            at once with an error, for `breaker_s`; then one is let through to see whether the
-            tool is back. None never refuses. Answers with `is_error` and refused arguments are no
+            at once with an error, for `breaker_s`; the next failure after that time begins another
+            such pause. None never refuses. Answers with `is_error` and refused arguments are no
             failures.
         breaker_s: See `breaker_failures`.
 
@@ -49,58 +51,32 @@ class ToolPolicy(msgspec.Struct, frozen=True, kw_only=True):
         ToolError: It lists every value that is out of bounds.
     """
 
-    timeout_s: float | None = None
-    max_concurrency: int | None = None
-    rate_limit_per_s: float | None = None
-    retries: int = 0
-    backoff_s: float = 0.5
+    timeout_s: Positive | None = None
+    max_concurrency: Count | None = None
+    rate_limit_per_s: Positive | None = None
+    retries: Natural = 0
+    backoff_s: Positive = 0.5
     transient: tuple[type[Exception], ...] = ()
-    cache_size: int = 0
-    breaker_failures: int | None = None
-    breaker_s: float = 30.0
+    cache_size: Natural = 0
+    breaker_failures: Count | None = None
+    breaker_s: Positive = 30.0
 
     def __post_init__(self) -> None:
-        is_type = [isinstance(k, type) and issubclass(k, Exception) for k in self.transient]
-        rules = [
-            ("timeout_s", "a number > 0 or None", _is_number(self.timeout_s, None)),
-            (
-                "max_concurrency",
-                "an integer ≥ 1 or None",
-                _is_integer(self.max_concurrency, 1, None),
-            ),
-            ("rate_limit_per_s", "a number > 0 or None", _is_number(self.rate_limit_per_s, None)),
-            ("retries", "an integer ≥ 0", _is_integer(self.retries, 0)),
-            ("backoff_s", "a number > 0", _is_number(self.backoff_s)),
-            ("transient", "a tuple of exception types", all(is_type)),
-            ("cache_size", "an integer ≥ 0", _is_integer(self.cache_size, 0)),
-            (
-                "breaker_failures",
-                "an integer ≥ 1 or None",
-                _is_integer(self.breaker_failures, 1, None),
-            ),
-            ("breaker_s", "a number > 0", _is_number(self.breaker_s)),
-        ]
+        rules = typing.get_type_hints(type(self), include_extras=True)
+        del rules["transient"]
         faults = [
-            f"{name} = {getattr(self, name)!r}: expected {expected}"
-            for name, expected, is_right in rules
-            if not is_right
+            str(fault.below(name))
+            for name, rule in rules.items()
+            for fault in validate(rule, getattr(self, name))[1]
         ]
+        if not all(isinstance(k, type) and issubclass(k, Exception) for k in self.transient):
+            faults.append(f"transient = {self.transient!r}: expected a tuple of exception types")
         if faults:
             raise ToolError(f"ToolPolicy: {'; '.join(faults)}")
 
     def is_transient(self, error: BaseException) -> bool:
         """Whether a call that failed with `error` is worth another try."""
         return isinstance(error, (TransientError, *self.transient))
-
-
-def _is_number(value: Any, *others: None) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value in others or (is_number and 0 < value < math.inf)
-
-
-def _is_integer(value: Any, least: int, *others: None) -> bool:
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    return value in others or (is_integer and value >= least)
 
 
 class ToolGate:
@@ -113,10 +89,12 @@ class ToolGate:
         self._starting = anyio.Lock()
         self._next_start = 0.0
         self._results: OrderedDict[bytes, ToolResult] = OrderedDict()
-        self._failures, self._last_failure = 0, ""
-        #: Until when calls are refused; None while the breaker is closed.
-        self._open_until: float | None = None
-        self._is_probing = False
+        self._failures, self._last_failure, self._refuses_until = 0, "", -math.inf
+
+    @property
+    def has_queue(self) -> bool:
+        """Whether calls may wait for a slot."""
+        return self._slots is not None or self.policy.rate_limit_per_s is not None
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
@@ -135,7 +113,9 @@ class ToolGate:
             if self._slots is not None:
                 release_token(self._slots, borrower)
 
-    def cache_key(self, arguments: Mapping[str, Any], kwargs: Mapping[str, Any]) -> bytes | None:
+    def make_cache_key(
+        self, arguments: Mapping[str, Any], kwargs: Mapping[str, Any]
+    ) -> bytes | None:
         """What the result of a call is kept under; None where it is not kept."""
         if not self.policy.cache_size:
             return None
@@ -156,15 +136,12 @@ class ToolGate:
         if key is None or result.is_error:
             return
         self._results[key] = result
-        while len(self._results) > self.policy.cache_size:
+        if len(self._results) > self.policy.cache_size:
             self._results.popitem(last=False)
 
-    def refuse(self, now: float) -> str | None:
-        """Why a call may not run now; None where it may: its end is to be noted then."""
-        if self._open_until is None:
-            return None
-        if now >= self._open_until and not self._is_probing:
-            self._is_probing = True
+    def describe_refusal(self) -> str | None:
+        """Why a call may not run now; None where it may."""
+        if anyio.current_time() >= self._refuses_until:
             return None
         return (
             f"{self.name!r} is not available: its last {self._failures} calls failed (the last "
@@ -173,22 +150,16 @@ class ToolGate:
 
     def note_success(self) -> None:
         """A call was answered."""
-        self._failures, self._open_until, self._is_probing = 0, None, False
+        self._failures = 0
 
-    def note_failure(self, failure: str, now: float) -> None:
+    def note_failure(self, failure: str) -> None:
         """A call raised, or timed out."""
-        was_probe, self._is_probing = self._is_probing, False
         self._failures, self._last_failure = self._failures + 1, failure
-        limit, pause_s = self.policy.breaker_failures, self.policy.breaker_s
-        if limit is None or self._failures < limit:
+        limit, now = self.policy.breaker_failures, anyio.current_time()
+        if limit is None or self._failures < limit or now < self._refuses_until:
             return
-        if self._open_until is None or was_probe:
-            self._open_until = now + pause_s
-            logger.warning(
-                "tool %r: %d calls in a row failed, the last with: %s; calls are refused for %g s",
-                *(self.name, self._failures, failure, pause_s),
-            )
-
-    def note_cancelled(self) -> None:
-        """A call ended without a result: another one may try whether the tool is back."""
-        self._is_probing = False
+        self._refuses_until = now + self.policy.breaker_s
+        logger.warning(
+            "tool %r: %d calls in a row failed, the last with: %s; calls are refused for %g s",
+            *(self.name, self._failures, failure, self.policy.breaker_s),
+        )

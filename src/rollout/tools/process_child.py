@@ -19,7 +19,7 @@ from rollout.tools.attempt import describe
 from rollout.tools.function_tools import FunctionTool
 from rollout.tools.parameters import Parameters
 from rollout.tools.policy import ToolPolicy
-from rollout.tools.processes import Load, Reply, Request
+from rollout.tools.processes import Reply, Request
 from rollout.tools.results import normalise_result
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Answer requests until standard input closes."""
-    serve(lambda body: _encode(_answer(msgspec.msgpack.decode(body, type=Request | Load))))
+    serve(lambda body: _encode(_answer(msgspec.msgpack.decode(body, type=Request))))
 
 
 def _encode(reply: Reply) -> bytes:
@@ -42,27 +42,20 @@ def _encode(reply: Reply) -> bytes:
     return msgspec.msgpack.encode(Reply(failure=failure))
 
 
-def _answer(message: Request | Load) -> Reply:
-    return _load(message) if isinstance(message, Load) else _call(message)
-
-
-def _load(message: Load) -> Reply:
-    for function in message.functions:
-        try:
-            function_at(function)
-        except BaseException as error:
-            return Reply(failure=f"{function.qualname} of {function.home}: {describe(error)}")
-    return Reply()
-
-
-def _call(request: Request) -> Reply:
+def _answer(request: Request) -> Reply:
     policy = ToolPolicy()
+    for ref in request.functions:
+        try:
+            function, parameters, policy = _find_function(ref, request.name)
+        except BaseException as error:
+            return Reply(failure=f"{ref.qualname} of {ref.home}: {describe(error)}")
+    if not request.name:
+        return Reply()
     try:
-        function, parameters, policy = _find_function(request.function, request.name)
         result = normalise_result(resolve_outcome(function(**parameters.check(request.arguments))))
         fields = {name: getattr(result, name) for name in result.__struct_fields__}
-        media = {kind: list(map(_write_file, fields.pop(kind))) for kind in ("images", "videos")}
-        fields |= {kind: files for kind, files in media.items() if files}
+        for kind in ("images", "videos"):
+            fields[kind] = tuple(map(_write_file, fields[kind]))
     except BaseException as error:
         return Reply(failure=describe(error), is_transient=policy.is_transient(error))
     del fields["audio"]  # there is none

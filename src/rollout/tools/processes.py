@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import anyio
 import msgspec
@@ -13,22 +14,18 @@ from rollout.function_refs import FunctionRef, describe_slow_import
 from rollout.tools.policy import TransientError
 from rollout.tools.results import ToolResult
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
+class Request(msgspec.Struct):
+    """What crosses the pipe to the process: functions to import, and the call of one by its name.
 
-class Request(msgspec.Struct, tag=True):
-    """One call, as it crosses the pipe to the process."""
+    Attributes:
+        functions: To import; where there is a name, the first is called.
+        name: Of the tool; empty where nothing is called.
+    """
 
-    function: FunctionRef
-    name: str
-    arguments: dict[str, Any]
-
-
-class Load(msgspec.Struct, tag=True):
-    """Functions to import, before any is called."""
-
-    functions: list[FunctionRef]
+    functions: Sequence[FunctionRef]
+    name: str = ""
+    arguments: dict[str, Any] = {}
 
 
 class Reply(msgspec.Struct, omit_defaults=True):
@@ -58,6 +55,11 @@ class ToolProcesses:
             "rollout.tools.process_child", max_processes=max_processes, cleanup_s=cleanup_s
         )
 
+    async def _ask(self, request: Request) -> Reply:
+        body = msgspec.msgpack.encode(request)
+        async with self._processes.worker() as worker:
+            return msgspec.msgpack.decode(await worker.ask(body), type=Reply)
+
     async def run(self, name: str, function: FunctionRef, arguments: dict[str, Any]) -> ToolResult:
         """What the function returns; cancellation kills its process with the process's group.
 
@@ -66,18 +68,15 @@ class ToolProcesses:
             TransientError: It raised what its policy calls transient.
         """
         try:
-            request = msgspec.msgpack.encode(Request(function, name, arguments))
-        except Exception as error:  # from tools_kwargs, which may hold any object
+            reply = await self._ask(Request([function], name, arguments))
+        except ChildDiedError as error:
+            raise ToolError(f"the process of {name!r} {error}") from None
+        except (TypeError, ValueError, OverflowError) as error:  # tools_kwargs hold any object
             raise ToolError(f"{name}: its arguments are not plain data: {error}") from error
-        async with self._processes.worker() as worker:
-            try:
-                reply = await worker.ask(request)
-            except ChildDiedError as error:
-                raise ToolError(f"the process of {name!r} {error}") from None
-        answer = msgspec.msgpack.decode(reply, type=Reply)
-        if answer.failure:
-            raise (TransientError if answer.is_transient else ToolError)(answer.failure)
-        return ToolResult(**answer.result)
+        if reply.failure:
+            raise (TransientError if reply.is_transient else ToolError)(reply.failure)
+        media = {kind: tuple(reply.result.get(kind, ())) for kind in ("images", "videos")}
+        return ToolResult(**{**reply.result, **media})
 
     async def prepare(self, functions: Sequence[FunctionRef], limit_s: float | None) -> None:
         """Have a process import the functions, in this time.
@@ -85,17 +84,13 @@ class ToolProcesses:
         Raises:
             ToolError: It cannot; says why.
         """
-        load = msgspec.msgpack.encode(Load(list(functions)))
         try:
             with anyio.fail_after(limit_s):
-                async with self._processes.worker() as worker:
-                    body = await worker.ask(load)
+                failure = (await self._ask(Request(functions))).failure
         except TimeoutError:
             failure = describe_slow_import(functions, f"limits.tool_s = {limit_s:g} s")
         except ChildDiedError as error:
             failure = f"the process {error}"
-        else:
-            failure = msgspec.msgpack.decode(body, type=Reply).failure
         if failure:
             raise ToolError(
                 f"isolation = 'process': a function cannot be imported in its process: {failure}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 import msgspec
@@ -66,12 +66,9 @@ class ToolResult(_Text, frozen=True, kw_only=True):
     audio: Sequence[Any] = _NO_MEDIA
 
     def __post_init__(self) -> None:
-        if self.images is _NO_MEDIA and self.videos is _NO_MEDIA and self.audio is _NO_MEDIA:
-            return
         if self.audio is not None and (not isinstance(self.audio, Sized) or len(self.audio)):
             raise MediaError(f"ToolResult.audio: {NO_AUDIO}")
-        for kind in ("images", "videos"):
-            media = getattr(self, kind)
+        for kind, media in (("images", self.images), ("videos", self.videos)):
             if not isinstance(media, list | tuple):
                 raise MediaError(f"ToolResult.{kind}: expected a list, got {type(media).__name__}")
 
@@ -81,12 +78,11 @@ class ToolResult(_Text, frozen=True, kw_only=True):
         return bool(self.images or self.videos)
 
 
-def show_something(results: Iterable[ToolResult]) -> bool:
-    """Whether the model sees more than text in one of them."""
-    for result in results:  # noqa: SIM110  (each turn; a generator takes four times as long)
-        if result.images or result.videos:
-            return True
-    return False
+class Answers(msgspec.Struct, gc=False):
+    """The results of a turn in the order of its calls, for a journal, and the time in calls."""
+
+    results: Sequence[ToolResult]
+    seconds: float
 
 
 def error_result(text: str) -> ToolResult:
@@ -132,8 +128,7 @@ def normalise_result(value: Any) -> ToolResult:
 def _show_media(value: Any) -> ToolResult | None:
     """The result in what is a picture, or in parts of which one is; None of anything else."""
     if isinstance(value, Media):
-        is_image = value.kind == "image"
-        return ToolResult(images=[value]) if is_image else ToolResult(videos=[value])
+        return ToolResult(**{f"{value.kind}s": [value]})
     if kind_of_media(value) is not None:
         return ToolResult(images=[value])
     if not isinstance(value, list) or not all(map(_is_part, value)):
@@ -149,11 +144,9 @@ def _show_media(value: Any) -> ToolResult | None:
 
 def _is_part(value: object) -> bool:
     """Whether it is a part of a content: text, an image or a video."""
-    if not isinstance(value, Mapping):
-        return False
-    if value.get("type") == "text":
+    if isinstance(value, Mapping) and value.get("type") == "text":
         return isinstance(value.get("text"), str)
-    return is_media_part(value)
+    return isinstance(value, Mapping) and is_media_part(value)
 
 
 def _write_json(value: Any) -> ToolResult:
@@ -192,16 +185,14 @@ def check_result(result: ToolResult) -> ToolResult:
         value = getattr(result, name)
         if not isinstance(value, Mapping):
             return error_result(f"the tool returned {name} {value!r:.80}; expected a dict")
-        if type(value) is not dict:
-            result = msgspec.structs.replace(result, **{name: dict(value)})
-    if result.reward is None or (type(result.reward) is float and math.isfinite(result.reward)):
-        return result
     reward = read_reward(result.reward)
-    if reward is None:
+    if reward is None and result.reward is not None:
         return error_result(
             f"the tool returned the reward {result.reward!r:.80}; expected a finite number or None"
         )
-    return msgspec.structs.replace(result, reward=reward)
+    return msgspec.structs.replace(
+        result, reward=reward, metrics=dict(result.metrics), extra=dict(result.extra)
+    )
 
 
 def read_reward(value: Any) -> float | None:

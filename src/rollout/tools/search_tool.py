@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import urllib.error
 import urllib.request
@@ -51,13 +52,11 @@ class SearchTool(Tool):
         description: str | None = None,
         timeout_s: float = 30.0,
     ) -> None:
-        if not is_http_url(url):
-            raise ToolError(f"search tool {name!r}: url = {url!r}; expected an http or https URL")
+        fault = "" if is_http_url(url) else f"url = {url!r}; expected an http or https URL"
         if not 1 <= top_k <= max_top_k:
-            raise ToolError(
-                f"search tool {name!r}: top_k = {top_k}, max_top_k = {max_top_k}; expected "
-                "1 ≤ top_k ≤ max_top_k"
-            )
+            fault = f"top_k = {top_k}, max_top_k = {max_top_k}; expected 1 ≤ top_k ≤ max_top_k"
+        if fault:
+            raise ToolError(f"search tool {name!r}: {fault}")
         self.url, self.name, self.top_k, self.timeout_s = url, name, top_k, timeout_s
         count = {"type": "integer", "description": "How many passages.", "default": top_k}
         properties = {
@@ -103,11 +102,8 @@ class _SearchSession(ToolSession):
     async def execute(self, call: ToolCall) -> ToolResult:
         query, count = call.arguments["query"], call.arguments.get("top_k", self._tool.top_k)
         found = await self._threads.run(self._tool.name, self._tool._search, query, count)
-        if not found:
-            return ToolResult("No passage was found.", data=[])
-        return ToolResult(
-            "\n\n".join(map(_show_passage, found, range(1, len(found) + 1))), data=found
-        )
+        text = "\n\n".join(map(_show_passage, found, itertools.count(1)))
+        return ToolResult(text or "No passage was found.", data=found)
 
 
 def _show_passage(found: Any, number: int) -> str:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 METHOD_KWARGS = frozenset(
     ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 )
-_NO_KWARGS: Mapping[str, Any] = {}
 
 
 class ToolContext(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +48,7 @@ class ToolContext(msgspec.Struct, frozen=True, kw_only=True):
     threads: WorkerThreads
     prompt: Prompt | None = None
     processes: ToolProcesses | None = None
-    kwargs: Mapping[str, Any] = msgspec.field(default_factory=lambda: _NO_KWARGS)
+    kwargs: Mapping[str, Any] = msgspec.field(default_factory=dict)
     extra: dict[str, Any] = msgspec.field(default_factory=dict)
     state: dict[str, Any] = msgspec.field(default_factory=dict)
     sandbox: TrajectorySandbox = msgspec.field(default_factory=TrajectorySandbox)
@@ -65,9 +64,9 @@ class ToolSession(ABC):
     """A tool in the hands of one trajectory, from its first call to the trajectory's end.
 
     Attributes:
-        serial: Calls to sessions that have the same object here run one after another, in the order
-            in which the model wrote them: for tools with a state that outlives a call, such as an
-            interpreter. None: the calls of one turn are begun in that order and run at once.
+        serial: Calls to sessions that have the same object here run one after another, in the
+            model's order: for a state that outlives a call, such as an interpreter. None: the
+            calls of one turn are begun in that order and run at once.
         decides_reward: Whether `calc_reward` is the trajectory's reward, where neither the agent
             nor a reward function gives one. What it raises then fails the trajectory.
     """
@@ -101,7 +100,7 @@ class ToolSession(ABC):
     async def close(self) -> None:  # noqa: B027  (nothing to release)
         """Release what the session holds: called once, shielded, in ``limits.cleanup_s``.
 
-        Runs in the trajectory's task; sessions opened later have been closed before.
+        Runs in the task of `Tool.open`; sessions opened later have been closed before.
         """
 
 
@@ -145,18 +144,12 @@ class Tool(ABC):
         """
         return True
 
-    def unused_kwargs(self, kwargs: Mapping[str, Any]) -> list[str]:
-        """Those of a prompt's kwargs that this tool has no use for; a warning names them once."""
-        return []
-
     @abstractmethod
     async def open(self, context: ToolContext) -> ToolSession:
         """A session for one trajectory; opened before its first call of this tool.
 
-        Runs in the trajectory's task, as does `ToolSession.close`, within ``limits.tool_s``; once
-        the trajectory is cancelled, it has another ``limits.cleanup_s`` to return a session, which
-        is then closed. It must not leave a task group or cancel scope open after it, and where it
-        raises or is cancelled leaves nothing behind.
+        Runs within ``limits.tool_s``, in the task in which `ToolSession.close` will run too. Where
+        it raises or is cancelled it leaves nothing behind.
         """
 
 
