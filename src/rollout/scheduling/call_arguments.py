@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from numbers import Integral
 from typing import Any
 
@@ -10,6 +11,7 @@ from rollout.chat.group import Group
 from rollout.config import GroupPolicy
 from rollout.errors import PromptError
 from rollout.tensor_layout import layout_faults
+from rollout.types import Prompt
 from rollout.utf8 import is_name
 
 #: The largest step, and number of groups: what trainers and engines keep numbers in.
@@ -34,6 +36,23 @@ def check_call(
         faults.append(f"samples = {samples!r:.80}: expected an integer ≥ 1, or None")
     _raise(faults + layout_faults(layout, trim))
     return None if step is None else int(step), None if samples is None else int(samples)
+
+
+def check_source(source: Any) -> None:
+    """Check that an argument is a source.
+
+    Raises:
+        PromptError: It is not; nothing has been pulled.
+    """
+    is_iterable = isinstance(source, AsyncIterable | Iterable)
+    if not is_iterable:
+        with suppress(TypeError):
+            iter(source)  # asks for nothing, where it has its items by number
+            is_iterable = True
+    if isinstance(source, Prompt | str | bytes | Mapping) or not is_iterable:
+        raise PromptError(
+            f"source: expected an iterable or async iterable of Prompt, got {type(source).__name__}"
+        )
 
 
 def check_group_call(policy: Any, groups: Any, max_staleness: Any, groups_per_step: Any) -> None:

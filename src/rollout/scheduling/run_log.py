@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
     from rollout.chat.trajectory import Trajectory
     from rollout.errors import JournalError
-    from rollout.scheduling.member_group import Ended, Member, MemberGroup
-    from rollout.scheduling.recorded import RecordedGroup
+    from rollout.scheduling.member_group import Ended, Member, MemberGroup, RecordedGroup
     from rollout.types import Prompt
 
 
