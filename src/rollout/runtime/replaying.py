@@ -38,7 +38,7 @@ from rollout.journal.values import read_prompt
 from rollout.observe.tally import Tally
 from rollout.runtime.gateway_opening import serve_gateway
 from rollout.runtime.opening import tool_executor
-from rollout.scheduling.member_group import Member, MemberGroup
+from rollout.scheduling.member_group import Member, MemberGroup, cancel_members
 from rollout.scheduling.rewards.score import Rewarding
 from rollout.scheduling.tokenization import TokenizationCheck
 from rollout.scheduling.trajectory import (
@@ -230,7 +230,7 @@ async def _run(
         decode=template.decode,
         parse_calls=parse_calls,
         on_step=on_step,
-        on_departure=lambda: member.cancel(DEPARTED),
+        on_departure=lambda: cancel_members([member], DEPARTED),
     )
     identity = Identity(
         uid=key.uid,

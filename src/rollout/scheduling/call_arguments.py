@@ -21,11 +21,10 @@ MAX_STEP = 2**63 - 1
 def check_call(
     step: Any, validate: Any, samples: Any, layout: Any = "padded", trim: Any = False
 ) -> tuple[int | None, int | None]:
-    """Step and samples of a call of `generate` or `stream`; None: as calls and configuration say.
+    """Check the arguments of `generate` and `stream`; a `PromptError` names all faults.
 
-    Raises:
-        PromptError: One is none, `validate` no bool, or tensors cannot be laid out like that; all
-            faults are named.
+    Returns:
+        Step and samples; None: as calls and configuration say.
     """
     faults = []
     if step is not None and not (_is_natural(step) and int(step) <= MAX_STEP):
@@ -39,11 +38,7 @@ def check_call(
 
 
 def check_source(source: Any) -> None:
-    """Check that an argument is a source.
-
-    Raises:
-        PromptError: It is not; nothing has been pulled.
-    """
+    """Check that an argument is a source, without pulling; else raise a `PromptError`."""
     is_iterable = isinstance(source, AsyncIterable | Iterable)
     if not is_iterable:
         with suppress(TypeError):
@@ -56,11 +51,7 @@ def check_source(source: Any) -> None:
 
 
 def check_group_call(policy: Any, groups: Any, max_staleness: Any, groups_per_step: Any) -> None:
-    """Let the arguments of `collect` and `stream_groups` pass.
-
-    Raises:
-        PromptError: One is wrong; all faults are named.
-    """
+    """Check the arguments of `collect` and `stream_groups`; a `PromptError` names all faults."""
     faults = []
     if not isinstance(policy, GroupPolicy | None):
         faults.append(f"policy = {policy!r:.80}: expected a GroupPolicy, or None")
@@ -79,11 +70,7 @@ def check_group_call(policy: Any, groups: Any, max_staleness: Any, groups_per_st
 
 
 def check_groups(groups: Any, layout: Any, trim: Any) -> None:
-    """Let the arguments of `batch_of` pass.
-
-    Raises:
-        PromptError: One is wrong; all faults are named.
-    """
+    """Check the arguments of `make_batch`; a `PromptError` names all faults."""
     faults = layout_faults(layout, trim)
     if not isinstance(groups, Sequence) or isinstance(groups, str | bytes):
         faults.append(f"groups = {groups!r:.80}: expected a list of the groups that a stream gave")
@@ -97,11 +84,7 @@ def check_groups(groups: Any, layout: Any, trim: Any) -> None:
 
 
 def check_target(uid: Any, member: Any, reason: Any) -> None:
-    """Let the arguments of `cancel` pass.
-
-    Raises:
-        PromptError: They name no trajectory, or no reason; all faults are named.
-    """
+    """Check the arguments of `cancel`; a `PromptError` names all faults."""
     faults = []
     if not isinstance(uid, str | None):
         faults.append(f"uid = {uid!r:.80}: expected a string, or None for every prompt")

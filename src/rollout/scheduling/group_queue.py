@@ -51,25 +51,8 @@ class Numbered(Protocol):
 
 
 Source = Iterable[Prompt] | AsyncIterable[Prompt] | Numbered
-
-
-class QueueUser(Protocol):
-    """A call of `collect` or `stream_groups`, as the queue sees it.
-
-    Attributes:
-        step: The trainer's.
-        is_replayed: What it delivered in an earlier process is all that it has.
-        source: Where its prompts come from.
-        taken_names: Uids of groups that it has.
-    """
-
-    step: int
-    is_replayed: bool
-    source: PromptSource
-    taken_names: set[str]
-
-    def change(self) -> None:
-        """Wake the tasks that wait for a change of this call."""
+#: A `GroupCall`, whose module imports this one.
+GroupUser = Any
 
 
 class GroupQueue:
@@ -109,18 +92,18 @@ class GroupQueue:
 
     # Calls.
 
-    def add_call(self, call: QueueUser) -> None:
+    def add_call(self, call: GroupUser) -> None:
         """Note a call that begins, and queue the groups that the journal has for its step."""
         self._delivered_before += map(_restore, self._log.take_delivered(call.step))
         self.keep(map(_restore, self._log.take_left(call.step)))
         call.source.users[call] = None
 
-    def remove_call(self, call: QueueUser) -> None:
+    def remove_call(self, call: GroupUser) -> None:
         """Note that a call has ended."""
         del call.source.users[call]
         self._release(call.source)
 
-    def pop_group(self, call: QueueUser) -> MemberGroup | None:
+    def pop_group(self, call: GroupUser) -> MemberGroup | None:
         """Take the group that was pulled first, of all that a call may have.
 
         One with a uid of its own that the call has already is left for a later call.
@@ -144,7 +127,7 @@ class GroupQueue:
         for group in groups:
             insort(self.leftovers, group, key=attrgetter("number"))
 
-    def name_members(self, group: MemberGroup, call: QueueUser) -> None:
+    def name_members(self, group: MemberGroup, call: GroupUser) -> None:
         """Make the members of a group that has none yet, with a uid that is new in the call."""
         if not (group.is_begun or group.waiting):
             uid, count = group.uid, 1
@@ -230,7 +213,7 @@ class PromptSource:
         self.given, self._queue = given, queue
         self.count = self.step = 0
         self.pulled: deque[MemberGroup] = deque()
-        self.users: dict[QueueUser, None] = {}
+        self.users: dict[GroupUser, None] = {}
         self.is_over = self.is_pulling = False
         self.failure: BaseException | None = None
         self._iterator: Any = None
