@@ -344,7 +344,7 @@ class Call:
             is_counted: Whether it may be taken, and counts for `scheduling.max_failures`.
             is_again: Whether its member is restarted.
         """
-        self._bad.add(trajectory, is_counted=is_counted, is_again=is_again)
+        self._bad.add(trajectory, is_counted=is_counted)
         self.selection.note_end(trajectory)
         self.selection.refilled += is_again
         if is_counted:

@@ -38,7 +38,7 @@ class BadEndings:
 
     Args:
         tally: Of the runtime, which knows what was logged before.
-        count: Members of the call; None: as many as have ended.
+        count: Members of the call; None: as many as have ended and count.
     """
 
     def __init__(self, tally: Tally, config: SchedulingConfig, count: int | None = None) -> None:
@@ -53,23 +53,16 @@ class BadEndings:
         #: Of each cause the first trajectory in the order of the prompts, and what it says.
         self._first: dict[_Cause, tuple[int, int, str]] = {}
 
-    def add(
-        self,
-        trajectory: Trajectory,
-        *,
-        is_counted: bool = True,
-        is_again: bool = False,
-        is_new: bool = True,
-    ) -> None:
+    def add(self, trajectory: Trajectory, *, is_counted: bool = True, is_new: bool = True) -> None:
         """Count one that has ended, if it failed or was rejected.
 
         Args:
-            is_counted: Whether it counts for `scheduling.max_failures`, and is not just logged.
-            is_again: Whether its member is restarted.
+            is_counted: Whether it counts for `scheduling.max_failures`, and is not just logged: it
+                is no surplus, and not restarted.
             is_new: Whether it was not counted before; else it has failed since.
         """
         outcome = trajectory.outcome
-        self._ended += is_new and not is_again
+        self._ended += is_counted and is_new
         if outcome not in self._counts:
             return
         key: _Cause = (outcome, trajectory.reason, "")  # rejections: one line for each reason

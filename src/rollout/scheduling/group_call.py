@@ -16,7 +16,7 @@ from rollout.scheduling.call_arguments import check_group_call, check_source
 from rollout.scheduling.calls import Call
 from rollout.scheduling.endings import describe_ending
 from rollout.scheduling.groups import Groups, Staleness, Wanted
-from rollout.scheduling.member_group import Stage
+from rollout.scheduling.member_group import Stage, cancel_members
 from rollout.scheduling.selection import call_accept, find_accept
 from rollout.scopes import find_propagating
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from rollout.scheduling.scheduler import Scheduler
     from rollout.scheduling.selection import Accept
 
+#: Reason of carried members whose tokens are too old to take.
+STALE = "stale"
 #: A consumer that waits for so long, and for itself, is told why.
 HINT_S = 5.0
 #: Different rewards of a refused group that an error lists.
@@ -233,8 +235,8 @@ class GroupCall(Call):
             return False
         found = found.reopen(self.groups.wanted.members)
         group = self.groups.refresh(found)
-        if group is not found:
-            self.scheduler.drop_carried(found)
+        if group is not found:  # its prompt begins again
+            cancel_members([each for each in found.waiting if each.is_carried], STALE)
         group.join(self)
         self._queue.name_members(group, self)
         self.groups.adopt(group)

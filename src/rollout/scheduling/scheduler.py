@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from rollout.scheduling.trajectory import TrajectoryRunner
     from rollout.worker_threads import WorkerThreads
 
-#: Reasons of carried members that do not continue: the caller wants none; its tokens are too old.
-DISCARDED, STALE = "discarded", "stale"
+#: Reason of carried members that do not continue because the caller wants none.
+DISCARDED = "discarded"
 #: Reason of members that nobody takes, because the call itself was cancelled.
 LOST = "call"
 
@@ -246,10 +246,6 @@ class Scheduler:
         clocks = [member.clock for member in members if member.clock is not None]
         with anyio.move_on_after(self.config.limits.cleanup_s):
             await self.engines.interrupt_carried(clocks)
-
-    def drop_carried(self, group: MemberGroup) -> None:
-        """End the carried members of a group whose prompt begins again."""
-        cancel_members([each for each in group.waiting if each.is_carried], STALE)
 
     def cancel(self, uid: str | None, member: int | None, reason: str) -> int:
         """Cancel the carried members that match; they stay in their groups. How many there are."""

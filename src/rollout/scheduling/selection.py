@@ -65,11 +65,7 @@ def call_accept(accept: Accept | None, group: Group) -> bool:
     if accept is None:
         return True
     answer = accept(group)
-    try:
-        is_plain = isinstance(answer, bool) or type(answer).__name__ in ("bool", "bool_")
-    except Exception:  # an object that cannot be looked at
-        is_plain = False
-    if not is_plain:
+    if type(answer).__name__ not in ("bool", "bool_"):
         raise PromptError(f"accept returned {answer!r:.80} for {group.uid!r}; expected a bool")
     return bool(answer)
 
