@@ -219,13 +219,13 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("outcome counted twice", "statistics: finished = ")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = Call._note_end
+    real = Call._count
 
-    def note_end(self: Call, trajectory: Any, **options: Any) -> None:
-        self._tally.outcomes[trajectory.outcome] += trajectory.member
-        real(self, trajectory, **options)
+    def count(self: Call, ended: Any, **options: Any) -> None:
+        self._tally.outcomes[ended.trajectory.outcome] += ended.trajectory.member
+        real(self, ended, **options)
 
-    patch.setattr(Call, "_note_end", note_end)
+    patch.setattr(Call, "_count", count)
 
 
 @bug("outcome delivered twice", "too often")

@@ -72,7 +72,7 @@ class BatchCall(Call):
         samples, count = len(groups[0].waiting) if groups else 1, len(self.members)
         wanted = Groups(Wanted(groups=len(groups), members=samples))
         super().__init__(scheduler, wanted, step=step, deadline=deadline, count=count)
-        self.waits_for_groups = scheduler.rewards_groups
+        self.waits_for_groups = self.counts_with_group = scheduler.rewards_groups
         self._unwritten: JournalError | None = None
         for group in sorted(groups, key=lambda group: -group.prompt.priority):
             group.call = self
@@ -144,6 +144,9 @@ class BatchCall(Call):
         return unwritten is None
 
     async def _hand_over(self, group: MemberGroup, wanted: Sequence[Ended]) -> None:
+        if self.counts_with_group:
+            for ended in wanted:
+                self._count(ended)
         if self._events.tells_all:
             self._emit_group_ended(wanted)
         self.groups.settle(group, "accepted")

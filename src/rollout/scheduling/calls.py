@@ -55,12 +55,14 @@ class Call:
         failure: What it ends with; None while all is well.
         is_closed: Whether it was ended because the runtime is being closed.
         waits_for_groups: Whether a member that has ended waits for its group.
+        counts_with_group: Whether its outcome is counted only with the rewards of that.
         surplus_reason: Of members that still run when the call ends.
         selection: What it took of what it had run.
     """
 
     name = ""
     waits_for_groups = True
+    counts_with_group = False
     surplus_reason = SURPLUS
 
     def __init__(
@@ -316,19 +318,11 @@ class Call:
                 admits members must not wait for rewards.
         """
         group, ended = member.group, Ended(member.row, member, trajectory)
-        member.concluding_since, member.is_finished = anyio.current_time(), True
+        member.concluding_since = anyio.current_time()
         is_surplus, again = group.is_complete, self.groups.record_end(ended)
-        is_counted = not is_surplus and again is None
-        if trajectory.limit_source == self.deadline.source:
-            self._met_deadline = True
-            if self._config.on_deadline == "drop":
-                trajectory.trainable = False
-        if is_counted:
-            self._log.note_end(member, trajectory)  # first: it fails what it cannot write
-        self._tally.outcomes[trajectory.outcome] += 1
-        if self._events.is_on:
-            emit_ended(self._events, member, trajectory)
-        self._note_end(trajectory, is_counted=is_counted, is_again=again is not None)
+        is_wanted = not is_surplus and again is None
+        if not (is_wanted and self.counts_with_group):
+            self._count(ended, is_wanted=is_wanted, is_again=again is not None)
         if not group.is_complete and self.groups.can_judge(group):
             judge = self._complete(group)
             if may_wait:
@@ -337,17 +331,33 @@ class Call:
                 self.scheduler.start(partial(self._guard, judge))
         await self._deliver_alone(ended)
 
-    def _note_end(self, trajectory: Trajectory, *, is_counted: bool, is_again: bool) -> None:
+    def _count(self, ended: Ended, *, is_wanted: bool = True, is_again: bool = False) -> None:
+        """Count an outcome, write it to the journal, and emit its event."""
+        _, member, trajectory = ended
+        member.is_finished = True
+        if trajectory.limit_source == self.deadline.source:
+            self._met_deadline = True
+            if self._config.on_deadline == "drop":
+                trajectory.trainable = False
+        if is_wanted:
+            self._log.note_end(member, trajectory)  # first: it fails what it cannot write
+        self._tally.outcomes[trajectory.outcome] += 1
+        if self._events.is_on:
+            emit_ended(self._events, member, trajectory)
+        self._note_end(trajectory, is_wanted=is_wanted, is_again=is_again)
+
+    def _note_end(self, trajectory: Trajectory, *, is_wanted: bool, is_again: bool) -> None:
         """Note a trajectory in the counts of the call.
 
         Args:
-            is_counted: Whether it may be taken, and counts for `scheduling.max_failures`.
+            is_wanted: Whether it may be taken, and counts for `scheduling.max_failures`: it is no
+                surplus, and not restarted.
             is_again: Whether its member is restarted.
         """
-        self._bad.add(trajectory, is_counted=is_counted)
+        self._bad.add(trajectory, is_wanted=is_wanted)
         self.selection.note_end(trajectory)
         self.selection.refilled += is_again
-        if is_counted:
+        if is_wanted:
             self._check_failures(trajectory)
 
     def _check_failures(self, trajectory: Trajectory) -> None:
@@ -407,8 +417,8 @@ class Call:
             group.stage = Stage.REWARDED
             self.selection.note_rewards(each.trajectory for each in wanted)
         self._log.note_rewards(group.ended)  # it fails those that it cannot write
-        for outcome, (_, _, trajectory) in zip(before, group.ended, strict=True):
-            if outcome is not trajectory.outcome:
+        for outcome, (_, member, trajectory) in zip(before, group.ended, strict=True):
+            if outcome is not trajectory.outcome and member.is_finished:
                 self._tally.outcomes[outcome] -= 1
                 self._tally.outcomes[trajectory.outcome] += 1
                 self._bad.add(trajectory, is_new=False)

@@ -53,22 +53,22 @@ class BadEndings:
         #: Of each cause the first trajectory in the order of the prompts, and what it says.
         self._first: dict[_Cause, tuple[int, int, str]] = {}
 
-    def add(self, trajectory: Trajectory, *, is_counted: bool = True, is_new: bool = True) -> None:
+    def add(self, trajectory: Trajectory, *, is_wanted: bool = True, is_new: bool = True) -> None:
         """Count one that has ended, if it failed or was rejected.
 
         Args:
-            is_counted: Whether it counts for `scheduling.max_failures`, and is not just logged: it
+            is_wanted: Whether it counts for `scheduling.max_failures`, and is not just logged: it
                 is no surplus, and not restarted.
             is_new: Whether it was not counted before; else it has failed since.
         """
         outcome = trajectory.outcome
-        self._ended += is_counted and is_new
+        self._ended += is_wanted and is_new
         if outcome not in self._counts:
             return
         key: _Cause = (outcome, trajectory.reason, "")  # rejections: one line for each reason
         if outcome is Outcome.FAILED:
             key = (outcome, trajectory.reason, _describe_cause(trajectory))
-            self._failures[key[2]] += is_counted
+            self._failures[key[2]] += is_wanted
         self._counts[outcome][key] += 1
         place = (trajectory.group, trajectory.member)
         first = self._first.get(key)

@@ -243,7 +243,7 @@ class GroupCall(Call):
         between, group.between = group.between, []
         for ended in between:  # their outcomes were counted when they ended
             is_again = self.groups.record_end(ended) is not None
-            self._note_end(ended.trajectory, is_counted=not is_again, is_again=is_again)
+            self._note_end(ended.trajectory, is_wanted=not is_again, is_again=is_again)
         if self.groups.can_judge(group):
             self.scheduler.start(partial(self._guard, self._complete(group)))
         return True
