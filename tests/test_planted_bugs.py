@@ -26,8 +26,8 @@ from rollout.limits import NEVER, Limit
 from rollout.scheduling import trajectory as trajectory_module
 from rollout.scheduling.batch_call import StreamCall
 from rollout.scheduling.calls import Call
-from rollout.scheduling.member_runs import MemberRuns
 from rollout.scheduling.rewards import score as rewarding_module
+from rollout.scheduling.scheduler import Scheduler
 from rollout.scheduling.trajectory import TrajectoryRun
 from rollout.seeds import derive_seed
 from rollout.tools.sessions import OpenSessions
@@ -260,16 +260,16 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("place not given back", r"[1-9]\d* places are held|hangs")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = MemberRuns.release_slot
+    real = Scheduler.release_slot
 
-    def release_slot(self: MemberRuns, member: Any) -> None:
-        limiter = self.limiter
+    def release_slot(self: Scheduler, member: Any) -> None:
+        limiter = self._limiter
         if member.identity.member == 2:
-            self.limiter = SimpleNamespace(release_on_behalf_of=lambda _: None)  # type: ignore[assignment]
+            self._limiter = SimpleNamespace(release_on_behalf_of=lambda _: None)  # type: ignore[assignment]
         real(self, member)
-        self.limiter = limiter
+        self._limiter = limiter
 
-    patch.setattr(MemberRuns, "release_slot", release_slot)
+    patch.setattr(Scheduler, "release_slot", release_slot)
 
 
 @bug("prompt that lacks its last token", "other prompt ids than the agent sent")

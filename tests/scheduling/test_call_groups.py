@@ -91,8 +91,7 @@ class World:
         )
         if outcome is Outcome.DEADLINE:
             trajectory.limit_source = GROUP_S
-        if not groups.record_end(Ended(0, member, trajectory)):
-            groups.restart(member_of(group, member.identity.member))
+        groups.record_end(Ended(0, member, trajectory))
         if not group.is_complete and groups.can_judge(group):
             self.judge(groups, group)
 
@@ -100,15 +99,16 @@ class World:
         chosen = group.choose(groups.wanted.members)
         groups.complete(group)
         if groups.is_to_drop(group):
-            groups.drop(group)
+            is_replaced = groups.wanted.on_group_deadline == "refill"
+            groups.settle(group, "replaced" if is_replaced else "dropped")
             self.ends[group.number] += 1
             return
         numbers = [each.member.identity.member for each in chosen]
         assert numbers == sorted(set(numbers))
         if self.dice.random() < 0.7:
-            groups.accept(group)
+            groups.settle(group, "accepted")
         else:
-            groups.refuse(group)
+            groups.settle(group, "refused")
             self.ends[group.number] += 1
 
 

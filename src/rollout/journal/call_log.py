@@ -19,7 +19,7 @@ from rollout.journal.values import (
     pack_prompt,
     read_prompt,
 )
-from rollout.scheduling.recorded import RecordedGroup
+from rollout.scheduling.member_group import RecordedGroup
 from rollout.scheduling.run_log import RunLog, list_logs
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class CallLog(RunLog):
         media: dict[str, bytes] = {}
         faults: list[str] = []
         for member in members:
-            who, prompt = member.identity, member.named_prompt
+            who, prompt = member.identity, member.prompt
             if who.uid not in records:
                 records[who.uid] = PromptRecord(who.step, who.uid, who.validate, 0, b"")
                 media |= find_media(prompt)
@@ -282,8 +282,7 @@ class CallLog(RunLog):
 
     def note_dropped(self, group: MemberGroup) -> None:
         """See `RunLog`."""
-        if group.source is not None:
-            self._journal.put(kinds.DroppedRecord(group.number))
+        self._journal.put(kinds.DroppedRecord(group.number))
 
 
 def _get_key(record: PromptRecord) -> PromptKey:

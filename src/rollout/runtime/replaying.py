@@ -37,7 +37,7 @@ from rollout.media.records import KnownContents
 from rollout.observe.tally import Tally
 from rollout.runtime.gateway_opening import serve_gateway
 from rollout.runtime.opening import list_stop_tokens, make_executor
-from rollout.scheduling.member_group import Member, MemberGroup
+from rollout.scheduling.member_group import Member, MemberGroup, cancel_members
 from rollout.scheduling.rewards.functions import RewardFunctions
 from rollout.scheduling.rewards.score import Rewarding
 from rollout.scheduling.tokenization import TokenizationCheck
@@ -214,7 +214,7 @@ async def _run(
         decode=services.template.decode,
         parse_calls=lambda ids: reader.turn(ids, None, in_reasoning=False).calls,
         on_step=on_step,
-        on_departure=lambda: member.cancel(DEPARTED),
+        on_departure=lambda: cancel_members([member], DEPARTED),
     )
     identity = Identity(
         uid=key.uid,

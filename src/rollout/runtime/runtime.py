@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from rollout.engine.weights import UpdateMode, WeightSource
     from rollout.journal.journal import Journal
     from rollout.observe.explanation import Explanation
+    from rollout.scheduling.group_queue import Source
     from rollout.scheduling.member_group import MemberGroup
-    from rollout.scheduling.sources import Source
     from rollout.scheduling.trajectory import TrajectoryRunner
     from rollout.tensor_layout import Layout, Trim
     from rollout.types import Prompt
@@ -435,7 +435,7 @@ class RolloutRuntime:
         Waits for nothing, and may be called from a signal handler of the loop's thread, also while
         something blocks the loop.
         """
-        calls, carried = tuple(self._scheduler.calls), self._scheduler.runs.carried
+        calls, carried = tuple(self._scheduler.calls), self._scheduler.carried
         blocked_s = self._lag.blocked_now_s
         return explain(self.services.engines, self._clock(), calls, carried, blocked_s)
 
@@ -512,5 +512,4 @@ class RolloutRuntime:
             finally:
                 self._is_closing = self._sleep.is_over = True
                 with anyio.CancelScope(shield=True):  # until the calls use the engines no more
-                    await self._scheduler.calls.close()
                     await self._scheduler.close()

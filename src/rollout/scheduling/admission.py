@@ -104,27 +104,6 @@ class Progress:
     reused_tokens: int = 0
 
 
-@attrs.frozen
-class _Observation:
-    loads: Mapping[str, EngineLoad]
-    progress: Progress
-
-    @property
-    def running(self) -> int:
-        return sum(load.running for load in self.loads.values())
-
-    @property
-    def kv_used(self) -> float:
-        return fmean(load.kv_used for load in self.loads.values())
-
-    @property
-    def generated(self) -> int:
-        return sum(load.generated_tokens for load in self.loads.values())
-
-    def count_queued(self, name: str) -> int:
-        return self.loads[name].queued if name in self.loads else 0
-
-
 @attrs.define
 class AdmissionController:
     """The number of trajectories in flight, adapted to what engines can remember.
@@ -144,7 +123,10 @@ class AdmissionController:
     most: int
     least: int = 1
     allowed: int = attrs.field(init=False)
-    _window: deque[_Observation] = attrs.field(init=False, factory=lambda: deque(maxlen=WINDOW))
+    #: The last observations: loads by replica, and what trajectories had done.
+    _window: deque[tuple[Mapping[str, EngineLoad], Progress]] = attrs.field(
+        init=False, factory=lambda: deque(maxlen=WINDOW)
+    )
     _share: float = attrs.field(init=False, default=0.0)  # of the caches, held by one request
     _kv_used: float = attrs.field(init=False, default=0.0)
     _lost: float = attrs.field(init=False, default=0.0)  # without a limit; 0: there is none
@@ -165,17 +147,20 @@ class AdmissionController:
             self._window.clear()
             self._release()
         elif loads:
-            self._window.append(_Observation(dict(loads), progress))
+            self._window.append((dict(loads), progress))
             if len(self._window) == WINDOW:
                 self._adjust(in_flight)
         return self.allowed
 
     def _adjust(self, in_flight: int) -> None:
-        window, last = self._window, self._window[-1]
+        loads, last = [each for each, _ in self._window], self._window[-1][0]
         # Requests that waited all the time.
-        standing = sum(min(each.count_queued(name) for each in window) for name in last.loads)
-        running = fmean(each.running for each in window)
-        kv_used, lost = fmean(each.kv_used for each in window), self._measure_lost()
+        standing = sum(
+            min(each[name].queued if name in each else 0 for each in loads) for name in last
+        )
+        running = fmean(sum(load.running for load in each.values()) for each in loads)
+        kv_used = fmean(fmean(load.kv_used for load in each.values()) for each in loads)
+        lost = self._measure_lost()
         lifetimes = self._learn(running, kv_used, in_flight)
         if running < 1:
             return
@@ -196,7 +181,7 @@ class AdmissionController:
 
     def _learn(self, running: float, kv_used: float, in_flight: int) -> float:
         """Average what is measured over a lifetime; the lifetimes since the last observation."""
-        last, before = self._window[-1].progress, self._window[-2].progress
+        last, before = self._window[-1][1], self._window[-2][1]
         lifetimes = min(1.0, (last.finished - before.finished) / in_flight)
         weight = lifetimes if self._lost else 1.0
         if running >= 1:
@@ -209,11 +194,12 @@ class AdmissionController:
 
         Of an engine that has never reused anything it is not known: it may not say so.
         """
-        first, last = self._window[0], self._window[-1]
-        known = last.progress.known_tokens - first.progress.known_tokens
-        lost = known - (last.progress.reused_tokens - first.progress.reused_tokens)
-        sampled = last.generated - first.generated
-        if not last.progress.reused_tokens or sampled <= 0 or lost <= LOST_SHARE * known:
+        (first_loads, first), (last_loads, last) = self._window[0], self._window[-1]
+        known = last.known_tokens - first.known_tokens
+        lost = known - (last.reused_tokens - first.reused_tokens)
+        sampled = sum(load.generated_tokens for load in last_loads.values())
+        sampled -= sum(load.generated_tokens for load in first_loads.values())
+        if not last.reused_tokens or sampled <= 0 or lost <= LOST_SHARE * known:
             return 0.0
         return lost / sampled
 

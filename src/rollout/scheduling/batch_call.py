@@ -1,4 +1,4 @@
-"""A call of `generate` or `stream`: all groups of a list, handed over member by member."""
+"""A call of `generate` or `stream`: all groups of a list, delivered member by member."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from rollout.scheduling.calls import Call
 from rollout.scheduling.endings import CLOSED
 from rollout.scheduling.groups import Groups, Wanted
 from rollout.scheduling.member_group import Ended, MemberGroup, cancel_members
-from rollout.scheduling.member_runs import LOST
-from rollout.types import Outcome
+from rollout.scheduling.scheduler import LOST
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from rollout.errors import JournalError
     from rollout.limits import Deadline
     from rollout.scheduling.groups import Leftovers
-    from rollout.scheduling.member_group import Member
     from rollout.scheduling.scheduler import Scheduler
     from rollout.types import Prompt
 
@@ -69,24 +67,23 @@ class BatchCall(Call):
         step: int,
         deadline: Deadline,
     ) -> None:
-        members = [member for group in groups for member in group.waiting]
-        samples = len(groups[0].waiting) if groups else 1
+        self.members = [member for group in groups for member in group.waiting]
+        self.rows: list[Trajectory | None] = [None] * len(self.members)
+        samples, count = len(groups[0].waiting) if groups else 1, len(self.members)
         wanted = Groups(Wanted(groups=len(groups), members=samples))
-        super().__init__(scheduler, wanted, step=step, deadline=deadline)
-        self.members = members
-        self.rows: list[Trajectory | None] = [None] * len(members)
-        self.waits_for_groups = scheduler.rewards_groups
-        self._has_admitted_all = False
+        super().__init__(scheduler, wanted, step=step, deadline=deadline, count=count)
+        self.waits_for_groups = self.counts_with_group = scheduler.rewards_groups
         self._unwritten: JournalError | None = None
-        #: Groups whose members run again, because their reward is not known yet.
-        self._unrewarded_groups = {
-            member.group
-            for member in members
-            if self.waits_for_groups and not (member.log is not None and member.log.is_finished)
-        }
         for group in sorted(groups, key=lambda group: -group.prompt.priority):
             group.call = self
             self.groups.adopt(group)
+
+    async def run(self) -> None:
+        """See `Call.run`."""
+        self._tally.admitted += len(self.members)
+        for member in self.members:
+            member.batch = self.batch
+        await super().run()
 
     async def wait(self) -> None:
         """Wait until every member has been delivered; no member has a slot then.
@@ -110,15 +107,6 @@ class BatchCall(Call):
         super().close()
         cancel_members(self._list_unrewarded(), CLOSED)
 
-    async def admit(self) -> None:
-        """See `Call.admit`."""
-        self._tally.admitted += len(self.members)
-        for member in self.members:
-            member.batch = self.batch
-        await super().admit()
-        self._has_admitted_all = True
-        self.change()
-
     @property
     def _has_crashed(self) -> bool:
         """Whether a task raised: what else runs is cancelled, and has no trajectory."""
@@ -128,18 +116,21 @@ class BatchCall(Call):
     def _is_done(self) -> bool:
         if self._has_crashed or (self._is_leaving and not self.is_closed):
             return True
-        return self._has_admitted_all and not self._judging and not self._has_tasks
+        return self.groups.is_complete and not self._judging and not self._has_tasks
 
     async def _return_groups(self, left: Leftovers) -> None:
         await super()._return_groups(left)
-        self._runs.count_lost([member for member in self.members if not member.is_finished])
+        self.scheduler.count_lost([each for each in self.members if not each.is_finished])
+
+    def _fail(self, error: BaseException) -> None:
+        self.cancel(None, None, "failure_budget")
 
     def _find_error(self) -> BaseException | None:
         """Find the error that a batch ends with which nobody left before its end, if any."""
         if self._unwritten is not None or self.failure is not None:
             return self._unwritten or self.failure
-        if self._bad.are_too_many(len(self.members), self._config):
-            return self._bad.error(len(self.members), self._config)
+        if self._bad.are_too_many:
+            return self._bad.make_error()
         if self._met_deadline and self._config.on_deadline == "raise":
             return self.deadline.error()
         return None
@@ -152,38 +143,25 @@ class BatchCall(Call):
         self._unwritten = unwritten or self._unwritten
         return unwritten is None
 
-    def _find_recorded(self, member: Member) -> Trajectory | None:
-        if member.group in self._unrewarded_groups:
-            return None
-        return super()._find_recorded(member)
-
-    def _note_end(self, ended: Ended, *, is_surplus: bool, is_again: bool) -> None:
-        if is_surplus or not self.waits_for_groups:
-            self._count(ended, is_surplus=is_surplus)
-
-    def _check_failures(self, trajectory: Trajectory) -> None:
-        is_failed = trajectory.outcome is Outcome.FAILED and not self._is_cancelled
-        if is_failed and self._bad.are_too_many(len(self.members), self._config):
-            self.cancel(None, None, "failure_budget")
-
     async def _hand_over(self, group: MemberGroup, wanted: Sequence[Ended]) -> None:
-        if self.waits_for_groups:
+        if self.counts_with_group:
             for ended in wanted:
                 self._count(ended)
         if self._events.tells_all:
             self._emit_group_ended(wanted)
-        self.groups.release(group)
+        self.groups.settle(group, "accepted")
+        group.ended = []  # else members, their groups and trajectories refer to each other
         if self.waits_for_groups:
             for ended in wanted:
                 await self._deliver(ended)
 
-    async def _deliver(self, ended: Ended) -> None:
-        """Put a trajectory into its row of the batch."""
-        self.rows[ended.row] = ended.trajectory
-
     async def _deliver_alone(self, ended: Ended) -> None:
         if not self.waits_for_groups:
             await self._deliver(ended)
+
+    async def _deliver(self, ended: Ended) -> None:
+        """Put a trajectory into its row of the batch."""
+        self.rows[ended.row] = ended.trajectory
 
 
 class StreamCall(BatchCall):
@@ -212,7 +190,7 @@ class StreamCall(BatchCall):
 
     async def run(self) -> None:
         """See `Call.run`."""
-        async with self._send:
+        with self._send:
             try:
                 await super().run()
             finally:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from numbers import Integral
 from typing import Any
 
@@ -10,6 +11,7 @@ from rollout.chat.group import Group
 from rollout.config import GroupPolicy
 from rollout.errors import PromptError
 from rollout.tensor_layout import layout_faults
+from rollout.types import Prompt
 from rollout.utf8 import is_name
 
 #: The largest step, and number of groups: what trainers and engines keep numbers in.
@@ -19,11 +21,10 @@ MAX_STEP = 2**63 - 1
 def check_call(
     step: Any, validate: Any, samples: Any, layout: Any = "padded", trim: Any = False
 ) -> tuple[int | None, int | None]:
-    """Step and samples of a call of `generate` or `stream`; None: as calls and configuration say.
+    """Check the arguments of `generate` and `stream`; a `PromptError` names all faults.
 
-    Raises:
-        PromptError: One is none, `validate` no bool, or tensors cannot be laid out like that; all
-            faults are named.
+    Returns:
+        Step and samples; None: as calls and configuration say.
     """
     faults = []
     if step is not None and not (_is_natural(step) and int(step) <= MAX_STEP):
@@ -36,12 +37,21 @@ def check_call(
     return None if step is None else int(step), None if samples is None else int(samples)
 
 
-def check_group_call(policy: Any, groups: Any, max_staleness: Any, groups_per_step: Any) -> None:
-    """Let the arguments of `collect` and `stream_groups` pass.
+def check_source(source: Any) -> None:
+    """Check that an argument is a source, without pulling; else raise a `PromptError`."""
+    is_iterable = isinstance(source, AsyncIterable | Iterable)
+    if not is_iterable:
+        with suppress(TypeError):
+            iter(source)  # asks for nothing, where it has its items by number
+            is_iterable = True
+    if isinstance(source, Prompt | str | bytes | Mapping) or not is_iterable:
+        raise PromptError(
+            f"source: expected an iterable or async iterable of Prompt, got {type(source).__name__}"
+        )
 
-    Raises:
-        PromptError: One is wrong; all faults are named.
-    """
+
+def check_group_call(policy: Any, groups: Any, max_staleness: Any, groups_per_step: Any) -> None:
+    """Check the arguments of `collect` and `stream_groups`; a `PromptError` names all faults."""
     faults = []
     if not isinstance(policy, GroupPolicy | None):
         faults.append(f"policy = {policy!r:.80}: expected a GroupPolicy, or None")
@@ -60,11 +70,7 @@ def check_group_call(policy: Any, groups: Any, max_staleness: Any, groups_per_st
 
 
 def check_groups(groups: Any, layout: Any, trim: Any) -> None:
-    """Let the arguments of `batch_of` pass.
-
-    Raises:
-        PromptError: One is wrong; all faults are named.
-    """
+    """Check the arguments of `make_batch`; a `PromptError` names all faults."""
     faults = layout_faults(layout, trim)
     if not isinstance(groups, Sequence) or isinstance(groups, str | bytes):
         faults.append(f"groups = {groups!r:.80}: expected a list of the groups that a stream gave")
@@ -78,11 +84,7 @@ def check_groups(groups: Any, layout: Any, trim: Any) -> None:
 
 
 def check_target(uid: Any, member: Any, reason: Any) -> None:
-    """Let the arguments of `cancel` pass.
-
-    Raises:
-        PromptError: They name no trajectory, or no reason; all faults are named.
-    """
+    """Check the arguments of `cancel`; a `PromptError` names all faults."""
     faults = []
     if not isinstance(uid, str | None):
         faults.append(f"uid = {uid!r:.80}: expected a string, or None for every prompt")

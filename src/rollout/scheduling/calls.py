@@ -1,7 +1,8 @@
-"""One call of a runtime: its members admitted, run, and handed over, alone or as groups.
+"""One call of a runtime: it admits members, notes their ends, and judges their groups.
 
-`collect` and `stream_groups` pull groups while they want some (`GroupCall`); `generate` and
-`stream` have all groups of a list from the start, and want all of them (`BatchCall`).
+All calls go this way. `generate` and `stream` have the groups of a list from the start, and want
+all of them (`batch_call.py`); `collect` and `stream_groups` pull groups while they want some
+(`group_call.py`).
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ from typing import TYPE_CHECKING
 import anyio
 
 from rollout.errors import RolloutError
+from rollout.limits import Deadline
 from rollout.scheduling.endings import CLOSED, BadEndings
 from rollout.scheduling.finished import explain_cut, make_unstarted
-from rollout.scheduling.member_group import Ended, cancel_members
-from rollout.scheduling.trajectory import limit_trajectory
+from rollout.scheduling.member_group import GROUP_S, Ended, Stage, cancel_members
+from rollout.scheduling.selection import Selection
 from rollout.scheduling.trajectory_events import emit_ended, emit_group_ended
+from rollout.types import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from rollout.chat.trajectory import Trajectory
-    from rollout.limits import Deadline
     from rollout.scheduling.groups import Groups, Leftovers
     from rollout.scheduling.member_group import Member, MemberGroup
     from rollout.scheduling.scheduler import Scheduler
@@ -38,12 +40,13 @@ LEAST_WAIT_S = 0.01
 
 
 class Call:
-    """What all calls have in common: admission, ends of members, judging of groups.
+    """What all calls have in common.
 
     Args:
         groups: What the call wants, and has.
         deadline: Its own.
         group_s: How long each group may take.
+        count: How many members it has; None: as many as it admits.
 
     Attributes:
         name: The method's.
@@ -52,11 +55,14 @@ class Call:
         failure: What it ends with; None while all is well.
         is_closed: Whether it was ended because the runtime is being closed.
         waits_for_groups: Whether a member that has ended waits for its group.
+        counts_with_group: Whether its outcome is counted only with the rewards of that.
         surplus_reason: Of members that still run when the call ends.
+        selection: What it took of what it had run.
     """
 
     name = ""
     waits_for_groups = True
+    counts_with_group = False
     surplus_reason = SURPLUS
 
     def __init__(
@@ -67,28 +73,32 @@ class Call:
         step: int,
         deadline: Deadline,
         group_s: float | None = None,
+        count: int | None = None,
     ) -> None:
         self.step, self.batch = step, 0
         self.began = anyio.current_time()
         self.groups, self.scheduler, self.deadline = groups, scheduler, deadline
         self.failure: BaseException | None = None
         self.is_closed = False
-        self._group_s, self._runs, self._log = group_s, scheduler.runs, scheduler.log
-        self._config, self._tally = scheduler.config.scheduling, scheduler.tally
-        self._events, self._bad = scheduler.events, BadEndings(scheduler.tally)
-        #: Members that were admitted, until their trajectories are there.
-        self._running: dict[Member, None] = {}
-        self._met_deadline = self._is_cancelled = self._is_leaving = False
+        self.selection = Selection(by_group=scheduler.rewards_groups)
+        self._config, self._log = scheduler.config.scheduling, scheduler.log
+        self._events, self._tally = scheduler.events, scheduler.tally
+        self._bad = BadEndings(self._tally, self._config, count)
+        self._group_s = group_s
+        self._met_deadline = self._is_cancelled = self._is_leaving = self._ends_rewards = False
+        #: Groups that are complete and not judged; and rewards of groups that are being asked for.
         self._judging = 0
         self._rewards: dict[MemberGroup, anyio.CancelScope] = {}
-        self._ends_rewards = False
         self._changed, self._has_ended = anyio.Event(), anyio.Event()
 
     # Its life.
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the call during the block; after it only carried members are left of it."""
+        """Run the call during the block; after it only carried members are left of it.
+
+        It runs in a task of the runtime's, so that no scope is open around the caller's block.
+        """
         self.scheduler.start(self.run)
         try:
             yield
@@ -100,23 +110,24 @@ class Call:
 
     async def run(self) -> None:
         """Admit members until the call is left or done; then end what is not carried."""
-        with self.scheduler.calls.running(self):
-            try:
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(self._guard, self._watch_deadlines)
-                    tasks.start_soon(self._guard, self.admit)
-                    while not self._is_done:
-                        await self._changed.wait()
-                    tasks.cancel_scope.cancel()
-            except anyio.get_cancelled_exc_class():  # with the runtime's tasks
-                self.is_closed = True
-                self.end_with(RolloutError(CLOSED_MEANWHILE))
-                raise
-            finally:
-                with anyio.CancelScope(shield=True):
-                    await self._wind_up()
-                self._has_ended.set()
-                self.change()
+        self.scheduler.add_call(self)
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._guard, self._watch_deadlines)
+                tasks.start_soon(self._guard, self.admit)
+                while not self._is_done:
+                    await self._changed.wait()
+                tasks.cancel_scope.cancel()
+        except anyio.get_cancelled_exc_class():  # with the runtime's tasks
+            self.is_closed = True
+            self.end_with(RolloutError(CLOSED_MEANWHILE))
+            raise
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._wind_up()
+            self.scheduler.remove_call(self)
+            self._has_ended.set()
+            self.change()
 
     @property
     def _is_done(self) -> bool:
@@ -138,22 +149,18 @@ class Call:
         while self._judging:
             await self._changed.wait()
         left = self.groups.take_leftovers(is_over=self.is_closed)
-        surplus = [member for member in left.surplus if not member.is_finished]
-        cancel_members(surplus, self.surplus_reason)
+        cancel_members(left.surplus, self.surplus_reason)
         await self._return_groups(left)
         self._bad.log()
 
     async def _return_groups(self, left: Leftovers) -> None:
         """Wait for members that end, and leave the rest to the next call."""
-        await self._wait_for_members()
-
-    async def _wait_for_members(self) -> None:
         while self._has_tasks:
             await self._changed.wait()
 
     @property
     def _has_tasks(self) -> bool:
-        return any(member.group.call is self for member in self._runs.live)
+        return any(member.group.call is self for member in self.scheduler.live)
 
     # What others see and do.
 
@@ -175,9 +182,8 @@ class Call:
         if uid is None and member is None:
             self._is_cancelled = True
             self.groups.stop()
-        chosen = [m for m in self._list_members() if m.can_cancel(uid, member)]
-        unrewarded = [m for m in self._list_unrewarded() if m.cancel_reason is None]
-        chosen += [m for m in unrewarded if m.matches(uid, member)]
+        members = [*self._list_members(), *self._list_unrewarded()]
+        chosen = [each for each in members if each.can_cancel(uid, member)]
         cancel_members(chosen, reason)
         self.change()
         return len(chosen)
@@ -199,16 +205,14 @@ class Call:
         self.groups.stop()
         self.change()
 
-    def lose_member(self, member: Member, error: BaseException | None) -> None:
-        """Note that a member's task was cancelled, or raised, so that it has no trajectory."""
-        self._running.pop(member, None)
-        member.group.forget(member)
-        if error is not None:
-            self.end_with(error)
+    def _list_running(self) -> list[Member]:
+        """Members that have a slot here and no outcome."""
+        live = (member for member in self.scheduler.live if member.group.call is self)
+        return [each for each in live if not (each.is_finished or each.is_carried)]
 
     def _list_members(self) -> list[Member]:
-        waiting = (m for group in self.groups.open for m in group.waiting)
-        return [*self._running, *waiting]
+        waiting = (member for group in self.groups.open for member in group.waiting)
+        return [*self._list_running(), *waiting]
 
     def _list_unrewarded(self) -> list[Member]:
         """Members that have ended, and whose group has no reward yet."""
@@ -227,10 +231,10 @@ class Call:
     async def admit(self) -> None:
         """Give slots to members, one after the other, and run them, until no more will come."""
         while (member := await self._find_next_member()) is not None:
-            recorded = self._find_recorded(member)
+            recorded = self._log.find_trajectory(member)
             if recorded is not None:
                 await self._finish_recorded(member, recorded)
-            elif await self._runs.take_slot(member):
+            elif await self.scheduler.take_slot(member):
                 self._begin(member)
             else:
                 await anyio.lowlevel.checkpoint()
@@ -242,32 +246,26 @@ class Call:
     def _begin(self, member: Member) -> None:
         """Start a member that has a slot, or let a carried one continue."""
         group = member.group
-        if group.limit(self._group_s, self.scheduler.engines.paused_s):
+        if group.deadline is None and self._group_s is not None:
+            group.deadline = Deadline.after(self._group_s, GROUP_S)
+            group.paused_s = self.scheduler.engines.paused_s()
             self.change()  # for `_watch_deadlines`
         if member.is_finished:  # it was carried, and ended while it waited here
-            self._runs.release_slot(member)
+            self.scheduler.release_slot(member)
             return
-        self._running[member] = None
         member.batch = self.batch
         self.groups.begin(member)
-        deadline = limit_trajectory(self.scheduler.config.limits, group.prompt)
-        if member.is_carried:
-            self._runs.continue_carried(member, deadline)
-        else:
+        if not member.is_carried:
             self._note_admitted(member)
-            self._runs.start(member, deadline)
+        self.scheduler.run_member(member)
 
     def _note_admitted(self, member: Member) -> None:
         """Count a member as admitted, where that was not done for the whole call."""
 
-    def _find_recorded(self, member: Member) -> Trajectory | None:
-        """Return a member's trajectory, where the journal has it."""
-        return self._log.find_trajectory(member)
-
     async def _finish_recorded(self, member: Member, trajectory: Trajectory) -> None:
         """End a member with its trajectory from the journal; its agent is not run."""
         await anyio.lowlevel.checkpoint()
-        member.group.refills[member.identity.member] = self.groups.wanted.refills
+        member.refills = self.groups.wanted.refills
         self._note_admitted(member)
         self._tally.add_calls(trajectory.metrics)
         await self.finish_member(member, trajectory, may_wait=False)
@@ -278,7 +276,6 @@ class Call:
             return
         if member.is_carried:  # its agent runs: it was cancelled, and ends as others do
             self.groups.begin(member)
-            self._running[member] = None
             return
         self._note_admitted(member)
         ending = explain_cut(member, member.deadline_met or self.deadline)
@@ -288,17 +285,20 @@ class Call:
         """End what runs when the call's time is over, and the agents of a group at its own."""
         pause_s = 0.0
         while (now := anyio.current_time()) < self.deadline.at:
-            limited = self.groups.open if self._group_s is not None else ()
-            due = [(group, own) for group in limited if (own := group.deadline) is not None]
-            over = [(group, own) for group, own in due if own.at <= now]
-            for group, own in over:
-                waiting = [m for m in (*group.running, *group.waiting) if m.deadline_met is None]
-                agents = [member for member in waiting if member.concluding_since is None]
-                cancel_members(agents, deadline=own)
-            first = min((own.at for _, own in due if own.at > now), default=math.inf)
+            first = math.inf
+            for group in self.groups.open:
+                if group.deadline is None:
+                    continue
+                deadline = group.deadline.later(self.scheduler.engines.paused_s() - group.paused_s)
+                if deadline.at > now:
+                    first = min(first, deadline.at)
+                    continue
+                members = [m for m in (*group.running, *group.waiting) if m.deadline_met is None]
+                agents = [member for member in members if member.concluding_since is None]
+                cancel_members(agents, deadline=deadline)
             until = min(self.deadline.at, max(first, now + pause_s))
             with anyio.CancelScope(deadline=until) as scope:
-                await (anyio.sleep_forever() if self._group_s is None else self._changed.wait())
+                await self._changed.wait()
             pause_s = LEAST_WAIT_S if scope.cancelled_caught else 0.0
         self._met_deadline = True
         self.groups.stop()
@@ -314,31 +314,24 @@ class Call:
         """Note the end of a member, and complete its group where that was the last one wanted.
 
         Args:
-            may_wait: Whether the reward of its group is awaited here; else in a task of its own,
-                as the loop that admits members must not wait for it.
+            may_wait: Whether its group is judged here; else in a task of its own, as the loop that
+                admits members must not wait for rewards.
         """
         group, ended = member.group, Ended(member.row, member, trajectory)
         member.concluding_since = anyio.current_time()
-        self._running.pop(member, None)
-        is_surplus, is_again = group.is_complete, not self.groups.record_end(ended)
-        self._note_end(ended, is_surplus=is_surplus, is_again=is_again)
+        is_surplus, again = group.is_complete, self.groups.record_end(ended)
+        is_wanted = not is_surplus and again is None
+        if not (is_wanted and self.counts_with_group):
+            self._count(ended, is_wanted=is_wanted, is_again=again is not None)
         if not group.is_complete and self.groups.can_judge(group):
-            await self._complete(group, may_wait=may_wait)
+            judge = self._complete(group)
+            if may_wait:
+                await judge()
+            else:
+                self.scheduler.start(partial(self._guard, judge))
         await self._deliver_alone(ended)
 
-    async def _deliver_alone(self, ended: Ended) -> None:
-        """Deliver a trajectory that does not wait for its group."""
-
-    def _note_end(self, ended: Ended, *, is_surplus: bool, is_again: bool) -> None:
-        """Count a member that has ended, as this kind of call does.
-
-        Args:
-            is_surplus: Whether its group was complete before.
-            is_again: Whether it is restarted.
-        """
-        raise NotImplementedError
-
-    def _count(self, ended: Ended, *, is_surplus: bool = False, is_again: bool = False) -> None:
+    def _count(self, ended: Ended, *, is_wanted: bool = True, is_again: bool = False) -> None:
         """Count an outcome, write it to the journal, and emit its event."""
         _, member, trajectory = ended
         member.is_finished = True
@@ -346,39 +339,56 @@ class Call:
             self._met_deadline = True
             if self._config.on_deadline == "drop":
                 trajectory.trainable = False
-        is_counted = not (is_surplus or is_again)
-        if is_counted:
+        if is_wanted:
             self._log.note_end(member, trajectory)  # first: it fails what it cannot write
         self._tally.outcomes[trajectory.outcome] += 1
-        self._bad.add(trajectory, is_free=not is_counted)
         if self._events.is_on:
             emit_ended(self._events, member, trajectory)
-        if is_counted:
+        self._note_end(trajectory, is_wanted=is_wanted, is_again=is_again)
+
+    def _note_end(self, trajectory: Trajectory, *, is_wanted: bool, is_again: bool) -> None:
+        """Note a trajectory in the counts of the call.
+
+        Args:
+            is_wanted: Whether it may be taken, and counts for `scheduling.max_failures`: it is no
+                surplus, and not restarted.
+            is_again: Whether its member is restarted.
+        """
+        self._bad.add(trajectory, is_wanted=is_wanted)
+        self.selection.note_end(trajectory)
+        self.selection.refilled += is_again
+        if is_wanted:
             self._check_failures(trajectory)
 
     def _check_failures(self, trajectory: Trajectory) -> None:
-        """End the call where more have failed than may, now that this one has ended."""
+        """Fail where more have failed than may, now that this one has ended."""
+        if trajectory.outcome is Outcome.FAILED and self._bad.are_too_many:
+            self._fail(self._bad.make_error())
+
+    def _fail(self, error: BaseException) -> None:
+        """Have the call end with this error."""
         raise NotImplementedError
+
+    async def _deliver_alone(self, ended: Ended) -> None:
+        """Deliver a trajectory that does not wait for its group."""
 
     # Groups.
 
-    async def _complete(self, group: MemberGroup, *, may_wait: bool = True) -> None:
-        """Cancel the members of a complete group that are not wanted, reward it, and judge it."""
+    def _complete(self, group: MemberGroup) -> Callable[[], Awaitable[None]]:
+        """Cancel the members of a complete group that are not wanted; return what judges it."""
         wanted = group.choose(self.groups.wanted.members)
         cancel_members(self.groups.complete(group), SURPLUS)
         self._judging += 1
-        if may_wait or not self.scheduler.wants_reward(group, wanted):
-            await self._conclude_group(group, wanted)
-        else:
-            conclude = partial(self._conclude_group, group, wanted)
-            self.scheduler.start(partial(self._guard, conclude))
+        return partial(self._judge, group, wanted)
 
-    async def _conclude_group(self, group: MemberGroup, wanted: Sequence[Ended]) -> None:
+    async def _judge(self, group: MemberGroup, wanted: Sequence[Ended]) -> None:
         """Drop a complete group, or have it rewarded and handed over."""
         try:
             if self.groups.is_to_drop(group):
                 self._log.note_dropped(group)
-                self.groups.drop(group)
+                is_replaced = self.groups.wanted.on_group_deadline == "refill"
+                verdict = "replaced" if is_replaced else "dropped"
+                self.groups.settle(group, verdict, f"{group.uid!r} met group_s")
                 self._emit_group_ended(wanted, "dropped")
             elif await self._reward(group, wanted):
                 await self._hand_over(group, wanted)
@@ -390,18 +400,29 @@ class Call:
 
     async def _reward(self, group: MemberGroup, wanted: Sequence[Ended]) -> bool:
         """Ask for a group's reward, if it needs one; False where the call ends before that."""
+        before = [each.trajectory.outcome for each in group.ended]
+        was_rewarded = group.stage >= Stage.REWARDED
         if self.scheduler.wants_reward(group, wanted):
             if self._ends_rewards:
                 return False
             with anyio.CancelScope() as scope:
                 self._rewards[group] = scope
                 try:
-                    await self.scheduler.reward(group, wanted)
+                    await self.scheduler.rewarding.reward_group(wanted)
                 finally:
                     del self._rewards[group]
             if scope.cancelled_caught:
                 return False
+        if not was_rewarded:
+            group.stage = Stage.REWARDED
+            self.selection.note_rewards(each.trajectory for each in wanted)
         self._log.note_rewards(group.ended)  # it fails those that it cannot write
+        for outcome, (_, member, trajectory) in zip(before, group.ended, strict=True):
+            if outcome is not trajectory.outcome and member.is_finished:
+                self._tally.outcomes[outcome] -= 1
+                self._tally.outcomes[trajectory.outcome] += 1
+                self._bad.add(trajectory, is_new=False)
+                self._check_failures(trajectory)
         return True
 
     async def _hand_over(self, group: MemberGroup, wanted: Sequence[Ended]) -> None:

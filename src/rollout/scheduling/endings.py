@@ -38,14 +38,14 @@ class BadEndings:
 
     Args:
         tally: Of the runtime, which knows what was logged before.
-
-    Attributes:
-        failures: How many failed, by cause, of those that count for `scheduling.max_failures`.
+        count: Members of the call; None: as many as have ended and count.
     """
 
-    def __init__(self, tally: Tally) -> None:
-        self._tally, self._count = tally, 0
-        self.failures: Counter[str] = Counter()
+    def __init__(self, tally: Tally, config: SchedulingConfig, count: int | None = None) -> None:
+        self._tally, self._config, self._members = tally, config, count
+        self._ended = 0
+        #: How many failed, by cause, of those that count for `scheduling.max_failures`.
+        self._failures: Counter[str] = Counter()
         self._counts: dict[Outcome, Counter[_Cause]] = {
             Outcome.REJECTED: Counter(),
             Outcome.FAILED: Counter(),
@@ -53,21 +53,22 @@ class BadEndings:
         #: Of each cause the first trajectory in the order of the prompts, and what it says.
         self._first: dict[_Cause, tuple[int, int, str]] = {}
 
-    def add(self, trajectory: Trajectory, *, is_free: bool = False) -> None:
+    def add(self, trajectory: Trajectory, *, is_wanted: bool = True, is_new: bool = True) -> None:
         """Count one that has ended, if it failed or was rejected.
 
         Args:
-            is_free: Whether it is logged but does not count for `scheduling.max_failures`: it is
-                surplus, or restarted.
+            is_wanted: Whether it counts for `scheduling.max_failures`, and is not just logged: it
+                is no surplus, and not restarted.
+            is_new: Whether it was not counted before; else it has failed since.
         """
         outcome = trajectory.outcome
-        self._count += 1
+        self._ended += is_wanted and is_new
         if outcome not in self._counts:
             return
         key: _Cause = (outcome, trajectory.reason, "")  # rejections: one line for each reason
         if outcome is Outcome.FAILED:
-            self.failures[_words(trajectory)] += not is_free
-            key = (outcome, trajectory.reason, _words(trajectory))
+            key = (outcome, trajectory.reason, _describe_cause(trajectory))
+            self._failures[key[2]] += is_wanted
         self._counts[outcome][key] += 1
         place = (trajectory.group, trajectory.member)
         first = self._first.get(key)
@@ -76,56 +77,58 @@ class BadEndings:
         if first is None or place < first[:2]:
             self._first[key] = (*place, describe_ending(trajectory))
 
-    def are_too_many(self, count: int, config: SchedulingConfig) -> bool:
-        """Whether more have failed, of `count`, than `scheduling.max_failures` allows."""
-        failed, most = self.failures.total(), config.max_failures
-        return most is not None and failed > most and failed > config.max_failure_share * count
+    @property
+    def are_too_many(self) -> bool:
+        """Whether more have failed than `scheduling.max_failures` allows."""
+        failed, most = self._failures.total(), self._config.max_failures
+        share = self._config.max_failure_share
+        return (
+            most is not None and failed > most and failed > share * (self._members or self._ended)
+        )
 
-    def error(self, count: int, config: SchedulingConfig) -> LimitExceeded:
-        """What a call of `count` trajectories ends with of which too many have failed."""
-        causes = self.failures
+    def make_error(self) -> LimitExceeded:
+        """The error of a call of which too many have failed."""
+        causes, config = self._failures, self._config
         listed = causes.most_common(LISTED_CAUSES)
-        lines = "".join(f"\n  {times} × {words}" for words, times in listed)
-        more = len(causes) - len(listed)
+        lines = [f"\n  {times} × {cause}" for cause, times in listed]
+        if len(causes) > len(listed):
+            lines.append(f"\n  and {len(causes) - len(listed)} further causes")
         return LimitExceeded(
-            f"{causes.total()} of {count} trajectories failed "
+            f"{causes.total()} of {self._members or self._ended} trajectories failed "
             f"(scheduling.max_failures = {config.max_failures}, scheduling."
             f"max_failure_share = {config.max_failure_share:g}); the batch stopped:"
-            + lines
-            + (f"\n  and {more} further causes" if more else ""),
+            f"{''.join(lines)}",
             source="scheduling.max_failures",
             reason="failures",
             outcome=Outcome.FAILED,
         )
 
     def log(self) -> None:
-        """One line for each reason of rejections, and for each frequent cause of failures.
+        """Log a line for each reason of rejections, and for each frequent cause of failures.
 
         And what else would pass in silence, once in the runtime.
         """
         self._hint_at_agents()
         _hint_at_tools(self._tally)
-        for counts, most in zip(self._counts.values(), (None, LISTED_CAUSES), strict=True):
-            listed = [
-                (key, number)
-                for at, (key, number) in enumerate(counts.most_common())
-                if most is None or at < most or key[1] == UNRESPONSIVE  # each is named
-            ]
-            for key, number in listed:
-                logger.warning("%s (%s)", self._first[key][2], count(number, "trajectory"))
-            rest = counts.total() - sum(number for _, number in listed)
+        for outcome, counts in self._counts.items():
+            rest = counts.copy()
+            for at, (key, number) in enumerate(counts.most_common()):
+                is_listed = outcome is Outcome.REJECTED or at < LISTED_CAUSES
+                if is_listed or key[1] == UNRESPONSIVE:  # each of these is named
+                    logger.warning("%s (%s)", self._first[key][2], count(number, "trajectory"))
+                    del rest[key]
             if rest:
-                causes = count(len(counts) - len(listed), "further cause")
-                logger.warning("%s failed of %s", count(rest, "trajectory"), causes)
+                causes = count(len(rest), "further cause")
+                logger.warning("%s failed of %s", count(rest.total(), "trajectory"), causes)
 
     def _hint_at_agents(self) -> None:
-        """Those that never had the model generate, which are no others' failures."""
+        """Log the agents that never had the model generate, which are no others' failures."""
         failed = self._counts[Outcome.FAILED]
         for key in [key for key in failed if key[1] == NEVER_GENERATED]:
             number, (_, _, first) = failed.pop(key), self._first.pop(key)
             self._tally.hint(
                 key[2],
-                f"{first}. So ended {number:,} of {count(self._count, 'trajectory')}; nothing is "
+                f"{first}. So ended {number:,} of {count(self._ended, 'trajectory')}; nothing is "
                 f"learned from them. An agent has the model generate by `await context.generate()`"
                 f", or by requests to its task's `base_url` with its `api_key`.",
             )
@@ -168,6 +171,6 @@ def describe_ending(first: Trajectory) -> str:
     return f"{what}: {cause.type}({cause.message!r:.{SHOWN_CHARACTERS}})"
 
 
-def _words(trajectory: Trajectory) -> str:
+def _describe_cause(trajectory: Trajectory) -> str:
     cause = trajectory.cause
     return trajectory.reason if cause is None else f"{cause.type}: {cause.message}"

@@ -51,5 +51,5 @@ def make_unstarted(member: Member, ending: Ending, cause: Cause | None = None) -
         cause=cause,
         trainable=False,
         extra=dict(member.prompt.extra),
-        prompt=member.named_prompt,
+        prompt=member.prompt,
     )

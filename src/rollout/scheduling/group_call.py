@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -11,27 +12,26 @@ import anyio
 from rollout.chat.group import Group
 from rollout.errors import PromptError, SourceEnded
 from rollout.limits import NEVER, Deadline
-from rollout.scheduling.call_arguments import check_group_call
+from rollout.scheduling.call_arguments import check_group_call, check_source
 from rollout.scheduling.calls import Call
 from rollout.scheduling.endings import describe_ending
 from rollout.scheduling.groups import Groups, Staleness, Wanted
-from rollout.scheduling.member_group import Stage
-from rollout.scheduling.selection import Selection, call_accept, find_accept
-from rollout.scheduling.sources import check_source
+from rollout.scheduling.member_group import Stage, cancel_members
+from rollout.scheduling.selection import call_accept, find_accept
 from rollout.scopes import find_propagating
-from rollout.types import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from rollout.chat.trajectory import Trajectory
     from rollout.errors import JournalError
+    from rollout.scheduling.group_queue import PromptSource
     from rollout.scheduling.groups import Leftovers
     from rollout.scheduling.member_group import Ended, Member, MemberGroup
     from rollout.scheduling.scheduler import Scheduler
     from rollout.scheduling.selection import Accept
-    from rollout.scheduling.sources import PromptSource
 
+#: Reason of carried members whose tokens are too old to take.
+STALE = "stale"
 #: A consumer that waits for so long, and for itself, is told why.
 HINT_S = 5.0
 #: Different rewards of a refused group that an error lists.
@@ -48,7 +48,6 @@ class GroupCall(Call):
         source: Where its prompts come from.
         is_replayed: It returned in an earlier process: what it delivered then is all it has.
         taken_names: Uids of groups that it has adopted.
-        selection: What it took of what it had run.
     """
 
     def __init__(
@@ -63,17 +62,11 @@ class GroupCall(Call):
     ) -> None:
         super().__init__(scheduler, groups, **options)
         self.source, self._queue, self._accept = source, scheduler.queue, accept
+        self.name = "stream_groups" if groups.wanted.groups is None else "collect"
         self.is_replayed = is_replayed
         self.taken_names: set[str] = set()
-        self.selection = Selection(by_group=scheduler.rewards_groups)
-        self._count_of_ended = 0
         self._pull_wait = anyio.CancelScope()
         self._has_noted_end = False
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        """The method's."""
-        return "stream_groups" if self.groups.wanted.groups is None else "collect"
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -171,7 +164,7 @@ class GroupCall(Call):
 
     def metrics(self) -> dict[str, float]:
         """See `Selection`."""
-        running = [member.tokens for member in self._running]
+        running = [member.tokens for member in self._list_running()]
         return {**self.groups.count(), **self.selection.metrics(running)}
 
     # Its end.
@@ -180,14 +173,13 @@ class GroupCall(Call):
         for group in left.groups:
             if not group.is_complete:  # else its members end in this call, which waits
                 group.call = None
-        await self._runs.carry(left.carried)
-        for member in left.carried:
-            self._running.pop(member, None)
+        await self.scheduler.carry(left.carried)
+        for member in left.carried:  # their requests were cut off, so that all tokens are here
             self.selection.note_cut_off(member.tokens)
         carried = [group for group in left.groups if group.is_carried]
         others = [group for group in left.groups if not group.is_carried]
         self._leave_to_next_call(carried)  # at once: `cancel` finds them while others clean up
-        await self._wait_for_members()
+        await super()._return_groups(left)
         self._leave_to_next_call(others)
 
     def _leave_to_next_call(self, groups: Sequence[MemberGroup]) -> None:
@@ -213,20 +205,16 @@ class GroupCall(Call):
     # Where members come from.
 
     async def admit(self) -> None:
-        """See `Call.admit`."""
-        await self._pull_again()
+        """See `Call.admit`; of a resumed call, the source is brought first where it stood then."""
+        for _ in range(self._log.count_pulls(self.step)):
+            if not self.source.is_over and self.source.failure is None:
+                self.source.ask(self.step)
+            while self.source.is_pulling:
+                await self._changed.wait()
         await super().admit()
 
-    async def _pull_again(self) -> None:
-        """Bring the source of a resumed call where it stood: the journal has what it gave then."""
-        source = self.source
-        for _ in range(self._log.count_pulls(self.step)):
-            if source.can_pull and source.failure is None:
-                self._queue.ask(source, self.step)
-            while source.is_pulling:
-                await self._changed.wait()
-
     async def _find_next_member(self) -> Member | None:
+        source = self.source
         while True:
             member = self.groups.next_member()
             if member is not None:
@@ -235,10 +223,10 @@ class GroupCall(Call):
                 continue
             self._check_source()
             with anyio.CancelScope() as self._pull_wait:
-                if self.groups.wants_group and self.source.can_pull:
-                    await self._runs.wait_for_slot()
+                if self.groups.wants_group and not (source.is_over or source.is_pulling):
+                    await self.scheduler.wait_for_slot()
                     if not self._pull_wait.cancel_called:  # else nothing may be as it was
-                        self._queue.ask(self.source, self.step)
+                        source.ask(self.step)
                 await anyio.sleep_forever()
 
     def _adopt_one(self) -> bool:
@@ -247,27 +235,18 @@ class GroupCall(Call):
             return False
         found = found.reopen(self.groups.wanted.members)
         group = self.groups.refresh(found)
-        if group is not found:
-            self.scheduler.drop_carried(found)
-        for ended in group.join(self):
-            self._note_end_between_calls(group, ended)
+        if group is not found:  # its prompt begins again
+            cancel_members([each for each in found.waiting if each.is_carried], STALE)
+        group.join(self)
         self._queue.name_members(group, self)
         self.groups.adopt(group)
+        between, group.between = group.between, []
+        for ended in between:  # their outcomes were counted when they ended
+            is_again = self.groups.record_end(ended) is not None
+            self._note_end(ended.trajectory, is_wanted=not is_again, is_again=is_again)
         if self.groups.can_judge(group):
-            self.scheduler.start(lambda: self._guard(lambda: self._complete(group)))
+            self.scheduler.start(partial(self._guard, self._complete(group)))
         return True
-
-    def _note_end_between_calls(self, group: MemberGroup, ended: Ended) -> None:
-        """Note a member that ended while no call had its group; its outcome was counted then."""
-        trajectory, is_counted = ended.trajectory, self.groups.record_end(ended)
-        self.selection.note_end(trajectory)
-        group.known += is_counted
-        if not is_counted:
-            self._restart(ended.member)
-        self._count_of_ended += is_counted
-        self._bad.add(trajectory, is_free=not is_counted)
-        if is_counted:
-            self._check_failures(trajectory)
 
     def _check_source(self) -> None:
         """Fail with what the source raised, or stop pulling where it is over."""
@@ -284,45 +263,9 @@ class GroupCall(Call):
     def _note_admitted(self, member: Member) -> None:
         self._tally.admitted += 1
 
-    def _restart(self, member: Member) -> None:
-        self.selection.refilled += 1
-        self.groups.restart(member.replace())
-
-    # What becomes of members and groups.
-
-    def _note_end(self, ended: Ended, *, is_surplus: bool, is_again: bool) -> None:
-        self._count_of_ended += not is_again
-        self._count(ended, is_surplus=is_surplus, is_again=is_again)
-        self.selection.note_end(ended.trajectory)
-        if is_again:
-            self._restart(ended.member)
-
-    def _check_failures(self, trajectory: Trajectory) -> None:
-        count = self._count_of_ended
-        if trajectory.outcome is Outcome.FAILED and self._bad.are_too_many(count, self._config):
-            self._fail(self._bad.error(count, self._config))
-
-    async def _reward(self, group: MemberGroup, wanted: Sequence[Ended]) -> bool:
-        outcomes, new = [each.trajectory.outcome for each in group.ended], wanted
-        if not self.scheduler.wants_reward(group, wanted):  # an earlier call may have counted some
-            ended = {each.member for each in group.ended[group.known :]}
-            new = [each for each in wanted if each.member in ended]
-        if not await super()._reward(group, wanted):
-            return False
-        for before, (_, _, trajectory) in zip(outcomes, group.ended, strict=True):
-            if before is not trajectory.outcome:  # by its reward, or by what cannot be written
-                self._tally.outcomes[before] -= 1
-                self._tally.outcomes[trajectory.outcome] += 1
-                self._bad.add(trajectory)
-                self._check_failures(trajectory)
-        self.selection.note_rewards(each.trajectory for each in new)
-        return True
+    # What becomes of groups.
 
     async def _hand_over(self, group: MemberGroup, wanted: Sequence[Ended]) -> None:
-        # Nothing is delivered before the journal has it.
-        failure = await self._log.wait_written(wanted, self.deadline.at, lambda: self._ends_rewards)
-        if failure is not None:
-            self._fail(failure)
         result = Group.of(group.uid, group.prompt, [each.trajectory for each in wanted])
         is_accepted = True if _were_delivered(wanted) else self._call_accept(result)
         if is_accepted is None:
@@ -331,10 +274,10 @@ class GroupCall(Call):
         group.result = result
         self._emit_group_ended(wanted, "accepted" if is_accepted else "refused")
         if is_accepted:
-            self.groups.accept(group)
+            self.groups.settle(group, "accepted")
         else:
             self._log.note_dropped(group)
-            self.groups.refuse(group, _describe_refusal(result, self._accept))
+            self.groups.settle(group, "refused", _describe_refusal(result, self._accept))
 
     def _call_accept(self, group: Group) -> bool | None:
         """What `accept` returns; None where it raises, which ends the call, or is not called."""
@@ -420,13 +363,13 @@ def make_group_call(
         refills=config.scheduling.max_retries if policy.refill_failed else 0,
         staleness=staleness,
     )
-    missing, prompts = scheduler.log.take_missing(step), scheduler.queue.find_source(source)
+    missing = scheduler.log.take_missing(step)
     found = Groups(wanted, lambda: engines.weight_version)
     found.counts["dropped"] = missing or 0
     return GroupCall(
         scheduler,
         found,
-        prompts,
+        scheduler.queue.find_source(source),
         accept,
         step=step,
         deadline=deadline,

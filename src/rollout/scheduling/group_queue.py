@@ -1,48 +1,58 @@
-"""The groups that the next call may take: from the journal, left by earlier calls, from sources."""
+"""Where the groups of calls come from: the journal, what earlier calls left, and sources.
+
+Each pull of a source is a task of the runtime's, which outlives the call that wanted it: a prompt
+that comes late is for the next call, and none is lost.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
 from bisect import insort
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
+import anyio
 import msgspec
 
 from rollout.agents.identity import named
+from rollout.containment import Contained, UnresponsiveError
+from rollout.errors import RolloutError
 from rollout.scheduling.member_group import MemberGroup
 from rollout.scheduling.prompts import check_prompt
-from rollout.scheduling.sources import PromptSource
+from rollout.scopes import find_propagating
+from rollout.types import Prompt
+from rollout.worker_threads import may_leave_loop
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from rollout.containment import Containment
     from rollout.observe.tally import Tally
-    from rollout.scheduling.recorded import RecordedGroup
+    from rollout.scheduling.member_group import RecordedGroup
     from rollout.scheduling.run_log import RunLog
     from rollout.worker_threads import WorkerThreads
 
+logger = logging.getLogger("rollout.scheduling")
+
 #: Sources whose position is known; of more, the one used longest ago is closed.
 MAX_SOURCES = 16
+#: The name of a source in messages about threads and code that do not end.
+WHAT = "the source of prompts"
+_END: Any = object()
 
 
-class QueueUser(Protocol):
-    """A call of `collect` or `stream_groups`, as the queue sees it.
+class Numbered(Protocol):
+    """A map-style dataset: has its prompts by index, from 0 on."""
 
-    Attributes:
-        step: The trainer's.
-        is_replayed: What it delivered in an earlier process is all that it has.
-        source: Where its prompts come from.
-        taken_names: Uids of groups that it has.
-    """
+    def __getitem__(self, number: int, /) -> Prompt: ...
 
-    step: int
-    is_replayed: bool
-    source: PromptSource
-    taken_names: set[str]
 
-    def change(self) -> None:
-        """Wake the tasks that wait for a change of this call."""
+Source = Iterable[Prompt] | AsyncIterable[Prompt] | Numbered
+#: A `GroupCall`, whose module imports this one.
+GroupUser = Any
 
 
 class GroupQueue:
@@ -50,11 +60,13 @@ class GroupQueue:
 
     Args:
         log: The journal.
+        threads: Where sources that may block are pulled.
+        containment: Has the tasks of async sources.
+        tally: Counts those that do not end.
         start: Starts a task of the runtime's.
         samples: Members of a group.
 
     Attributes:
-        calls: Those that are open.
         leftovers: Groups that were pulled and not used, in the order in which they were; the next
             call takes them first, whatever its source is.
     """
@@ -71,10 +83,8 @@ class GroupQueue:
         samples: int,
     ) -> None:
         self.leftovers: list[MemberGroup] = []
-        self.calls: dict[QueueUser, None] = {}
+        self.threads, self.containment, self.tally, self.start = threads, containment, tally, start
         self._log, self._run_seed, self._samples = log, run_seed, samples
-        self._threads, self._start = threads, start
-        self._containment, self._tally = containment, tally
         self._pulled = log.pull_count
         self._sources: dict[int, PromptSource] = {}
         #: What the journal says that the calls which run had before; they take it first of all.
@@ -82,19 +92,18 @@ class GroupQueue:
 
     # Calls.
 
-    def add_call(self, call: QueueUser) -> None:
+    def add_call(self, call: GroupUser) -> None:
         """Note a call that begins, and queue the groups that the journal has for its step."""
-        self._delivered_before += map(self._restore, self._log.take_delivered(call.step))
-        self.keep([*map(self._restore, self._log.take_left(call.step))])
-        self.calls[call] = call.source.users[call] = None
+        self._delivered_before += map(_restore, self._log.take_delivered(call.step))
+        self.keep(map(_restore, self._log.take_left(call.step)))
+        call.source.users[call] = None
 
-    def remove_call(self, call: QueueUser) -> None:
+    def remove_call(self, call: GroupUser) -> None:
         """Note that a call has ended."""
-        self.calls.pop(call, None)
-        call.source.users.pop(call, None)
+        del call.source.users[call]
         self._release(call.source)
 
-    def pop_group(self, call: QueueUser) -> MemberGroup | None:
+    def pop_group(self, call: GroupUser) -> MemberGroup | None:
         """Take the group that was pulled first, of all that a call may have.
 
         One with a uid of its own that the call has already is left for a later call.
@@ -118,34 +127,23 @@ class GroupQueue:
         for group in groups:
             insort(self.leftovers, group, key=attrgetter("number"))
 
-    def name_members(self, group: MemberGroup, call: QueueUser) -> None:
+    def name_members(self, group: MemberGroup, call: GroupUser) -> None:
         """Make the members of a group that has none yet, with a uid that is new in the call."""
-        if group.is_begun or group.waiting:
-            call.taken_names.add(group.uid)
-            return
-        uid, count = group.uid, 1
-        while group.before is None and group.uid in call.taken_names:
-            count += 1
-            group.prompt = msgspec.structs.replace(group.prompt, uid=f"{uid}@{count}")
+        if not (group.is_begun or group.waiting):
+            uid, count = group.uid, 1
+            while group.before is None and group.uid in call.taken_names:
+                count += 1
+                group.prompt = msgspec.structs.replace(group.prompt, uid=f"{uid}@{count}")
+            step = call.step if group.before is None else group.before.step
+            group.add_members(self._samples, step=step, run_seed=self._run_seed)
+            self._log.enrol(group)
         call.taken_names.add(group.uid)
-        step = call.step if group.before is None else group.before.step
-        group.add_members(self._samples, step=step, run_seed=self._run_seed)
-        self._log.enrol(group)
-
-    def _restore(self, before: RecordedGroup) -> MemberGroup:
-        source = self._make_source(())
-        source.is_over = True
-        if before.call is None:  # no member of it began
-            prompt = named(before.prompt, f"prompt-{before.number}")
-            return MemberGroup(before.number, prompt, source)
-        version = before.version
-        return MemberGroup(before.number, before.prompt, source, version=version, before=before)
 
     # Sources.
 
     def find_source(self, given: Any) -> PromptSource:
         """Return a caller's source where it was left; one that is over begins again."""
-        source = self._sources.pop(id(given), None) or self._make_source(given)
+        source = self._sources.pop(id(given), None) or PromptSource(given, self)
         self._sources[id(given)] = source  # the last of them
         idle = [each for each in self._sources.values() if not (each.users or each.is_pulling)]
         for each in idle[: max(0, len(self._sources) - MAX_SOURCES)]:
@@ -159,35 +157,190 @@ class GroupQueue:
             del self._sources[id(source.given)]
         source.close()
 
-    def ask(self, source: PromptSource, step: int) -> None:
-        """Ask a source for one prompt, if it is not being asked.
+    def close(self) -> None:
+        """Close all sources."""
+        for source in tuple(self._sources.values()):
+            self.forget(source)
 
-        Args:
-            step: Of the call that wants it.
+    def read(self, prompt: Any, source: PromptSource) -> None:
+        """Make a group of a prompt that was pulled, unless the journal has it.
+
+        Raises:
+            PromptError: It is none, or cannot be recorded.
         """
-        if not source.is_pulling:
-            source.step = step
-            source.ask(self._start, self._containment, self._tally)
-
-    def _make_source(self, given: Any) -> PromptSource:
-        return PromptSource(given, self._threads, self._read, self._note_pull)
-
-    def _read(self, prompt: Any, source: PromptSource) -> MemberGroup | None:
-        """Make a group of a prompt that was pulled; None where the journal has it."""
         number, where = self._pulled, f"source: prompt {source.count - 1}"
         check_prompt(prompt, where)
-        if not self._log.note_pull(number, prompt, source.step, where):
-            return None
-        self._pulled += 1
-        return MemberGroup(number, named(prompt, f"prompt-{number}"), source)
+        if self._log.note_pull(number, prompt, source.step, where):
+            self._pulled += 1
+            source.pulled.append(MemberGroup(number, named(prompt, f"prompt-{number}")))
 
-    def _note_pull(self, source: PromptSource) -> None:
+    def note_pull(self, source: PromptSource) -> None:
+        """A pull has ended; what no call wants any more is left to the next one."""
         self._release(source)
         for call in tuple(source.users):
             call.change()
 
     def _release(self, source: PromptSource) -> None:
-        """Leave what was pulled and no call took to the next call, once no call has the source."""
         if not source.users:
             self.keep(source.pulled)
             source.pulled.clear()
+
+
+def _restore(before: RecordedGroup) -> MemberGroup:
+    if before.call is None:  # no member of it began
+        return MemberGroup(before.number, named(before.prompt, f"prompt-{before.number}"))
+    return MemberGroup(before.number, before.prompt, before, before.version)
+
+
+class PromptSource:
+    """A caller's source, with its position.
+
+    Args:
+        given: What the caller gave; a reference, so that no other object gets the same `id`.
+
+    Attributes:
+        given: That.
+        count: Prompts that it has given.
+        pulled: Prompts that no call has taken yet, as groups.
+        users: Open calls that have it.
+        is_over: Whether it has given all that it has, or was closed.
+        failure: What it raised, until a call ends with that.
+        is_pulling: Whether a pull is under way.
+        step: Of the call that asked it last.
+    """
+
+    def __init__(self, given: Any, queue: GroupQueue) -> None:
+        self.given, self._queue = given, queue
+        self.count = self.step = 0
+        self.pulled: deque[MemberGroup] = deque()
+        self.users: dict[GroupUser, None] = {}
+        self.is_over = self.is_pulling = False
+        self.failure: BaseException | None = None
+        self._iterator: Any = None
+        #: Of an async source: its task, and what has that pull once more.
+        self._task: Contained[None] | None = None
+        self._asked = anyio.Event()
+
+    @property
+    def _is_async(self) -> bool:
+        return isinstance(self.given, AsyncIterable)
+
+    def ask(self, step: int) -> None:
+        """Start a pull of one prompt for a call of this step, unless one is under way."""
+        if self.is_pulling:
+            return
+        self.is_pulling, self.step = True, step
+        if self._task is not None:
+            self._asked.set()
+        else:
+            self._queue.start(self._run_task if self._is_async else self._pull)
+
+    def close(self) -> None:
+        """Pull no more, and drop the reference to what the caller gave."""
+        self.is_over = True
+        self._asked.set()
+        if self._task is not None:
+            self._task.cancel()  # it closes the iterator
+        else:
+            self.given, self._iterator = (), None
+
+    async def _pull(self) -> None:
+        """Pull one prompt."""
+        try:
+            prompt, is_last = await self._next()
+            self.is_over = self.is_over or is_last
+            if prompt is not _END:
+                self.count += 1
+                self._queue.read(prompt, self)
+        except BaseException as error:  # loaders in other languages raise what is no Exception
+            is_own = not self._is_async and isinstance(error, GeneratorExit)  # nothing closes it
+            if not is_own and find_propagating(error) is not None:
+                raise
+            self.failure = error
+            if isinstance(error, anyio.get_cancelled_exc_class()):  # it would look like its call's
+                what = "source: it was cancelled by itself, and not by the call that asked it"
+                self.failure = RolloutError(what)
+                self.failure.__cause__ = error
+        finally:
+            self.is_pulling = False
+            self._queue.note_pull(self)
+
+    async def _next(self) -> tuple[Any, bool]:
+        """Return one prompt, and whether it is known to be the last."""
+        if self._is_async:
+            self._iterator = aiter(self.given) if self._iterator is None else self._iterator
+            prompt = await anext(self._iterator, _END)
+            return prompt, prompt is _END
+        # A list cannot block; and time would run away from a thread where it is virtual.
+        if type(self.given) in (list, tuple) or not may_leave_loop():
+            return self._next_sync()
+        return await self._queue.threads.run_beside(WHAT, self._next_sync, patience_s=0.0)
+
+    def _next_sync(self) -> tuple[Any, bool]:
+        if self._iterator is None:
+            if self._length() == 0:
+                return _END, True
+            self._iterator = iter(self.given)
+        prompt = next(self._iterator, _END)
+        return prompt, prompt is _END or self.count + 1 >= self._length()
+
+    def _length(self) -> float:
+        """How many prompts it has, where it is a sequence or a dataset with a length; else inf.
+
+        Such a dataset may give items beyond that too.
+        """
+        if isinstance(self.given, Iterable) and not isinstance(self.given, Sequence):
+            return math.inf
+        try:
+            return len(self.given)
+        except Exception:  # a dataset that has none, or cannot say
+            return math.inf
+
+    # The task of an async source pulls whenever that is wanted, and closes the source: what an
+    # async generator has open where it yields, such as a task group that prefetches, belongs to the
+    # task that pulled. In another one, its scopes would be left out of order.
+
+    async def _run_task(self) -> None:
+        """Run the task, a contained one, as the source is foreign code."""
+        task = self._task = Contained[None](self._queue.containment, WHAT)
+        try:
+            await task.run(self._pull_until_over)
+        except UnresponsiveError as error:
+            self._queue.tally.unresponsive += 1
+            logger.warning("%s", error)
+        finally:
+            self._task = self._iterator = None
+        if task.error is not None:
+            raise task.error
+
+    async def _pull_until_over(self) -> None:
+        # Entered before any scope of the source's, which may be open wherever we are below.
+        with anyio.CancelScope() as all_of_it:
+            try:
+                while not self.is_over:
+                    await self._pull()
+                    # A scope that the source has open may be cancelled meanwhile, as by a task of
+                    # its own that failed: the source meets that at its next pull.
+                    with anyio.CancelScope(shield=True):
+                        while not (self.is_pulling or self.is_over):
+                            await self._asked.wait()
+                            self._asked = anyio.Event()
+            finally:
+                all_of_it.shield = True
+                await self._close_iterator()
+
+    async def _close_iterator(self) -> None:
+        """Close a generator, which may have something open; other iterators are their owners'."""
+        if not isinstance(self._iterator, AsyncGenerator):
+            return
+        try:
+            await self._iterator.aclose()
+        except BaseException as error:
+            if find_propagating(error) is not None:
+                raise
+            # Of a task group that it has open, what closes it comes back in a group.
+            is_closed = (
+                isinstance(error, BaseExceptionGroup) and error.split(GeneratorExit)[1] is None
+            )
+            if not is_closed:
+                logger.warning("%s could not be closed", WHAT, exc_info=error)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import attrs
 
 from rollout.errors import LimitExceeded
-from rollout.scheduling.member_group import Member, MemberGroup, Stage
+from rollout.scheduling.member_group import GROUP_S, Member, MemberGroup, Stage
 from rollout.scheduling.rewards.score import REWARD_REASON
 from rollout.types import Outcome
 
@@ -94,26 +94,19 @@ class Wanted:
         return math.floor(round(self.groups * self.oversample, 6))  # 100 × 1.1 is more than 110
 
 
-@attrs.define(eq=False)
-class Leftovers:
-    """What a call leaves.
+class Leftovers(NamedTuple):
+    """What a call leaves: groups for the next call, unwanted members, and those to be carried."""
 
-    Attributes:
-        groups: For the next call, in the order in which they were pulled.
-        surplus: Members that are not wanted any more.
-        carried: Members that are to continue in the next call.
-    """
-
-    groups: list[MemberGroup] = attrs.field(factory=list)
-    surplus: list[Member] = attrs.field(factory=list)
-    carried: list[Member] = attrs.field(factory=list)
+    groups: list[MemberGroup]
+    surplus: list[Member]
+    carried: list[Member]
 
 
 class Groups:
     """The groups of one call.
 
     Each that it adopts is open until it is judged: accepted ones are ready for their consumer,
-    refused and dropped ones are over. What is open or ready at the end is left to the next call.
+    others are over. What is open or ready at the end is left to the next call.
 
     Args:
         wanted: What the call wants.
@@ -162,8 +155,7 @@ class Groups:
     @property
     def has_all(self) -> bool:
         """Whether it has accepted as many as it wants."""
-        groups = self.wanted.groups
-        return groups is not None and self.counts["accepted"] >= groups
+        return self.wanted.groups is not None and self.counts["accepted"] >= self.wanted.groups
 
     @property
     def is_complete(self) -> bool:
@@ -180,10 +172,9 @@ class Groups:
     def has_refused_too_many(self) -> bool:
         """Whether `max_refused` is passed."""
         most = self.wanted.max_refused
-        return most is not None and self._refused > most
+        return most is not None and self._count_refused() > most
 
-    @property
-    def _refused(self) -> int:
+    def _count_refused(self) -> int:
         """How many groups count for `max_refused`."""
         if self.wanted.groups is None:
             return self._refused_in_a_row
@@ -194,8 +185,8 @@ class Groups:
         which = "groups" if self.wanted.groups is not None else "groups one after the other"
         over = " or met group_s" if self.counts["replaced"] + self.counts["dropped"] else ""
         return LimitExceeded(
-            f"scheduling.groups.max_refused = {self.wanted.max_refused}: {self._refused} {which} "
-            f"were refused{over} and {self.counts['accepted']} accepted; "
+            f"scheduling.groups.max_refused = {self.wanted.max_refused}: {self._count_refused()} "
+            f"{which} were refused{over} and {self.counts['accepted']} accepted; "
             f"the first: {self._first_refusal}",
             source="scheduling.groups.max_refused",
             reason="refused",
@@ -247,25 +238,29 @@ class Groups:
         member.group.waiting.remove(member)
         member.group.running[member] = None
 
-    def record_end(self, ended: Ended) -> bool:
-        """Note that a member has ended; False where it is to be restarted, and does not count."""
+    def record_end(self, ended: Ended) -> Member | None:
+        """Note that a member has ended; return the one that replaces it, where it had failed.
+
+        A replaced member does not count; the other one is admitted next.
+        """
         member, trajectory = ended.member, ended.trajectory
-        group, number = member.group, member.identity.member
+        group = member.group
         group.forget(member)
         if group.is_complete:
-            return True
+            return None
         # Where only the reward failed the tokens are good, and `rewards.retries` has asked again.
         failed = trajectory.outcome is Outcome.FAILED and trajectory.reason != REWARD_REASON
-        if failed and not self._is_stopped and group.refills.get(number, 0) < self.wanted.refills:
-            group.refills[number] = group.refills.get(number, 0) + 1
-            return False
+        if failed and not self._is_stopped and member.refills < self.wanted.refills:
+            refills = member.refills + 1
+            again = Member(member.prompt, member.identity, group, refills=refills, log=member.log)
+            group.waiting.append(again)
+            self._with_waiting.appendleft(group)
+            return again
         group.ended.append(ended)
-        return True
-
-    def restart(self, member: Member) -> None:
-        """Have a member admitted next that replaces a failed one."""
-        member.group.waiting.append(member)
-        self._with_waiting.appendleft(member.group)
+        # What an earlier process delivered is what its caller has, whatever ended its members.
+        if trajectory.limit_source == GROUP_S and not group.was_delivered:
+            group.is_overdue = True
+        return None
 
     def can_judge(self, group: MemberGroup) -> bool:
         """Whether a group can be judged: its wanted members, or its own time, have ended."""
@@ -282,45 +277,48 @@ class Groups:
         group.waiting.clear()
         return surplus
 
-    def drop(self, group: MemberGroup) -> None:
-        """Drop a group that its own deadline ended."""
-        del self.open[group]
-        self.counts["replaced" if self.wanted.on_group_deadline == "refill" else "dropped"] += 1
-        self._refused_in_a_row += 1
-        self._first_refusal = self._first_refusal or f"{group.uid!r} met group_s"
+    def settle(self, group: MemberGroup, verdict: str, why: str = "") -> None:
+        """Make an accepted group ready for the consumer, and end another one.
 
-    def accept(self, group: MemberGroup) -> None:
-        """Make a group ready for the consumer."""
+        Args:
+            verdict: "accepted", "refused", "dropped" or "replaced".
+            why: For an error message, where it is not accepted.
+        """
         del self.open[group]
-        self.counts["accepted"] += 1
+        self.counts[verdict] += 1
+        if verdict != "accepted":
+            self._refused_in_a_row += 1
+            self._first_refusal = self._first_refusal or why
+            return
         self._refused_in_a_row = 0
         if self.wanted.groups is None:  # a stream counts those that come one after the other
             self._first_refusal = ""
         self._ready.append(group)
 
-    def release(self, group: MemberGroup) -> None:
-        """Forget a group whose members were delivered one by one."""
-        del self.open[group]
-        group.ended = []  # else members, their groups and trajectories refer to each other
-
-    def refuse(self, group: MemberGroup, why: str = "") -> None:
-        """Refuse a group; `why` is for an error message."""
-        del self.open[group]
-        self.counts["refused"] += 1
-        self._refused_in_a_row += 1
-        self._first_refusal = self._first_refusal or why
-
     # What its consumer takes.
 
     def take(self) -> MemberGroup | None:
-        """Take the next group for the consumer; None where it has to wait."""
-        for group in self._ready:
-            if self._may_be_next(group):
-                self._ready.remove(group)
-                self.consumed += 1
-                self._log_lateness(group)
-                return group
-        return None
+        """Take the next group for the consumer, the one that is due first; None: it has to wait.
+
+        It waits where groups that are due earlier could not be taken in time after this one.
+        """
+        if not self._ready:
+            return None
+        bound, group = self.wanted.staleness, self._ready[0]
+        if bound is not None:
+            group = min(self._ready, key=lambda each: self._find_due_version(each, bound))
+            due = self._find_due_version(group, bound)
+            dues = self._find_due_versions(bound)
+            earlier = [each for each in dues if each < due]
+            if not self._are_in_time(dues, earlier, self.consumed + 1, bound):
+                return None
+        self._ready.remove(group)
+        self.consumed += 1
+        age = self._version() - _get_version(group)
+        if bound is not None and age > bound.most and not self._has_logged_late:
+            self._has_logged_late = True
+            logger.warning(IS_LATE, age, bound.most, bound.per_step)
+        return group
 
     def take_all(self) -> list[MemberGroup]:
         """Take as many groups as are wanted, in the order in which they were pulled."""
@@ -349,18 +347,18 @@ class Groups:
         self.stop()
         self._is_over = True
         carries = self.wanted.surplus == "carry" and not is_over
-        left = Leftovers([*self._ready])
+        left = Leftovers([*self._ready], [], [])
         self.counts["carried"] += len(self._ready)
         for group in self.open:
             if carries or group.stage is Stage.UNJUDGED or not group.is_begun:
                 self.counts["carried"] += group.is_begun
                 left.groups.append(group)
                 if not group.is_complete:  # else what runs of it was cancelled
-                    left.carried += group.running
+                    left.carried.extend(group.running)
             else:
                 self.counts["cancelled"] += 1
                 left.groups.append(group.restart())
-                left.surplus += self.complete(group)
+                left.surplus.extend(self.complete(group))
         self.open.clear()
         self._ready.clear()
         left.groups.sort(key=lambda group: group.number)
@@ -369,13 +367,11 @@ class Groups:
     def count(self) -> dict[str, float]:
         """Count groups by what became of them; see `Selection`."""
         counts = self.counts
+        names = ("refused", "cancelled", "carried", "restarted")
         return {
             "groups/accepted": float(self.consumed),
-            "groups/refused": float(counts["refused"]),
-            "groups/cancelled": float(counts["cancelled"]),
-            "groups/carried": float(counts["carried"]),
             "groups/dropped": float(counts["dropped"] + counts["replaced"]),
-            "groups/restarted": float(counts["restarted"]),
+            **{f"groups/{name}": float(counts[name]) for name in names},
         }
 
     # Staleness.
@@ -383,39 +379,26 @@ class Groups:
     def _is_takeable(self, group: MemberGroup, bound: Staleness) -> bool:
         """Whether a group, and all that are under way, can be taken before they are too old."""
         due = _get_version(group) + bound.most
-        if due < self._version():
-            return False
         dues = [due, *self._find_due_versions(bound)]
-        left = {each: bound.count_taken_by(each) - self.consumed for each in dues if each >= due}
-        return all(sum(other <= each for other in dues) <= left[each] for each in left)
+        later = [each for each in dues if each >= due]
+        return due >= self._version() and self._are_in_time(dues, later, self.consumed, bound)
 
-    def _may_be_next(self, group: MemberGroup) -> bool:
-        """Whether groups that are due earlier can still be taken in time after this one."""
-        bound = self.wanted.staleness
-        if bound is None:
-            return True
-        due, others = self._find_due_version(group, bound), self._find_due_versions(bound)
-        for each in sorted({other for other in others if other < due}):
-            count = sum(other <= each for other in others)
-            if count > bound.count_taken_by(each) - self.consumed - 1:
-                return False
-        return True
+    def _are_in_time(
+        self, dues: Sequence[int], among: Sequence[int], taken: int, bound: Staleness
+    ) -> bool:
+        """Whether groups with these due versions can be taken by then, as far as `among` goes."""
+        return all(
+            sum(other <= each for other in dues) <= bound.count_taken_by(each) - taken
+            for each in {*among}
+        )
 
     def _find_due_versions(self, bound: Staleness) -> list[int]:
-        """The last version to take each group at that is under way or ready."""
         return [self._find_due_version(group, bound) for group in (*self.open, *self._ready)]
 
     def _find_due_version(self, group: MemberGroup, bound: Staleness) -> int:
         """The last version to take a group at; now, where an earlier process delivered it."""
         now = self._version()
         return now if group.was_delivered else max(_get_version(group) + bound.most, now)
-
-    def _log_lateness(self, group: MemberGroup) -> None:
-        """Warn where the version has risen faster than the bound assumes."""
-        bound, age = self.wanted.staleness, self._version() - _get_version(group)
-        if bound is not None and age > bound.most and not self._has_logged_late:
-            self._has_logged_late = True
-            logger.warning(IS_LATE, age, bound.most, bound.per_step)
 
 
 def _get_version(group: MemberGroup) -> int:

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
     from rollout.chat.trajectory import Trajectory
     from rollout.errors import JournalError
-    from rollout.scheduling.member_group import Ended, Member, MemberGroup
-    from rollout.scheduling.recorded import RecordedGroup
+    from rollout.scheduling.member_group import Ended, Member, MemberGroup, RecordedGroup
     from rollout.types import Prompt
 
 
@@ -29,17 +28,13 @@ class RunLog:
     def check_announced(self) -> None:
         """Raise a `ConfigError` where nobody has said which weights the engines have."""
 
-    def note_pull(self, number: int, prompt: Prompt, step: int, where: str) -> bool:
-        """Record a prompt that a call pulled; False where this call pulled it before, and has it.
+    # Sources and groups of earlier processes.
 
-        Args:
-            number: Of the pull.
-            prompt: As its source gave it.
-            step: Of the call.
-            where: Names it in errors.
+    def note_pull(self, number: int, prompt: Prompt, step: int, where: str) -> bool:
+        """Record a prompt that a call of this step pulled; False where it did so before.
 
         Raises:
-            PromptError: It holds what cannot be recorded.
+            PromptError: It holds what cannot be recorded; `where` names it.
         """
         return True
 
@@ -56,7 +51,7 @@ class RunLog:
         return []
 
     def take_missing(self, step: int) -> int | None:
-        """Return without how many groups a `collect` of this step returned; once; None: it did not.
+        """Return without how many groups a `collect` of this step returned; None: it did not.
 
         Such a call is over with the groups that it delivered.
         """
@@ -64,6 +59,11 @@ class RunLog:
 
     def note_missing(self, step: int, missing: int) -> None:
         """Record that a `collect` returns without so many groups, and without an error."""
+
+    def note_dropped(self, group: MemberGroup) -> None:
+        """Record that nobody will get a group that was pulled."""
+
+    # Members.
 
     def enrol_batch(self, members: Sequence[Member]) -> Callable[[], None]:
         """Give the members of a `generate` or `stream` their logs; in any thread.
@@ -98,26 +98,21 @@ class RunLog:
     ) -> JournalError | None:
         """Wait until the ends of these members are recorded; return why they cannot be.
 
-        Args:
-            deadline: Up to when this waits for a disk that refuses them.
-            is_over: Whether nobody wants them any more.
+        A disk that refuses them is waited for until the deadline, or until `is_over`.
         """
         return None
 
     def note_delivery(self, members: Sequence[Member], step: int | None = None) -> int:
-        """Record that the caller gets these members; return the number of that record, 0: none.
+        """Record that the caller, of groups one of this step, gets these members.
 
-        Args:
-            step: Of a call that delivers groups.
+        Returns:
+            The number of that record; 0: none.
         """
         return 0
 
     async def wait_delivery(self, number: int, deadline: float) -> JournalError | None:
         """Wait until that record is written; return why it cannot be."""
         return None
-
-    def note_dropped(self, group: MemberGroup) -> None:
-        """Record that nobody will get a group."""
 
 
 def list_logs(ended: Sequence[Ended]) -> list[Any]:

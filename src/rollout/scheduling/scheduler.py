@@ -1,74 +1,55 @@
-"""What the calls of a runtime share: slots and tasks of members, queued groups, rewards."""
+"""What the calls of a runtime share: slots, the tasks of members, queued groups, rewards."""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import anyio
 
+from rollout.agents.identity import Ending
+from rollout.containment import enter_containment
 from rollout.scheduling.endings import CLOSED
+from rollout.scheduling.finished import make_unstarted
 from rollout.scheduling.group_queue import GroupQueue
-from rollout.scheduling.member_group import Stage, cancel_members
-from rollout.scheduling.member_runs import MemberRuns
+from rollout.scheduling.member_group import Ended, Stage, cancel_members
+from rollout.scheduling.trajectory import TrajectoryRun, limit_trajectory, run_trajectory
+from rollout.scheduling.trajectory_events import emit_ended
+from rollout.types import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
+    from typing import Any
 
+    from rollout.chat.trajectory import Trajectory
     from rollout.config import RolloutConfig
-    from rollout.scheduling.member_group import Ended, MemberGroup
+    from rollout.scheduling.member_group import Member, MemberGroup
     from rollout.scheduling.run_log import RunLog
     from rollout.scheduling.trajectory import TrajectoryRunner
     from rollout.worker_threads import WorkerThreads
 
-#: Reasons of carried members that do not continue: the caller wants none; its tokens are too old.
-DISCARDED, STALE = "discarded", "stale"
-
-
-class OpenCalls(dict[Any, None]):
-    """The calls that run; closing the runtime ends them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._is_closing = False
-        self._idle = anyio.Event()
-
-    @contextmanager
-    def running(self, call: Any) -> Iterator[None]:
-        """Count a call as running during the block; while calls are closed, it ends at once."""
-        self[call] = None
-        if self._is_closing:
-            call.close()
-        try:
-            yield
-        finally:
-            del self[call]
-            if not self:
-                self._idle.set()
-
-    async def close(self) -> None:
-        """End the calls, which are other tasks', and wait until none is left."""
-        self._is_closing = True
-        while self:
-            self._idle = anyio.Event()
-            for call in tuple(self):
-                call.close()
-            await self._idle.wait()
+#: Reason of carried members that do not continue because the caller wants none.
+DISCARDED = "discarded"
+#: Reason of members that nobody takes, because the call itself was cancelled.
+LOST = "call"
 
 
 class Scheduler:
-    """What the calls of one runtime share.
+    """Runs the members of all calls of a runtime, under its limit on trajectories in flight.
+
+    A member's task exists only while it has a slot, or is carried, so a batch of any size costs
+    the memory of `scheduling.max_in_flight` trajectories plus its results.
 
     Args:
         limiter: Bounds the trajectories in flight.
-        start: Starts a task of the runtime's.
+        start: Starts a task of the runtime's: carried members outlive the call that started them.
 
     Attributes:
         start: That.
-        runs: The slots and tasks of members.
-        queue: Groups that no call has.
         calls: Those that are open.
+        live: Members that have a task.
+        queue: Groups that no call has.
         log: The journal.
+        rewarding: The reward functions.
         rewards_groups: Whether groups have a reward.
     """
 
@@ -83,11 +64,12 @@ class Scheduler:
         log: RunLog,
     ) -> None:
         services = runner.services
-        self.config, self.engines, self.log = config, services.engines, log
-        self.events, self.tally, self.start = services.events, services.tally, start
-        self.rewards_groups = runner.rewarding.functions.group is not None
-        self.calls = OpenCalls()
-        self.runs = MemberRuns(runner, limiter, start, log)
+        self.config, self.engines, self.log, self.start = config, services.engines, log, start
+        self.events, self.tally = services.events, services.tally
+        self.rewarding = runner.rewarding
+        self.rewards_groups = self.rewarding.functions.group is not None
+        self.calls: dict[Any, None] = {}
+        self.live: dict[Member, None] = {}
         self.queue = GroupQueue(
             log,
             threads,
@@ -97,7 +79,23 @@ class Scheduler:
             run_seed=run_seed,
             samples=config.scheduling.samples_per_prompt,
         )
-        self._rewarding = runner.rewarding
+        self._runner, self._limiter = runner, limiter
+        self._containment, self._is_closing = services.containment, False
+        #: Set, and replaced, when a member or a call has ended.
+        self._changed = anyio.Event()
+
+    # Calls.
+
+    def add_call(self, call: Any) -> None:
+        """Note a call that begins; while the runtime is being closed it ends at once."""
+        self.calls[call] = None
+        if self._is_closing:
+            call.close()
+
+    def remove_call(self, call: Any) -> None:
+        """Note that a call has ended."""
+        del self.calls[call]
+        self._change()
 
     def notify(self) -> None:
         """Something has changed for all calls, such as the weights' version."""
@@ -105,8 +103,20 @@ class Scheduler:
             call.change()
 
     async def close(self) -> None:
-        """End what is carried; no call is left. Shielded by the caller."""
+        """End the calls, which are other tasks', and what is carried. Shielded by the caller."""
+        self._is_closing = True
+        for call in tuple(self.calls):
+            call.close()
+        while self.calls:
+            await self._changed.wait()
         await self.discard_carried(CLOSED)
+        self.queue.close()
+
+    def _change(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    # Rewards of groups.
 
     def wants_reward(self, group: MemberGroup, ended: Sequence[Ended]) -> bool:
         """Whether `group_reward` is still to be called for these members."""
@@ -114,16 +124,128 @@ class Scheduler:
             return False
         return not self.log.is_rewarded(ended)
 
-    async def reward(self, group: MemberGroup, ended: Sequence[Ended]) -> None:
-        """Have a group rewarded; cancelled meanwhile, that may be repeated."""
-        await self._rewarding.reward_group(ended)
-        group.stage = Stage.REWARDED
+    # Slots.
+
+    async def take_slot(self, member: Member) -> bool:
+        """Wait for a slot; False where the member was cancelled, or its time is over."""
+        if member.is_ending:
+            return False
+        with anyio.CancelScope() as member.slot_wait:
+            await self._limiter.acquire_on_behalf_of(member)
+        was_cancelled, member.slot_wait = member.slot_wait.cancelled_caught, None
+        if was_cancelled:
+            return False
+        if member.is_ending:
+            self._limiter.release_on_behalf_of(member)
+            return False
+        self.tally.running += 1
+        return True
+
+    async def wait_for_slot(self) -> None:
+        """Return when a trajectory could run."""
+        borrower = object()
+        await self._limiter.acquire_on_behalf_of(borrower)
+        self._limiter.release_on_behalf_of(borrower)
+
+    def release_slot(self, member: Member) -> None:
+        """Let another member have its slot."""
+        self.tally.running -= 1
+        self._limiter.release_on_behalf_of(member)
+
+    # Tasks.
+
+    def run_member(self, member: Member) -> None:
+        """Start a member, which has a slot, or let a carried one continue; its time begins now."""
+        deadline = limit_trajectory(self.config.limits, member.prompt)
+        if member.is_carried:
+            assert member.clock is not None
+            member.is_carried = False
+            member.clock.continue_carried(deadline)
+            self.tally.carried -= 1
+        else:
+            self.live[member] = None
+            run = TrajectoryRun(self._containment, member, deadline)
+            self.start(lambda: self._run_member(run))
+
+    async def _run_member(self, run: TrajectoryRun) -> None:
+        """Run a member to its trajectory, have its call take that, and free the slot."""
+        member = run.member
+        enter_containment(self._containment)
+        try:
+            trajectory = await run_trajectory(self._runner, run)
+            call = member.group.call
+            if call is None:
+                self._finish_between_calls(member, trajectory)
+            else:
+                await call.finish_member(member, trajectory)
+        except (Exception, KeyboardInterrupt) as error:  # a bug of ours, or Ctrl-C
+            self._lose(member)
+            if member.group.call is None:
+                raise
+            member.group.call.end_with(error)
+        except BaseException:  # the runtime's tasks are cancelled
+            self._lose(member)
+            raise
+        finally:
+            del self.live[member]
+            if member.is_carried:
+                self.tally.carried -= 1
+            else:
+                self.release_slot(member)
+            if member.group.call is not None:
+                member.group.call.change()
+            self._change()
+
+    def _finish_between_calls(self, member: Member, trajectory: Trajectory) -> None:
+        """Note the end of a member whose group no call has."""
+        member.is_finished = True
+        member.group.forget(member)
+        member.group.between.append(Ended(0, member, trajectory))
+        self.log.note_end(member, trajectory)
+        self.tally.outcomes[trajectory.outcome] += 1
+        if self.events.is_on:
+            emit_ended(self.events, member, trajectory)
+
+    def _lose(self, member: Member) -> None:
+        """Note that a member's task has failed, so that there is no trajectory."""
+        if not member.is_finished:
+            self.count_lost([member])
+        member.group.forget(member)
+
+    def count_lost(self, members: Sequence[Member]) -> None:
+        """Count members of which nobody gets a trajectory."""
+        ending = Ending(outcome=Outcome.CANCELLED, reason=LOST)
+        self.tally.outcomes[Outcome.CANCELLED] += len(members)
+        for member in members:
+            member.is_finished = True
+            if self.events.is_on:
+                emit_ended(self.events, member, make_unstarted(member, ending))
 
     # Carried members.
 
-    def drop_carried(self, group: MemberGroup) -> None:
-        """End the carried members of a group whose prompt begins again."""
-        cancel_members([each for each in group.waiting if each.is_carried], STALE)
+    @property
+    def carried(self) -> list[Member]:
+        """Carried members whose group no call has."""
+        return [each for each in self.live if each.is_carried and each.group.call is None]
+
+    async def carry(self, members: Sequence[Member]) -> None:
+        """Carry members: they keep their tasks without a slot, and make no further request.
+
+        Their limits stand still. Requests under way are cut off; that is waited for, for
+        `cleanup_s` at most.
+        """
+        for member in reversed(members):
+            member.group.forget(member)
+            member.group.waiting.insert(0, member)
+            if not member.is_carried:  # else it was carried before, got no slot here, and is ending
+                assert member.clock is not None
+                member.is_carried = True
+                member.clock.carry()
+                self.release_slot(member)
+                self.tally.carried += 1
+        clocks = [member.clock for member in members if member.clock is not None]
+        with anyio.move_on_after(self.config.limits.cleanup_s):
+            await self.engines.interrupt_carried(clocks)
 
     def cancel(self, uid: str | None, member: int | None, reason: str) -> int:
         """Cancel the carried members that match; they stay in their groups. How many there are."""
@@ -140,8 +262,8 @@ class Scheduler:
         if reason == DISCARDED:
             for group in groups:
                 self.log.note_dropped(group)
-        waiting = [member for group in groups for member in group.waiting]
-        carried = [each for each in waiting if each.is_carried and not each.is_finished]
+        carried = [member for group in groups for member in group.waiting if member.is_carried]
         cancel_members(carried, reason)
-        await self.runs.wait_until_finished(carried)
+        while not all(member.is_finished for member in carried):
+            await self._changed.wait()
         return len(carried)

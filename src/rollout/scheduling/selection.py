@@ -6,7 +6,6 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Callable
-from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from rollout.chat.group import Group
@@ -66,48 +65,15 @@ def call_accept(accept: Accept | None, group: Group) -> bool:
     if accept is None:
         return True
     answer = accept(group)
-    try:
-        is_plain = isinstance(answer, bool) or type(answer).__name__ in ("bool", "bool_")
-    except Exception:  # an object that cannot be looked at
-        is_plain = False
-    if not is_plain:
+    if type(answer).__name__ not in ("bool", "bool_"):
         raise PromptError(f"accept returned {answer!r:.80} for {group.uid!r}; expected a bool")
     return bool(answer)
-
-
-class _Means:
-    """Lengths and rewards of some trajectories."""
-
-    def __init__(self) -> None:
-        self.count = self.tokens = 0
-        self.rewards = 0
-        self.reward = 0.0
-
-    def add(self, length: int) -> None:
-        self.count += 1
-        self.tokens += length
-
-    def add_reward(self, reward: float | None) -> None:
-        if reward is not None and math.isfinite(reward):
-            self.rewards += 1
-            self.reward += reward
-
-    def metrics(self, name: str) -> dict[str, float]:
-        found = {}
-        if self.count:
-            found[f"selection/length/{name}"] = self.tokens / self.count
-        if self.rewards:
-            found[f"selection/reward/{name}"] = self.reward / self.rewards
-        return found
 
 
 class Selection:
     """What a call took of what it had run, in numbers.
 
-    * ``groups/{accepted,refused,cancelled,carried,dropped}``: groups, at the end of the call; what
-      had finished and was not taken is carried;
     * ``groups/refilled``: members that failed and were restarted;
-    * ``groups/restarted``: carried groups that were too old for `max_staleness` and began again;
     * ``selection/length/{accepted,finished,started}``: mean sampled tokens of trajectories: of
       groups that were taken; of all that ended by themselves; of those and of all that were cut
       off (cancelled, carried, or ended by a deadline of the call or the group), as far as they had
@@ -118,6 +84,9 @@ class Selection:
       would have had, those that were cut off included; below 1 where short answers are preferred.
       Absent where all were cut off.
 
+    `Groups.count` has the further ``groups/…``: what became of groups at the end of the call; what
+    had finished and was not taken is carried.
+
     Args:
         by_group: Whether rewards are known only once those of groups are.
     """
@@ -125,66 +94,66 @@ class Selection:
     def __init__(self, *, by_group: bool = False) -> None:
         self.refilled = 0
         self._by_group = by_group
-        self._accepted, self._finished = _Means(), _Means()
-        self._started = _Means()
         #: How many ended, or were cut off, at each length: a stream may have millions.
         self._lengths: Counter[tuple[int, bool]] = Counter()
+        self._accepted: Counter[tuple[int, bool]] = Counter()
+        #: Of the accepted and of all finished ones: known rewards, and how many there are.
+        self._rewards = {"accepted": (0.0, 0), "finished": (0.0, 0)}
 
     def note_end(self, trajectory: Trajectory) -> None:
         """One has ended, by itself or because it was not wanted any more."""
         if trajectory.outcome in (Outcome.FAILED, Outcome.REJECTED):
             return
-        length = trajectory.generated_length
-        if is_cut_off(trajectory):
-            self.note_cut_off(length)
-            return
-        self._started.add(length)
-        self._lengths[length, False] += 1
-        self._finished.add(length)
-        if not self._by_group:
-            self._finished.add_reward(trajectory.reward)
+        is_cut = is_cut_off(trajectory)
+        self._lengths[trajectory.generated_length, is_cut] += 1
+        if not is_cut and not self._by_group:
+            self._add_reward("finished", trajectory)
 
     def note_rewards(self, trajectories: Iterable[Trajectory]) -> None:
         """These have the reward of their group, if there is any."""
         for trajectory in trajectories if self._by_group else ():
             if not is_cut_off(trajectory):
-                self._finished.add_reward(trajectory.reward)
+                self._add_reward("finished", trajectory)
 
     def note_cut_off(self, length: int | None) -> None:
-        """One continues in another call, or ends, at this length, and would have become longer.
+        """One is carried to another call at this length, and would have become longer.
 
         None: its agent had ended.
         """
-        if length is None:
-            return
-        self._started.add(length)
-        self._lengths[length, True] += 1
+        if length is not None:
+            self._lengths[length, True] += 1
 
     def note_accepted(self, trajectories: Iterable[Trajectory]) -> None:
         """These are taken."""
         for trajectory in trajectories:
             if trajectory.outcome not in (Outcome.FAILED, Outcome.REJECTED):
-                self._accepted.add(trajectory.generated_length)
-                self._accepted.add_reward(trajectory.reward)
+                self._accepted[trajectory.generated_length, False] += 1
+                self._add_reward("accepted", trajectory)
+
+    def _add_reward(self, name: str, trajectory: Trajectory) -> None:
+        if trajectory.reward is not None and math.isfinite(trajectory.reward):
+            total, known = self._rewards[name]
+            self._rewards[name] = total + trajectory.reward, known + 1
 
     def metrics(self, running: Iterable[int | None] = ()) -> dict[str, float]:
-        """Of the trajectories; see the class.
+        """The numbers; see the class.
 
         Args:
             running: Lengths so far of those that run, as of `note_cut_off`.
         """
-        now = copy(self)
-        now._started, now._lengths = copy(self._started), copy(self._lengths)
-        for length in running:
-            now.note_cut_off(length)
-        return now._metrics()
-
-    def _metrics(self) -> dict[str, float]:
         found = {"groups/refilled": float(self.refilled)}
-        for name in ("accepted", "finished", "started"):
-            found |= getattr(self, f"_{name}").metrics(name)
-        mean = mean_length(self._lengths)
-        if mean and math.isfinite(mean) and self._accepted.count:
+        started = self._lengths + Counter((each, True) for each in running if each is not None)
+        finished = Counter({key: number for key, number in started.items() if not key[1]})
+        lengths = {"accepted": self._accepted, "finished": finished, "started": started}
+        for name, counts in lengths.items():
+            if counts:
+                total = sum(length * number for (length, _), number in counts.items())
+                found[f"selection/length/{name}"] = total / counts.total()
+        for name, (reward, known) in self._rewards.items():
+            if known:
+                found[f"selection/reward/{name}"] = reward / known
+        mean = mean_length(started)
+        if mean and math.isfinite(mean) and self._accepted:
             found["selection/length_bias"] = found["selection/length/accepted"] / mean
         return found
 

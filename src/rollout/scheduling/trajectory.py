@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,7 @@ from rollout.scopes import find_exception, unwrap_group
 from rollout.types import DRIFT, Cause, Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from rollout.agents.agent_loop import Registered
     from rollout.config import LimitsConfig
@@ -83,16 +84,13 @@ class TrajectoryRun:
         deadline: The trajectory's own.
 
     Attributes:
-        containment: Has the agent's task.
-        member: Whose trajectory it is.
         started: When the first attempt began, on the loop's clock.
         attempt: The number of the present one, from 1.
         what: Its agent, for messages.
         context, code: Its agent's, once that runs.
         cause: Root cause of its failure.
         stuck: Clean-up that did not end.
-        discarded_tokens, resumes, restarts, calls: What a trajectory says of them, of the attempts
-            before.
+        discarded_tokens, resumes, restarts, calls: Of the attempts before, for the metrics.
     """
 
     def __init__(self, containment: Containment, member: Member, deadline: Deadline) -> None:
@@ -114,9 +112,7 @@ class TrajectoryRun:
         """Why the agent, what it called, or the close of a tool did not end; None: all did."""
         first = self.code.stopped_within or self.code.unresponsive
         has_failed = self.code.error is not None or self.code.was_cancelled
-        if first is None and self.stuck and not has_failed:
-            return self.stuck[0]
-        return first
+        return self.stuck[0] if first is None and self.stuck and not has_failed else first
 
     @property
     def tokens(self) -> int:
@@ -193,42 +189,41 @@ def _open_context(services: Services, run: TrajectoryRun) -> tuple[Registered, A
         RejectedPrompt: The prompt names what does not exist, or overrides wrongly.
     """
     member, config = run.member, services.config
-    prompt, identity = member.prompt, member.identity
+    prompt, identity, info = member.prompt, member.identity, services.engines.info
     if not prompt.messages:
         raise RejectedPrompt("empty_prompt", "messages: expected at least one message")
-    try:
+    with _rejecting(AgentError, "unknown_agent"):
         agent = get_agent(prompt.agent_name or config.agent.name)
-    except AgentError as error:
-        raise RejectedPrompt("unknown_agent", str(error)) from None
-    try:
+    with _rejecting(ConfigError, "bad_sampling"):
         sampling = sampling_of(config, prompt.sampling, validate=identity.validate)
-    except ConfigError as error:
-        raise RejectedPrompt("bad_sampling", str(error)) from None
-    try:
+    with _rejecting(ConfigError, "bad_sandbox", "extra: "):
         services.sandboxes.spec_for(prompt.extra)
-    except ConfigError as error:
-        raise RejectedPrompt("bad_sandbox", f"extra: {error}") from None
-    vocab_size = services.engines.info.vocab_size
-    foreign = [token for token in sampling.stop_token_ids if token >= vocab_size]
-    if foreign and vocab_size:
-        raise RejectedPrompt(
-            "bad_sampling",
+    fault = top_log_probs_fault(sampling.top_log_probs, info)
+    foreign = [token for token in sampling.stop_token_ids if token >= info.vocab_size]
+    if foreign and info.vocab_size:
+        fault = (
             f"sampling.stop_token_ids: {foreign[0]} is outside the engine's vocabulary of "
-            f"{vocab_size} ids",
+            f"{info.vocab_size} ids"
         )
-    fault = top_log_probs_fault(sampling.top_log_probs, services.engines.info)
     if fault:
         raise RejectedPrompt("bad_sampling", fault)
-    is_alone = not member.group.is_shared
-    try:
+    with _rejecting(ToolError, "unknown_tool"):
+        is_alone = not member.group.is_shared
         context = AgentContext(
             services, prompt, identity, sampling, run.clock, member.log, is_alone=is_alone
         )
-    except ToolError as error:
-        raise RejectedPrompt("unknown_tool", str(error)) from None
     if member.log is not None:
         member.log.begin()
     return agent, context
+
+
+@contextmanager
+def _rejecting(kind: type[Exception], reason: str, where: str = "") -> Iterator[None]:
+    """Reject the prompt for this reason where the block raises such an error."""
+    try:
+        yield
+    except kind as error:
+        raise RejectedPrompt(reason, f"{where}{error}") from None
 
 
 async def _run_agent(services: Services, run: TrajectoryRun, agent: Registered) -> None:
@@ -403,17 +398,13 @@ def _count_calls(run: TrajectoryRun) -> dict[str, float]:
 
 def _metrics(run: TrajectoryRun, restarts: int) -> dict[str, float]:
     context, tools = run.context, run.context.tools
-    cut, shown = context.cut_prompt_tokens, context.sampled_placeholders
-    truncated = context.truncated_tokens
+    rare = ("cut_prompt_tokens", "sampled_placeholders", "truncated_tokens", "pinned_calls")
     return {
         "generation_s": context.generation_s,
         "tool_s": tools.seconds,
         **_count_calls(run),
         "cached_tokens": context.cached_tokens,
-        **({"cut_prompt_tokens": cut} if cut else {}),
-        **({"sampled_placeholders": shown} if shown else {}),
-        **({"truncated_tokens": truncated} if truncated else {}),
-        **({"pinned_calls": context.pinned_calls} if context.pinned_calls else {}),
+        **{name: value for name in rare if (value := getattr(context, name))},
         **tools.metrics,
         "attempts": run.attempt,
         "discarded_tokens": run.discarded_tokens + context.discarded_tokens,

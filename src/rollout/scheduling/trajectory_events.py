@@ -33,38 +33,33 @@ def _started(_: float, facts: Sequence[Any]) -> tuple[TrajectoryStarted, None]:
 
 
 def emit_ended(events: EventStream, member: Member, trajectory: Trajectory) -> None:
-    """A member has its outcome."""
-    if not _is_wanted(events, member, trajectory.outcome):
+    """A member has its outcome; told of where a reader wants that."""
+    who, is_failed = member.identity, trajectory.outcome is Outcome.FAILED
+    if not events.tell_notes(who.number, who.step, who.uid, who.member, is_failed=is_failed):
         return
     if member.began is None:
         _number(events, member)
-    now, metrics = events.now(), trajectory.metrics
+    now, metrics, rows = events.now(), trajectory.metrics, tuple(trajectory.transcripts)
     cause, drifts = trajectory.cause, [name for name in metrics if name.startswith(DRIFT)]
-    turns = prompt = generated = response = 0
-    versions: set[int] = set()
-    for each in trajectory.transcripts:
-        turns += each.turns
-        prompt += each.prompt_length
-        generated += each.generated_length
-        response += each.response_length
-        versions |= each.versions
+    generated = sum(each.generated_length for each in rows)
+    versions = set[int]().union(*(each.versions for each in rows))
     events.emit(
         TrajectoryEnded(
             at=now,
             **_named(member),
-            began=_began(events, member, now),
+            began=now if member.began is None else events.since_start(member.began),
             outcome=trajectory.outcome.value,
             reason=trajectory.reason,
             limit_source=trajectory.limit_source or "",
             cause="" if cause is None else f"{cause.type}: {cause.message}",
             trainable=trajectory.trainable,
             reward=trajectory.reward,
-            turns=turns,
+            turns=sum(each.turns for each in rows),
             num_turns=trajectory.num_turns,
             rows=len(trajectory.segments),
-            prompt_tokens=prompt,
+            prompt_tokens=sum(each.prompt_length for each in rows),
             generated_tokens=generated,
-            observation_tokens=response - generated,
+            observation_tokens=sum(each.response_length for each in rows) - generated,
             generation_s=metrics.get("generation_s", 0.0),
             tool_s=metrics.get("tool_s", 0.0),
             tool_calls=int(metrics.get("tool_calls", 0)),
@@ -77,12 +72,6 @@ def emit_ended(events: EventStream, member: Member, trajectory: Trajectory) -> N
         ),
         trajectory,
     )
-
-
-def _is_wanted(events: EventStream, member: Member, outcome: Outcome) -> bool:
-    """Whether its end is to be told."""
-    who, is_failed = member.identity, outcome is Outcome.FAILED
-    return events.tell_notes(who.number, who.step, who.uid, who.member, is_failed=is_failed)
 
 
 def emit_group_ended(events: EventStream, ended: Sequence[Ended], verdict: str = "") -> None:
@@ -146,10 +135,6 @@ def _named(member: Member) -> dict[str, Any]:
         "member": identity.member,
         "validate": identity.validate,
     }
-
-
-def _began(events: EventStream, member: Member, now: float) -> float:
-    return now if member.began is None else events.since_start(member.began)
 
 
 def _number(events: EventStream, member: Member) -> None:
