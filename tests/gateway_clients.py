@@ -11,16 +11,22 @@ import msgspec
 from harness import Recorder, balance_of
 from rollout import AgentContext, AgentLoop, Prompt, Trajectory, register_agent
 from rollout.batch import RolloutBatch
-from rollout.config import AgentConfig, LengthsConfig, SchedulingConfig, SimulatedEngine
+from rollout.config import (
+    AgentConfig,
+    GatewayConfig,
+    LengthsConfig,
+    SchedulingConfig,
+    SimulatedEngine,
+)
 from rollout.gateway.calls import (
     Answer,
+    ClientCall,
+    ClientMessage,
     Completion,
     GatewayCall,
-    GivenCall,
-    GivenMessage,
-    told_text,
 )
-from rollout.gateway.sessions import GatewaySession, GatewaySettings, Sessions
+from rollout.gateway.session import GatewaySession
+from rollout.gateway.sessions import Sessions
 from rollout.testing import Scenario
 from rollout.types import ToolCall
 
@@ -51,42 +57,40 @@ class ThroughGateway(AgentLoop):
             await TRIALS[context.prompt.extra["trial"]](session, context)
 
 
-def system(text: str) -> GivenMessage:
-    return GivenMessage(role="system", text=text)
+def system(text: str) -> ClientMessage:
+    return ClientMessage(role="system", text=text)
 
 
-def user(text: str) -> GivenMessage:
-    return GivenMessage(role="user", text=text)
+def user(text: str) -> ClientMessage:
+    return ClientMessage(role="user", text=text)
 
 
-def result(text: str, call_id: str) -> GivenMessage:
-    return GivenMessage(role="tool", text=text, call_id=call_id)
+def result(text: str, call_id: str) -> ClientMessage:
+    return ClientMessage(role="tool", text=text, call_id=call_id)
 
 
-def echo(answer: Answer) -> GivenMessage:
+def echo(answer: Answer) -> ClientMessage:
     """As a faithful client gives it back."""
     calls = [each for each in answer.calls if isinstance(each, ToolCall)]
-    return GivenMessage(
+    return ClientMessage(
         role="assistant",
-        text=told_text(answer),
+        text=answer.client_text,
         reasoning=answer.reasoning,
-        calls=tuple(GivenCall(each.name, dict(each.arguments), each.id) for each in calls),
+        calls=tuple(ClientCall(each.name, dict(each.arguments), each.id) for each in calls),
         ids=(answer.id,),
     )
 
 
-def asked(*messages: GivenMessage, **fields: Any) -> GatewayCall:
+def asked(*messages: ClientMessage, **fields: Any) -> GatewayCall:
     """A call with a digest of what it says."""
     call = GatewayCall(**({"api": "chat", "messages": messages} | fields))
     digest = hashlib.sha256(msgspec.json.encode(call)).digest()
     return msgspec.structs.replace(call, digest=digest)
 
 
-async def ask(session: GatewaySession, *messages: GivenMessage, **fields: Any) -> Completion:
-    """Ask, and have the answer delivered."""
-    completion = await session.complete(asked(*messages, **fields))
-    session.delivered(completion.id)
-    return completion
+async def ask(session: GatewaySession, *messages: ClientMessage, **fields: Any) -> Completion:
+    """Ask, and get the answer."""
+    return await session.complete(asked(*messages, **fields))
 
 
 class Asked:
@@ -116,7 +120,7 @@ async def tried(
     trial: Trial,
     scenario: Scenario,
     *,
-    settings: GatewaySettings | None = None,
+    settings: GatewayConfig | None = None,
     lengths: LengthsConfig | None = None,
     samples: int = 1,
     checks: bool = True,
@@ -124,7 +128,7 @@ async def tried(
 ) -> Asked:
     """Run a trial as the client of one trajectory."""
     TRIALS["it"] = trial
-    SESSIONS.append(Sessions(settings or GatewaySettings()))
+    SESSIONS.append(Sessions(settings or GatewayConfig()))
     recorder = Recorder()
     sections.setdefault("engine", SimulatedEngine(replicas=2))
     config = scenario.config(

@@ -6,98 +6,42 @@ import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
 import anyio
 import httpx
+import msgspec
 import pytest
 
 import rollout
 from rollout import GatewayConfig, RolloutRuntime
 from rollout.config import SchedulingConfig, SimulatedEngine
-from rollout.gateway.asgi import ExchangeLimits
 from rollout.gateway.gateway import Gateway
-from rollout.gateway.runtime_loop import open_runtime_loop
-from rollout.gateway.served_trajectories import Desk
-from rollout.gateway.sessions import GatewaySettings, Sessions
-from rollout.gateway.trajectory_routes import TrajectoryRoutes
+from rollout.gateway.served_trajectories import FinishBody, OpenBody, TrajectoryServer
+from rollout.gateway.sessions import Sessions
 from rollout.observe.events import TrajectoryEnded
 from rollout.testing import Scenario
 
 TOKEN = "secret"
 BODY = json.dumps({"prompt": {"messages": [{"role": "user", "content": "-"}]}}).encode()
 CHAT = Scenario(seed=3).reply("One", "First.")
-LIMITS = ExchangeLimits(max_body_bytes=2**20, body_s=10, write_s=10)
-
-
-class FakeConnection:
-    """The connection of a request: when its client leaves is the test's to say."""
-
-    has_whole_request = True
-
-    def __init__(self, *, leaves_before_the_reply: bool = False) -> None:
-        self.loop = SimpleNamespace(time=anyio.current_time)
-        self.has_left = False
-        self._leaves_before_the_reply = leaves_before_the_reply
-        self._on_leave: Callable[[], object] = lambda: None
-        self.tell_unread: Callable[[], object] = lambda: None
-
-    def on_leave(self, callback: Callable[[], object]) -> None:
-        self._on_leave = callback
-
-    def leave(self) -> None:
-        self.has_left = True
-        self._on_leave()
-
-    async def flush(self, _seconds: float) -> bool:
-        if self._leaves_before_the_reply:
-            self.leave()
-        return not self.has_left
-
-    def leave_unanswered(self) -> None:
-        """Nobody misses the rest."""
-
-    def if_unread(self, callback: Callable[[], object]) -> None:
-        self.tell_unread = callback
 
 
 class Trainer:
-    """A client of the routes, without sockets."""
+    """A client of the server, without sockets."""
 
-    def __init__(self, runtime: RolloutRuntime, routes: TrajectoryRoutes) -> None:
+    def __init__(self, runtime: RolloutRuntime, server: TrajectoryServer) -> None:
         self.runtime = runtime
-        self._routes = dict(routes.table())
+        self.server = server
 
-    async def post(
-        self, path: str, body: bytes, connection: FakeConnection | None = None, **parameters: str
-    ) -> dict[str, Any]:
-        """What is sent back; {} where the client left before."""
-        sent: list[dict[str, Any]] = []
+    async def open(self) -> str:
+        """The id of a trajectory whose agent may begin; cancellation is a client that leaves."""
+        body = msgspec.json.decode(BODY, type=OpenBody)
+        return str((await self.server.open(self.server.make_id(), body))["id"])
 
-        async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": body}
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        scope = {
-            "method": "POST",
-            "headers": [(b"authorization", f"Bearer {TOKEN}".encode())],
-            "path_params": parameters,
-            "rollout.connection": connection or FakeConnection(),
-        }
-        await self._routes[path](scope, receive, send)
-        text = b"".join(message.get("body", b"") for message in sent)
-        told: dict[str, Any] = json.loads(text) if text else {}
-        return told
-
-    async def open(self, connection: FakeConnection | None = None) -> dict[str, Any]:
-        return await self.post("/trajectories", BODY, connection)
-
-    async def finish(self, opened: dict[str, Any]) -> dict[str, Any]:
-        return await self.post("/trajectories/{id}/finish", b"{}", id=opened["id"])
+    async def finish(self, opened: str) -> dict[str, Any]:
+        return await self.server.finish(opened, FinishBody())
 
     def is_idle(self, *, cancelled: int) -> None:
         """Nothing runs, and every admitted trajectory has its outcome."""
@@ -109,28 +53,21 @@ class Trainer:
 @asynccontextmanager
 async def trainer(scheduling: SchedulingConfig | None = None) -> AsyncIterator[Trainer]:
     config = CHAT.config(scheduling=scheduling or SchedulingConfig(max_in_flight=1))
-    async with (
-        rollout.open_rollout(config) as runtime,
-        anyio.create_task_group() as tasks,
-        open_runtime_loop() as loop,
-    ):
-        settings = GatewaySettings()
+    async with rollout.open_rollout(config) as runtime, anyio.create_task_group() as tasks:
+        settings = GatewayConfig()
         runtime.services.gateway.door = Gateway("http://door", Sessions(settings), settings)
-        routes = TrajectoryRoutes(Desk(runtime, tasks), loop, LIMITS, TOKEN)
-        yield Trainer(runtime, routes)
+        yield Trainer(runtime, TrajectoryServer(runtime, tasks))
 
 
 @pytest.mark.anyio
 async def test_post_given_up_while_it_waits_for_a_place_holds_none() -> None:
     async with trainer() as client:
         first = await client.open()
-        gone = [FakeConnection() for _ in range(3)]
         async with anyio.create_task_group() as posts:
-            for connection in gone:
-                posts.start_soon(client.open, connection)
+            for _ in range(3):
+                posts.start_soon(client.open)
             await anyio.wait_all_tasks_blocked()
-            for connection in gone:
-                connection.leave()
+            posts.cancel_scope.cancel()
         await anyio.wait_all_tasks_blocked()
         now = client.runtime.statistics()
         assert (now.admitted, now.running, now.outcomes) == (4, 1, {"cancelled": 3})
@@ -143,9 +80,9 @@ async def test_post_given_up_while_it_waits_for_a_place_holds_none() -> None:
 @pytest.mark.anyio
 async def test_post_given_up_as_soon_as_it_came_begins_nothing_that_stays() -> None:
     async with trainer() as client:
-        connection = FakeConnection()
-        connection.on_leave = lambda callback: callback()  # type: ignore[method-assign]
-        assert await client.open(connection) == {}
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await client.open()
         await anyio.wait_all_tasks_blocked()
         with anyio.fail_after(5):
             await client.finish(await client.open())
@@ -154,59 +91,22 @@ async def test_post_given_up_as_soon_as_it_came_begins_nothing_that_stays() -> N
 
 
 @pytest.mark.anyio
-async def test_post_whose_client_left_before_its_reply_is_cancelled() -> None:
-    async with trainer() as client:
-        await client.open(FakeConnection(leaves_before_the_reply=True))
-        await anyio.wait_all_tasks_blocked()
-        client.is_idle(cancelled=1)
-        with anyio.fail_after(5):
-            await client.finish(await client.open())
-
-
-@pytest.mark.anyio
-async def test_post_whose_reply_turns_out_to_be_unread_is_cancelled() -> None:
-    async with trainer() as client:
-        connection = FakeConnection()
-        opened = await client.open(connection)
-        connection.tell_unread()
-        await anyio.wait_all_tasks_blocked()
-        client.is_idle(cancelled=1)
-        assert (await client.finish(opened))["error"]["code"] == "not_found"
-
-
-@pytest.mark.anyio
-async def test_connection_that_breaks_long_after_its_reply_cancels_nothing() -> None:
-    async with trainer() as client:
-        connection = FakeConnection()
-        opened = await client.open(connection)
-        await anyio.sleep(60)
-        connection.tell_unread()
-        await anyio.wait_all_tasks_blocked()
-        assert client.runtime.statistics().running == 1
-        assert (await client.finish(opened))["state"] == "ended"
-
-
-@pytest.mark.anyio
-async def test_given_up_posts_tell_their_end_once() -> None:
+async def test_post_whose_reply_is_lost_tells_its_end_once() -> None:
     ended: list[TrajectoryEnded] = []
     async with trainer(SchedulingConfig(max_in_flight=2)) as client:
         client.runtime.services.events.attach(
             lambda event, _subject: ended.append(event), kinds={TrajectoryEnded}
         )
-        first = await client.open()
-        await client.open(FakeConnection(leaves_before_the_reply=True))
-        waiting = FakeConnection()
-        second = await client.open()
-        async with anyio.create_task_group() as posts:
-            posts.start_soon(client.open, waiting)
-            await anyio.wait_all_tasks_blocked()
-            waiting.leave()
-        for opened in (first, second):
-            await client.finish(opened)
+        first, lost = await client.open(), await client.open()
+        client.server.abandon(lost)
         await anyio.wait_all_tasks_blocked()
+        client.server.abandon(lost)
+        await client.finish(first)
+        await anyio.wait_all_tasks_blocked()
+        client.is_idle(cancelled=1)
     told = [(event.outcome, event.reason) for event in ended]
-    assert told[:2] == [("cancelled", "client_left")] * 2
-    assert len(told) == 4
+    assert told[0] == ("cancelled", "client_left")
+    assert len(told) == 2
 
 
 @asynccontextmanager

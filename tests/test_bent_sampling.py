@@ -120,7 +120,7 @@ async def test_setting_of_an_agent_is_said_and_counted(
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_setting_of_a_client_is_said_and_counted(caplog: pytest.LogCaptureFixture) -> None:
-    pytest.importorskip("httptools")
+    pytest.importorskip("h11")
     warnings, share = await told(caplog, config("asks_with_top_p"), go())
     assert len(warnings) == 1
     assert "top_p = 0.75 (the agent, or a client of the gateway)" in warnings[0]

@@ -14,11 +14,12 @@ from harness import Recorder
 from http_agents import Client
 from http_agents import tried as tried_over_http
 from rollout import AgentContext, Outcome
+from rollout.config import GatewayConfig
 from rollout.gateway.calls import GatewayCall
-from rollout.gateway.sessions import GatewaySession, GatewaySettings
+from rollout.gateway.session import GatewaySession
 from rollout.testing import Scenario
 
-pytest.importorskip("httptools")
+pytest.importorskip("h11")
 
 pytestmark = pytest.mark.anyio
 
@@ -99,7 +100,6 @@ def retry_of(call: GatewayCall) -> GatewayCall:
 
 async def answered(session: GatewaySession, call: GatewayCall) -> Any:
     completion = await session.complete(call)
-    session.delivered(completion.id)
     return completion
 
 
@@ -135,7 +135,7 @@ async def test_retry_replays_all_samples_and_counts_once() -> None:
         for _ in range(3):
             assert await answered(session, retry_of(call)) == first
 
-    found = await tried(trial, HELLO, settings=GatewaySettings(max_calls=1))
+    found = await tried(trial, HELLO, settings=GatewayConfig(max_calls=1))
     assert found.trajectory.outcome is Outcome.COMPLETED
     assert found.purposes == ["main", "branch", "branch"]
 

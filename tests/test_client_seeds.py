@@ -11,7 +11,7 @@ from gateway_clients import ask, echo, tried, user
 from harness import Recorder
 from rollout import AgentContext, AgentLoop, Outcome, Prompt, register_agent
 from rollout.config import AgentConfig, SchedulingConfig
-from rollout.gateway.sessions import GatewaySession
+from rollout.gateway.session import GatewaySession
 from rollout.testing import Scenario
 
 pytestmark = pytest.mark.anyio

@@ -20,8 +20,9 @@ from rollout.agents import AgentContext
 from rollout.agents.gateway_door import GatewayAddress
 from rollout.bridge import runs_on_trio
 from rollout.config import LimitsConfig, ToolsConfig
-from rollout.gateway.calls import GatewayCall, GatewayError, GivenMessage
-from rollout.gateway.sessions import GatewaySettings, Sessions
+from rollout.config import GatewayConfig
+from rollout.gateway.calls import GatewayCall, GatewayError, ClientMessage
+from rollout.gateway.sessions import Sessions
 from rollout.testing import Scenario
 
 pytestmark = pytest.mark.anyio
@@ -211,7 +212,7 @@ async def test_function_agent_refused_for_a_length_ends_by_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     door = fake_door(monkeypatch)
-    sessions = Sessions(GatewaySettings())
+    sessions = Sessions(GatewayConfig())
 
     @asynccontextmanager
     async def serve(context: AgentContext) -> AsyncIterator[GatewayAddress]:
@@ -223,7 +224,7 @@ async def test_function_agent_refused_for_a_length_ends_by_it(
 
     async def trial(task: AgentTask) -> None:
         async def ask(text: str) -> None:
-            call = GatewayCall(api="chat", messages=(GivenMessage(role="user", text=text),))
+            call = GatewayCall(api="chat", messages=(ClientMessage(role="user", text=text),))
             await TRIALS["session"].complete(call)
 
         await ask("go")

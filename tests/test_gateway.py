@@ -29,7 +29,7 @@ from rollout.config import AgentConfig, config_from_dict, dump_config
 from rollout.testing import Scenario
 from slow_cases import slow_but
 
-pytest.importorskip("httptools")
+pytest.importorskip("h11")
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -168,13 +168,13 @@ async def test_agents_of_a_proxy_are_told_its_url() -> None:
 
 
 async def test_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "rollout.gateway.http_adapter", raising=False)
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "rollout.gateway.http", raising=False)
+    monkeypatch.setitem(sys.modules, "h11", None)
     with pytest.raises(ConfigError) as caught:
         async with open_rollout(config_of(CHAT, GatewayConfig(start="always"))):
             pytest.fail("it opened")
     assert str(caught.value) == (
-        "the gateway needs the package uvicorn: pip install 'rollout-rl[gateway]'"
+        "the gateway needs the package h11: pip install 'rollout-rl[gateway]'"
     )
 
 
@@ -259,7 +259,7 @@ async def test_branches_past_the_limit_are_refused() -> None:
     trajectory = await tried(open_rollout, ask, CHAT, max_branches=1)
     limit = "gateway.max_branches = 1: the trajectory has as many rows beside its main one"
     assert trajectory.extra["result"] == ([200, 200, 403], limit)
-    assert [each.purpose for each in trajectory.segments] == ["main", "compaction"]
+    assert [each.purpose for each in trajectory.segments] == ["main", "branch"]
 
 
 async def test_calls_at_once_past_the_limit_are_refused() -> None:

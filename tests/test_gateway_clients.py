@@ -10,7 +10,7 @@ import anyio.to_thread
 import pytest
 
 from fake_sessions import KEY, PATH, FakeSession, answer, served
-from rollout.gateway.calls import GatewayError, GivenCall, GivenMessage
+from rollout.gateway.calls import GatewayError, ClientCall, ClientMessage
 from rollout.types import InvalidToolCall, ToolCall
 from slow_cases import slow_after, slow_but
 
@@ -132,12 +132,12 @@ async def test_chat_body_becomes_a_call() -> None:
     )
     (call,) = asked.calls
     assert call.messages == (
-        GivenMessage(role="system", text="Be brief."),
-        GivenMessage(role="user", text="a\nb"),
-        GivenMessage(
-            role="assistant", reasoning="Hm.", calls=(GivenCall("add", {"a": 1}, "call-1"),)
+        ClientMessage(role="system", text="Be brief."),
+        ClientMessage(role="user", text="a\nb"),
+        ClientMessage(
+            role="assistant", reasoning="Hm.", calls=(ClientCall("add", {"a": 1}, "call-1"),)
         ),
-        GivenMessage(role="tool", text="2", call_id="call-1", name="add"),
+        ClientMessage(role="tool", text="2", call_id="call-1", name="add"),
     )
     assert call.tools == (TOOL,)
     assert (call.tool_choice, call.parallel_calls, call.stop) == ("add", False, ("x", "y"))
@@ -284,19 +284,19 @@ async def test_responses_create_gives_items_that_can_be_given_back() -> None:
     assert (got.status, got.output_text) == ("completed", "Well.")
     assert (got.usage.input_tokens, got.usage.output_tokens) == (4, 3)
     first, echoed, sealed, following = asked.calls
-    assert first.messages[0] == GivenMessage(role="system", text="Be brief.", is_instructions=True)
-    turn = GivenMessage(
+    assert first.messages[0] == ClientMessage(role="system", text="Be brief.", is_instructions=True)
+    turn = ClientMessage(
         role="assistant",
         text="Well.",
         reasoning="Hm.",
-        calls=(GivenCall("add", {"a": 1, "b": "ü"}, "call-1"),),
+        calls=(ClientCall("add", {"a": 1, "b": "ü"}, "call-1"),),
         ids=("answer-0",),
     )
-    result = GivenMessage(role="tool", text="4", call_id="call-1", name="add")
-    assert echoed.messages == (GivenMessage(role="user", text="2 + 2?"), turn, result)
+    result = ClientMessage(role="tool", text="4", call_id="call-1", name="add")
+    assert echoed.messages == (ClientMessage(role="user", text="2 + 2?"), turn, result)
     assert sealed.messages == (turn, result)
     assert following.previous_id == got.id
-    assert following.messages == (GivenMessage(role="tool", text="4", call_id="call-1"),)
+    assert following.messages == (ClientMessage(role="tool", text="4", call_id="call-1"),)
 
 
 async def test_responses_stream_helper_builds_what_create_gives() -> None:
@@ -366,8 +366,8 @@ async def test_responses_tools_of_codex_go_and_come_back_in_their_form() -> None
     names = [tool["function"]["name"] for tool in first.tools]
     assert names == ["apply_patch", "mcp__files__read"]
     assert second.messages[0].calls == (
-        GivenCall("apply_patch", {"input": "*** Begin"}, "call-1"),
-        GivenCall("mcp__files__read", {}, "call-2"),
+        ClientCall("apply_patch", {"input": "*** Begin"}, "call-1"),
+        ClientCall("mcp__files__read", {}, "call-2"),
     )
     assert [each.name for each in second.messages[1:]] == names
 
@@ -412,21 +412,21 @@ async def test_messages_create_gives_blocks_that_can_be_given_back() -> None:
     assert got.stop_reason == "tool_use"
     assert (got.usage.input_tokens, got.usage.cache_read_input_tokens) == (2, 2)
     first, second = asked.calls
-    assert first.messages[0] == GivenMessage(role="system", text="Be brief.")
+    assert first.messages[0] == ClientMessage(role="system", text="Be brief.")
     assert first.tools == (TOOL,)
     assert (first.tool_choice, first.parallel_calls, first.stop) == ("required", False, ("x",))
     assert first.sampling == {"max_new_tokens": 64, "top_k": 5}
     assert second.messages[1:] == (
-        GivenMessage(
+        ClientMessage(
             role="assistant",
             text="Well.",
             reasoning="Hm.",
-            calls=(GivenCall("add", {"a": 1, "b": "ü"}, "call-1"),),
+            calls=(ClientCall("add", {"a": 1, "b": "ü"}, "call-1"),),
             ids=("answer-0",),
         ),
-        GivenMessage(role="tool", text="4", call_id="call-1", name="add", is_error=True),
-        GivenMessage(role="user", text="So?"),
-        GivenMessage(role="system", text="Hurry."),
+        ClientMessage(role="tool", text="4", call_id="call-1", name="add", is_error=True),
+        ClientMessage(role="user", text="So?"),
+        ClientMessage(role="system", text="Hurry."),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import partial
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import anyio
@@ -19,15 +19,15 @@ from rollout import AgentContext, Outcome
 from rollout.chat import ChatTemplate
 from rollout.config import LengthsConfig
 from rollout.errors import TemplateError
-from rollout.gateway.calls import GivenCall, GivenMessage
-from rollout.gateway.identity import canonical, keys_of, placed, said_key, tools_key
-from rollout.gateway.sessions import GatewaySession
-from rollout.gateway.tree import Tree, Turn
-from rollout.gateway.wording import accepted, conversation
+from rollout.gateway.calls import ClientCall, ClientMessage
+from rollout.gateway.message_keys import canonicalize, hash_reasoning, hash_turn, order_results
+from rollout.gateway.session import GatewaySession
+from rollout.gateway.template_messages import choose_variant, convert_conversation
+from rollout.gateway.turn_index import Turn, TurnIndex
 from rollout.testing import Scenario, run_virtual, simulated_tokenizer, tool_call
 from slow_cases import slow_but
 
-Messages = list[GivenMessage]
+Messages = list[ClientMessage]
 replace = msgspec.structs.replace
 
 BOTH = (
@@ -39,12 +39,14 @@ BOTH = (
 SCENARIO = Scenario(seed=1).reply("Add all", BOTH).then("They are 5 and 9.").then("Welcome.")
 
 
-def the(at: int, change: Callable[[GivenMessage], GivenMessage]) -> Callable[[Messages], Messages]:
+def the(
+    at: int, change: Callable[[ClientMessage], ClientMessage]
+) -> Callable[[Messages], Messages]:
     """Changes the message at one place; the conversation's turns are at 2 and 5."""
     return lambda messages: [*messages[:at], change(messages[at]), *messages[at + 1 :]]
 
 
-def parsed_again(write: Callable[[Any], str]) -> Callable[[GivenMessage], GivenMessage]:
+def parsed_again(write: Callable[[Any], str]) -> Callable[[ClientMessage], ClientMessage]:
     """Arguments as a client that writes JSON so sends them."""
     return lambda message: replace(
         message,
@@ -60,8 +62,8 @@ def reordered(value: Any) -> Any:
     return value
 
 
-def with_call(at: int, **fields: Any) -> Callable[[GivenMessage], GivenMessage]:
-    def change(message: GivenMessage) -> GivenMessage:
+def with_call(at: int, **fields: Any) -> Callable[[ClientMessage], ClientMessage]:
+    def change(message: ClientMessage) -> ClientMessage:
         calls = list(message.calls)
         calls[at] = replace(calls[at], **fields)
         return replace(message, calls=tuple(calls))
@@ -199,15 +201,15 @@ def as_javascript(value: Any) -> Any:
 @given(JSON)
 def test_values_are_equal_after_any_client(value: Any) -> None:
     sent = json.loads(json.dumps(as_javascript(value)))
-    key = said_key("", [("f", {"v": value})])
-    assert key == said_key("", [("f", {"v": sent})])
-    assert key == said_key("", [("f", MappingProxyType({"v": value}))])
+    key = hash_turn("", [("f", {"v": value})])
+    assert key == hash_turn("", [("f", {"v": sent})])
+    assert key == hash_turn("", [("f", MappingProxyType({"v": value}))])
 
 
 @given(JSON, JSON)
 def test_values_that_differ_are_not_taken_for_each_other(one: Any, two: Any) -> None:
-    is_same = typed(canonical(one)) == typed(canonical(two))
-    assert (said_key("", [("f", [one])]) == said_key("", [("f", [two])])) == is_same
+    is_same = typed(canonicalize(one)) == typed(canonicalize(two))
+    assert (hash_turn("", [("f", [one])]) == hash_turn("", [("f", [two])])) == is_same
 
 
 def typed(value: Any) -> Any:
@@ -234,13 +236,13 @@ async def test_turn_of_calls_alone_comes_back_with_null_or_empty_content(text: s
 
 #: Few texts and calls, so that different turns often say the same.
 TEXTS = st.sampled_from(["", "a", "b", " a"])
-GIVEN = st.builds(GivenMessage, role=st.sampled_from(["user", "system"]), text=TEXTS)
+GIVEN = st.builds(ClientMessage, role=st.sampled_from(["user", "system"]), text=TEXTS)
 CALLS = st.lists(
-    st.builds(GivenCall, st.sampled_from(["f", "g"]), st.sampled_from([{}, {"x": 1}, {"x": 1.0}])),
+    st.builds(ClientCall, st.sampled_from(["f", "g"]), st.sampled_from([{}, {"x": 1}, {"x": 1.0}])),
     max_size=2,
 ).map(tuple)
 SAID = st.builds(
-    GivenMessage,
+    ClientMessage,
     role=st.just("assistant"),
     text=TEXTS,
     reasoning=st.sampled_from([None, "", "r"]),
@@ -249,14 +251,14 @@ SAID = st.builds(
 ASKED = st.lists(st.one_of(GIVEN, SAID), min_size=1, max_size=6)
 
 
-def form(message: GivenMessage) -> Any:
+def form(message: ClientMessage) -> Any:
     """What a message says, by other means than the code that is checked."""
     calls = [(call.name, json.dumps(call.arguments).replace("1.0", "1")) for call in message.calls]
     text = message.text.strip() if message.role == "assistant" else message.text
     return message.role, text, calls
 
 
-def is_same(stored: tuple[str, GivenMessage], asked: GivenMessage, policy: str) -> bool:
+def is_same(stored: tuple[str, ClientMessage], asked: ClientMessage, policy: str) -> bool:
     kind, message = stored
     if form(message) != form(asked):
         return False
@@ -269,30 +271,32 @@ def is_same(stored: tuple[str, GivenMessage], asked: GivenMessage, policy: str) 
     st.lists(st.tuples(ASKED, SAID), max_size=12), st.sampled_from(["accept", "fork"]), st.data()
 )
 def test_deepest_generated_turn_is_found(
-    script: list[tuple[Messages, GivenMessage]], policy: str, data: st.DataObject
+    script: list[tuple[Messages, ClientMessage]], policy: str, data: st.DataObject
 ) -> None:
-    tree = Tree(is_reasoning_needed=policy == "fork")
-    root = tree.root(tools_key(()))
-    turns: list[tuple[list[tuple[str, GivenMessage]], Any]] = []
+    index = TurnIndex(is_reasoning_needed=policy == "fork")
+    row: Any = SimpleNamespace(transcript=())
+    turns: list[tuple[list[tuple[str, ClientMessage]], Turn]] = []
     for new, said in script:
         known = data.draw(st.sampled_from([[], *(path for path, _ in turns)]))
         messages = [*(message for _, message in known), *new]
-        found = tree.find(root, keys_of(placed(messages)))
+        found = index.match(asked(*messages))
         fitting = [
-            (path, node)
-            for path, node in turns
+            (path, turn)
+            for path, turn in turns
             if len(path) <= len(messages)
             and all(is_same(a, b, policy) for a, b in zip(path, messages, strict=False))
         ]
         depth = max((len(path) for path, _ in fitting), default=0)
         assert found.depth == depth
-        assert not depth or found.said in [node for path, node in fitting if len(path) == depth]
-        start = next((path for path, node in fitting if node is found.said), [])
-        keys = [said_key(said.text, [(call.name, call.arguments) for call in said.calls])]
-        turn = Turn(None, 0, reasoning=keys_of(placed([said]))[0].reasoning)
-        node = tree.add(found.node, keys, turn)
+        assert not depth or found.turn in [turn for path, turn in fitting if len(path) == depth]
+        start = next((path for path, turn in fitting if turn is found.turn), [])
+        content = hash_turn(said.text, [(call.name, call.arguments) for call in said.calls])
+        turn = Turn(
+            conversation=row, stop=0, content=content, reasoning=hash_reasoning(said.reasoning)
+        )
+        index.add(found, turn)
         path = [*start, *(("given", message) for message in messages[depth:]), ("said", said)]
-        turns.append((path, node))
+        turns.append((path, turn))
 
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -302,14 +306,14 @@ STEPS = st.lists(
     st.tuples(
         st.integers(0, 7),
         st.sampled_from(HARMLESS * 3 + HARMFUL),
-        st.sampled_from(["once", "cut", "retried", "twice"]),
+        st.sampled_from(["once", "retried", "twice"]),
     ),
     min_size=1,
     max_size=8,
 )
 
 
-def echoed(message: GivenMessage, how: str) -> list[GivenMessage]:
+def echoed(message: ClientMessage, how: str) -> list[ClientMessage]:
     if how == "deleted":
         return []
     if how == "edited":
@@ -330,22 +334,18 @@ def test_rows_of_random_conversations_hold_every_token_once(steps: list[Any]) ->
 
     async def trial(session: GatewaySession, context: AgentContext) -> None:
         first = await ask(session, user("question"))
-        turns: list[tuple[Messages, GivenMessage]] = [([user("question")], echo(first.answers[0]))]
+        turns: list[tuple[Messages, ClientMessage]] = [([user("question")], echo(first.answers[0]))]
         extended: set[int] = set()
         for number, (drawn, how, fate) in enumerate(steps):
             at = drawn % len(turns)
             before, said = turns[at]
             messages = [*before, *echoed(said, how), user(f"more {LETTERS[number]}")]
             call = asked(*messages)
-            if fate == "cut":
-                with anyio.move_on_after(0.03 * number):
-                    session.left((await session.complete(call)).id)
+            is_new = how in HARMFUL or at in extended
             completion = await session.complete(call)
             if fate == "retried":
-                session.left(completion.id)
+                session.mark_lost(completion.id)
                 assert await session.complete(call) == completion
-            session.delivered(completion.id)
-            is_new = how in HARMFUL or at in extended
             counted[0] += is_new
             if how in HARMLESS:
                 extended.add(at)
@@ -385,16 +385,15 @@ SILENT = STRICT.replace("{{ raise_exception('system comes first') }}", "{{ '' }}
 @pytest.mark.parametrize("source", [STRICT, SILENT])
 def test_system_messages_that_a_template_refuses_are_told_otherwise(source: str) -> None:
     template = ChatTemplate(simulated_tokenizer(), chat_template=source)
-    head = [GivenMessage(role="developer", text="Be brief."), user("question")]
-    assert [m["role"] for m in accepted(conversation(placed(head)), template, ())] == [
-        "system", "user",
-    ]  # fmt: skip
-    middle = [*head, GivenMessage(role="assistant", text="So."), system("Now."), user("more")]
-    told = accepted(conversation(placed(middle)), template, ())
+    head = [ClientMessage(role="developer", text="Be brief."), user("question")]
+    variant = choose_variant(convert_conversation(order_results(head)), template, ())
+    assert [m["role"] for m in variant] == ["system", "user"]
+    middle = [*head, ClientMessage(role="assistant", text="So."), system("Now."), user("more")]
+    told = choose_variant(convert_conversation(order_results(middle)), template, ())
     assert [m["role"] for m in told] == ["system", "user", "assistant", "user", "user"]
 
 
 def test_messages_that_no_variant_makes_fit_are_refused() -> None:
     template = ChatTemplate(simulated_tokenizer(), chat_template="{{ raise_exception('no') }}")
     with pytest.raises(TemplateError, match="no"):
-        accepted(conversation(placed([system("x")])), template, ())
+        choose_variant(convert_conversation(order_results([system("x")])), template, ())

@@ -21,13 +21,14 @@ from rollout.config import (
     SchedulingConfig,
     SimulatedEngine,
 )
-from rollout.gateway.sessions import GatewaySettings, Sessions
+from rollout.config import GatewayConfig
+from rollout.gateway.sessions import Sessions
 from rollout.testing import Scenario, run_virtual, tool_call
 
 if TYPE_CHECKING:
     from rollout import AgentContext
     from rollout.gateway.calls import Completion, GatewayCall
-    from rollout.gateway.sessions import GatewaySession
+    from rollout.gateway.session import GatewaySession
 
 SCENARIO = (
     Scenario(seed=5)
@@ -69,9 +70,8 @@ class Client:
             if completion is not None:
                 self.answered += len(completion.answers)
                 if self.rng.random() < 0.8:
-                    self.session.delivered(completion.id)
                     return completion
-                self.session.left(completion.id)
+                self.session.mark_lost(completion.id)
 
 
 async def converse(session: GatewaySession, context: AgentContext) -> None:
@@ -87,7 +87,7 @@ async def converse_elsewhere(session: GatewaySession, context: AgentContext) -> 
 
 async def crowd(recorder: Recorder, trial: Any, count: int, **sections: Any) -> None:
     TRIALS["it"] = trial
-    sessions = Sessions(GatewaySettings(max_calls=40, max_branches=12))
+    sessions = Sessions(GatewayConfig(max_calls=40, max_branches=12))
     SESSIONS.append(sessions)
     config = SCENARIO.config(
         agent=AgentConfig(name="through_gateway", tokenization_check="strict"),

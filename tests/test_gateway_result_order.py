@@ -13,7 +13,7 @@ from rollout import Outcome, Prompt
 from rollout.config import AgentConfig
 from rollout.testing import Scenario, tool_call
 
-pytest.importorskip("httptools")
+pytest.importorskip("h11")
 
 pytestmark = pytest.mark.anyio
 

@@ -11,7 +11,7 @@ from harness import Recorder
 from http_agents import Client, Program, tried, user
 from rollout.testing import Scenario
 
-pytest.importorskip("httptools")
+pytest.importorskip("h11")
 
 if TYPE_CHECKING:
     from rollout import Trajectory

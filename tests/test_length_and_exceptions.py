@@ -19,9 +19,9 @@ from rollout import AgentTask, GatewayConfig, Outcome, ProgramAgent, Prompt, Tra
 from rollout.agents import AgentContext
 from rollout.agents.gateway_door import GatewayAddress
 from rollout.config import LengthsConfig, SandboxConfig
-from rollout.gateway.calls import GatewayCall, GatewayError, GivenMessage
+from rollout.gateway.calls import GatewayCall, GatewayError, ClientMessage
 from rollout.gateway.session import GatewaySession
-from rollout.gateway.sessions import GatewaySettings, Sessions
+from rollout.gateway.sessions import Sessions
 from rollout.testing import Scenario
 from slow_cases import slow_after
 
@@ -46,7 +46,7 @@ SESSIONS: list[GatewaySession] = []
 
 async def ask(session: GatewaySession, text: str) -> None:
     await session.complete(
-        GatewayCall(api="chat", messages=(GivenMessage(role="user", text=text),))
+        GatewayCall(api="chat", messages=(ClientMessage(role="user", text=text),))
     )
 
 
@@ -60,7 +60,7 @@ async def refused(session: GatewaySession, text: str = LONG) -> GatewayError:
 
 @pytest.fixture
 def door(monkeypatch: pytest.MonkeyPatch) -> FakeDoor:
-    door, sessions = fake_door(monkeypatch), Sessions(GatewaySettings())
+    door, sessions = fake_door(monkeypatch), Sessions(GatewayConfig())
 
     @asynccontextmanager
     async def serve(context: AgentContext) -> AsyncIterator[GatewayAddress]:

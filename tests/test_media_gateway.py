@@ -19,7 +19,7 @@ from rollout.config import AgentConfig, GatewayConfig
 from rollout.media import decode
 from test_media_trajectories import config_of
 
-pytest.importorskip("httptools")
+pytest.importorskip("h11")
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -19,7 +19,7 @@ from rollout.config import JournalConfig, LengthsConfig, SimulatedEngine
 from rollout.testing import Scenario
 from slow_cases import slow_after
 
-pytest.importorskip("httptools")
+pytest.importorskip("h11")
 from rollout.gateway.serving import open_trajectory_server
 
 if TYPE_CHECKING:

@@ -296,7 +296,7 @@ def ask_each_way(client: Client) -> list[tuple[str, list[str]]]:
 @pytest.mark.anyio
 @pytest.mark.parametrize("what", TOLD)
 async def test_gateway_tells_the_text_as_the_model_wrote_it(what: str) -> None:
-    pytest.importorskip("httptools")
+    pytest.importorskip("h11")
     tool_format, text, content, calls = TOLD[what]
     config = config_of(
         Scenario(seed=3, stream_interval=8).timing(base_s=0.0001).reply("", text),

@@ -6,14 +6,14 @@ import copy
 import json
 import statistics
 import time  # noqa: TID251  (what is measured)
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from driver_cases.workload import SCHEMAS, said_texts, tool_text
 
 from rollout.gateway.apis import chat
-from rollout.gateway.identity import reasoning_key, said_key
-from rollout.gateway.request import matched
-from rollout.gateway.tree import Tree, Turn
+from rollout.gateway.message_keys import hash_reasoning, hash_turn
+from rollout.gateway.turn_index import Turn, TurnIndex
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,10 +46,11 @@ def conversation(turns: int) -> Messages:
 
 
 class Recognised:
-    """A tree in which the turns of a conversation were generated."""
+    """An index in which the turns of a conversation were generated."""
 
     def __init__(self, messages: Messages) -> None:
-        self.tree = Tree(is_reasoning_needed=False)
+        self.index = TurnIndex(is_reasoning_needed=False)
+        row: Any = SimpleNamespace(transcript=())
         turns = [at for at, each in enumerate(messages) if each["role"] == "assistant"]
         for at in turns:
             said = messages[at]
@@ -58,14 +59,19 @@ class Recognised:
                 for each in said["tool_calls"]
             ]
             ids = frozenset(each["id"][-24:] for each in said["tool_calls"])
-            turn = Turn(None, 0, reasoning=reasoning_key(said["reasoning_content"]), ids=ids)
-            place = self.find(body_of(messages[:at])).found.node
-            self.tree.add(place, (said_key(said["content"], calls),), turn)
+            turn = Turn(
+                conversation=row,
+                stop=0,
+                content=hash_turn(said["content"], calls),
+                reasoning=hash_reasoning(said["reasoning_content"]),
+                ids=ids,
+            )
+            self.index.add(self.find(body_of(messages[:at])), turn)
         self.depth = turns[-1] + 1
 
     def find(self, body: bytes) -> Any:
         """The request of a body, in its place."""
-        return matched(chat.read(body, {}).call, self.tree)
+        return self.index.match(chat.read_request(body, {}).call)
 
 
 def body_of(messages: Messages) -> bytes:
@@ -74,18 +80,18 @@ def body_of(messages: Messages) -> bytes:
 
 
 def match_us(rounds: int) -> dict[str, float]:
-    """To find a request of 85 turns in its tree, and to read its body: medians, microseconds."""
+    """To find a request of 85 turns in its index, and to read its body: medians, microseconds."""
     messages = conversation(TURNS)
     known, body = Recognised(messages), body_of(messages)
     reading, matching = [], []
     for _ in range(rounds):
         began = time.process_time()
-        call = chat.read(body, {}).call
+        call = chat.read_request(body, {}).call
         read = time.process_time()
-        found = matched(call, known.tree)
+        found = known.index.match(call)
         matching.append(time.process_time() - read)
         reading.append(read - began)
-        if found.found.depth != known.depth:
+        if found.depth != known.depth:
             raise SystemExit("the conversation was not recognised")
     return {
         "match_us_85_turns": statistics.median(matching) * 1e6,
@@ -171,7 +177,7 @@ def errors() -> dict[str, Any]:
         for at in turns:
             changed = copy.deepcopy(messages)
             _change(changed, at, change)
-            is_found = known.find(body_of(changed)).found.depth == known.depth
+            is_found = known.find(body_of(changed)).depth == known.depth
             if is_found != is_same:
                 wrong["matches_false" if is_found else "forks_false"].append(f"{name} at {at}")
     counts: dict[str, Any] = {name: len(found) for name, found in wrong.items()}

@@ -16,7 +16,8 @@ import rollout
 from gateway_clients import SESSIONS, TRIALS, ask, user
 from rollout import AgentConfig, GroupPolicy, Prompt, SchedulingConfig, function_tool
 from rollout.cli.explain_signal import STARTING, explaining_at_signal
-from rollout.gateway.sessions import GatewaySettings, Sessions
+from rollout.config import GatewayConfig
+from rollout.gateway.sessions import Sessions
 from rollout.observe.explanation import Explanation, TrajectoryWaits
 from rollout.scopes import open_task_group
 from rollout.testing import Scenario
@@ -219,7 +220,7 @@ async def test_explain_names_what_an_agent_behind_the_gateway_asked_for() -> Non
 
     async def call(runtime: Any) -> None:
         TRIALS["it"] = trial
-        SESSIONS.append(Sessions(GatewaySettings()))
+        SESSIONS.append(Sessions(GatewayConfig()))
         prompt = Prompt(messages=[{"role": "user", "content": "-"}], extra={"trial": "it"})
         try:
             await runtime.generate([prompt])

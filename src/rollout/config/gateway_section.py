@@ -40,6 +40,9 @@ class GatewayConfig(Section):
     max_branches: Count | None = 256
     #: Requests of a trajectory that are answered at once.
     max_concurrent_calls: Count = 64
+    #: Memory for trajectories that trainers opened over HTTP and that have ended; past that the
+    #: oldest are forgotten.
+    max_ended_bytes: Count = 2**30
     #: Connections of all clients; further ones are closed at once.
     max_connections: Count = 8192
     #: Of a turn that a client gives back without its reasoning: "accept" continues the row that

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 #: The code of the refusal in OpenAI's APIs; SDKs and frameworks put it into their errors.
 CODE = "context_length_exceeded"
-#: How programs tell that they were refused for a length, in their own words or those of HTTP.
+#: How programs print that they were refused for a length, in their own words or those of HTTP.
 _IN_OUTPUT = re.compile(r"\b400\b|context[ _-]?(length|window)|too long", re.IGNORECASE)
 
 
@@ -43,55 +43,56 @@ class LengthRefusals:
         self.count += 1
         self._by_message[str(error)] = error
 
-    def answered(self, begun_after: int) -> None:
+    def note_answer(self, begun_after: int) -> None:
         """A call was answered that began when there were so many refusals."""
         self._answered_after = max(self._answered_after, begun_after)
 
-    def behind(self, error: BaseException) -> LimitExceeded | None:
-        """The refusal that made an agent raise this; None where the error is another one.
+    def raise_refusal(self, error: BaseException) -> None:
+        """Raise the refusal that made an agent raise this; nothing where the error is another one.
 
-        It or what it was raised from tells the refusal: in its words, or as HTTP's 400 of an
-        address of the session. Of a group, each exception does. A program that fails tells it in
-        what it prints; one that prints nothing is taken at its last call.
+        Of a group, it raises the exceptions that no refusal made, where there are some.
         """
+        refusal = self._find(error)
+        if refusal is not None and refusal is not error:
+            raise refusal from error
+        if isinstance(error, BaseExceptionGroup):
+            own = error.split(lambda each: self._find(each) is not None)[1]
+            raise (own or error) from error.__cause__
+
+    def _find(self, error: BaseException) -> LimitExceeded | None:
+        """The refusal behind an error: its message or the 400 of an address of the session."""
         if not self._by_message:
             return None
-        return self._of_group(error) if isinstance(error, BaseExceptionGroup) else self._of(error)
-
-    def _of_group(self, group: BaseExceptionGroup[BaseException]) -> LimitExceeded | None:
-        found = [self.behind(each) for each in group.exceptions]
-        lengths = [each for each in found if each is not None]
-        return min(lengths, key=str) if len(lengths) == len(found) else None
-
-    def _of(self, error: BaseException) -> LimitExceeded | None:
-        for each in _causes(error):
+        for each in _list_causes(error):
             if isinstance(each, BaseExceptionGroup):
-                return self._of_group(each)
-            text = _text(each)
+                found = [self._find(inner) for inner in each.exceptions]
+                return None if None in found else found[0]
+            text = str(each)
             if isinstance(each, AgentError) and each.output is not None:
                 text = each.output
-            for message, length in self._by_message.items():
+            for message, refusal in self._by_message.items():
                 if message in text:
-                    return length
+                    return refusal
             if CODE in text or self._is_bad_request(each, text) or self._is_of_program(each):
-                return min(self._by_message.values(), key=str)
+                return next(iter(self._by_message.values()))
         return None
 
     def _is_bad_request(self, error: BaseException, text: str) -> bool:
-        """Whether it is an HTTP error of the session's that does not tell the reply's words."""
-        response: Any = _attribute(error, "response")
-        statuses = [
-            *(_attribute(error, name) for name in ("status_code", "status", "code")),
-            *(_attribute(response, name) for name in ("status_code", "status")),
-        ]
-        urls = [text, *(str(_attribute(each, "url")) for each in (error, response))]
+        """Whether it is an HTTP error of the session's without another message in its reply."""
+        response: Any = getattr(error, "response", None)
+        names = ("status_code", "status", "code")
+        statuses = [getattr(each, name, None) for each in (error, response) for name in names]
+        urls = [text, *(str(getattr(each, "url", "")) for each in (error, response))]
         if 400 not in statuses or not any(self._path in url for url in urls):
             return False
-        words = _attribute(response, "text")
-        told = words if isinstance(words, str) else ""
-        return not told or any(message in told for message in self._by_message)
+        try:
+            words = str(getattr(response, "text", None) or "")
+        except Exception:  # of a reply that was not read, for example
+            words = ""
+        return not words or any(message in words for message in self._by_message)
 
     def _is_of_program(self, error: BaseException) -> bool:
+        """A program that fails without a word is taken at its last call."""
         if not isinstance(error, AgentError) or error.output is None:
             return False
         if error.output.strip():
@@ -99,25 +100,11 @@ class LengthRefusals:
         return self._answered_after < self.count
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
+def _list_causes(error: BaseException) -> Iterator[BaseException]:
     """It, what it was raised from, and so on."""
-    seen: list[BaseException] = []
+    seen = set[int]()
     each: BaseException | None = error
-    while each is not None and not any(each is other for other in seen):
-        seen.append(each)
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
         yield each
         each = each.__cause__
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # a foreign exception's
-        return ""
-
-
-def _attribute(value: object, name: str) -> Any:
-    try:
-        return getattr(value, name, None)
-    except Exception:  # of a reply that was not read, for example
-        return None

@@ -1,222 +1,114 @@
-"""Where a call's turn is generated: at the tip of a row, on a branch, or in a row of its own."""
+"""Where a call's turn is generated: at the end of a row, on a branch, or in a row of its own."""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import anyio
-
-from rollout.chat.trajectory import BRANCH, COMPACTION, SIDE, SUBAGENT
+from rollout.chat.trajectory import BRANCH, SIDE, SUBAGENT
 from rollout.errors import AgentError, TemplateError
-from rollout.gateway.calls import GatewayError, refused_messages
-from rollout.gateway.tree import MAIN_AGENT
-from rollout.gateway.wording import accepted, conversation, is_plain, observation
+from rollout.gateway.calls import GatewayError, refuse_messages
+from rollout.gateway.template_messages import convert_observation, prepare_conversation
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from rollout.agents import AgentContext, Conversation
-    from rollout.gateway.request import Request, Shape
-    from rollout.gateway.settings import GatewaySettings
-    from rollout.gateway.tree import Turn
+    from rollout.config import GatewayConfig
+    from rollout.gateway.turn_index import Request, Turn
 
 
-#: A text of fewer is no sum of a conversation.
-SUMMARY_CHARS = 16
+class Placing:
+    """Finds or opens the row of each call's turn in one trajectory.
 
-
-class Place:
-    """Where the turns after a node begin: known once the first of them has its tokens.
-
-    Attributes:
-        conversation, position: None and 0 until then.
-        settled: Set when it is known, or will not be.
+    Its caller holds the trajectory's lock.
     """
 
-    def __init__(self) -> None:
-        self.conversation: Conversation | None = None
-        self.position = 0
-        self.settled = anyio.Event()
-
-
-class Places:
-    """Finds or makes the place of each call's turn in one trajectory."""
-
-    def __init__(self, context: AgentContext, settings: GatewaySettings) -> None:
+    def __init__(self, context: AgentContext, config: GatewayConfig) -> None:
         self._context = context
-        self._settings = settings
-        self._main: Shape | None = None
+        self._config = config
         self._opened = 0
-        #: Calls of the main agent that generate at the moment.
-        self.main_calls = 0
+        #: Where the first turn of a place begins; further ones branch there.
+        self._places: dict[tuple[object, ...], tuple[Conversation, int]] = {}
+        #: Rows that wait for another try, since their turn got no token.
+        self._unused: dict[tuple[object, ...], list[Conversation]] = {}
 
-    def is_of_main(self, request: Request) -> bool:
-        """Whether it is a call of the main agent."""
-        call, main = request.call, self._main
-        if call.asker != MAIN_AGENT:
-            return False
-        return main is None or (main.tools, main.system) == (
-            request.shape.tools,
-            request.shape.system,
-        )
-
-    async def take(self, request: Request) -> Conversation:
-        """A conversation whose next turn is the one that was asked for, and nobody else's.
-
-        The first of an asker's at a node has what the client gave rendered; others branch there.
+    async def open_turn(self, request: Request) -> Conversation:
+        """A conversation whose next turn is the one that is requested, and nobody else's.
 
         Raises:
             LimitExceeded: There is no room.
             GatewayError: The messages cannot be rendered, or there are too many rows.
         """
-        places, asker = request.found.node.places, request.call.asker
-        while True:
-            place: Place | None = places.get(asker)
-            if place is None:
-                return await self._first(request)
-            if place.conversation is not None:
-                with self._one_more():
-                    return self._marked(
-                        await place.conversation.branch(
-                            place.position, purpose=_purpose(request, BRANCH)
-                        ),
-                        request,
-                    )
-            await place.settled.wait()
+        unused = self._unused.get(request.place)
+        if unused:
+            return unused.pop()
+        place = self._places.get(request.place)
+        if place is not None:
+            return await self._branch(request, *place)
+        opened = await self._open(request)
+        self._places[request.place] = opened, len(opened.transcript)
+        return opened
 
-    async def _first(self, request: Request) -> Conversation:
-        places, asker = request.found.node.places, request.call.asker
-        places[asker] = place = Place()
-        try:
-            opened = await self._open(request)
-        except BaseException:
-            del places[asker]
-            raise
-        else:
-            place.conversation, place.position = opened, len(opened.transcript)
-            return opened
-        finally:
-            place.settled.set()
+    def release(self, request: Request, conversation: Conversation) -> None:
+        """A turn got no token: the next one of its place is generated there."""
+        self._unused.setdefault(request.place, []).append(conversation)
 
     async def _open(self, request: Request) -> Conversation:
-        turn, rest = request.found.said.turn, request.rest
-        if turn is not None and rest and all(m.role != "assistant" for m, _ in rest):
+        turn = request.turn
+        if turn is not None and request.is_answerable:
             try:
-                return await self._continued(request, turn)
+                return await self._continue(request, turn)
             except TemplateError:  # it cannot write these there: all is rendered again
                 pass
-        return await self._rendered(request, turn)
-
-    async def _continued(self, request: Request, turn: Turn) -> Conversation:
-        """What follows a generated turn: in its row where nothing else does, else on a branch.
-
-        Another one's turn is not continued in its row: it continues that itself.
-        """
-        owner: Conversation = turn.conversation
-        messages, call = observation(request.rest, turn), request.call
-        is_own = turn.asker == call.asker
-        if turn.is_extended or not is_own:
-            with self._one_more():
-                is_forked = call.agent_id is not None and not is_own
-                purpose = _purpose(request, SUBAGENT if is_forked else BRANCH)
-                branch = await owner.branch(
-                    turn.stop, purpose=purpose, messages=messages, is_ordered=True
-                )
-                return self._marked(branch, request)
-        turn.is_extended = True
         try:
-            await owner.answer(messages, is_ordered=True)
-        finally:
-            turn.is_extended = len(owner.transcript) > turn.stop
-        return owner
-
-    async def _rendered(self, request: Request, turn: Turn | None) -> Conversation:
-        """The whole conversation, from its beginning."""
-        context, call = self._context, request.call
-        messages: Any = conversation(request.messages)
-        try:
-            messages = await context.services.media.prepared(messages)
-            if not is_plain(messages):
-                messages = accepted(messages, self._template, call.tools)
-            if self._main is None and call.asker == MAIN_AGENT:
-                return await self._begun(request, messages)
-            with self._one_more():
-                parent = context.main if turn is None else turn.conversation
-                purpose = _purpose(request, self._purpose_of_new(request, turn))
-                opened = await parent.subagent(messages, purpose=purpose, tools=call.tools)
-                return self._marked(opened, request)
+            return await self._render(request)
         except (AgentError, TemplateError) as error:
-            raise refused_messages(call, error) from error
+            raise refuse_messages(request.call, error) from error
 
-    async def _begun(self, request: Request, messages: Any) -> Conversation:
-        """The main conversation."""
-        main, self._main = self._context.main, request.shape
-        try:
-            await main.begin_with(messages, tools=request.call.tools)
-        finally:
-            if not main.transcript:
-                self._main = None
-        return main
+    async def _continue(self, request: Request, turn: Turn) -> Conversation:
+        """What follows a generated turn: in its row where nothing else does, else on a branch."""
+        messages: Any = convert_observation(request.rest, turn)
+        if turn.is_extended:
+            return await self._branch(request, turn.conversation, turn.stop, messages)
+        await turn.conversation.answer(messages, is_ordered=True)
+        return turn.conversation
 
-    def _purpose_of_new(self, request: Request, turn: Turn | None) -> str:
-        """Of a row that nothing before it leads to."""
-        main, shape = self._main, request.shape
-        if request.call.agent_id is not None or main is None:
-            return SUBAGENT
-        if turn is not None or shape.opening == main.opening:
-            # The same conversation, told otherwise; some agents keep what users said beside a sum.
-            is_summed = shape.tools == main.tools and self._has_summary(request)
-            return COMPACTION if is_summed else BRANCH
-        if (shape.tools, shape.system) != (main.tools, main.system):
-            return SUBAGENT
-        # The main agent begins again while nothing else of its own is under way.
-        return COMPACTION if self.main_calls <= 1 else SUBAGENT
+    async def _branch(
+        self, request: Request, row: Conversation, position: int, messages: Any = None
+    ) -> Conversation:
+        self._check_rows()
+        purpose = SIDE if request.call.is_side else BRANCH
+        branch = await row.branch(position, purpose=purpose, messages=messages, is_ordered=True)
+        return self._note_row(branch, request)
 
-    def _has_summary(self, request: Request) -> bool:
-        """Whether it has nothing of the model's but a text of its, which somebody else tells."""
-        given = [message for message, _ in request.messages]
-        if any(message.role == "assistant" for message in given):
-            return False
-        texts = [message.text for message in given[len(request.shape.opening) :]]
-        said = (
-            conversation.messages.turn(at).content
-            for conversation in self._context.main.all()
-            for at in conversation.messages.said
-        )
-        return any(len(sum_) >= SUMMARY_CHARS and sum_ in text for sum_ in said for text in texts)
+    async def _render(self, request: Request) -> Conversation:
+        """The conversation from its beginning."""
+        context, call = self._context, request.call
+        messages: Any = await prepare_conversation(context.services, request)
+        is_beside = call.is_side or call.agent_id is not None
+        if not context.main.transcript and not is_beside:
+            await context.main.begin_with(messages, tools=call.tools)
+            return context.main
+        self._check_rows()
+        purpose = SIDE if call.is_side else SUBAGENT if call.agent_id is not None else BRANCH
+        parent = context.main if request.turn is None else request.turn.conversation
+        opened = await parent.subagent(messages, purpose=purpose, tools=call.tools)
+        return self._note_row(opened, request)
 
-    def _marked(self, opened: Conversation, request: Request) -> Conversation:
-        if request.call.is_side and not self._settings.train_side_calls:
+    def _note_row(self, opened: Conversation, request: Request) -> Conversation:
+        self._opened += 1
+        if request.call.is_side and not self._config.train_side_calls:
             opened.trainable = False
         return opened
 
-    @contextmanager
-    def _one_more(self) -> Iterator[None]:
-        """Count a row that its block opens.
+    def _check_rows(self) -> None:
+        """Refuse one row more than are allowed.
 
         Raises:
-            GatewayError: There are as many as are allowed.
+            GatewayError: There are as many; the trajectory ends.
         """
-        most = self._settings.max_branches
+        most = self._config.max_branches
         if most is not None and self._opened >= most:
-            source = "gateway.max_branches"
-            self._context.end(Outcome.LIMIT, "branches", limit_source=source)
-            limit = f"{source} = {most}"
-            message = f"{limit}: the trajectory has as many rows beside its main one"
+            limit = "gateway.max_branches"
+            self._context.end(Outcome.LIMIT, "branches", limit_source=limit)
+            message = f"{limit} = {most}: the trajectory has as many rows beside its main one"
             raise GatewayError(403, "limit", message)
-        self._opened += 1
-        try:
-            yield
-        except BaseException:
-            self._opened -= 1
-            raise
-
-    @property
-    def _template(self) -> Any:
-        return self._context.main.wording.template
-
-
-def _purpose(request: Request, otherwise: str) -> str:
-    return SIDE if request.call.is_side else otherwise

@@ -7,7 +7,7 @@ import sys
 import threading
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 
@@ -21,28 +21,17 @@ if TYPE_CHECKING:
 
     from anyio.abc import TaskGroup
 
-    from rollout.observe.blocking_code import BlockingCode
-
 T = TypeVar("T")
 
 
 class LoopBlockedError(GatewayError):
     """The code that asks blocks the loop that would have to answer."""
 
-    def __init__(self, seconds: float, code: BlockingCode) -> None:
-        remedy = "" if code.remedy else "; use an async client, such as AsyncOpenAI"
-        super().__init__(
-            503,
-            "loop_blocked",
-            f"the request waited for {seconds:g} s, since its own agent blocks the event loop that "
-            f"answers it: {code.text}{remedy}",
-        )
-
 
 class RuntimeLoop:
     """Runs functions where the runtime runs, for handlers of requests; made by `open_runtime_loop`.
 
-    For code on the runtime's own loop nothing is between them.
+    Code on the runtime's own loop awaits them directly.
     """
 
     def __init__(self, tasks: TaskGroup) -> None:
@@ -68,26 +57,53 @@ class RuntimeLoop:
         Raises:
             LoopBlockedError: It was kept from that longer.
         """
-        if self._is_here:
+        if threading.get_ident() == self._thread:
             return await function(*args)
-        visit = _Visit(function, args)
-        self._post(lambda: visit.begin(self._tasks))
+        future: Future[T] = Future()
+        scope: anyio.CancelScope | None = None
+        has_begun = is_cancelled = False
+
+        async def run() -> None:
+            nonlocal scope
+            try:
+                with anyio.CancelScope() as scope:  # that of the loop there
+                    if is_cancelled:
+                        scope.cancel()
+                    future.set_result(await function(*args))
+            except Exception as error:
+                future.set_exception(error)
+            finally:
+                if not future.done():
+                    future.set_exception(_refuse_closed())
+
+        def begin() -> None:
+            nonlocal has_begun
+            has_begun = True
+            try:
+                self._tasks.start_soon(run)
+            except RuntimeError:  # the group has ended, and nothing may be raised here
+                future.set_exception(_refuse_closed())
+
+        def cancel() -> None:
+            nonlocal is_cancelled
+            is_cancelled = True
+            if scope is not None:
+                scope.cancel()
+
+        self._post(begin)
         try:
             while True:
                 with anyio.move_on_after(begin_s):
-                    return await wait_future(visit.future)
-                if not visit.has_begun:
+                    return await wait_future(future)
+                if not has_begun:
                     self._check_blocked(begin_s, activity)
         except BaseException:
-            self._post(visit.cancel)
+            self._post(cancel)
             raise
 
     def post(self, function: Callable[..., object], *args: object) -> None:
         """`function(*args)`, soon."""
-        if self._is_here:
-            function(*args)
-        else:
-            self._post(lambda: function(*args))
+        self._post(lambda: function(*args))
 
     def _check_blocked(self, seconds: float, activity: str) -> None:
         frame = sys._current_frames().get(self._thread)
@@ -95,55 +111,16 @@ class RuntimeLoop:
             return
         code = find_blocking_code(frame)
         if code is not None:
-            raise LoopBlockedError(seconds, code)
+            remedy = "" if code.remedy else "; use an async client, such as AsyncOpenAI"
+            message = (
+                f"the request waited for {seconds:g} s, since its own agent blocks the event loop "
+                f"that answers it: {code.text}{remedy}"
+            )
+            raise LoopBlockedError(503, "loop_blocked", message)
 
-    @property
-    def _is_here(self) -> bool:
-        return threading.get_ident() == self._thread
 
-
-class _Visit:
-    """A call on the runtime's loop, seen from the other one.
-
-    Attributes:
-        has_begun: Whether that loop has come to it.
-    """
-
-    def __init__(self, function: Callable[..., Awaitable[Any]], args: tuple[object, ...]) -> None:
-        self._function = function
-        self._args = args
-        self._scope: anyio.CancelScope | None = None
-        self._is_cancelled = False
-        self.has_begun = False
-        self.future: Future[Any] = Future()
-
-    def begin(self, tasks: TaskGroup) -> None:
-        self.has_begun = True
-        try:
-            tasks.start_soon(self._run)
-        except RuntimeError:  # the group has ended, and nothing may be raised here
-            self._refuse()
-
-    async def _run(self) -> None:
-        try:
-            with anyio.CancelScope() as self._scope:
-                if self._is_cancelled:
-                    self._scope.cancel()
-                try:
-                    self.future.set_result(await self._function(*self._args))
-                except Exception as error:
-                    self.future.set_exception(error)
-        finally:
-            if not self.future.done():
-                self._refuse()
-
-    def _refuse(self) -> None:
-        self.future.set_exception(GatewayError(403, "trajectory_ended", "the gateway is closed"))
-
-    def cancel(self) -> None:
-        self._is_cancelled = True
-        if self._scope is not None:
-            self._scope.cancel()
+def _refuse_closed() -> GatewayError:
+    return GatewayError(403, "trajectory_ended", "the gateway is closed")
 
 
 @asynccontextmanager

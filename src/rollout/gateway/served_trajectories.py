@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import hmac
 import re
 import secrets
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
-from weakref import WeakValueDictionary
 
 import anyio
 import attrs
@@ -30,12 +29,12 @@ if TYPE_CHECKING:
 
 #: Registered name of the agent that waits for its trajectory to be finished.
 AGENT = "served_elsewhere"
-#: Finished trajectories that are kept to be read; the oldest are forgotten.
-MAX_KEPT = 4096
 #: Reason of trajectories whose client left before it had the answer that names them.
 CLIENT_LEFT = "client_left"
 #: Greatest number of float32.
 MAX_REWARD = 3.4e38
+#: Of an ended trajectory in memory: each token's id, log-prob and version, and all else.
+TOKEN_BYTES, OTHER_BYTES = 20, 4096
 
 _SAMPLING_FIELD = re.compile(r"\bsampling\.\w+")
 
@@ -44,7 +43,7 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 RewardValue = Annotated[float, msgspec.Meta(ge=-MAX_REWARD, le=MAX_REWARD)]
 
 
-class AskedLimits(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class LimitsBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """Limits of one trajectory, within those of the configuration."""
 
     trajectory_s: Seconds | None = None
@@ -53,8 +52,8 @@ class AskedLimits(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     max_concurrent_calls: Count | None = None
 
 
-class AskedPrompt(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """What of a `rollout.Prompt` counts where its reward is given from outside."""
+class PromptBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """What of a `rollout.Prompt` counts where its reward comes from outside."""
 
     messages: Sequence[Mapping[str, Any]]
     uid: str | None = None
@@ -62,16 +61,16 @@ class AskedPrompt(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     priority: int = 0
 
 
-class Opening(msgspec.Struct, forbid_unknown_fields=True):
+class OpenBody(msgspec.Struct, forbid_unknown_fields=True):
     """Body of ``POST /trajectories``."""
 
-    prompt: AskedPrompt
-    limits: AskedLimits = msgspec.field(default_factory=AskedLimits)
+    prompt: PromptBody
+    limits: LimitsBody = msgspec.field(default_factory=LimitsBody)
     step: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
 
 
-class Finish(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of ``POST /trajectories/{id}/finish``: what a `rollout.Reward` says.
+class FinishBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of ``POST /trajectories/{id}/finish``: the fields of a `rollout.Reward`.
 
     Rows are counted from 0; values of tokens or turns alone are those of the main row.
     """
@@ -81,17 +80,16 @@ class Finish(msgspec.Struct, forbid_unknown_fields=True):
     turn_values: list[float] | dict[int, list[float]] | None = None
     segment_values: dict[int, float] = {}
 
-    def give(self, trajectory: Trajectory) -> None:
-        """Give it to a trajectory that may have one.
+    def apply(self, trajectory: Trajectory) -> None:
+        """Reward a trajectory that may have a reward.
 
         Raises:
             GatewayError: A part of it does not fit the trajectory, which then gets nothing.
         """
         if self.reward is None:
             if (self.token_values, self.turn_values, self.segment_values) != (None, None, {}):
-                raise GatewayError(
-                    400, "invalid_request", "reward: expected a number beside others", "reward"
-                )
+                message = "reward: expected a number beside others"
+                raise GatewayError(400, "invalid_request", message, "reward")
             return
         reward = Reward(
             value=self.reward,
@@ -106,31 +104,45 @@ class Finish(msgspec.Struct, forbid_unknown_fields=True):
 
 
 @attrs.define(eq=False, kw_only=True)
-class Served:
+class ServedTrajectory:
     """A trajectory, from its opening until it is forgotten.
 
     Attributes:
+        id: Signed by its server.
+        limits: Those that it was opened with.
+        opened, finished, ended: Set when its agent can be reached, when the trainer finishes it,
+            and when it has its outcome; the first and the last also where it never ran.
         scope: Ends its call, also before the call has begun.
-        is_judged: Whether a finish has decided on its reward.
+        is_rewarded: Whether a finish has decided on its reward.
         address: Where its agent finds the model, once it runs.
         trajectory: Once it has ended.
         fault: Why it never ran.
     """
 
     id: str
-    limits: AskedLimits
+    limits: LimitsBody
     opened: anyio.Event = attrs.field(factory=anyio.Event)
     finished: anyio.Event = attrs.field(factory=anyio.Event)
     ended: anyio.Event = attrs.field(factory=anyio.Event)
     scope: anyio.CancelScope = attrs.field(factory=anyio.CancelScope)
-    is_judged: bool = False
+    is_rewarded: bool = False
     address: GatewayAddress | None = None
     trajectory: Trajectory | None = None
     fault: Exception | None = None
 
+    @property
+    def size(self) -> int:
+        """About how many bytes it takes, once it has ended."""
+        if self.trajectory is None:
+            return 0
+        transcripts = self.trajectory.transcripts
+        media = {each.medium.digest: each.medium for row in transcripts for each in row.media}
+        content = sum(len(medium.content) for medium in media.values())
+        return OTHER_BYTES + TOKEN_BYTES * sum(map(len, transcripts)) + content
 
-#: By their prompts' uids: a prompt itself holds only what a journal can.
-_SERVED: WeakValueDictionary[str, Served] = WeakValueDictionary()
+
+#: Those that run, by their prompts' uids: a prompt itself holds only what a journal can.
+_RUNNING: dict[str, ServedTrajectory] = {}
 
 
 @register_agent(AGENT)
@@ -138,12 +150,12 @@ class ServedElsewhere(AgentLoop):
     """Opens the gateway to its trajectory, and waits until somebody finishes it."""
 
     async def run(self, context: AgentContext) -> None:
-        """Wait for the finish, no longer than was asked for."""
-        served = _SERVED[context.identity.uid]
-        asked = msgspec.to_builtins(served.limits)
-        seconds = asked.pop("trajectory_s", None)
+        """Wait for the finish, no longer than its opening allows."""
+        served = _RUNNING[context.identity.uid]
+        limits = msgspec.to_builtins(served.limits)
+        seconds = limits.pop("trajectory_s", None)
         door: Any = context.door
-        async with door.open(context, **asked) as served.address:
+        async with door.open(context, **limits) as served.address:
             served.opened.set()
             with anyio.move_on_after(seconds) as scope:
                 await served.finished.wait()
@@ -151,36 +163,48 @@ class ServedElsewhere(AgentLoop):
             context.end(Outcome.DEADLINE, "trajectory", limit_source="limits.trajectory_s")
 
 
-class Desk:
-    """Opens and finishes trajectories of a runtime; its methods run on the runtime's loop."""
+class TrajectoryServer:
+    """Opens and finishes trajectories of a runtime; its methods run on the runtime's loop.
+
+    Args:
+        runtime: Where they run.
+        tasks: Holds their calls.
+    """
 
     def __init__(self, runtime: RolloutRuntime, tasks: TaskGroup) -> None:
         self._runtime = runtime
         self._tasks = tasks
-        self._served: OrderedDict[str, Served] = OrderedDict()
+        self._secret = secrets.token_bytes(16)
+        #: In the order in which they ended, those that run last.
+        self._served: dict[str, ServedTrajectory] = {}
 
-    async def open(self, served_id: str, asked: Opening) -> dict[str, Any]:
+    def make_id(self) -> str:
+        """Names a new trajectory; nobody guesses it, and it is known after it is forgotten."""
+        number = secrets.token_hex(8)
+        return f"trajectory-{number}{self._sign(number)}"
+
+    async def open(self, served_id: str, body: OpenBody) -> dict[str, Any]:
         """A trajectory whose agent may begin. Cancellation abandons it.
 
         Args:
-            served_id: A new one, of `new_id`.
+            served_id: A new one, of `make_id`.
+            body: What is to be opened.
 
         Raises:
             GatewayError: The prompt is none, or the trajectory ended before.
         """
-        served = Served(id=served_id, limits=asked.limits)
-        self._forget_old()
-        self._served[served.id] = _SERVED[served.id] = served
-        self._tasks.start_soon(self._run, served, asked)
+        served = ServedTrajectory(id=served_id, limits=body.limits)
+        self._served[served.id] = served
+        self._tasks.start_soon(self._run, served, body)
         try:
             await served.opened.wait()
         except BaseException:
             self.abandon(served_id)
             raise
-        if served.address is None:
-            self._served.pop(served_id, None)
-            raise _never_ran(served)
         address = served.address
+        if address is None:
+            self._served.pop(served_id, None)
+            raise _refuse_opening(served)
         return {
             "id": served.id,
             "base_url": address.base_url,
@@ -189,63 +213,48 @@ class Desk:
             "model": address.model,
         }
 
-    async def finish(self, served_id: str, asked: Finish) -> dict[str, Any]:
-        """End a trajectory, with its reward; what it is then. Again it changes nothing.
+    async def finish(self, served_id: str, body: FinishBody) -> dict[str, Any]:
+        """End a trajectory, with its reward; its state then. Again it changes nothing.
 
         Raises:
-            GatewayError: There is none; or the reward does not fit it, and may be given again.
+            GatewayError: There is none; or the reward does not fit it, and may be sent again.
         """
-        served = self._of(served_id)
+        served = self._get(served_id)
         served.finished.set()
         await served.ended.wait()
-        if not served.is_judged and served.trajectory is not None and served.trajectory.trainable:
-            asked.give(served.trajectory)
-        served.is_judged = True
-        return self.state(served_id)
+        if not served.is_rewarded and served.trajectory is not None and served.trajectory.trainable:
+            body.apply(served.trajectory)
+        served.is_rewarded = True
+        return _format_state(served)
 
-    def state(self, served_id: str) -> dict[str, Any]:
+    async def read_state(self, served_id: str) -> dict[str, Any]:
         """How a trajectory stands.
 
         Raises:
             GatewayError: There is none.
         """
-        served = self._of(served_id)
-        trajectory = served.trajectory
-        if trajectory is None:
-            return {"id": served_id, "state": "running"}
-        return {
-            "id": served_id,
-            "state": "ended",
-            "uid": trajectory.uid,
-            "outcome": trajectory.outcome,
-            "reason": trajectory.reason,
-            "limit_source": trajectory.limit_source,
-            "cause": trajectory.cause,
-            "trainable": trajectory.trainable,
-            "reward": trajectory.reward,
-            "metrics": trajectory.metrics,
-        }
+        return _format_state(self._get(served_id))
 
-    def rows(self, served_id: str) -> dict[str, Any]:
+    async def read_rows(self, served_id: str) -> dict[str, Any]:
         """A trajectory that has ended, with its rows of training data.
 
         Raises:
             GatewayError: There is none, or it still runs.
         """
-        trajectory = self._of(served_id).trajectory
+        served = self._get(served_id)
+        trajectory = served.trajectory
         if trajectory is None:
             raise GatewayError(400, "running", "the trajectory still runs; finish it first")
-        rows = [_row(trajectory, segment) for segment in trajectory.segments]
-        return self.state(served_id) | {"rows": rows}
+        rows = [_format_row(trajectory, segment) for segment in trajectory.segments]
+        return _format_state(served) | {"rows": rows}
 
-    def forget(self, served_id: str) -> dict[str, Any]:
+    async def forget(self, served_id: str) -> dict[str, Any]:
         """Cancel a trajectory that runs, and drop what there is of it.
 
         Raises:
             GatewayError: There is none.
         """
-        served = self._of(served_id)
-        if served.trajectory is None:
+        if self._get(served_id).trajectory is None:
             self._runtime.cancel(uid=served_id, reason="forgotten")
         del self._served[served_id]
         return {"id": served_id, "state": "forgotten"}
@@ -261,86 +270,101 @@ class Desk:
         if not self._runtime.cancel(uid=served_id, reason=CLIENT_LEFT):
             served.scope.cancel()
 
-    async def _run(self, served: Served, asked: Opening) -> None:
+    async def _run(self, served: ServedTrajectory, body: OpenBody) -> None:
+        asked = body.prompt
+        _RUNNING[served.id] = served
         try:
             with served.scope:
-                prompt = _prompt(served, asked.prompt)
-                async with self._runtime.stream([prompt], samples=1, step=asked.step) as ended:
-                    async for served.trajectory in ended:
-                        _name(served.trajectory, asked.prompt)
+                prompt = Prompt(  # by its id: clients' names may repeat
+                    messages=asked.messages,
+                    uid=served.id,
+                    agent_name=AGENT,
+                    sampling=asked.sampling,
+                    priority=asked.priority,
+                )
+                async with self._runtime.stream([prompt], samples=1, step=body.step) as ended:
+                    async for trajectory in ended:
+                        served.trajectory = _strip(trajectory, asked.uid)
         except Exception as error:
             served.fault = error
         finally:
+            del _RUNNING[served.id]
             served.opened.set()
             served.ended.set()
-
-    def _of(self, served_id: str) -> Served:
-        try:
-            return self._served[served_id]
-        except KeyError:
-            raise GatewayError(404, "not_found", f"no trajectory {served_id!r:.80}") from None
+            if served.id in self._served:
+                self._served[served.id] = self._served.pop(served.id)
+                self._forget_old()
 
     def _forget_old(self) -> None:
-        ended = [each for each in self._served.values() if each.ended.is_set()]
-        for each in ended[: len(ended) + 1 - MAX_KEPT]:
+        """Keep those that ended last, as many as there is memory for."""
+        ended = [each for each in self._served.values() if each.trajectory is not None]
+        size = sum(each.size for each in ended)
+        for each in ended:
+            if size <= self._runtime.config.gateway.max_ended_bytes:
+                break
+            size -= each.size
             del self._served[each.id]
 
+    def _get(self, served_id: str) -> ServedTrajectory:
+        served = self._served.get(served_id)
+        if served is not None:
+            return served
+        number = served_id.removeprefix("trajectory-")
+        if hmac.compare_digest(number[16:].encode(), self._sign(number[:16]).encode()):
+            message = f"the trajectory {served_id} was deleted, or forgotten for others"
+            raise GatewayError(410, "gone", message)
+        raise GatewayError(404, "not_found", f"no trajectory {served_id!r:.80}")
 
-def new_id() -> str:
-    """Names a trajectory; nobody guesses it."""
-    return f"trajectory-{secrets.token_hex(12)}"
-
-
-def _prompt(served: Served, asked: AskedPrompt) -> Prompt:
-    """The prompt of a trajectory, which the runtime knows by its id: clients' names may repeat."""
-    return Prompt(
-        messages=asked.messages,
-        uid=served.id,
-        agent_name=AGENT,
-        sampling=asked.sampling,
-        priority=asked.priority,
-    )
+    def _sign(self, number: str) -> str:
+        return hmac.digest(self._secret, number.encode(), "sha256").hex()[:16]
 
 
-def _name(trajectory: Trajectory, asked: AskedPrompt) -> None:
-    """Give it the name that its trainer knows."""
-    trajectory.uid = asked.uid if asked.uid is not None else trajectory.uid
+def _strip(trajectory: Trajectory, uid: str | None) -> Trajectory:
+    """A trajectory under the name that its trainer knows, without messages: rows are tokens."""
+    trajectory.uid = trajectory.uid if uid is None else uid
+    trajectory.messages, trajectory.prompt = (), None  # type: ignore[assignment]
+    for segment in trajectory.segments:
+        segment.messages = ()
+    return trajectory
 
 
-def _never_ran(served: Served) -> GatewayError:
+def _refuse_opening(served: ServedTrajectory) -> GatewayError:
+    """Why a trajectory never ran."""
     if isinstance(served.fault, PromptError):
         return GatewayError(400, "invalid_request", str(served.fault), "prompt")
     trajectory = served.trajectory
-    if trajectory is not None:
-        if trajectory.outcome is Outcome.REJECTED and trajectory.cause is not None:
-            message = trajectory.cause.message
-            field = _field_at_fault(trajectory.reason, message)
-            return GatewayError(400, "invalid_request", f"{field}: {message}", field)
-        cause = f": {trajectory.cause.message}" if trajectory.cause is not None else ""
-        why = f"the trajectory ended at once: {trajectory.outcome} ({trajectory.reason}){cause}"
-        return GatewayError(400, "trajectory_ended", why)
-    return GatewayError(500, "engine", f"the trajectory did not start: {served.fault}")
+    if trajectory is None:
+        return GatewayError(500, "engine", f"the trajectory did not start: {served.fault}")
+    cause = "" if trajectory.cause is None else trajectory.cause.message
+    if trajectory.outcome is Outcome.REJECTED and cause:
+        field = "prompt.messages" if trajectory.reason == "empty_prompt" else "prompt"
+        if trajectory.reason == "bad_sampling":
+            named = _SAMPLING_FIELD.search(cause)
+            field = f"prompt.{named[0]}" if named else "prompt.sampling"
+        return GatewayError(400, "invalid_request", f"{field}: {cause}", field)
+    why = f"the trajectory ended at once: {trajectory.outcome} ({trajectory.reason})"
+    return GatewayError(400, "trajectory_ended", f"{why}: {cause}" if cause else why)
 
 
-def _field_at_fault(reason: str, message: str) -> str:
-    """What of the body made a prompt that is rejected."""
-    if reason == "bad_sampling":
-        named = _SAMPLING_FIELD.search(message)
-        return f"prompt.{named[0]}" if named else "prompt.sampling"
-    return "prompt.messages" if reason == "empty_prompt" else "prompt"
+def _format_state(served: ServedTrajectory) -> dict[str, Any]:
+    trajectory = served.trajectory
+    if trajectory is None:
+        return {"id": served.id, "state": "running"}
+    names = ("uid", "outcome", "reason", "limit_source", "cause", "trainable", "reward", "metrics")
+    values = {name: getattr(trajectory, name) for name in names}
+    return {"id": served.id, "state": "ended", **values}
 
 
-def _row(trajectory: Trajectory, segment: Segment) -> dict[str, Any]:
-    transcript = segment.transcript
-    parent, token_rewards = segment.parent, segment.token_rewards
+def _format_row(trajectory: Trajectory, segment: Segment) -> dict[str, Any]:
+    transcript, parent, rewards = segment.transcript, segment.parent, segment.token_rewards
     return {
         "purpose": segment.purpose,
         "parent": None if parent is None else {"row": parent[0], "position": parent[1]},
         "trainable": trajectory.is_trainable(segment),
-        "reward": trajectory.reward if segment.reward is None else segment.reward,
+        "reward": trajectory.reward_of(segment),
         "token_rewards": None
-        if token_rewards is None
-        else [0.0] * transcript.prompt_length + list(token_rewards),
+        if rewards is None
+        else [0.0] * transcript.prompt_length + list(rewards),
         "prompt_length": transcript.prompt_length,
         "ids": transcript.ids().tolist(),
         "mask": transcript.mask().astype(int).tolist(),

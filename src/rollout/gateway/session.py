@@ -2,151 +2,163 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from collections import Counter
 from contextvars import copy_context
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import anyio
+import msgspec
 
-from rollout.errors import EngineError, LimitExceeded
-from rollout.gateway.answers import given_back
-from rollout.gateway.call_limit import CallLimit
-from rollout.gateway.calls import Completion, GatewayCall, GatewayError
-from rollout.gateway.counting import count_tokens
-from rollout.gateway.exchanges import Exchange, Exchanges, completion_id_of
+from rollout.agents.long_texts import is_long, room_beside
+from rollout.agents.turn_options import StopStrings, TurnOptions
+from rollout.engine.pool.generation import Generation
+from rollout.errors import EngineError, LimitExceeded, TemplateError
+from rollout.gateway.answers import echo, make_answer, make_turn
+from rollout.gateway.calls import (
+    ID_LENGTH,
+    Completion,
+    GatewayCall,
+    GatewayError,
+    refuse_messages,
+)
 from rollout.gateway.length_errors import LengthRefusals
-from rollout.gateway.placing import Places
-from rollout.gateway.request import Request, matched
-from rollout.gateway.samples import Sample
+from rollout.gateway.message_keys import mint_id
+from rollout.gateway.placing import Placing
+from rollout.gateway.replies import Replies, Reply
 from rollout.gateway.sampling import sample_call
-from rollout.gateway.seeding import Seeding
-from rollout.gateway.tree import Node, Tree
+from rollout.gateway.template_messages import convert_observation, prepare_conversation
+from rollout.gateway.turn_index import TurnIndex
 from rollout.scopes import unwrap_group
+from rollout.seeds import derive_seed
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Awaitable, Callable
 
     from anyio.abc import TaskGroup
 
     from rollout.agents import AgentContext, Conversation
-    from rollout.gateway.settings import GatewaySettings
+    from rollout.config import GatewayConfig
+    from rollout.engine.core import SamplingParams
+    from rollout.gateway.calls import Answer
+    from rollout.gateway.turn_index import Request, Turn
+
+T = TypeVar("T")
 
 
-def ended_error(why: str = "the trajectory has ended") -> GatewayError:
+def refuse_ended(why: str = "the trajectory has ended") -> GatewayError:
     """What calls get that come too late; clients do not repeat it."""
     return GatewayError(403, "trajectory_ended", why)
 
 
-class _Work:
+class _Pending(Generic[T]):
     """A call that runs in its trajectory's task group while its caller waits."""
 
-    def __init__(self, call: GatewayCall, refusals: int) -> None:
-        self.call = call
-        self.refusals = refusals  # for a length, of calls before it
+    def __init__(self) -> None:
         self.scope = anyio.CancelScope()
         self.done = anyio.Event()
-        self.exchange: Exchange | None = None
-        self.token = object()  # owns the exchange
-        self.has_client = True
-        self.has_place = False  # among the calls that generate, unused
-        self.completion: Completion | None = None
+        self.result: T | None = None
         self.error: GatewayError | None = None
 
-    def take(self, exchange: Exchange) -> None:
-        """The exchange is answered for this call from now on."""
-        self.exchange, exchange.owner = exchange, self.token
 
+class _Sample:
+    """A turn that a call asked for, in its place."""
 
-class _Trajectory:
-    """What is needed while it runs, and dropped at its end."""
+    def __init__(self, conversation: Conversation, seed: int, answer_id: str) -> None:
+        self.conversation = conversation
+        self.start = len(conversation.transcript)
+        self.answer: Answer | None = None
+        self.turn: Turn | None = None
+        self.cached_tokens = 0
+        self._seed = seed
+        self._answer_id = answer_id
 
-    def __init__(self, context: AgentContext, settings: GatewaySettings, tasks: TaskGroup) -> None:
-        self.context = context
-        self.tasks = tasks
-        self.tree = Tree(is_reasoning_needed=settings.dropped_reasoning == "fork")
-        self.places = Places(context, settings)
-        self.seeding = Seeding(context.identity)
-        self.exchanges = Exchanges()
-        self.answered: dict[str, Node] = {}  # turns by the ids of completions that hold them
-        self.heard: set[Conversation] = set()  # those of which a client was told a turn
-        self.calls = CallLimit(settings.max_calls)
-        self.running = 0
-        self.scheduler_context = copy_context()
+    async def generate(self, call: GatewayCall, sampling: SamplingParams) -> None:
+        """Have the model generate the turn. Cancelled, its tokens stay at the end of the row."""
+        conversation, generations = self.conversation, list[Generation]()
+        wording = conversation.wording
+        if wording.turn_room is not None and wording.turn_room < sampling.max_new_tokens:
+            sampling = msgspec.structs.replace(sampling, max_new_tokens=max(1, wording.turn_room))
+        conversation.sampling = sampling
+        conversation.on_tokens = [generations.append]
+        stop = StopStrings(call.stop, wording.template.decode) if call.stop else None
+        try:
+            turn = await conversation.generate(TurnOptions(seed=self._seed, stop=stop))
+        finally:
+            conversation.on_tokens = []
+        await conversation.until_kept()  # a resumed program gets the same again
+        if stop is not None and stop.found is not None:
+            text, in_reasoning = stop.before(turn.text), conversation.in_reasoning
+            turn = wording.reader.read(text, None, in_reasoning=in_reasoning)
+        self.answer = make_answer(
+            turn,
+            call,
+            generations[-1],
+            answer_id=self._answer_id,
+            stop_string=None if stop is None else stop.found,
+        )
+        self.turn = make_turn(turn, self.answer, call, conversation)
+        self.cached_tokens = generations[-1].cached_tokens
 
 
 class GatewaySession:
     """The calls of one trajectory.
 
+    Each runs in the task group that the session is opened with. Until its turns have their places
+    in rows, a call has the trajectory to itself; then it generates beside others.
+
     Attributes:
-        path, key: What names and opens it; random.
+        path, key: What names and opens it.
         failure: What ended it that was not its client's fault: its trajectory fails with it.
         lengths: What calls were refused for where that is a length: its trajectory ends with it
             where the client does not know how to continue.
     """
 
-    def __init__(self, path: str, key: str, settings: GatewaySettings) -> None:
+    def __init__(
+        self, path: str, key: str, config: GatewayConfig, context: AgentContext, tasks: TaskGroup
+    ) -> None:
         self.path = path
         self.key = key
         self.failure: Exception | None = None
         self.lengths = LengthRefusals(path)
-        self._is_closing = False
-        self._settings = settings
-        self._trajectory: _Trajectory | None = None
-
-    def begin(self, context: AgentContext, tasks: TaskGroup) -> None:
-        """Answer calls, each in a task of this group."""
+        self._is_closed = False
+        self._config = config
+        self._context = context
+        self._tasks = tasks
+        self._scheduler_context = copy_context()
+        self._lock = anyio.Lock()
+        self._index = TurnIndex(is_reasoning_needed=config.dropped_reasoning == "fork")
+        self._placing = Placing(context, config)
+        self._replies = Replies()
+        self._generating = 0
+        self._calls = 0
+        self._siblings = Counter[tuple[int, int]]()
+        self._answered: set[Conversation] = set()
+        self._cut: set[Conversation] = set()
         context.main.history = "append_only"  # clients render nothing
-        self._trajectory = _Trajectory(context, self._settings, tasks)
 
     def close(self) -> None:
-        """Begin no more; what runs is about to be cancelled."""
-        self._is_closing = True
+        """Begin no more calls; those that run are about to be cancelled."""
+        self._is_closed = True
 
-    def end(self) -> Exception | None:
-        """Answer no more; returns and forgets `failure`."""
-        failure, self.failure = self.failure, None
-        trajectory, self._trajectory = self._trajectory, None
-        if trajectory is not None:
-            _settle(trajectory)
-        return failure
+    def exclude_unread_rows(self) -> None:
+        """Rows of which no client has read a word, since all left, are not trained on."""
+        for conversation in self._cut - self._answered:
+            conversation.trainable = False
 
     async def complete(self, call: GatewayCall) -> Completion:
         """Generate what a client asks for, or replay what it asked for before and did not get.
 
-        Runs in the trajectory's scope. Cancelling the caller says that the client has left: the
-        generation is aborted, and the same call continues it.
+        Runs in the trajectory's scope. Cancelling the caller means that the client has left: the
+        generation is aborted.
 
         Raises:
             GatewayError: It cannot be served, or the trajectory has ended.
         """
-        trajectory = self._running()
-        work = _Work(call, self.lengths.count)
-        trajectory.scheduler_context.run(trajectory.tasks.start_soon, self._serve, trajectory, work)
-        try:
-            await work.done.wait()
-        except BaseException:
-            work.has_client = False
-            work.scope.cancel()
-            _leave(trajectory, work)
-            raise
-        if work.completion is None:
-            raise work.error or ended_error()
-        return work.completion
-
-    def delivered(self, completion_id: str) -> None:
-        """The client has the last byte of an answer."""
-        if self._trajectory is not None:
-            exchange = self._trajectory.exchanges.of(completion_id)
-            if exchange is not None:
-                self._trajectory.exchanges.delivered(exchange)
-
-    def left(self, completion_id: str) -> None:
-        """The client left before the last byte of an answer; also where that shows later."""
-        if self._trajectory is not None:
-            exchange = self._trajectory.exchanges.of(completion_id)
-            if exchange is not None:
-                self._trajectory.exchanges.left(exchange)
+        reply = await self._run(partial(self._answer, call), call.field)
+        reply.is_lost = False
+        return reply.build()
 
     async def count_tokens(self, call: GatewayCall) -> int:
         """How many tokens the model would read; nothing is generated.
@@ -154,193 +166,196 @@ class GatewaySession:
         Raises:
             GatewayError: It cannot be rendered, or the trajectory has ended.
         """
-        trajectory = self._running()
-        return await count_tokens(trajectory.context, self._matched(trajectory, call))
+
+        async def count(_: object) -> int:
+            request = self._index.match(call)
+            try:
+                if request.turn is not None and request.is_answerable:
+                    return await self._count_continued(request, request.turn)
+            except TemplateError:  # it cannot write these there
+                pass
+            return await self._count_rendered(request)
+
+        return await self._run(count, call.field)
+
+    def mark_lost(self, completion_id: str) -> None:
+        """The client left before it had all of an answer; also where that shows later."""
+        self._replies.mark_lost(completion_id)
 
     @property
     def activity(self) -> str:
         """What the agent does, as the watchdog names it; from any thread."""
-        trajectory = self._trajectory
-        return "" if trajectory is None else str(trajectory.context.identity)
+        return str(self._context.identity)
 
     def fail(self, error: Exception) -> None:
         """Its trajectory ends with this error; from any thread."""
         self.failure = self.failure or error
 
-    def _running(self) -> _Trajectory:
-        trajectory = self._trajectory
-        if trajectory is None or self._is_closing or self.failure is not None:
-            raise ended_error()
-        ending = trajectory.context.ending
+    def _check_open(self) -> None:
+        if self._is_closed or self.failure is not None:
+            raise refuse_ended()
+        ending = self._context.ending
         if ending is not None:
-            raise ended_error(f"the trajectory has ended: {ending.outcome} ({ending.reason})")
-        return trajectory
+            raise refuse_ended(f"the trajectory has ended: {ending.outcome} ({ending.reason})")
 
-    async def _serve(self, trajectory: _Trajectory, work: _Work) -> None:
-        """One call from its beginning to its end, whatever that is."""
+    async def _run(self, function: Callable[[anyio.CancelScope], Awaitable[T]], field: str) -> T:
+        """The result of a function that runs in the trajectory's task group."""
+        self._check_open()
+        pending = _Pending[T]()
+
+        async def run() -> None:
+            refusals = self.lengths.count
+            try:
+                with pending.scope:
+                    pending.result = await function(pending.scope)
+                    self.lengths.note_answer(refusals)
+            except Exception as error:
+                pending.error = self._refuse(error, field)
+            finally:
+                pending.done.set()
+
+        self._scheduler_context.run(self._tasks.start_soon, run)
         try:
-            with work.scope:
-                await self._answer(trajectory, work)
-        except GatewayError as error:
-            work.error = error
-        except LimitExceeded as error:
-            work.error = _limit_error(error, work.call.field)
-            if error.outcome is Outcome.LENGTH:
-                work.error.__cause__ = error
-                self.lengths.add(error)
-        except Exception as error:
-            self.failure = self.failure or error
+            await pending.done.wait()
+        except BaseException:
+            pending.scope.cancel()
+            raise
+        if pending.result is None:
+            raise pending.error or refuse_ended()
+        return pending.result
+
+    def _refuse(self, error: Exception, field: str) -> GatewayError:
+        """What the client of a call gets that raised."""
+        if isinstance(error, GatewayError):
+            return error
+        if isinstance(error, LimitExceeded):
+            if error.outcome is not Outcome.LENGTH:
+                return refuse_ended(f"the trajectory has ended: {error}")
+            self.lengths.add(error)
+            refusal = GatewayError(400, "context_length", str(error), field)
+        else:
+            self.fail(error)
             what = str(error) if isinstance(error, EngineError) else "internal error"
-            work.error = GatewayError(400, "engine", what)
-        finally:
-            if work.exchange is not None and work.error is not None:
-                trajectory.exchanges.failed(work.exchange)
-            elif not work.has_client:
-                _leave(trajectory, work)
-            work.done.set()
+            refusal = GatewayError(400, "engine", what)
+        refusal.__cause__ = error
+        return refusal
 
-    async def _answer(self, trajectory: _Trajectory, work: _Work) -> None:
-        call, exchange = work.call, None
-        if call.digest:
-            exchange = await trajectory.exchanges.claim(call.digest, is_retry=call.is_retry)
-        if exchange is not None:
-            work.take(exchange)
-        if exchange is None or not exchange.is_counted:
-            await self._reserve(trajectory, work)
-        try:
-            if exchange is None:
-                exchange = self._new(trajectory, work.call)
-                work.take(exchange)
-            async with exchange.working:
-                if exchange.completion is None:
-                    with _counted(trajectory, exchange.samples[0].request):
-                        await self._sample(trajectory, work, exchange)
-                    self._finish(trajectory, exchange)
-        finally:
-            if work.has_place:
-                trajectory.calls.give_back()
-        self.lengths.answered(work.refusals)
-        if exchange.owner is work.token and exchange.completion is not None:
-            trajectory.exchanges.returned(exchange)
-            work.completion = exchange.completion()
-
-    def _new(self, trajectory: _Trajectory, call: GatewayCall) -> Exchange:
-        self._check_limits(trajectory)
-        call, sampling = sample_call(trajectory.context, call, self._settings.sampling)
-        request = self._matched(trajectory, call)
-        samples = [Sample(request, number, sampling) for number in range(call.n)]
-        exchange = Exchange(call.digest, samples)
-        trajectory.exchanges.add(exchange)
-        return exchange
-
-    def _matched(self, trajectory: _Trajectory, call: GatewayCall) -> Request:
-        previous = None
-        if call.previous_id is not None:
-            previous = trajectory.answered.get(call.previous_id)
-            if previous is None:
-                message = f"there is no answer {call.previous_id!r:.80}"
-                raise GatewayError(404, "not_found", message, "previous_response_id")
-        return matched(call, trajectory.tree, previous)
-
-    def _check_limits(self, trajectory: _Trajectory) -> None:
-        settings = self._settings
-        if trajectory.running >= settings.max_concurrent_calls:
-            limit = f"gateway.max_concurrent_calls = {settings.max_concurrent_calls}"
+    async def _answer(self, call: GatewayCall, scope: anyio.CancelScope) -> Reply:
+        reply = self._replies.find(call.digest, is_retry=call.is_retry)
+        if reply is not None:
+            return reply
+        most = self._config.max_concurrent_calls
+        if self._generating >= most:
+            limit = f"gateway.max_concurrent_calls = {most}"
             raise GatewayError(403, "limit", f"{limit}: as many calls are being answered")
-
-    async def _reserve(self, trajectory: _Trajectory, work: _Work) -> None:
-        """A place among the calls that generate."""
-        if not await trajectory.calls.reserve():
-            source = "gateway.max_calls"
-            trajectory.context.end(Outcome.LIMIT, "calls", limit_source=source)
-            limit = f"{source} = {self._settings.max_calls}"
-            raise GatewayError(403, "limit", f"{limit}: as many requests have generated")
-        work.has_place = True
-
-    async def _sample(self, trajectory: _Trajectory, work: _Work, exchange: Exchange) -> None:
-        """Have every sample generated as far as it is missing."""
-        missing = [sample for sample in exchange.samples if sample.told is None]
-        for sample in missing:  # in order: trio begins tasks in any
-            trajectory.context.main.check_turns()  # before a row is opened for it
-            await sample.take_place(trajectory.places, trajectory.seeding)
-            _count(trajectory, work, exchange)
+        self._generating += 1
+        samples: list[_Sample] = []
         try:
-            if len(missing) == 1:
-                await missing[0].run()
-            else:
-                async with anyio.create_task_group() as tasks:
-                    for sample in missing:
-                        tasks.start_soon(sample.run)
+            call, sampling = sample_call(self._context, call, self._config.sampling)
+            async with self._lock:
+                request = self._index.match(call)
+                await self._place(request, samples)
+            await self._generate(call, sampling, samples)
+        finally:
+            self._generating -= 1
+            for sample in samples:
+                if sample.answer is None and len(sample.conversation.transcript) == sample.start:
+                    self._placing.release(request, sample.conversation)
+                elif scope.cancel_called:
+                    self._cut.add(sample.conversation)
+        return self._finish(request, samples)
+
+    async def _place(self, request: Request, samples: list[_Sample]) -> None:
+        """Open a place for each sample, in the order of their numbers."""
+        call, most = request.call, self._config.max_calls
+        if most is not None and self._calls >= most:
+            source = "gateway.max_calls"
+            self._context.end(Outcome.LIMIT, "calls", limit_source=source)
+            message = f"{source} = {most}: as many requests have generated"
+            raise GatewayError(403, "limit", message)
+        for number in range(call.n):
+            self._context.main.check_turns()  # before a row is opened for it
+            conversation = await self._placing.open_turn(request)
+            samples.append(_Sample(conversation, *self._seed(conversation, call, number)))
+            self._calls += number == 0
+
+    def _seed(self, conversation: Conversation, call: GatewayCall, number: int) -> tuple[int, str]:
+        """The seed of a turn that begins now, and the id of its answer.
+
+        They come from the tokens before it and from how many turns were asked for after the same
+        tokens, so that they are the same in every run. Where a call brings a seed, the same seed
+        gives the same turn after the same tokens, another one in each member of a group.
+        """
+        prefix, identity = conversation.transcript.prefix, self._context.identity
+        place = (len(prefix), prefix.compute_sum(len(prefix)) or 0)
+        sibling = self._siblings[place]
+        self._siblings[place] += 1
+        ends = (sibling,) if call.seed is None else ("client", call.seed, number)
+        member = (identity.step, identity.uid, identity.member)
+        seed = derive_seed(identity.run_seed, *member, *place, *ends)
+        names = ("answer", identity.session_id, *place, sibling)
+        return seed, mint_id(*names, length=ID_LENGTH)
+
+    async def _generate(
+        self, call: GatewayCall, sampling: SamplingParams, samples: list[_Sample]
+    ) -> None:
+        try:
+            async with anyio.create_task_group() as tasks:
+                for sample in samples:
+                    tasks.start_soon(sample.generate, call, sampling)
         except BaseExceptionGroup as group:
             raise unwrap_group(group) from None
 
-    def _finish(self, trajectory: _Trajectory, exchange: Exchange) -> None:
-        """Its answers are turns of the tree from now on."""
-        first = exchange.samples[0]
-        request = first.request
-        told = [sample.told for sample in exchange.samples if sample.told is not None]
-        trajectory.heard.update(each.turn.conversation for each in told)
-        nodes = [trajectory.tree.add(request.found.node, each.said, each.turn) for each in told]
-        completion_id = completion_id_of(told[0].answer.id)
+    def _finish(self, request: Request, samples: list[_Sample]) -> Reply:
+        """The samples are turns of the index from now on."""
+        answers, turns = [], []
+        for sample in samples:
+            assert sample.answer is not None
+            assert sample.turn is not None
+            self._index.add(request, sample.turn)
+            self._answered.add(sample.conversation)
+            answers.append(sample.answer)
+            turns.append(sample.turn)
+        first = samples[0]
+        completion_id = mint_id("completion", answers[0].id, length=ID_LENGTH)
         if request.call.api == "responses":
-            trajectory.answered[completion_id] = nodes[0]
-            for node, each in zip(nodes, told, strict=True):
-                node.message = given_back(each.answer)
-        assert first.conversation is not None
-        prefix, start = first.conversation.transcript.prefix, first.start
-        answers, cached_tokens = tuple(each.answer for each in told), first.cached_tokens
-        exchange.finish(
-            completion_id,
-            lambda: Completion(
+            self._index.remember(completion_id, request, echo(answers[0], request.call))
+        prefix = first.conversation.transcript.prefix
+
+        def build() -> Completion:
+            return Completion(
                 id=completion_id,
-                answers=answers,
-                prompt_ids=prefix.slice(0, start),
-                cached_tokens=cached_tokens,
-            ),
-            [each.turn for each in told],
-        )
+                answers=tuple(answers),
+                prompt_ids=prefix.slice(0, first.start),
+                cached_tokens=first.cached_tokens,
+            )
 
+        digest = request.call.digest
+        reply = Reply(digest=digest, id=completion_id, build=build, turns=turns)
+        self._replies.add(reply)
+        return reply
 
-def _count(trajectory: _Trajectory, work: _Work, exchange: Exchange) -> None:
-    """It begins to generate: one call, however many samples it has and clients ask for it."""
-    if work.has_place and not exchange.is_counted:
-        work.has_place, exchange.is_counted = False, True
-        trajectory.calls.use()
+    async def _count_continued(self, request: Request, turn: Turn) -> int:
+        """The tokens of the transcript that a request continues, and of what follows there."""
+        services, transcript = self._context.services, turn.conversation.transcript
+        last = transcript.prefix.slice(max(0, turn.stop - 64), turn.stop)
+        before = [each.medium for each in transcript.media if each.start < turn.stop]
+        messages: Any = convert_observation(request.rest, turn)
+        messages = await services.media.prepared(messages, len(before))
 
+        def count() -> int:
+            return len(services.template.observation_ids(messages, after=last, before=before))
 
-@contextmanager
-def _counted(trajectory: _Trajectory, request: Request) -> Iterator[None]:
-    """Its block generates for this request."""
-    is_of_main = trajectory.places.is_of_main(request)
-    trajectory.running += 1
-    trajectory.places.main_calls += is_of_main
-    try:
-        yield
-    finally:
-        trajectory.running -= 1
-        trajectory.places.main_calls -= is_of_main
+        return turn.stop + await services.texts.run(is_long(messages), count)
 
+    async def _count_rendered(self, request: Request) -> int:
+        services, tools = self._context.services, request.call.tools
+        try:
+            messages: Any = await prepare_conversation(services, request)
 
-def _limit_error(error: LimitExceeded, field: str) -> GatewayError:
-    """A length is the agent's to deal with; any other limit ends the trajectory."""
-    if error.outcome is Outcome.LENGTH:
-        return GatewayError(400, "context_length", str(error), field)
-    return ended_error(f"the trajectory has ended: {error}")
+            def count() -> int:
+                return len(services.template.prompt_ids(messages, tools or None))
 
-
-def _leave(trajectory: _Trajectory, work: _Work) -> None:
-    """Its client is gone; unless another call has taken its exchange over."""
-    if work.exchange is not None and work.exchange.owner is work.token:
-        trajectory.exchanges.left(work.exchange)
-
-
-def _settle(trajectory: _Trajectory) -> None:
-    """End turns that were cut; rows of which nobody has read a word are not trained on."""
-    for exchange in trajectory.exchanges.abandoned():
-        for sample in exchange.samples:
-            conversation = sample.conversation
-            if conversation is not None and conversation not in trajectory.heard:
-                conversation.trainable = False
-    for conversation in trajectory.context.main.all():
-        conversation.end_turn()
-    trajectory.tree.clear()
+            return await services.texts.run(is_long(messages, room_beside(tools)), count)
+        except TemplateError as error:
+            raise refuse_messages(request.call, error) from error

@@ -1,23 +1,31 @@
-"""OpenAI's chat completions."""
+"""OpenAI's chat completions: what a body asks for, and the choices and chunks that answer it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
+import attrs
 import msgspec
 
 from rollout.gateway.apis import reading
-from rollout.gateway.apis.chat_events import ChatRequest, error_body
 from rollout.gateway.apis.reading import FunctionTool, refuse
-from rollout.gateway.calls import GatewayCall, GivenCall, GivenMessage
+from rollout.gateway.apis.writing import (
+    ApiRequest,
+    ReplyContext,
+    format_event,
+    format_ids,
+    format_openai_error,
+    write_arguments,
+)
+from rollout.gateway.calls import Answer, ClientCall, ClientMessage, Completion, GatewayCall
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["ROUTE", "error_body", "read"]
+    from rollout.gateway.calls import GatewayError
 
-ROUTE = "chat"
 ROLES = ("system", "developer", "user", "assistant", "tool")
+FINISH = {"stop": "stop", "length": "length", "calls": "tool_calls", "stop_string": "stop"}
 
 
 class _Part(msgspec.Struct):
@@ -74,45 +82,49 @@ class _Body(reading.OpenAIBody):
 _DECODER = msgspec.json.Decoder(_Body)
 
 
-def read(body: bytes, headers: Mapping[str, str]) -> ChatRequest:
+def read_request(body: bytes, headers: Mapping[str, str]) -> ChatRequest:
     """What a body asks for.
 
     Raises:
         GatewayError: It cannot be served.
     """
-    asked = reading.decoded(_DECODER, body)
+    asked = reading.decode(_DECODER, body)
     _refuse_impossible(asked)
     reading.refuse_many(asked.messages, "messages", "content", "tool_calls")
     tools = tuple(
-        reading.function_schema(tool.function, f"tools[{index}].function")
+        reading.make_schema(tool.function, f"tools[{index}].function")
         for index, tool in enumerate(asked.tools or ())
         if tool.type == "function" and tool.function is not None
     )
-    messages = _messages(asked.messages)
+    messages = _read_messages(asked.messages)
     call = GatewayCall(
         api="chat",
         messages=messages,
         tools=tools,
-        tool_choice=_tool_choice(asked, tools),
+        tool_choice=_read_choice(asked, tools),
         parallel_calls=asked.parallel_tool_calls is not False,
-        sampling=_sampling(asked),
-        seed=reading.seed_of(asked.seed),
+        sampling=asked.list_sampling(
+            max_new_tokens=asked.max_completion_tokens or asked.max_tokens,
+            stop_token_ids=tuple(asked.stop_token_ids) if asked.stop_token_ids else None,
+            top_log_probs=asked.top_logprobs if asked.logprobs else None,
+        ),
+        seed=reading.convert_seed(asked.seed),
         n=asked.n or 1,
-        stop=reading.stops_of(asked.stop, "stop"),
+        stop=reading.check_stops(asked.stop, "stop"),
         agent_id=headers.get("x-claude-code-agent-id"),
         is_side=not tools and reading.asks_for_title(messages),
         wants_log_probs=bool(asked.logprobs),
         wants_ids=bool(asked.return_token_ids),
-        forced_by=asked.forced_by(response_format=asked.response_format),
-        digest=reading.digest_of(ROUTE, body),
+        forced_by=asked.list_forcing(response_format=asked.response_format),
+        digest=reading.digest_body("chat", body),
         is_retry=reading.is_retry(headers),
     )
     options = asked.stream_options
     return ChatRequest(
-        reading.checked(call),
+        call=reading.check_call(call),
         model=asked.model,
         is_streamed=bool(asked.stream),
-        tells_usage=options is not None and bool(options.include_usage),
+        has_usage=options is not None and bool(options.include_usage),
     )
 
 
@@ -126,42 +138,34 @@ def _refuse_impossible(asked: _Body) -> None:
         refuse("top_logprobs", "expected logprobs = true beside it")
 
 
-def _sampling(asked: _Body) -> dict[str, Any]:
-    return asked.sampling(
-        max_new_tokens=asked.max_completion_tokens or asked.max_tokens,
-        stop_token_ids=tuple(asked.stop_token_ids) if asked.stop_token_ids else None,
-        top_log_probs=asked.top_logprobs if asked.logprobs else None,
-    )
-
-
-def _tool_choice(asked: _Body, tools: Sequence[Mapping[str, Any]]) -> str:
+def _read_choice(asked: _Body, tools: Sequence[Mapping[str, Any]]) -> str:
     choice = asked.tool_choice
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
-    return asked.choice(tools, name, "tool_choice.function.name")
+    return asked.read_choice(tools, name, "tool_choice.function.name")
 
 
-def _messages(given: Sequence[_Message]) -> tuple[GivenMessage, ...]:
+def _read_messages(messages: Sequence[_Message]) -> tuple[ClientMessage, ...]:
     names: dict[str, str] = {}
     read = []
-    for index, message in enumerate(given):
+    for index, message in enumerate(messages):
         place = f"messages[{index}]"
         if message.role not in ROLES:
             refuse(f"{place}.role", f"{message.role!r}; expected one of {', '.join(ROLES)}")
-        calls = tuple(_calls(message.tool_calls or (), place))
+        calls = tuple(_read_calls(message.tool_calls or (), place))
         names.update((call.id, call.name) for call in calls if call.id)
         call_id = message.tool_call_id or ""
         reasoning = message.reasoning_content
         if reasoning is None and isinstance(message.reasoning, str):
             reasoning = message.reasoning
-        said = _said(message.content, f"{place}.content")
-        if said.parts and message.role not in ("user", "tool"):
+        content = _read_content(message.content, f"{place}.content")
+        if content.parts and message.role not in ("user", "tool"):
             refuse(f"{place}.content", "images may stand in messages of users and tools only")
         read.append(
-            GivenMessage(
+            ClientMessage(
                 role=message.role,
-                text=said.text,
-                parts=said.parts,
+                text=content.text,
+                parts=content.parts,
                 reasoning=reasoning,
                 calls=calls,
                 call_id=call_id,
@@ -171,23 +175,139 @@ def _messages(given: Sequence[_Message]) -> tuple[GivenMessage, ...]:
     return tuple(read)
 
 
-def _calls(calls: Sequence[_Call], place: str) -> Iterator[GivenCall]:
+def _read_calls(calls: Sequence[_Call], place: str) -> Iterator[ClientCall]:
     for number, call in enumerate(calls):
         arguments = call.function.arguments
         if isinstance(arguments, str):
             field = f"{place}.tool_calls[{number}].function.arguments"
-            arguments = reading.arguments_of(arguments, field) if arguments else {}
-        yield GivenCall(call.function.name, arguments, call.id or "")
+            arguments = reading.read_arguments(arguments, field)
+        yield ClientCall(call.function.name, arguments, call.id or "")
 
 
-def _said(content: str | list[_Part] | None, field: str) -> reading.Shown:
+def _read_content(content: str | list[_Part] | None, field: str) -> reading.Content:
     if content is None or isinstance(content, str):
-        return reading.Shown(content or "")
+        return reading.Content(content or "")
     parts: list[str | Mapping[str, Any]] = []
     for index, part in enumerate(content):
         if part.type in ("text", "refusal"):
             parts.append(part.text or part.refusal or "")
         else:
             value = part.image_url if part.type == "image_url" else part.video_url
-            parts.append(reading.image_part(part.type, value, f"{field}[{index}]"))
-    return reading.shown(parts)
+            parts.append(reading.make_media_part(part.type, value, f"{field}[{index}]"))
+    return reading.join_parts(parts)
+
+
+@attrs.frozen(kw_only=True)
+class ChatRequest(ApiRequest):
+    """A body that was read.
+
+    Attributes:
+        has_usage: Whether usage is the last chunk.
+    """
+
+    has_usage: bool = False
+
+    def format_body(self, completion: Completion, context: ReplyContext) -> Mapping[str, Any]:
+        choices = []
+        ids: dict[str, Any] = {}
+        for index, answer in enumerate(completion.answers):
+            ids = format_ids(completion, answer, self.call)
+            choice = {
+                "index": index,
+                "message": _format_message(answer),
+                "logprobs": self._format_log_probs(answer, context),
+                "finish_reason": _format_finish(answer),
+            }
+            choices.append(choice | _pick(ids, "token_ids"))
+        body = _format_head(completion, context, "chat.completion") | {"choices": choices}
+        return body | {"usage": _format_usage(completion)} | _pick(ids, "prompt_token_ids")
+
+    def format_events(self, completion: Completion, context: ReplyContext) -> Iterator[bytes]:
+        """Chunks of each choice: its role, thoughts, text, each call, and its end."""
+        head = _format_head(completion, context, "chat.completion.chunk")
+        if self.has_usage:
+            head["usage"] = None
+        prompt = _pick(format_ids(completion, completion.answers[0], self.call), "prompt_token_ids")
+        for index, answer in enumerate(completion.answers):
+            end: dict[str, Any] = {"delta": {}, "finish_reason": _format_finish(answer)}
+            end |= _pick(format_ids(completion, answer, self.call), "token_ids")
+            log_probs = self._format_log_probs(answer, context)
+            for chunk in (*({"delta": delta} for delta in _list_deltas(answer)), end):
+                choice: dict[str, Any] = {"index": index, "finish_reason": None, "logprobs": None}
+                choice |= chunk
+                # They come with the text, or at the end where there is none.
+                if choice["delta"].get("content") or chunk is end:
+                    choice["logprobs"], log_probs = log_probs, None
+                yield format_event(head | {"choices": [choice]} | prompt)
+                prompt = {}
+        if self.has_usage:
+            yield format_event(head | {"choices": [], "usage": _format_usage(completion)})
+        yield b"data: [DONE]\n\n"
+
+    def format_failure(self, error: GatewayError, context: ReplyContext) -> Iterator[bytes]:
+        yield format_event(format_openai_error(error))
+
+    def _format_log_probs(self, answer: Answer, context: ReplyContext) -> Mapping[str, Any] | None:
+        if not self.call.wants_log_probs:
+            return None
+        return {"content": context.format_log_probs(answer), "refusal": None}
+
+
+def _pick(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {name: values[name]} if name in values else {}
+
+
+def _format_head(completion: Completion, context: ReplyContext, kind: str) -> dict[str, Any]:
+    return {
+        "id": completion.id,
+        "object": kind,
+        "created": context.created,
+        "model": context.model,
+        "system_fingerprint": None,
+    }
+
+
+def _format_calls(answer: Answer) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": write_arguments(call)},
+        }
+        for call in answer.valid_calls
+    ]
+
+
+def _format_message(answer: Answer) -> dict[str, Any]:
+    calls, text = _format_calls(answer), answer.client_text
+    content = text or (None if calls else "")
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if answer.reasoning is not None:
+        message["reasoning_content"] = answer.reasoning
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _list_deltas(answer: Answer) -> Iterator[dict[str, Any]]:
+    yield {"role": "assistant", "content": ""}
+    if answer.reasoning is not None:
+        yield {"reasoning_content": answer.reasoning}
+    if answer.client_text:
+        yield {"content": answer.client_text}
+    for number, call in enumerate(_format_calls(answer)):
+        yield {"tool_calls": [{"index": number} | call]}
+
+
+def _format_finish(answer: Answer) -> str:
+    if answer.finish == "calls" and not answer.valid_calls:
+        return "stop"
+    return FINISH[answer.finish]
+
+
+def _format_usage(completion: Completion) -> Mapping[str, Any]:
+    read, sampled = len(completion.prompt_ids), completion.sampled_tokens
+    return {
+        "prompt_tokens": read,
+        "completion_tokens": sampled,
+        "total_tokens": read + sampled,
+        "prompt_tokens_details": {"cached_tokens": completion.cached_tokens},
+    }

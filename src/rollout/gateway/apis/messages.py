@@ -1,27 +1,55 @@
-"""Anthropic's messages."""
+"""Anthropic's messages: what a body asks for, and the blocks and events that answer it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
+import attrs
 import msgspec
 
 from rollout.gateway.apis import reading
-from rollout.gateway.apis.message_events import MessagesRequest, count_body, error_body
 from rollout.gateway.apis.reading import FunctionTool, refuse
-from rollout.gateway.calls import GatewayCall, GivenCall, GivenMessage
+from rollout.gateway.apis.writing import (
+    ApiRequest,
+    ReplyContext,
+    encode,
+    format_event,
+    format_ids,
+)
+from rollout.gateway.calls import (
+    Answer,
+    ClientCall,
+    ClientMessage,
+    Completion,
+    GatewayCall,
+    GatewayError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["ROUTE", "count_body", "error_body", "read"]
-
-ROUTE = "messages"
 ROLES = ("user", "assistant", "system")
+FINISH = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "calls": "tool_use",
+    "stop_string": "stop_sequence",
+}
 #: Begins a block of Claude Code's system prompt that differs from call to call.
 BILLING = "x-anthropic-billing-header"
 #: Blocks of tools that Anthropic's servers run; they can only be foreign.
 SERVER_BLOCKS = ("server_tool_use", "mcp_tool_use", "redacted_thinking")
+#: Agents compact their conversation when an error begins with this.
+TOO_LONG = "prompt is too long: "
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    410: "not_found_error",
+    413: "request_too_large",
+    500: "api_error",
+    503: "api_error",
+}
 
 
 class _Block(msgspec.Struct):
@@ -35,7 +63,6 @@ class _Block(msgspec.Struct):
     tool_use_id: str = ""
     content: str | list[_Block] | None = None
     source: Any = None
-    is_error: bool | None = None
 
 
 class _Message(msgspec.Struct):
@@ -78,68 +105,64 @@ class _Body(reading.Body):
 _DECODER = msgspec.json.Decoder(_Body)
 
 
-def read(body: bytes, headers: Mapping[str, str]) -> MessagesRequest:
+def read_request(body: bytes, headers: Mapping[str, str]) -> MessagesRequest:
     """What a body asks for; of ``count_tokens`` too, which sets nothing that it could not.
 
     Raises:
         GatewayError: It cannot be served.
     """
-    asked = reading.decoded(_DECODER, body)
+    asked = reading.decode(_DECODER, body)
     asked.refuse_impossible()
     reading.refuse_many(asked.messages, "messages", "content")
     if isinstance(asked.system, list):
         reading.refuse_many(asked.system, "system", "content")
-    tools = tuple(_tools(asked.tools or ()))
+    tools = tuple(_read_tools(asked.tools or ()))
     choice = asked.tool_choice or _ToolChoice()
-    system, is_claude_code = _system(asked.system)
+    system, is_claude_code = _read_system(asked.system)
+    forms = {
+        "output_config.format": asked.output_config and asked.output_config.format,
+        "output_format": asked.output_format,
+    }
+    forcing = [name for name, form in forms.items() if form is not None]
+    if choice.type in ("any", "tool"):
+        forcing.insert(0, "tool_choice")
+    # Of Claude Code's calls only those for titles must answer in a schema.
+    is_json = any(form is not None and form.type == "json_schema" for form in forms.values())
+    is_title = (is_claude_code and is_json) or reading.asks_for_title(system)
     call = GatewayCall(
         api="messages",
-        messages=(*system, *_messages(asked.messages)) if asked.messages else (),
+        messages=(*system, *_read_messages(asked.messages)) if asked.messages else (),
         tools=tools,
-        tool_choice=_tool_choice(choice, tools),
+        tool_choice=_read_choice(choice, tools),
         parallel_calls=not choice.disable_parallel_tool_use,
-        sampling=asked.sampling(max_new_tokens=asked.max_tokens),
-        seed=reading.seed_of(asked.seed),
-        stop=reading.stops_of(asked.stop_sequences, "stop_sequences"),
+        sampling=asked.list_sampling(max_new_tokens=asked.max_tokens),
+        seed=reading.convert_seed(asked.seed),
+        stop=reading.check_stops(asked.stop_sequences, "stop_sequences"),
         agent_id=headers.get("x-claude-code-agent-id"),
-        is_side=not tools
-        and ((is_claude_code and _wants_json(asked)) or reading.asks_for_title(system)),
+        is_side=not tools and is_title,
         wants_ids=bool(asked.return_token_ids),
-        forced_by=tuple(_forcing(asked)),
-        digest=reading.digest_of(ROUTE, body),
+        forced_by=tuple(forcing),
+        digest=reading.digest_body("messages", body),
         is_retry=reading.is_retry(headers),
     )
-    return MessagesRequest(reading.checked(call), model=asked.model, is_streamed=bool(asked.stream))
+    return MessagesRequest(
+        call=reading.check_call(call),
+        model=asked.model,
+        is_streamed=bool(asked.stream),
+        keep_alive=format_event({"type": "ping"}, "ping"),
+    )
 
 
-def _forcing(asked: _Body) -> Iterator[str]:
-    """The fields that would force the model."""
-    config = asked.output_config
-    if asked.tool_choice is not None and asked.tool_choice.type in ("any", "tool"):
-        yield "tool_choice"
-    if config is not None and config.format is not None:
-        yield "output_config.format"
-    if asked.output_format is not None:
-        yield "output_format"
-
-
-def _wants_json(asked: _Body) -> bool:
-    """Whether it must answer in a schema: of Claude Code's calls only those for titles do."""
-    config = asked.output_config
-    wanted = asked.output_format or (config.format if config is not None else None)
-    return wanted is not None and wanted.type == "json_schema"
-
-
-def _tools(given: Sequence[_Tool]) -> Iterator[Mapping[str, Any]]:
-    for index, tool in enumerate(given):
+def _read_tools(tools: Sequence[_Tool]) -> Iterator[Mapping[str, Any]]:
+    for index, tool in enumerate(tools):
         if tool.type in (None, "custom"):
             function = FunctionTool(tool.name, tool.description, tool.input_schema)
-            yield reading.function_schema(function, f"tools[{index}].input_schema")
+            yield reading.make_schema(function, f"tools[{index}].input_schema")
 
 
-def _tool_choice(choice: _ToolChoice, tools: Sequence[Mapping[str, Any]]) -> str:
+def _read_choice(choice: _ToolChoice, tools: Sequence[Mapping[str, Any]]) -> str:
     if choice.type == "tool":
-        return reading.chosen(choice.name, tools, "tool_choice.name")
+        return reading.choose_tool(choice.name, tools, "tool_choice.name")
     known = {"auto": "auto", "any": "required", "none": "none"}
     if choice.type not in known:
         expected = "expected 'auto', 'any', 'none' or 'tool'"
@@ -147,34 +170,36 @@ def _tool_choice(choice: _ToolChoice, tools: Sequence[Mapping[str, Any]]) -> str
     return known[choice.type]
 
 
-def _system(given: str | list[_Block] | None) -> tuple[tuple[GivenMessage, ...], bool]:
-    """The system message, without what changes from call to call; whether there was such."""
-    if given is None or isinstance(given, str):
-        return ((GivenMessage(role="system", text=given),) if given else ()), False
-    texts = [block.text or "" for block in given]
-    kept = [text for text in texts if text and not text.startswith(BILLING)]
-    message = GivenMessage(role="system", text="\n".join(kept))
-    return ((message,) if kept else ()), any(text.startswith(BILLING) for text in texts)
+def _read_system(system: str | list[_Block] | None) -> tuple[tuple[ClientMessage, ...], bool]:
+    """The system message without what changes from call to call; whether Claude Code sent it."""
+    if isinstance(system, list):
+        texts = [block.text or "" for block in system]
+    else:
+        texts = [system or ""]
+    lasting = [text for text in texts if text and not text.startswith(BILLING)]
+    message = ClientMessage(role="system", text="\n".join(lasting))
+    is_claude_code = isinstance(system, list) and any(text.startswith(BILLING) for text in texts)
+    return ((message,) if lasting else ()), is_claude_code
 
 
-def _messages(given: Sequence[_Message]) -> Iterator[GivenMessage]:
+def _read_messages(messages: Sequence[_Message]) -> Iterator[ClientMessage]:
     names: dict[str, str] = {}
-    for index, message in enumerate(given):
+    for index, message in enumerate(messages):
         place = f"messages[{index}]"
         if message.role not in ROLES:
             refuse(f"{place}.role", f"{message.role!r}; expected one of {', '.join(ROLES)}")
         blocks = message.content
         if isinstance(blocks, str):
-            yield GivenMessage(role=message.role, text=blocks)
+            yield ClientMessage(role=message.role, text=blocks)
         elif message.role == "assistant":
-            said = _assistant(blocks, place)
-            names.update((call.id, call.name) for call in said.calls)
-            yield said
+            turn = _read_turn(blocks, place)
+            names.update((call.id, call.name) for call in turn.calls)
+            yield turn
         else:
-            yield from _spoken(message.role, blocks, names, place)
+            yield from _read_blocks(message.role, blocks, names, place)
 
 
-def _assistant(blocks: Sequence[_Block], place: str) -> GivenMessage:
+def _read_turn(blocks: Sequence[_Block], place: str) -> ClientMessage:
     texts, thoughts, calls, ids = [], [], [], []
     for number, block in enumerate(blocks):
         field = f"{place}.content[{number}]"
@@ -184,10 +209,11 @@ def _assistant(blocks: Sequence[_Block], place: str) -> GivenMessage:
             thoughts.append(block.thinking or "")
             ids += [block.signature] if block.signature else []
         elif block.type == "tool_use":
-            calls.append(GivenCall(block.name, reading.json_value(block.input, field), block.id))
+            arguments = reading.decode_value(block.input, field)
+            calls.append(ClientCall(block.name, arguments, block.id))
         elif block.type not in SERVER_BLOCKS and not block.type.endswith("_tool_result"):
             refuse(f"{field}.type", f"{block.type!r}: only text, thinking and tool_use are served")
-    return GivenMessage(
+    return ClientMessage(
         role="assistant",
         text="\n".join(texts),
         reasoning="\n".join(thoughts) if thoughts else None,
@@ -196,45 +222,140 @@ def _assistant(blocks: Sequence[_Block], place: str) -> GivenMessage:
     )
 
 
-def _spoken(
+def _read_blocks(
     role: str, blocks: Sequence[_Block], names: Mapping[str, str], place: str
-) -> Iterator[GivenMessage]:
-    """What a user says: answers of tools, each a message, and texts between them."""
+) -> Iterator[ClientMessage]:
+    """A user's message: results of tools, each a message, and texts between them."""
     parts: list[str | Mapping[str, Any]] = []
     for number, block in enumerate(blocks):
         field = f"{place}.content[{number}]"
         if block.type != "tool_result":
-            parts.append(_shown(block, field))
+            parts.append(_read_part(block, field))
             continue
         if parts:
-            yield _given(role, parts)
+            content = reading.join_parts(parts)
+            yield ClientMessage(role=role, text=content.text, parts=content.parts)
             parts = []
-        result = _result(block.content, f"{field}.content")
-        yield GivenMessage(
+        result = _read_result(block.content, f"{field}.content")
+        yield ClientMessage(
             role="tool",
             text=result.text,
             parts=result.parts,
             call_id=block.tool_use_id,
             name=names.get(block.tool_use_id),
-            is_error=bool(block.is_error),
         )
     if parts or not blocks:
-        yield _given(role, parts)
+        content = reading.join_parts(parts)
+        yield ClientMessage(role=role, text=content.text, parts=content.parts)
 
 
-def _given(role: str, parts: Sequence[str | Mapping[str, Any]]) -> GivenMessage:
-    said = reading.shown(parts)
-    return GivenMessage(role=role, text=said.text, parts=said.parts)
-
-
-def _result(content: str | list[_Block] | None, field: str) -> reading.Shown:
+def _read_result(content: str | list[_Block] | None, field: str) -> reading.Content:
     if content is None or isinstance(content, str):
-        return reading.Shown(content or "")
-    parts = [_shown(block, f"{field}[{index}]") for index, block in enumerate(content)]
-    return reading.shown(parts)
+        return reading.Content(content or "")
+    parts = [_read_part(block, f"{field}[{index}]") for index, block in enumerate(content)]
+    return reading.join_parts(parts)
 
 
-def _shown(block: _Block, field: str) -> str | Mapping[str, Any]:
+def _read_part(block: _Block, field: str) -> str | Mapping[str, Any]:
     if block.type == "text":
         return block.text or ""
-    return reading.image_part(block.type, block.source, field)
+    return reading.make_media_part(block.type, block.source, field)
+
+
+def format_error(error: GatewayError) -> Mapping[str, Any]:
+    """An error as this API has it."""
+    message = str(error)
+    if error.code == "context_length" and not message.startswith(TOO_LONG):
+        message = TOO_LONG + message
+    kind = _ERROR_TYPES.get(error.status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
+
+
+@attrs.frozen(kw_only=True)
+class MessagesRequest(ApiRequest):
+    """A body that was read."""
+
+    def format_body(self, completion: Completion, context: ReplyContext) -> Mapping[str, Any]:
+        (answer,) = completion.answers
+        message = _format_message(completion, context, _format_usage(completion))
+        message |= {"content": list(_list_blocks(answer))} | _format_end(answer)
+        return message | format_ids(completion, answer, self.call)
+
+    def format_events(self, completion: Completion, context: ReplyContext) -> Iterator[bytes]:
+        """Each block begun, filled by one delta, and ended."""
+        (answer,) = completion.answers
+        usage = _format_usage(completion)
+        message = _format_message(completion, context, {**usage, "output_tokens": 0})
+        yield _format_event("message_start", message=message)
+        for index, block in enumerate(_list_blocks(answer)):
+            empty, deltas = _split_block(block, answer)
+            yield _format_event("content_block_start", index=index, content_block=empty)
+            for delta in deltas:
+                yield _format_event("content_block_delta", index=index, delta=delta)
+            yield _format_event("content_block_stop", index=index)
+        delta = _format_end(answer) | format_ids(completion, answer, self.call)
+        yield _format_event("message_delta", delta=delta, usage=usage)
+        yield _format_event("message_stop")
+
+    def format_failure(self, error: GatewayError, context: ReplyContext) -> Iterator[bytes]:
+        yield format_event(format_error(error), "error")
+
+
+def _format_event(kind: str, **data: Any) -> bytes:
+    return format_event({"type": kind} | data, kind)
+
+
+def _format_message(
+    completion: Completion, context: ReplyContext, usage: Mapping[str, Any]
+) -> dict[str, Any]:
+    return {
+        "id": completion.id,
+        "type": "message",
+        "role": "assistant",
+        "model": context.model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": usage,
+    }
+
+
+def _format_end(answer: Answer) -> dict[str, Any]:
+    reason = FINISH[answer.finish]
+    if reason == "tool_use" and not answer.valid_calls:
+        reason = "end_turn"
+    return {"stop_reason": reason, "stop_sequence": answer.stop_string}
+
+
+def _list_blocks(answer: Answer) -> Iterator[dict[str, Any]]:
+    if answer.reasoning is not None:
+        yield {"type": "thinking", "thinking": answer.reasoning, "signature": answer.id}
+    if answer.client_text:
+        yield {"type": "text", "text": answer.client_text}
+    for call in answer.valid_calls:
+        yield {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments}
+
+
+def _split_block(
+    block: dict[str, Any], answer: Answer
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A block as it begins, and the deltas that fill it."""
+    if block["type"] == "thinking":
+        thought = [{"type": "thinking_delta", "thinking": block["thinking"]}]
+        signature = {"type": "signature_delta", "signature": answer.id}
+        deltas = [*(thought if block["thinking"] else []), signature]
+        return block | {"thinking": "", "signature": ""}, deltas
+    if block["type"] == "text":
+        return block | {"text": ""}, [{"type": "text_delta", "text": block["text"]}]
+    arguments = encode(block["input"]).decode()
+    return block | {"input": {}}, [{"type": "input_json_delta", "partial_json": arguments}]
+
+
+def _format_usage(completion: Completion) -> dict[str, Any]:
+    """As Anthropic counts: cached tokens are not among `input_tokens`."""
+    return {
+        "input_tokens": len(completion.prompt_ids) - completion.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": completion.cached_tokens,
+        "output_tokens": completion.sampled_tokens,
+    }

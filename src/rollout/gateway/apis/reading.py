@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, TypeVar
 
 import msgspec
 
-from rollout.gateway.calls import GatewayCall, GatewayError, GivenMessage
+from rollout.gateway.calls import ClientMessage, GatewayCall, GatewayError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,33 +35,26 @@ Repetition = Annotated[float, msgspec.Meta(gt=0, le=100)]
 Tokens = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 StopIds = Annotated[list[TokenId], msgspec.Meta(max_length=MAX_STOP_IDS)]
-Seed = int
 Samples = Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)]
 TopLogProbs = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOG_PROBS)]
 
 _PLACE = re.compile(r"^(.*) - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
-_BYTE = re.compile(r"\(byte (\d+)\)$")
-#: An escape of JSON for one half of a character beyond U+FFFF, without the other half.
-_LONE_SURROGATE = re.compile(
-    rb"(?<!\\)(?:\\\\)*"
-    rb"(\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
-    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2})"
-)
 #: In the system prompt of a coding agent's call for the title of a session.
 _TITLE = re.compile(r"\btitle generator\b", re.IGNORECASE)
+_ANY = msgspec.json.Decoder(Any)
 
 
-def invalid(message: str, field: str | None = None) -> GatewayError:
+def make_error(message: str, field: str | None = None) -> GatewayError:
     """The error of a request that cannot be served."""
     return GatewayError(400, "invalid_request", message, field)
 
 
 def refuse(field: str, message: str) -> NoReturn:
     """Refuse a field of the body."""
-    raise invalid(f"{field}: {message}", field)
+    raise make_error(f"{field}: {message}", field)
 
 
-def decoded(decoder: msgspec.json.Decoder[T], body: bytes | msgspec.Raw, within: str = "") -> T:
+def decode(decoder: msgspec.json.Decoder[T], body: bytes | msgspec.Raw, within: str = "") -> T:
     """The value of a body, or of a part of one that stands at `within`.
 
     Raises:
@@ -70,67 +63,47 @@ def decoded(decoder: msgspec.json.Decoder[T], body: bytes | msgspec.Raw, within:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        problem, place = problem_of(error)
-        field = _joined(within, place)
-        raise invalid(f"{field}: {problem}" if field else problem, field or None) from None
+        problem, place = split_problem(error)
+        dot = "." if within and place and not place.startswith("[") else ""
+        field = f"{within}{dot}{place}"
+        raise make_error(f"{field}: {problem}" if field else problem, field or None) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise invalid(f"the body is no JSON: {_lone_surrogate(body, error) or error}") from None
+        raise make_error(f"the body is no JSON: {error}") from None
     except RecursionError:
-        raise invalid(f"{within or 'the body'}: nested too deeply", within or None) from None
+        raise make_error(f"{within or 'the body'}: nested too deeply", within or None) from None
 
 
-def _lone_surrogate(body: bytes | msgspec.Raw, error: Exception) -> str:
-    """What is wrong with half of a pair, where that is the error; the decoder tells it otherwise.
-
-    It is looked for where the decoder stopped: a body may be long.
-    """
-    text, place = bytes(body), _BYTE.search(str(error))
-    stop = int(place[1]) if place else len(text)
-    found = _LONE_SURROGATE.search(text[max(0, stop - 24) : stop + 8])
-    if found is None:
-        return ""
-    return f"the lone surrogate {found[1].decode()} is no character; expected a pair of them"
+def split_problem(error: msgspec.ValidationError) -> tuple[str, str]:
+    """What is wrong with a value, and its place in it; "" where the error names none."""
+    found = _PLACE.match(str(error))
+    return (found[1], found[2]) if found else (str(error), "")
 
 
 def refuse_many(messages: Sequence[Any], field: str, *inner: str) -> None:
     """Refuse a conversation of more messages, parts and calls than one request may have.
 
     Args:
+        messages: As they were decoded.
+        field: Where they stand.
         inner: Fields of messages, and of their parts, that hold parts or calls, or text.
     """
     count, level = 0, messages
     while level and count <= MAX_ITEMS:
         count += len(level)
-        held = [getattr(each, name, None) for each in level[:MAX_ITEMS] for name in inner]
-        level = [each for values in held if isinstance(values, list) for each in values]
+        values = [getattr(each, name, None) for each in level[:MAX_ITEMS] for name in inner]
+        level = [each for value in values if isinstance(value, list) for each in value]
     if count > MAX_ITEMS:
         refuse(field, f"more than {MAX_ITEMS:,} messages, parts and calls")
 
 
-def problem_of(error: msgspec.ValidationError) -> tuple[str, str]:
-    """What is wrong with a value, and where it stands in it; "" where that is not said."""
-    found = _PLACE.match(str(error))
-    return (found[1], found[2]) if found else (str(error), "")
-
-
-def _joined(within: str, place: str) -> str:
-    if not within or not place:
-        return within or place
-    return f"{within}{place}" if place.startswith("[") else f"{within}.{place}"
-
-
-_ANY = msgspec.json.Decoder(Any)
-
-
-def json_value(raw: bytes | msgspec.Raw, field: str) -> Any:
+def decode_value(raw: bytes | msgspec.Raw, field: str) -> Any:
     """The value of a part of the body, nested no deeper than `MAX_DEPTH`.
 
     Raises:
         GatewayError: It is no JSON, or nested too deeply.
     """
-    value = decoded(_ANY, raw, field)
-    text = bytes(raw)
-    if text.count(b"{") + text.count(b"[") > MAX_DEPTH and is_too_deep(value):
+    value = decode(_ANY, raw, field)
+    if is_too_deep(value):
         refuse(field, f"nested too deeply; expected at most {MAX_DEPTH} levels")
     return value
 
@@ -139,15 +112,13 @@ def is_too_deep(value: Any) -> bool:
     """Whether a value has more than `MAX_DEPTH` levels."""
     level, depth = [value], 0
     while level and depth <= MAX_DEPTH:
-        inner = [
-            v.values() if isinstance(v, dict) else v for v in level if v.__class__ in (dict, list)
-        ]
+        inner = [v.values() if isinstance(v, dict) else v for v in level if type(v) in (dict, list)]
         level = [each for values in inner for each in values]
         depth += 1
     return depth > MAX_DEPTH
 
 
-def arguments_of(text: str, field: str) -> Any:
+def read_arguments(text: str, field: str) -> Any:
     """The JSON value of a call's arguments; the text itself where it is no JSON.
 
     Raises:
@@ -156,10 +127,10 @@ def arguments_of(text: str, field: str) -> Any:
     try:
         _ANY.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return text
+        return text if text else {}
     except RecursionError:
         pass
-    return json_value(text.encode(errors="replace"), field)
+    return decode_value(text.encode(errors="replace"), field)
 
 
 class FunctionTool(msgspec.Struct):
@@ -170,15 +141,15 @@ class FunctionTool(msgspec.Struct):
     parameters: msgspec.Raw = msgspec.Raw(b"null")
 
 
-def function_schema(tool: FunctionTool, field: str) -> Mapping[str, Any]:
-    """As `GatewayCall.tools` has it.
+def make_schema(tool: FunctionTool, field: str) -> Mapping[str, Any]:
+    """A function as `GatewayCall.tools` has it.
 
     Raises:
         GatewayError: It has no name, or its parameters are no schema.
     """
     if not tool.name:
         refuse(f"{field}.name", "expected a name")
-    parameters = json_value(tool.parameters, f"{field}.parameters")
+    parameters = decode_value(tool.parameters, f"{field}.parameters")
     if parameters is not None and not isinstance(parameters, dict):
         refuse(f"{field}.parameters", "expected a JSON schema, an object")
     function: dict[str, Any] = {"name": tool.name}
@@ -188,15 +159,7 @@ def function_schema(tool: FunctionTool, field: str) -> Mapping[str, Any]:
     return {"type": "function", "function": function}
 
 
-def text_tool(name: str, description: str | None) -> Mapping[str, Any]:
-    """A tool that takes free text, as a function with the one argument `input`."""
-    properties = {"input": {"type": "string"}}
-    schema = {"type": "object", "properties": properties, "required": ["input"]}
-    function = {"name": name, "description": description or "", "parameters": schema}
-    return {"type": "function", "function": function}
-
-
-def chosen(name: str, tools: Sequence[Mapping[str, Any]], field: str) -> str:
+def choose_tool(name: str, tools: Sequence[Mapping[str, Any]], field: str) -> str:
     """The name of a tool that the client wants called.
 
     Raises:
@@ -207,27 +170,27 @@ def chosen(name: str, tools: Sequence[Mapping[str, Any]], field: str) -> str:
     return name
 
 
-class Shown(NamedTuple):
-    """A content that was read.
+class Content(NamedTuple):
+    """The content of a message.
 
     Attributes:
         text: Its texts, joined.
-        parts: As `GivenMessage.parts`.
+        parts: As `ClientMessage.parts`.
     """
 
     text: str
     parts: tuple[str | Mapping[str, Any], ...] = ()
 
 
-def shown(parts: Sequence[str | Mapping[str, Any]]) -> Shown:
+def join_parts(parts: Sequence[str | Mapping[str, Any]]) -> Content:
     """Texts, and images among them, as a message has them."""
     text = "\n".join(part for part in parts if isinstance(part, str))
     if all(isinstance(part, str) for part in parts):
-        return Shown(text)
-    return Shown(text, tuple(part for part in parts if part))
+        return Content(text)
+    return Content(text, tuple(part for part in parts if part))
 
 
-def image_part(kind: str, value: Any, field: str) -> Mapping[str, Any]:
+def make_media_part(kind: str, value: Any, field: str) -> Mapping[str, Any]:
     """A part of a content that shows an image or a video.
 
     Args:
@@ -238,7 +201,7 @@ def image_part(kind: str, value: Any, field: str) -> Mapping[str, Any]:
     Raises:
         GatewayError: It is another kind of part, or it holds no such thing.
     """
-    known = _SHOWN.get(kind)
+    known = _MEDIA.get(kind)
     if known is None:
         served = "audio is not served" if "audio" in kind else "only text and images are served"
         refuse(f"{field}.type", f"{kind!r}: {served}")
@@ -253,14 +216,14 @@ def image_part(kind: str, value: Any, field: str) -> Mapping[str, Any]:
     return {"type": known, known: url}
 
 
-#: What parts that show something are called, and what they are here.
-_SHOWN = {
+#: Names of parts with media, and theirs in messages of prompts.
+_MEDIA = {
     **dict.fromkeys(("image", "image_url", "input_image"), "image"),
     **dict.fromkeys(("video", "video_url", "input_video"), "video"),
 }
 
 
-def stops_of(stop: str | list[str] | None, field: str) -> tuple[str, ...]:
+def check_stops(stop: str | list[str] | None, field: str) -> tuple[str, ...]:
     """Strings that end a turn.
 
     Raises:
@@ -274,46 +237,46 @@ def stops_of(stop: str | list[str] | None, field: str) -> tuple[str, ...]:
     return stops
 
 
-def top_k_of(top_k: int | None) -> int | None:
+def convert_top_k(top_k: int | None) -> int | None:
     """As engines take it: 0 means all, as elsewhere."""
     return -1 if top_k == 0 else top_k
 
 
-def seed_of(seed: int | None) -> int | None:
+def convert_seed(seed: int | None) -> int | None:
     """A seed that engines take."""
     return None if seed is None else seed % 2**63
 
 
-def digest_of(route: str, body: bytes) -> bytes:
-    """The same for the same body on the same route."""
-    return hashlib.blake2b(body, digest_size=16, person=route.encode()[:16]).digest()
+def digest_body(api: str, body: bytes) -> bytes:
+    """The same for the same body in the same API."""
+    return hashlib.blake2b(body, digest_size=16, person=api.encode()).digest()
 
 
 def is_retry(headers: Mapping[str, str]) -> bool:
-    """Whether a client says that it has asked so before, as OpenAI's and Anthropic's SDKs do."""
+    """Whether a client marks a request as repeated, as OpenAI's and Anthropic's SDKs do."""
     count = headers.get("x-stainless-retry-count", "")
     return count.isdecimal() and bool(count.strip("0"))
 
 
-def asks_for_title(messages: Sequence[GivenMessage]) -> bool:
+def asks_for_title(messages: Sequence[ClientMessage]) -> bool:
     """Whether a coding agent wants a title for people to read."""
     first = messages[0] if messages else None
     return first is not None and first.role == "system" and bool(_TITLE.search(first.text[:2000]))
 
 
 def is_free(form: object) -> bool:
-    """Whether a ``{"type": …}`` that a client gives leaves the model free in what it says."""
+    """Whether a ``{"type": …}`` of a client leaves the model free in its output."""
     return not isinstance(form, dict) or form.get("type") in (None, "text", "auto", "none")
 
 
-def checked(call: GatewayCall) -> GatewayCall:
-    """A call that says something.
+def check_call(call: GatewayCall) -> GatewayCall:
+    """A call that has a message.
 
     Raises:
-        GatewayError: It has no message.
+        GatewayError: It has none.
     """
     if not call.messages:
-        refuse("input" if call.api == "responses" else "messages", "expected one message or more")
+        refuse(call.field, "expected one message or more")
     return call
 
 
@@ -326,7 +289,7 @@ class Body(msgspec.Struct):
     top_p: TopP | None = None
     top_k: TopK | None = None
     min_p: Share | None = None
-    seed: Seed | None = None
+    seed: int | None = None
     return_token_ids: bool | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
@@ -338,12 +301,12 @@ class Body(msgspec.Struct):
             if getattr(self, name):
                 refuse(name, why)
 
-    def sampling(self, **more: Any) -> dict[str, Any]:
+    def list_sampling(self, **more: Any) -> dict[str, Any]:
         """The fields of `SamplingConfig` that the client sets; `more` are the API's own."""
         values = {
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "top_k": top_k_of(self.top_k),
+            "top_k": convert_top_k(self.top_k),
             "min_p": self.min_p,
             **more,
         }
@@ -361,22 +324,22 @@ class OpenAIBody(Body):
     stop: str | list[str] | None = None
     top_logprobs: TopLogProbs | None = None
 
-    def sampling(self, **more: Any) -> dict[str, Any]:
+    def list_sampling(self, **more: Any) -> dict[str, Any]:
         """As every API's, and the penalties."""
-        return super().sampling(
+        return super().list_sampling(
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,
             **more,
         )
 
-    def forced_by(self, **forms: Any) -> tuple[str, ...]:
+    def list_forcing(self, **forms: Any) -> tuple[str, ...]:
         """The fields that would force the model: the choice among tools, or one of these forms."""
         is_chosen = self.tool_choice == "required" or not is_free(self.tool_choice)
         forcing = [name for name, form in forms.items() if not is_free(form)]
         return (*(["tool_choice"] if is_chosen else []), *forcing)
 
-    def choice(self, tools: Sequence[Mapping[str, Any]], name: Any, field: str) -> str:
+    def read_choice(self, tools: Sequence[Mapping[str, Any]], name: Any, field: str) -> str:
         """The choice among tools; `name` is that of the one at `field`, where it names one.
 
         Raises:
@@ -387,10 +350,10 @@ class OpenAIBody(Body):
                 expected = "expected 'auto', 'none', 'required' or a function"
                 refuse("tool_choice", f"{self.tool_choice!r}; {expected}")
             return self.tool_choice
-        return chosen(name, tools, field) if isinstance(name, str) else "auto"
+        return choose_tool(name, tools, field) if isinstance(name, str) else "auto"
 
 
-_IMPOSSIBLE: Mapping[Literal["min_tokens", "ignore_eos", "logit_bias"], str] = {
+_IMPOSSIBLE = {
     "min_tokens": "engines end a turn where the model does; expected 0 or none",
     "ignore_eos": "engines end a turn where the model does; expected false",
     "logit_bias": "no engine here changes logits; expected none",

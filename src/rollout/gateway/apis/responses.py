@@ -1,25 +1,45 @@
-"""OpenAI's responses: what a body asks for; `response_events` tells the answer."""
+"""OpenAI's responses: what a body asks for, and the items and events that answer it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+import attrs
 import msgspec
 
 from rollout.gateway.apis import reading
 from rollout.gateway.apis.reading import FunctionTool, refuse
-from rollout.gateway.apis.response_events import ResponsesRequest, error_body
-from rollout.gateway.apis.response_items import Item, messages_of
-from rollout.gateway.apis.response_output import Tools
-from rollout.gateway.calls import GatewayCall, GivenMessage
+from rollout.gateway.apis.response_items import (
+    CALL_ID,
+    MESSAGE_ID,
+    REASONING_ID,
+    Item,
+    read_items,
+    seal_reasoning,
+)
+from rollout.gateway.apis.writing import (
+    COMMENT,
+    ApiRequest,
+    ReplyContext,
+    format_event,
+    format_ids,
+    format_openai_error,
+    write_arguments,
+    write_text_input,
+)
+from rollout.gateway.calls import Answer, ClientMessage, Completion, GatewayCall
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
-__all__ = ["ROUTE", "error_body", "read"]
+    from rollout.gateway.calls import GatewayError
+    from rollout.types import ToolCall
 
-ROUTE = "responses"
 LOG_PROBS = "message.output_text.logprobs"
+
+#: The end of its type, and its data.
+Event = tuple[str, dict[str, Any]]
 
 
 class _Tool(msgspec.Struct):
@@ -46,99 +66,127 @@ class _Body(reading.OpenAIBody):
 _DECODER = msgspec.json.Decoder(_Body)
 
 
-def read(body: bytes, headers: Mapping[str, str]) -> ResponsesRequest:
+def read_request(body: bytes, headers: Mapping[str, str]) -> ResponsesRequest:
     """What a body asks for.
 
     Raises:
         GatewayError: It cannot be served.
     """
-    asked = reading.decoded(_DECODER, body)
-    _refuse_impossible(asked)
-    if not isinstance(asked.input, str):
-        reading.refuse_many(asked.input, "input", "content", "summary", "output")
-    tools = _tools(asked.tools or ())
-    messages = _messages(asked, tools)
-    call = GatewayCall(
-        api="responses",
-        messages=messages,
-        tools=tuple(tools.schemas),
-        tool_choice=_tool_choice(asked, tools.schemas),
-        parallel_calls=asked.parallel_tool_calls is not False,
-        sampling=asked.sampling(
-            max_new_tokens=asked.max_output_tokens, top_log_probs=asked.top_logprobs
-        ),
-        seed=reading.seed_of(asked.seed),
-        stop=reading.stops_of(asked.stop, "stop"),
-        previous_id=asked.previous_response_id,
-        text_tools=tools.of_text,
-        agent_id=headers.get("x-openai-subagent") or headers.get("x-claude-code-agent-id"),
-        is_side=not tools.schemas and reading.asks_for_title(messages),
-        wants_log_probs=LOG_PROBS in (asked.include or ()) or asked.top_logprobs is not None,
-        wants_ids=bool(asked.return_token_ids),
-        forced_by=asked.forced_by(**{"text.format": _format(asked.text)}),
-        digest=reading.digest_of(ROUTE, body),
-        is_retry=reading.is_retry(headers),
-    )
-    return ResponsesRequest(
-        reading.checked(call),
-        model=asked.model,
-        is_streamed=bool(asked.stream),
-        tools=tools,
-        echoed=_echoed(asked),
-        is_codex=headers.get("originator", "").startswith("codex"),
-    )
-
-
-def _refuse_impossible(asked: _Body) -> None:
+    asked = reading.decode(_DECODER, body)
     asked.refuse_impossible()
     if asked.background:
         refuse("background", "not served; expected false")
     if asked.conversation is not None:
         refuse("conversation", "not served; expected previous_response_id")
+    if not isinstance(asked.input, str):
+        reading.refuse_many(asked.input, "input", "content", "summary", "output")
+    tools = _read_tools(asked.tools or ())
+    schemas = tuple(tool.schema for tool in tools.values())
+    messages = _read_messages(asked)
+    form = asked.text.get("format") if isinstance(asked.text, dict) else None
+    call = GatewayCall(
+        api="responses",
+        messages=messages,
+        tools=schemas,
+        tool_choice=_read_choice(asked, schemas),
+        parallel_calls=asked.parallel_tool_calls is not False,
+        sampling=asked.list_sampling(
+            max_new_tokens=asked.max_output_tokens, top_log_probs=asked.top_logprobs
+        ),
+        seed=reading.convert_seed(asked.seed),
+        stop=reading.check_stops(asked.stop, "stop"),
+        previous_id=asked.previous_response_id,
+        text_tools=frozenset(name for name, tool in tools.items() if tool.is_text),
+        agent_id=headers.get("x-openai-subagent") or headers.get("x-claude-code-agent-id"),
+        is_side=not schemas and reading.asks_for_title(messages),
+        wants_log_probs=LOG_PROBS in (asked.include or ()) or asked.top_logprobs is not None,
+        wants_ids=bool(asked.return_token_ids),
+        forced_by=asked.list_forcing(**{"text.format": form}),
+        digest=reading.digest_body("responses", body),
+        is_retry=reading.is_retry(headers),
+    )
+    is_codex = headers.get("originator", "").startswith("codex")
+    return ResponsesRequest(
+        call=reading.check_call(call),
+        model=asked.model,
+        is_streamed=bool(asked.stream),
+        # Codex counts events only, and skips those that it does not know.
+        keep_alive=format_event({"type": "keepalive"}, "keepalive") if is_codex else COMMENT,
+        has_length_in_events=bool(asked.stream) and is_codex,
+        tools=tools,
+        echoed=_list_echoed(asked),
+    )
 
 
-def _messages(asked: _Body, tools: Tools) -> tuple[GivenMessage, ...]:
-    said = asked.input
-    given: tuple[GivenMessage, ...] = ()
-    if not isinstance(said, str):
-        given = messages_of(said, tools.flat_name)
-    elif said:
-        given = (GivenMessage(role="user", text=said),)
-    if not given or not asked.instructions:
-        return given
-    return (GivenMessage(role="system", text=asked.instructions, is_instructions=True), *given)
+class ClientTool(NamedTuple):
+    """A tool as the model sees it, and as the client knows it.
+
+    Attributes:
+        schema: As in `GatewayCall.tools`.
+        name, space: The client's name, and that of its namespace, "" where it has none.
+        is_text: Whether it takes plain text.
+    """
+
+    schema: Mapping[str, Any]
+    name: str
+    space: str
+    is_text: bool
 
 
-def _tools(given: Sequence[_Tool], space: str = "", within: str = "tools") -> Tools:
+def flatten_name(name: str, space: str | None) -> str:
+    """The name of a tool for the model."""
+    return f"{space.rstrip('_')}__{name}" if space else name
+
+
+def _read_tools(
+    tools: Sequence[_Tool], space: str = "", within: str = "tools"
+) -> dict[str, ClientTool]:
     """Functions, tools of free text and namespaces of both; others are run by servers."""
-    tools = Tools()
-    for index, tool in enumerate(given):
-        place = f"{within}[{index}]"
+    known: dict[str, ClientTool] = {}
+    for index, tool in enumerate(tools):
+        place, flat = f"{within}[{index}]", flatten_name(tool.name, space)
         if tool.type == "function":
             function = FunctionTool(tool.name, tool.description, tool.parameters)
-            tools.add(reading.function_schema(function, place), tool.name, space)
+            schema = reading.make_schema(function, place)
         elif tool.type == "custom":
-            tools.add(
-                reading.text_tool(tool.name, tool.description), tool.name, space, is_text=True
-            )
-        elif tool.type == "namespace" and not space:
-            tools.update(_tools(tool.tools or (), tool.name, f"{place}.tools"))
-    return tools
+            schema = _make_text_schema(tool)
+        else:
+            if tool.type == "namespace" and not space:
+                known |= _read_tools(tool.tools or (), tool.name, f"{place}.tools")
+            continue
+        schema = {**schema, "function": {**schema["function"], "name": flat}}
+        known[flat] = ClientTool(schema, tool.name, space, tool.type == "custom")
+    return known
 
 
-def _tool_choice(asked: _Body, tools: Sequence[Mapping[str, Any]]) -> str:
-    choice = asked.tool_choice
-    name = None
+def _make_text_schema(tool: _Tool) -> Mapping[str, Any]:
+    """A tool that takes free text, as a function with the one argument `input`."""
+    properties = {"input": {"type": "string"}}
+    schema = {"type": "object", "properties": properties, "required": ["input"]}
+    function = {"name": tool.name, "description": tool.description or "", "parameters": schema}
+    return {"type": "function", "function": function}
+
+
+def _read_messages(asked: _Body) -> tuple[ClientMessage, ...]:
+    messages: tuple[ClientMessage, ...] = ()
+    if not isinstance(asked.input, str):
+        messages = read_items(asked.input, flatten_name)
+    elif asked.input:
+        messages = (ClientMessage(role="user", text=asked.input),)
+    if not messages or not asked.instructions:
+        return messages
+    text = asked.instructions
+    return (ClientMessage(role="system", text=text, is_instructions=True), *messages)
+
+
+def _read_choice(asked: _Body, tools: Sequence[Mapping[str, Any]]) -> str:
+    choice, name = asked.tool_choice, None
     if isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
         name = choice.get("name")
-    return asked.choice(tools, name, "tool_choice.name")
+    return asked.read_choice(tools, name, "tool_choice.name")
 
 
-def _format(text: Any) -> Any:
-    return text.get("format") if isinstance(text, dict) else None
-
-
-def _echoed(asked: _Body) -> dict[str, Any]:
+def _list_echoed(asked: _Body) -> dict[str, Any]:
     """What the answer repeats of the question."""
     return {
         "instructions": asked.instructions,
@@ -151,4 +199,167 @@ def _echoed(asked: _Body) -> dict[str, Any]:
         "tools": [],
         "top_p": asked.top_p,
         "truncation": "disabled",
+    }
+
+
+@attrs.frozen(kw_only=True)
+class ResponsesRequest(ApiRequest):
+    """A body that was read.
+
+    Attributes:
+        tools: Those of the body, by the names that the model sees.
+        echoed: Fields of the answer that repeat the body's.
+    """
+
+    tools: Mapping[str, ClientTool]
+    echoed: Mapping[str, Any]
+
+    def format_body(self, completion: Completion, context: ReplyContext) -> Mapping[str, Any]:
+        (answer,) = completion.answers
+        is_cut = answer.finish == "length"
+        return {
+            **self._format_head(completion.id, context),
+            "status": "incomplete" if is_cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": list(self._list_items(answer, context)),
+            "usage": _format_usage(completion),
+            **format_ids(completion, answer, self.call),
+        }
+
+    def format_events(self, completion: Completion, context: ReplyContext) -> Iterator[bytes]:
+        """Each item added, filled by one delta, and done."""
+        (answer,) = completion.answers
+        events = self._begin_events(completion.id, context)
+        for index, item in enumerate(self._list_items(answer, context)):
+            events += _list_item_events(index, item)
+        body = dict(self.format_body(completion, context))
+        events.append((body["status"], {"response": body}))
+        return _number_events(events)
+
+    def format_failure(self, error: GatewayError, context: ReplyContext) -> Iterator[bytes]:
+        fault = format_openai_error(error)["error"]
+        if not self.has_length_in_events:
+            yield format_event({"type": "error", "error": fault, "sequence_number": 0}, "error")
+            return
+        why = {"code": fault["code"], "message": fault["message"]}
+        failed = self._format_head("", context) | {"status": "failed", "error": why}
+        begin = self._begin_events("", context)
+        yield from _number_events([*begin, ("failed", {"response": failed})])
+
+    def _begin_events(self, response_id: str, context: ReplyContext) -> list[Event]:
+        head = self._format_head(response_id, context)
+        return [("created", {"response": head}), ("in_progress", {"response": head})]
+
+    def _format_head(self, response_id: str, context: ReplyContext) -> dict[str, Any]:
+        return {
+            "id": response_id,
+            "object": "response",
+            "created_at": context.created,
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "model": context.model,
+            "output": [],
+            "usage": None,
+            **self.echoed,
+        }
+
+    def _list_items(self, answer: Answer, context: ReplyContext) -> Iterator[dict[str, Any]]:
+        status = {"status": "completed"}
+        if answer.reasoning is not None:
+            text = answer.reasoning
+            yield {
+                "type": "reasoning",
+                "id": f"{REASONING_ID}{answer.id}",
+                # Some clients show summaries only, others give back nothing but the thought.
+                "summary": [{"type": "summary_text", "text": text}],
+                "content": [{"type": "reasoning_text", "text": text}],
+                "encrypted_content": seal_reasoning(answer.id, text),
+            } | status
+        text, calls = answer.client_text, answer.valid_calls
+        if text or not calls:
+            log_probs = context.format_log_probs(answer) if self.call.wants_log_probs else []
+            part = {"type": "output_text", "text": text, "annotations": [], "logprobs": log_probs}
+            item_id = f"{MESSAGE_ID}{answer.id}"
+            item = {"type": "message", "id": item_id, "role": "assistant", "content": [part]}
+            yield item | status
+        for call in calls:
+            yield self._format_call(call) | status
+
+    def _format_call(self, call: ToolCall) -> dict[str, Any]:
+        """A call in the form of the tool that it is of."""
+        tool = self.tools.get(call.name)
+        item = {"id": f"{CALL_ID}{call.id}", "call_id": call.id, "name": call.name}
+        if tool is not None:
+            item |= {"name": tool.name} | ({"namespace": tool.space} if tool.space else {})
+            if tool.is_text:
+                return {"type": "custom_tool_call", **item, "input": write_text_input(call)}
+        return {"type": "function_call", **item, "arguments": write_arguments(call)}
+
+
+def _number_events(events: Sequence[Event]) -> Iterator[bytes]:
+    for number, (end, data) in enumerate(events):
+        kind = f"response.{end}"
+        yield format_event({"type": kind, "sequence_number": number} | data, kind)
+
+
+def _list_item_events(index: int, item: Mapping[str, Any]) -> list[Event]:
+    """One item of the output: added, its parts in one delta each, done."""
+    place = {"output_index": index}
+    inside = place | {"item_id": item["id"]}
+    if item["type"] == "reasoning":
+        empty: dict[str, Any] = {"summary": [], "content": []}
+        (part,) = item["summary"]
+        text, summary, content = part["text"], {"summary_index": 0}, {"content_index": 0}
+        parts: list[Event] = [
+            ("reasoning_summary_part.added", inside | summary | {"part": part | {"text": ""}}),
+            ("reasoning_summary_text.delta", inside | summary | {"delta": text}),
+            ("reasoning_text.delta", inside | content | {"delta": text}),
+            ("reasoning_summary_text.done", inside | summary | {"text": text}),
+            ("reasoning_summary_part.done", inside | summary | {"part": part}),
+            ("reasoning_text.done", inside | content | {"text": text}),
+        ]
+    elif item["type"] == "message":
+        empty = {"content": []}
+        (part,) = item["content"]
+        text, log_probs, inside = part["text"], part["logprobs"], inside | {"content_index": 0}
+        parts = [
+            ("content_part.added", inside | {"part": part | {"text": "", "logprobs": []}}),
+            ("output_text.delta", inside | {"delta": text, "logprobs": []}),
+            ("output_text.done", inside | {"text": text, "logprobs": log_probs}),
+            ("content_part.done", inside | {"part": part}),
+        ]
+    elif item["type"] == "function_call":
+        empty, text = {"arguments": ""}, item["arguments"]
+        end = {"arguments": text, "name": item["name"]}
+        parts = [
+            ("function_call_arguments.delta", inside | {"delta": text}),
+            ("function_call_arguments.done", inside | end),
+        ]
+    else:
+        empty, text = {"input": ""}, item["input"]
+        parts = [
+            ("custom_tool_call_input.delta", inside | {"delta": text}),
+            ("custom_tool_call_input.done", inside | {"input": text}),
+        ]
+    if not text:
+        parts = [each for each in parts if not each[0].endswith(".delta")]
+    return [
+        ("output_item.added", place | {"item": {**item, **empty, "status": "in_progress"}}),
+        *parts,
+        ("output_item.done", place | {"item": item}),
+    ]
+
+
+def _format_usage(completion: Completion) -> Mapping[str, Any]:
+    read, sampled = len(completion.prompt_ids), completion.sampled_tokens
+    return {
+        "input_tokens": read,
+        "input_tokens_details": {
+            "cached_tokens": completion.cached_tokens,
+            "cache_write_tokens": 0,
+        },
+        "output_tokens": sampled,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": read + sampled,
     }

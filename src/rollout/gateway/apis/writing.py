@@ -1,17 +1,20 @@
-"""Values to bodies and events, and what of an answer every API tells in the same way."""
+"""Values to bodies and events, and what every API writes of an answer in the same way."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+import attrs
 import msgspec
 
-from rollout.types import InvalidToolCall, ToolCall
+from rollout.gateway.calls import GatewayCall
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
-    from rollout.gateway.calls import Answer, Completion, GatewayCall, GatewayError
+    from rollout.gateway.calls import Answer, Completion, GatewayError
+    from rollout.types import ToolCall
 
 #: Writes JSON; keys stay in their order.
 encode = msgspec.json.Encoder().encode
@@ -22,99 +25,100 @@ COMMENT = b": keep-alive\n\n"
 LEAST_LOG_PROB = -9999.0
 
 
-class Teller:
-    """What answers need beside themselves to be told.
+@attrs.frozen
+class ReplyContext:
+    """What bodies and events need beside the answers.
 
     Attributes:
         model: The name that the client asked for.
         created: Seconds since 1970.
+        spell: The bytes of a token.
     """
 
-    def __init__(self, model: str, created: int, spell: Callable[[int], bytes]) -> None:
-        self.model = model
-        self.created = created
-        self._spell = spell
+    model: str
+    created: int
+    spell: Callable[[int], bytes]
 
-    def log_probs(self, answer: Answer) -> list[dict[str, Any]]:
+    def format_log_probs(self, answer: Answer) -> list[dict[str, Any]]:
         """One entry for each sampled id, as OpenAI's APIs have it."""
         top_ids = answer.top_ids or ((),) * len(answer.ids)
         top_log_probs = answer.top_log_probs or ((),) * len(answer.ids)
         return [
             {
-                **self._token(token_id, log_prob),
-                "top_logprobs": list(map(self._token, ids, log_probs)),
+                **self._format_token(token_id, log_prob),
+                "top_logprobs": list(map(self._format_token, ids, log_probs)),
             }
             for token_id, log_prob, ids, log_probs in zip(
                 answer.ids, answer.log_probs, top_ids, top_log_probs, strict=True
             )
         ]
 
-    def _token(self, token_id: int, log_prob: float) -> dict[str, Any]:
-        spelling = self._spell(token_id)
+    def _format_token(self, token_id: int, log_prob: float) -> dict[str, Any]:
+        spelling = self.spell(token_id)
         text = spelling.decode(errors="replace")
         return {"token": text, "logprob": max(log_prob, LEAST_LOG_PROB), "bytes": list(spelling)}
 
 
-class ApiRequest(Protocol):
-    """A body that was read, and how its answer is written.
+@attrs.frozen(kw_only=True)
+class ApiRequest:
+    """A body that was read, and how its answer is written; each API has its own.
 
     Attributes:
         call: What it asks for.
         model: The name it asks for; None where it names none.
         is_streamed: Whether it wants events.
-        keep_alive: An event of no content.
+        keep_alive: An event without content.
+        has_length_in_events: Whether a refusal for a length stands in the stream.
     """
 
     call: GatewayCall
     model: str | None
     is_streamed: bool
-    keep_alive: bytes
+    keep_alive: bytes = COMMENT
+    has_length_in_events: bool = False
 
-    def body(self, completion: Completion, teller: Teller) -> Mapping[str, Any]:
+    def format_body(self, completion: Completion, context: ReplyContext) -> Mapping[str, Any]:
         """The answer as one body."""
-        ...
+        raise NotImplementedError
 
-    def events(self, completion: Completion, teller: Teller) -> Iterator[bytes]:
+    def format_events(self, completion: Completion, context: ReplyContext) -> Iterator[bytes]:
         """The answer as events: a text, a thought or a call is one delta."""
-        ...
+        raise NotImplementedError
 
-    def failure_events(self, error: GatewayError, teller: Teller) -> Iterator[bytes]:
+    def format_failure(self, error: GatewayError, context: ReplyContext) -> Iterator[bytes]:
         """The error that ends a stream."""
-        ...
+        raise NotImplementedError
 
 
-def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
+def format_event(data: Mapping[str, Any], name: str | None = None) -> bytes:
     """One server-sent event."""
     head = b"" if name is None else b"event: %s\n" % name.encode()
     return b"%sdata: %s\n\n" % (head, encode(data))
 
 
-def valid_calls(answer: Answer) -> list[ToolCall]:
-    """The calls that clients can run; the others stand in the text."""
-    return [call for call in answer.calls if not isinstance(call, InvalidToolCall)]
-
-
-def arguments_text(call: ToolCall) -> str:
+def write_arguments(call: ToolCall) -> str:
     """A call's arguments as JSON text."""
     return encode(call.arguments).decode()
 
 
-def text_input(call: ToolCall) -> str:
-    """What a tool of plain text is told of a call; the rest of the arguments has no place there."""
+def write_text_input(call: ToolCall) -> str:
+    """What a tool of plain text gets of a call; the rest of the arguments has no place there."""
     text = call.arguments.get("input")
-    return text if isinstance(text, str) else arguments_text(call)
+    return text if isinstance(text, str) else write_arguments(call)
 
 
-def ids_of(completion: Completion, answer: Answer) -> dict[str, Any]:
-    """Token ids, under the names that vLLM gives them."""
+def format_ids(completion: Completion, answer: Answer, call: GatewayCall) -> dict[str, Any]:
+    """Token ids, under the names that vLLM gives them; nothing where nobody wants them."""
+    if not call.wants_ids:
+        return {}
     return {
         "prompt_token_ids": completion.prompt_ids.tolist(),
         "token_ids": answer.ids.tolist(),
     }
 
 
-def openai_error(error: GatewayError) -> Mapping[str, Any]:
-    """As OpenAI's APIs tell an error."""
+def format_openai_error(error: GatewayError) -> Mapping[str, Any]:
+    """An error as OpenAI's APIs have it."""
     kind = _OPENAI_TYPES.get(error.status, "invalid_request_error")
     code = _OPENAI_CODES.get(error.code, error.code)
     return {"error": {"message": str(error), "type": kind, "param": error.field, "code": code}}

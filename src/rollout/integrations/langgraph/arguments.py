@@ -12,7 +12,7 @@ from rollout.gateway.calls import GatewayCall
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rollout.gateway.calls import GivenMessage
+    from rollout.gateway.calls import ClientMessage
 
 
 class CallArguments(msgspec.Struct, forbid_unknown_fields=True):
@@ -37,7 +37,7 @@ class CallArguments(msgspec.Struct, forbid_unknown_fields=True):
     max_tokens: reading.Tokens | None = None
     stop_token_ids: reading.StopIds | None = None
     top_log_probs: reading.TopLogProbs | None = None
-    seed: reading.Seed | None = None
+    seed: int | None = None
     n: reading.Samples | None = None
     stop: str | list[str] | None = None
     tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=reading.MAX_TOOLS)] | None = None
@@ -59,7 +59,7 @@ _SAMPLING = (
 )
 
 
-def call_of(messages: tuple[GivenMessage, ...], given: Mapping[str, Any]) -> GatewayCall:
+def call_of(messages: tuple[ClientMessage, ...], given: Mapping[str, Any]) -> GatewayCall:
     """What is asked of the session.
 
     Raises:
@@ -75,11 +75,11 @@ def call_of(messages: tuple[GivenMessage, ...], given: Mapping[str, Any]) -> Gat
         forced_by=() if _is_free(asked.tool_choice) else ("tool_choice",),
         parallel_calls=asked.parallel_tool_calls is not False,
         sampling=_sampling(asked),
-        seed=reading.seed_of(asked.seed),
+        seed=reading.convert_seed(asked.seed),
         n=asked.n or 1,
-        stop=reading.stops_of(asked.stop, "stop"),
+        stop=reading.check_stops(asked.stop, "stop"),
     )
-    return reading.checked(call)
+    return reading.check_call(call)
 
 
 def _checked(given: Mapping[str, Any]) -> CallArguments:
@@ -87,7 +87,7 @@ def _checked(given: Mapping[str, Any]) -> CallArguments:
     if unknown:
         known = ", ".join(CallArguments.__struct_fields__)
         refused = f"{unknown[0]} = {given[unknown[0]]!r:.80}: unknown argument; known: {known}"
-        raise reading.invalid(refused, unknown[0])
+        raise reading.make_error(refused, unknown[0])
     try:
         return msgspec.convert(given, CallArguments)
     except msgspec.ValidationError as error:
@@ -96,16 +96,16 @@ def _checked(given: Mapping[str, Any]) -> CallArguments:
 
 def _refusal(given: Mapping[str, Any], error: msgspec.ValidationError) -> Exception:
     """The error of an argument of another type, or out of its range."""
-    problem, field = reading.problem_of(error)
+    problem, field = reading.split_problem(error)
     name = field.partition("[")[0].partition(".")[0]
     expected = problem.replace("Expected", "expected", 1)
-    return reading.invalid(f"{field} = {given.get(name)!r:.80}: {expected}", name)
+    return reading.make_error(f"{field} = {given.get(name)!r:.80}: {expected}", name)
 
 
 def _sampling(asked: CallArguments) -> dict[str, Any]:
     """The fields of `SamplingConfig` that are set."""
     values = {name: getattr(asked, name) for name in _SAMPLING}
-    values["top_k"] = reading.top_k_of(asked.top_k)
+    values["top_k"] = reading.convert_top_k(asked.top_k)
     values["max_new_tokens"] = (
         asked.max_new_tokens or asked.max_completion_tokens or asked.max_tokens
     )
@@ -138,6 +138,4 @@ def _function(tool: Mapping[str, Any], field: str) -> Mapping[str, Any]:
         body = msgspec.json.encode({"function": tool["function"]})
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         reading.refuse(field, f"{tool!r:.80}: no JSON ({error}); expected a tool's JSON schema")
-    return reading.function_schema(
-        reading.decoded(_TOOL, body, field).function, f"{field}.function"
-    )
+    return reading.make_schema(reading.decode(_TOOL, body, field).function, f"{field}.function")

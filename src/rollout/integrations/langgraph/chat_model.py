@@ -101,7 +101,6 @@ class RolloutChatModel(BaseChatModel):
             if isinstance(error.__cause__, LimitExceeded):
                 raise error.__cause__ from None
             raise
-        self._loop.post(self._session.delivered, completion.id)
         answers = [message_of(answer, completion) for answer in completion.answers]
         return ChatResult(generations=[ChatGeneration(message=each) for each in answers])
 

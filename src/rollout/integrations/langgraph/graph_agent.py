@@ -12,7 +12,6 @@ from rollout.agents.openai_messages import openai_messages
 from rollout.errors import AgentError
 from rollout.gateway.runtime_loop import open_runtime_loop
 from rollout.gateway.sessions import Sessions
-from rollout.gateway.settings import GatewaySettings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -39,10 +38,9 @@ async def open_chat_model(context: AgentContext) -> AsyncIterator[RolloutChatMod
             f"LangGraph needs a package ({error}): pip install 'rollout-rl[langgraph]'"
         ) from error
     config = context.services.config.gateway
-    settings = GatewaySettings.of(config)
     async with (
         open_runtime_loop() as loop,
-        Sessions(settings).open(context) as session,
+        Sessions(config).open(context) as session,
     ):
         yield RolloutChatModel.over(session, loop, config.unenforced)
 

@@ -15,8 +15,8 @@ from langchain_core.messages import (
     ToolMessage,
 )
 
-from rollout.gateway.apis.reading import image_part
-from rollout.gateway.calls import GivenCall, GivenMessage, told_text
+from rollout.gateway.apis.reading import make_media_part
+from rollout.gateway.calls import ClientCall, ClientMessage
 from rollout.types import ToolCall as OwnCall
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 REASONING = "reasoning_content"
 
 
-def given_messages(messages: Sequence[BaseMessage]) -> tuple[GivenMessage, ...]:
+def given_messages(messages: Sequence[BaseMessage]) -> tuple[ClientMessage, ...]:
     """The messages of a call."""
     return tuple(map(_given, messages))
 
@@ -49,7 +49,7 @@ def message_of(answer: Answer, completion: Completion) -> AIMessage:
     ]
     prompt, said = len(completion.prompt_ids), len(answer.ids)
     return AIMessage(
-        content=told_text(answer),
+        content=answer.client_text,
         id=answer.id,
         tool_calls=calls,
         invalid_tool_calls=invalid,
@@ -64,22 +64,22 @@ def message_of(answer: Answer, completion: Completion) -> AIMessage:
     )
 
 
-def _given(message: BaseMessage) -> GivenMessage:
+def _given(message: BaseMessage) -> ClientMessage:
     text = message.text if isinstance(message.text, str) else str(message.text)
     if isinstance(message, AIMessage):
-        return GivenMessage(
+        return ClientMessage(
             role="assistant",
             text=text,
             reasoning=_reasoning(message),
             calls=tuple(
-                GivenCall(call["name"], call["args"], call["id"] or "")
+                ClientCall(call["name"], call["args"], call["id"] or "")
                 for call in message.tool_calls
             ),
             ids=() if message.id is None else (message.id,),
         )
     parts = _shown(message.content)
     if isinstance(message, ToolMessage):
-        return GivenMessage(
+        return ClientMessage(
             role="tool",
             text=text,
             parts=parts,
@@ -87,7 +87,7 @@ def _given(message: BaseMessage) -> GivenMessage:
             name=message.name,
             is_error=message.status == "error",
         )
-    return GivenMessage(role=_role(message), text=text, name=message.name, parts=parts)
+    return ClientMessage(role=_role(message), text=text, name=message.name, parts=parts)
 
 
 def _shown(content: Any) -> tuple[str | Mapping[str, Any], ...]:
@@ -106,7 +106,7 @@ def _image(block: Mapping[str, Any]) -> Mapping[str, Any]:
     kind, value = str(block["type"]), block.get(str(block["type"]), block.get("url"))
     if isinstance(block.get("base64"), str):
         value = {"type": "base64", "media_type": block.get("mime_type"), "data": block["base64"]}
-    return image_part(kind, value, f"a block of type {kind!r}")
+    return make_media_part(kind, value, f"a block of type {kind!r}")
 
 
 def _role(message: BaseMessage) -> str:

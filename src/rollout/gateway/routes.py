@@ -1,0 +1,272 @@
+"""The routes of a gateway: from requests over HTTP to sessions and back."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import anyio
+
+from rollout.clocks import wall
+from rollout.errors import AgentError
+from rollout.gateway.apis import chat, messages, responses
+from rollout.gateway.apis.writing import ApiRequest, ReplyContext, encode, format_openai_error
+from rollout.gateway.calls import Completion, GatewayCall, GatewayError, check_forced
+from rollout.gateway.http import EVENTS, JSON, ClientLeftError, Exchange
+from rollout.gateway.runtime_loop import LoopBlockedError, RuntimeLoop
+from rollout.scopes import open_task_group
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+    from rollout.config import GatewayConfig, LimitsConfig
+
+logger = logging.getLogger("rollout.gateway")
+
+#: Begins the paths of trajectories.
+PREFIX = "/t"
+
+
+class Session(Protocol):
+    """What of a trajectory's session its routes use; see `sessions.GatewaySession`."""
+
+    @property
+    def activity(self) -> str: ...
+
+    async def complete(self, call: GatewayCall) -> Completion: ...
+
+    async def count_tokens(self, call: GatewayCall) -> int: ...
+
+    def mark_lost(self, completion_id: str) -> None: ...
+
+    def fail(self, error: Exception) -> None: ...
+
+
+class SessionFinder(Protocol):
+    """Finds the session that a path and a key name; called in the loop that serves."""
+
+    def authenticate(self, path: str, key: str) -> Session: ...
+
+
+class Route(NamedTuple):
+    """What answers a path, and how an error of it looks.
+
+    Attributes:
+        pattern: Of the path; its groups are the parameters.
+        handle: Answers; what it raises becomes a reply.
+        format_error: The body of an error.
+    """
+
+    pattern: str
+    handle: Callable[[Exchange], Awaitable[None]]
+    format_error: Callable[[GatewayError], Mapping[str, Any]] = format_openai_error
+
+
+class Router:
+    """Answers requests by the first route that fits their path."""
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        routes = [*routes, Route(".*", refuse_path)]
+        self._routes = [(re.compile(each.pattern), each) for each in routes]
+
+    async def handle(self, exchange: Exchange) -> None:
+        """Answer a request.
+
+        Raises:
+            ClientLeftError: The client left before.
+        """
+        fitting = ((pattern.fullmatch(exchange.path), route) for pattern, route in self._routes)
+        found, route = next((found, route) for found, route in fitting if found is not None)
+        exchange.parameters = found.groupdict()
+        try:
+            await route.handle(exchange)
+        except ClientLeftError:
+            raise
+        except Exception as error:
+            if not isinstance(error, GatewayError):
+                logger.exception("a %s request failed", exchange.method)
+                error = GatewayError(500, "engine", "internal error")
+            body = route.format_error(error)
+            if exchange.has_begun:
+                await exchange.end(encode(body))
+            else:
+                await exchange.reply_json(body, error.status)
+
+
+async def refuse_path(_exchange: Exchange) -> None:
+    """Answer a path that is none."""
+    raise GatewayError(404, "not_found", "no such path is served here")
+
+
+async def confirm(exchange: Exchange) -> None:
+    """Tell that somebody is there."""
+    exchange.require("GET", "HEAD")
+    await exchange.reply(b"", [])
+
+
+class TrajectoryApi:
+    """The paths below a trajectory's.
+
+    Args:
+        sessions: Those that are served.
+        loop: Where they run.
+        config: The section `gateway`.
+        limits: The section `limits`.
+        spell: The bytes of a token.
+    """
+
+    def __init__(
+        self,
+        sessions: SessionFinder,
+        loop: RuntimeLoop,
+        config: GatewayConfig,
+        limits: LimitsConfig,
+        spell: Callable[[int], bytes],
+    ) -> None:
+        self._sessions = sessions
+        self._loop = loop
+        self._config = config
+        self._models = (config.model, *config.model_aliases)
+        bounds = (limits.generation_s, limits.turn_s, limits.trajectory_s)
+        #: How long an agent may keep the runtime's loop from its own request.
+        self._begin_s = min((bound for bound in bounds if bound is not None), default=math.inf)
+        self._spell = spell
+
+    @property
+    def routes(self) -> list[Route]:
+        """All of them."""
+        root = rf"{PREFIX}/(?P<path>[^/]+)"
+        return [
+            Route(rf"{root}/v1/chat/completions", self._route(chat.read_request)),
+            Route(rf"{root}/v1/responses", self._route(responses.read_request)),
+            Route(
+                rf"{root}/v1/messages",
+                self._route(messages.read_request),
+                messages.format_error,
+            ),
+            Route(rf"{root}/v1/messages/count_tokens", self._count, messages.format_error),
+            Route(rf"{root}/v1/messages/.*", refuse_path, messages.format_error),
+            Route(rf"{root}/v1/models", self._list_models),
+            Route(rf"{root}/v1/models/(?P<model>.+)", self._show_model),
+            Route(rf"({root})?/?", confirm),
+        ]
+
+    def _authenticate(self, exchange: Exchange) -> Session:
+        return self._sessions.authenticate(exchange.parameters["path"], exchange.key)
+
+    def _check_model(self, name: str) -> None:
+        if name not in self._models:
+            known = ", ".join(map(repr, self._models))
+            message = f"model: {name!r} is not served here; expected {known}"
+            raise GatewayError(404, "model_not_found", message, "model")
+
+    def _route(
+        self, read_request: Callable[[bytes, Mapping[str, str]], ApiRequest]
+    ) -> Callable[[Exchange], Awaitable[None]]:
+        """What answers requests for a generation in one of the APIs."""
+
+        async def handle(exchange: Exchange) -> None:
+            exchange.require("POST")
+            session = self._authenticate(exchange)
+            request = read_request(await exchange.read_body(), exchange.headers)
+            if request.model is not None:
+                self._check_model(request.model)
+            check_forced(request.call, self._config.unenforced)
+            context = ReplyContext(request.model or self._models[0], int(wall()), self._spell)
+            try:
+                await self._generate(exchange, session, request, context)
+            except GatewayError as error:
+                await self._send_error(exchange, request, context, error)
+
+        return handle
+
+    async def _generate(
+        self, exchange: Exchange, session: Session, request: ApiRequest, context: ReplyContext
+    ) -> None:
+        async with open_task_group() as tasks:
+            tasks.start_soon(self._keep_alive, exchange, request)
+            completion = await exchange.while_there(self._complete, session, request.call)
+        lost = (session.mark_lost, completion.id)
+        try:
+            if request.is_streamed:
+                data = b"".join(request.format_events(completion, context))
+            else:
+                data = encode(request.format_body(completion, context))
+            if exchange.has_begun:
+                await exchange.end(data)
+            else:
+                await exchange.reply(data, EVENTS if request.is_streamed else JSON)
+        except BaseException:
+            self._loop.post(*lost)
+            raise
+        exchange.on_unread(lambda: self._loop.post(*lost))
+
+    async def _complete(self, session: Session, call: GatewayCall) -> Completion:
+        try:
+            return await self._loop.run(
+                session.complete, call, begin_s=self._begin_s, activity=session.activity
+            )
+        except LoopBlockedError as error:
+            session.fail(AgentError(str(error)))
+            raise
+
+    async def _keep_alive(self, exchange: Exchange, request: ApiRequest) -> None:
+        """Signs of life of an answer that is not there yet: white space before a JSON body."""
+        sign, headers = (request.keep_alive, EVENTS) if request.is_streamed else (b" ", JSON)
+        while True:
+            await anyio.sleep(self._config.keep_alive_s)
+            with anyio.CancelScope(shield=True):  # an event is sent in one piece
+                if not exchange.has_begun:
+                    await exchange.begin(200, headers)
+                await exchange.write(sign)
+
+    async def _send_error(
+        self, exchange: Exchange, request: ApiRequest, context: ReplyContext, error: GatewayError
+    ) -> None:
+        """An error in events, where the stream has begun or its client looks for it there."""
+        is_length = error.code == "context_length" and request.has_length_in_events
+        if not request.is_streamed or not (exchange.has_begun or is_length):
+            raise error
+        data = b"".join(request.format_failure(error, context))
+        if exchange.has_begun:
+            await exchange.end(data)
+        else:
+            await exchange.reply(data, EVENTS)
+
+    async def _count(self, exchange: Exchange) -> None:
+        exchange.require("POST")
+        session = self._authenticate(exchange)
+        request = messages.read_request(await exchange.read_body(), exchange.headers)
+        if request.model is not None:
+            self._check_model(request.model)
+        tokens = await self._loop.run(session.count_tokens, request.call)
+        await exchange.reply_json({"input_tokens": tokens})
+
+    async def _list_models(self, exchange: Exchange) -> None:
+        exchange.require("GET", "HEAD")
+        self._authenticate(exchange)
+        served = [_format_model(name) for name in self._models]
+        ends = {"first_id": served[0]["id"], "last_id": served[-1]["id"], "has_more": False}
+        await exchange.reply_json({"object": "list", "data": served, **ends})
+
+    async def _show_model(self, exchange: Exchange) -> None:
+        exchange.require("GET", "HEAD")
+        self._authenticate(exchange)
+        name = exchange.parameters["model"]
+        self._check_model(name)
+        await exchange.reply_json(_format_model(name))
+
+
+def _format_model(name: str) -> dict[str, Any]:
+    """What OpenAI's and Anthropic's clients want to know of a model, in one."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "rollout",
+        "type": "model",
+        "display_name": name,
+        "created_at": "1970-01-01T00:00:00Z",
+    }
