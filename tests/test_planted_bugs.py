@@ -30,7 +30,6 @@ from rollout.scheduling.rewards import score as rewarding_module
 from rollout.scheduling.scheduler import Scheduler
 from rollout.scheduling.trajectory import TrajectoryRun
 from rollout.seeds import derive_seed
-from rollout.tools.sessions import OpenSessions
 from rollout.tools.trajectory_tools import TrajectoryTools
 from slow_cases import slow_but
 from trials import findings
@@ -198,15 +197,15 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("tool closed twice", "was closed 2 times")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = OpenSessions.close
+    real = TrajectoryTools.close
 
-    async def close(self: OpenSessions) -> None:
-        sessions = dict(self.opened)
+    async def close(self: TrajectoryTools) -> None:
+        sessions = dict(self._opened)
         await real(self)
-        self.opened = sessions
+        self._opened = sessions
         await real(self)
 
-    patch.setattr(OpenSessions, "close", close)
+    patch.setattr(TrajectoryTools, "close", close)
 
 
 @bug("outcome counted twice", "statistics: finished = ")

@@ -21,7 +21,7 @@ from rollout.errors import ConfigError
 from rollout.gateway.apis.writing import encode
 from rollout.gateway.calls import GatewayError
 from rollout.scopes import open_task_group
-from rollout.worker_threads import AsyncioThread
+from rollout.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -353,9 +353,9 @@ async def serve_http(config: GatewayConfig, handle: Handler) -> AsyncIterator[st
             post(started.set)
             await listener.serve(serve_connection)
 
-    with closing(AsyncioThread(cleanup_s=DRAIN_S)) as thread:
+    with closing(WorkerThreads(cleanup_s=DRAIN_S)) as threads:
         async with open_task_group() as tasks:
-            tasks.start_soon(partial(thread.run, "gateway", serve, is_apart=True))
+            tasks.start_soon(partial(threads.run_asyncio, "gateway", serve, is_apart=True))
             await started.wait()
             yield urls[0]
 

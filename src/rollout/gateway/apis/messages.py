@@ -172,10 +172,8 @@ def _read_choice(choice: _ToolChoice, tools: Sequence[Mapping[str, Any]]) -> str
 
 def _read_system(system: str | list[_Block] | None) -> tuple[tuple[ClientMessage, ...], bool]:
     """The system message without what changes from call to call; whether Claude Code sent it."""
-    if isinstance(system, list):
-        texts = [block.text or "" for block in system]
-    else:
-        texts = [system or ""]
+    blocks = [block.text for block in system] if isinstance(system, list) else [system]
+    texts = [text or "" for text in blocks]
     lasting = [text for text in texts if text and not text.startswith(BILLING)]
     message = ClientMessage(role="system", text="\n".join(lasting))
     is_claude_code = isinstance(system, list) and any(text.startswith(BILLING) for text in texts)
