@@ -97,7 +97,7 @@ class BatchWatch:
                     at=began, batch=batch, call=call, step=step, validate=validate, **sizes
                 )
             )
-        with self.lag.window() as lag, self._engines.load_windows.window() as load:
+        with self.lag.window() as lag, self._engines.load_window() as load:
             window = BatchWindow(self._engines, batch, anyio.current_time(), lag, load)
             try:
                 yield window
