@@ -98,7 +98,7 @@ def _waited_for(
     Args:
         is_ended: Whether an exception that reaches the thread meanwhile ends the call.
     """
-    return _called(method, is_ended=is_ended)  # type: ignore[return-value]
+    return _called(method, is_ended=is_ended)  # type: ignore[arg-type]
 
 
 def _called(

@@ -264,7 +264,10 @@ def check_arguments(config: Any, tools: Any, interactions: Any) -> None:
         ConfigError: One has another.
     """
     if not isinstance(config, RolloutConfig):
-        how = {str: "rollout.load_config(path)", dict: "rollout.config_from_dict(values)"}
+        how: dict[type, str] = {
+            str: "rollout.load_config(path)",
+            dict: "rollout.config_from_dict(values)",
+        }
         hint = f"; {how[type(config)]} makes one" if type(config) in how else ""
         raise ConfigError(f"config: expected a RolloutConfig, got {type(config).__name__}{hint}")
     for name, value in (("tools", tools), ("interactions", interactions)):
