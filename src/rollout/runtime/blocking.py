@@ -442,15 +442,14 @@ def open_rollout_blocking(
     if backend not in get_args(Backend):
         known = " or ".join(map(repr, get_args(Backend)))
         raise ConfigError(f"backend = {backend!r:.80}: expected {known}")
-    return BlockingRollout(
-        lambda: open_rollout(
-            config,
-            tools,
-            reward,
-            interactions,
-            group_reward=group_reward,
-            media_fetcher=media_fetcher,
-            resume=resume,
-        ),
-        backend,
+    open_runtime = functools.partial(
+        open_rollout,
+        config,
+        tools,
+        reward,
+        interactions,
+        group_reward=group_reward,
+        media_fetcher=media_fetcher,
+        resume=resume,
     )
+    return BlockingRollout(open_runtime, backend)

@@ -141,8 +141,10 @@ class _Opening(AbstractAsyncContextManager[RolloutRuntime]):
     def __exit__(self, *_error: object) -> None:
         pass
 
-    def __await__(self) -> NoReturn:
+    def _refuse_await(self) -> NoReturn:
         raise NotEnteredError(f"open_rollout is awaited; {HOW_TO_OPEN}")
+
+    __await__ = _refuse_await
 
     def __getattr__(self, name: str) -> NoReturn:
         raise NotEnteredError(f"open_rollout(...).{name}: it must be entered first; {HOW_TO_OPEN}")
