@@ -110,7 +110,8 @@ def describe_function(function: Any) -> str:
     name = getattr(function, "__qualname__", None)
     if code is None or name is None:
         return re.sub(" at 0x[0-9a-fA-F]+", "", f"{function!r:.200}")
-    return f"{function.__module__}.{name} (line {code.co_firstlineno})"
+    home = function.__module__.removeprefix("rollout file ")  # see `user_files.run_file`
+    return f"{name} ({home}, line {code.co_firstlineno})"
 
 
 def check_top_level(function: Callable[..., Any]) -> None:

@@ -167,6 +167,45 @@ def test_stream_of_a_runtime_that_is_closed_meanwhile_ends_and_says_so() -> None
             pytest.fail("it was entered")
 
 
+def test_close_while_another_thread_stays_in_a_stream_waits_for_nobody(
+    runtime: BlockingRollout,
+) -> None:
+    entered, leaves, errors = threading.Event(), threading.Event(), list[BaseException]()
+
+    def stay() -> None:
+        try:
+            with runtime.stream([user("slow")]):
+                entered.set()
+                leaves.wait()
+        except rollout.RolloutError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=stay)
+    thread.start()
+    entered.wait()
+    runtime.close()
+    leaves.set()
+    thread.join()
+    assert "closed" in str(errors[0])
+
+
+def test_blocking_runtime_serves_the_sync_code_of_another_one(runtime: BlockingRollout) -> None:
+    def judge(trajectory: Trajectory) -> float:
+        return float(len(runtime.generate([user("quick")])))
+
+    with open_rollout_blocking(SCENARIO.config(), reward=judge) as other:
+        assert other.generate([user("quick")]).trajectories[0].reward == 1.0
+
+
+def test_blocking_calls_in_a_task_of_trio_are_refused(runtime: BlockingRollout) -> None:
+    async def main() -> None:
+        with pytest.raises(rollout.RolloutError, match="called in a task of trio's"):
+            runtime.generate([user("quick")])
+        assert len(await runtime.agenerate([user("quick")])) == 1
+
+    anyio.run(main, backend="trio")
+
+
 def test_template_and_engines_serve_callers_of_any_thread(runtime: BlockingRollout) -> None:
     ids = runtime.template.prompt_ids([{"role": "user", "content": "hi"}], None)
     assert "hi" in runtime.template.decode(ids)

@@ -328,12 +328,12 @@ UNIMPORTABLE = [
     (
         isolated_rewards.score_tenfold,
         "reward: rewards.processes = 2 needs a function that its process finds by its name: "
-        "isolated_rewards.score leads to isolated_rewards.score (line 22)",
+        "isolated_rewards.score leads to score (isolated_rewards, line 22)",
     ),
     (
         isolated_rewards.first_renamed,
         "reward: rewards.processes = 2 needs a function that its process finds by its name: "
-        "isolated_rewards.renamed leads to isolated_rewards.renamed (line 194)",
+        "isolated_rewards.renamed leads to renamed (isolated_rewards, line 194)",
     ),
     (
         isolated_rewards.vanished,

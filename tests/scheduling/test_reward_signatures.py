@@ -137,27 +137,27 @@ def verl_and_more(data_source: str, solution_str: str, ground_truth: str, tokeni
         ),
         (
             lambda completions, **kwargs: [0.0 for _ in completions],
-            "HERE.<lambda> (line N): is called with lists by TRL's trainer, here with one "
+            "<lambda> (HERE, line N): is called with lists by TRL's trainer, here with one "
             "trajectory at a time",
         ),
         (
             two_arguments,
-            f"HERE.two_arguments (line N): {UNFIT} missing a required argument: 'answer'",
+            f"two_arguments (HERE, line N): {UNFIT} missing a required argument: 'answer'",
         ),
-        (no_argument, f"HERE.no_argument (line N): {UNFIT} too many positional arguments"),
-        (by_keyword, f"HERE.by_keyword (line N): {UNFIT} too many positional arguments"),
-        (Judge().two, f"HERE.Judge.two (line N): {UNFIT} missing a required argument: 'answer'"),
+        (no_argument, f"no_argument (HERE, line N): {UNFIT} too many positional arguments"),
+        (by_keyword, f"by_keyword (HERE, line N): {UNFIT} too many positional arguments"),
+        (Judge().two, f"Judge.two (HERE, line N): {UNFIT} missing a required argument: 'answer'"),
         (
             functools.partial(weighted, shift=1.0),
             f"functools.partial(<function weighted>, shift=1.0): {UNFIT} missing a required "
             "argument: 'weight'",
         ),
-        (generator, "HERE.generator (line N): yields, and does not return"),
-        (async_generator, "HERE.async_generator (line N): yields, and does not return"),
+        (generator, "generator (HERE, line N): yields, and does not return"),
+        (async_generator, "async_generator (HERE, line N): yields, and does not return"),
         (Judge, f"{Judge!r}: a class, not one of its objects"),
         (
             verl_and_more,
-            "HERE.verl_and_more (line N): cannot be called with data_source, solution_str, "
+            "verl_and_more (HERE, line N): cannot be called with data_source, solution_str, "
             "ground_truth: missing a required argument: 'tokenizer'",
         ),
     ],
@@ -171,7 +171,7 @@ async def test_reward_of_a_wrong_signature_is_refused_before_an_engine_starts(
     monkeypatch.setattr("rollout.runtime.opening.open_engines", refuse)
     with pytest.raises(rollout.ConfigError) as caught:
         await rewarded(reward)
-    message = re.sub(r"\(line \d+\)", "(line N)", str(caught.value)).replace(__name__, "HERE")
+    message = re.sub(r"line \d+", "line N", str(caught.value)).replace(__name__, "HERE")
     assert message == "reward = " + said.replace(__name__, "HERE") + EXPECTED
 
 

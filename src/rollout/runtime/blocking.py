@@ -6,6 +6,7 @@ import atexit
 import functools
 import inspect
 import logging
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -32,7 +33,7 @@ import anyio
 import anyio.to_thread
 from anyio.from_thread import start_blocking_portal
 
-from rollout.bridge import loop_poster, runs_on_trio, wait_future
+from rollout.bridge import loop_poster, wait_future
 from rollout.chat.group import Group
 from rollout.chat.trajectory import Trajectory
 from rollout.engine.pool.pool import EnginePool
@@ -61,6 +62,12 @@ P = ParamSpec("P")
 Backend = Literal["trio", "asyncio"]
 
 logger = logging.getLogger("rollout")
+
+
+def _runs_trio() -> bool:
+    """Whether trio runs in this thread, where it refuses to wait for another loop."""
+    trio = sys.modules.get("trio")
+    return trio is not None and bool(trio.lowlevel.in_trio_run())
 
 
 class _Call(Future[Any]):
@@ -98,7 +105,7 @@ def _waited_for(
     Args:
         is_ended: Whether an exception that reaches the thread meanwhile ends the call.
     """
-    return _called(method, is_ended=is_ended)  # type: ignore[return-value]
+    return _called(method, is_ended=is_ended)  # type: ignore[arg-type]
 
 
 def _called(
@@ -236,7 +243,7 @@ class BlockingRollout:
         self, open_runtime: Callable[[], AbstractAsyncContextManager[RolloutRuntime]], backend: str
     ) -> None:
         refuse_while_imported("open_rollout_blocking")
-        if runs_on_trio():
+        if _runs_trio():
             raise NotEnteredError(f"open_rollout_blocking is called in a task; {HOW_TO_OPEN}")
         self._host = self
         self._lock, self._closing = threading.Lock(), threading.Lock()
@@ -246,7 +253,7 @@ class BlockingRollout:
             portal = start_blocking_portal(backend, name="rollout")
             self._portal = stack.enter_context(portal)
             self._post, self._thread = self._portal.call(lambda: (loop_poster(), get_ident()))
-            stack.callback(self._refuse_calls)
+            stack.callback(self._end_calls)
             self._target: RolloutRuntime = stack.enter_context(self._enter(open_runtime))[0]
             self._stack = stack.pop_all()
         atexit.register(self.close)
@@ -393,9 +400,11 @@ class BlockingRollout:
             self._end(call)
             raise
 
-    def _refuse_calls(self) -> None:
+    def _end_calls(self) -> None:
+        """Refuse further calls, and end those that are left, such as streams that nobody leaves."""
         with self._lock:
             self._is_open = False
+        self._portal.call(self._portal.stop, True)
 
     def _refuse_thread(self, what: str) -> None:
         """Refuse to wait in a thread where a wait would have no end, or stop a loop of trio's."""
@@ -404,7 +413,7 @@ class BlockingRollout:
                 f"{what}: called on the runtime's own thread, on which async functions and accept "
                 "run, and which it would wait for; expected another thread"
             )
-        if runs_on_trio():
+        if _runs_trio():
             raise RolloutError(f"{what}: called in a task of trio's; expected another thread")
 
 
@@ -433,15 +442,14 @@ def open_rollout_blocking(
     if backend not in get_args(Backend):
         known = " or ".join(map(repr, get_args(Backend)))
         raise ConfigError(f"backend = {backend!r:.80}: expected {known}")
-    return BlockingRollout(
-        lambda: open_rollout(
-            config,
-            tools,
-            reward,
-            interactions,
-            group_reward=group_reward,
-            media_fetcher=media_fetcher,
-            resume=resume,
-        ),
-        backend,
+    open_runtime = functools.partial(
+        open_rollout,
+        config,
+        tools,
+        reward,
+        interactions,
+        group_reward=group_reward,
+        media_fetcher=media_fetcher,
+        resume=resume,
     )
+    return BlockingRollout(open_runtime, backend)

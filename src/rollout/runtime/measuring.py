@@ -60,17 +60,11 @@ class BatchWindow:
 
 
 class BatchWatch:
-    """Numbers the calls of a runtime, and measures what happens meanwhile.
-
-    Attributes:
-        lag: Of the event loop.
-    """
+    """Numbers the calls of a runtime, and measures what happens meanwhile."""
 
     def __init__(self, services: Services, lag: LoopLag) -> None:
-        self.lag = lag
-        self._events, self._engines = services.events, services.engines
-        self._tally = services.tally
-        self._numbers = itertools.count()
+        self._services, self._events, self._engines = services, services.events, services.engines
+        self._lag, self._numbers = lag, itertools.count()
 
     @contextmanager
     def window(
@@ -97,7 +91,7 @@ class BatchWatch:
                     at=began, batch=batch, call=call, step=step, validate=validate, **sizes
                 )
             )
-        with self.lag.window() as lag, self._engines.load_window() as load:
+        with self._lag.window() as lag, self._engines.load_window() as load:
             window = BatchWindow(self._engines, batch, anyio.current_time(), lag, load)
             try:
                 yield window
@@ -113,9 +107,9 @@ class BatchWatch:
 
     async def sample(self) -> None:
         """Emit the runtime's counts every second, while events have a reader."""
-        events, tally, engines = self._events, self._tally, self._engines
+        events, tally, engines = self._events, self._services.tally, self._engines
         while True:
-            with self.lag.window() as lag:
+            with self._lag.window() as lag:
                 await anyio.sleep(SAMPLE_S)
             if not events.is_on:
                 continue

@@ -141,8 +141,10 @@ class _Opening(AbstractAsyncContextManager[RolloutRuntime]):
     def __exit__(self, *_error: object) -> None:
         pass
 
-    def __await__(self) -> NoReturn:
+    def _refuse_await(self) -> NoReturn:
         raise NotEnteredError(f"open_rollout is awaited; {HOW_TO_OPEN}")
+
+    __await__ = _refuse_await
 
     def __getattr__(self, name: str) -> NoReturn:
         raise NotEnteredError(f"open_rollout(...).{name}: it must be entered first; {HOW_TO_OPEN}")
@@ -264,7 +266,10 @@ def check_arguments(config: Any, tools: Any, interactions: Any) -> None:
         ConfigError: One has another.
     """
     if not isinstance(config, RolloutConfig):
-        how = {str: "rollout.load_config(path)", dict: "rollout.config_from_dict(values)"}
+        how: dict[type, str] = {
+            str: "rollout.load_config(path)",
+            dict: "rollout.config_from_dict(values)",
+        }
         hint = f"; {how[type(config)]} makes one" if type(config) in how else ""
         raise ConfigError(f"config: expected a RolloutConfig, got {type(config).__name__}{hint}")
     for name, value in (("tools", tools), ("interactions", interactions)):

@@ -221,13 +221,13 @@ class RewardCall:
         finally:
             for member in self.members:
                 member.running = None
-        error = code.error
-        if error is None:
+        raised = code.error
+        if raised is None:
             return self._explain_cancelled() if value is None else value
-        interrupt = find_exception(error, KeyboardInterrupt)
+        interrupt = find_exception(raised, KeyboardInterrupt)
         if interrupt is not None:
             raise interrupt
-        cause = error.cause if isinstance(error, RewardRaisedError) else Cause.of(error)
+        cause = raised.cause if isinstance(raised, RewardRaisedError) else Cause.of(raised)
         return RewardFailure(Outcome.FAILED, self.function.what, cause=cause)
 
     async def _call(
