@@ -409,7 +409,9 @@ def _read_local(local: Path) -> tuple[bytes, int | None]:
 
 
 def _drop_owner(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    return member.replace(uid=0, gid=0, uname="", gname="")
+    member.uid = member.gid = 0
+    member.uname = member.gname = ""
+    return member
 
 
 def _write_local(local: Path, data: bytes, mode: int) -> None:
@@ -423,11 +425,14 @@ def _unpack(data: bytes, local: Path, path: str, max_bytes: int) -> None:
         with tarfile.open(fileobj=io.BytesIO(data)) as archive:
             members = archive.getmembers()
             for member in members:
-                is_inside = ".." not in Path(member.name).parts
+                is_inside = not {"..", "/"} & set(Path(member.name).parts)
                 if not is_inside or not (member.isreg() or member.isdir()):
                     raise SandboxError(f"download of {path}: {member.name!r} is no regular file")
+                is_program = member.isdir() or member.mode & 0o100
+                _drop_owner(member).mode = 0o755 if is_program else 0o644
             if sum(member.size for member in members) > max_bytes:
                 raise SandboxLimit(f"{path} has more than {max_bytes} bytes")
-            archive.extractall(local, filter="data")
+            archive.extraction_filter = lambda member, path: member  # they are as they are to be
+            archive.extractall(local)
     except tarfile.TarError as error:
         raise SandboxError(f"download of {path}: {error}") from error
