@@ -49,11 +49,12 @@ _WRITE = (
     '[ -z "$2" ] || chmod "$2" -- "$1"'
 )
 _UNPACK = 'mkdir -p -- "$1" && tar -xf - -C "$1"'
-#: Into a file, since what providers hand on may be text alone.
-_PACK = (
-    '[ -e "$1" ] || [ -L "$1" ] || exit 2; f=$(mktemp) && '
-    'tar -cf "$f" -C "$(dirname -- "$1")" -- "$(basename -- "$1")" && echo "$f"'
+_DESCRIBE = (
+    'if [ -L "$1" ]; then echo link; elif [ -d "$1" ]; then echo directory; '
+    'elif [ -x "$1" ]; then echo program; fi'
 )
+#: Into a file, since what providers hand on may be text alone.
+_PACK = 'f=$(mktemp) && tar -cf "$f" -C "$1" . && echo "$f"'
 
 
 @attrs.frozen(kw_only=True)
@@ -246,16 +247,21 @@ class Sandbox:
         target, source = Path(local), os.path.normpath(self.join(path))  # noqa: ASYNC240
         if os.path.lexists(target):  # noqa: ASYNC240  (at once)
             raise FileExistsError(17, "File exists", str(target))
+        kind = (await self._run_script(_DESCRIBE, source)).stdout.strip()
+        if kind == b"link":
+            raise SandboxError(f"download of {path}: it is a link, no regular file")
+        if kind != b"directory":
+            data = await self.read_file(source, max_bytes=max_bytes)
+            mode = 0o755 if kind == b"program" else 0o644
+            return await anyio.to_thread.run_sync(_write_local, target, data, mode)
         packed = await self._run_script(_PACK, source)
-        if packed.exit_code == 2 and not packed.stderr:
-            raise FileNotFoundError(2, "No such file or directory", path)
         check_exit(packed, f"download of {path}")
         archive = packed.stdout.decode().strip()
         try:  # which may be larger than its files by an eighth and a MiB
             data = await self.read_file(archive, max_bytes=max_bytes + max_bytes // 8 + MIB)
         finally:
             await self.exec(["rm", "-f", archive])
-        await anyio.to_thread.run_sync(_unpack, data, target, path, max_bytes)
+        return await anyio.to_thread.run_sync(_unpack, data, target, path, max_bytes)
 
     async def expose_port(self, port: int) -> str:
         """The URL that reaches a port of the sandbox from here; else `SandboxUnsupported`."""
@@ -403,21 +409,30 @@ def _read_local(local: Path) -> tuple[bytes, int | None]:
 
 
 def _drop_owner(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    return member.replace(uid=0, gid=0, uname="", gname="")
+    member.uid = member.gid = 0
+    member.uname = member.gname = ""
+    return member
+
+
+def _write_local(local: Path, data: bytes, mode: int) -> None:
+    local.write_bytes(data)
+    local.chmod(mode)
 
 
 def _unpack(data: bytes, local: Path, path: str, max_bytes: int) -> None:
-    """Extract an archive of one path that the sandbox made: nothing in it is trusted."""
+    """Extract an archive that the sandbox made: nothing in it is trusted."""
     try:
         with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-            members = []
-            for member in archive:
-                parts = Path(member.name).parts
-                if ".." in parts or not (member.isreg() or member.isdir()):
+            members = archive.getmembers()
+            for member in members:
+                is_inside = not {"..", "/"} & set(Path(member.name).parts)
+                if not is_inside or not (member.isreg() or member.isdir()):
                     raise SandboxError(f"download of {path}: {member.name!r} is no regular file")
-                members.append(member.replace(name=str(Path(local.name, *parts[1:]))))
+                is_program = member.isdir() or member.mode & 0o100
+                _drop_owner(member).mode = 0o755 if is_program else 0o644
             if sum(member.size for member in members) > max_bytes:
                 raise SandboxLimit(f"{path} has more than {max_bytes} bytes")
-            archive.extractall(local.parent, members, filter="data")
+            archive.extraction_filter = lambda member, path: member  # they are as they are to be
+            archive.extractall(local)
     except tarfile.TarError as error:
         raise SandboxError(f"download of {path}: {error}") from error

@@ -19,7 +19,7 @@ from rollout.config.sandbox_section import SandboxSpec
 from rollout.errors import ConfigError, SandboxError, SandboxUnavailable, SandboxUnsupported
 from rollout.sandbox.api import MIB
 from rollout.sandbox.inside.seccomp import write_filter
-from rollout.sandbox.local import LocalProvider, LocalSandbox, Relay, make_file
+from rollout.sandbox.local import RELAY_DIRECTORY, LocalProvider, LocalSandbox, Relay, make_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +31,6 @@ NOBODY = 65534
 #: Ids that commands believe to have.
 INSIDE_ID = 1000
 WORKDIR = "/work"
-RELAY_DIRECTORY = "/run/rollout"
 #: Of each file system in memory, of processes and threads.
 DISK_MB, MAX_PROCESSES = 256, 128
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -157,7 +156,7 @@ class BubblewrapProvider(LocalProvider):
             raise ConfigError(f"sandbox: readable = {readable!r}: expected paths that exist")
         self._bwrap = found
         self._python, shown = (python, []) if python else find_python()
-        self._relay = Relay(RELAY_DIRECTORY, self._python)
+        self._relay = Relay(self._python)
         self._bound = {str(Path(path).absolute()) for path in (*shown, *readable)}
 
     async def check(self) -> None:

@@ -22,7 +22,7 @@ import anyio
 
 from rollout.errors import SandboxError, SandboxLost, SandboxUnavailable, SandboxUnsupported
 from rollout.sandbox.api import MIB, Command, SandboxProvider
-from rollout.sandbox.local import Relay
+from rollout.sandbox.local import RELAY_DIRECTORY, Relay
 from rollout.sandbox.remote import Output, RemoteSandbox
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from rollout.config.sandbox_section import SandboxSpec
 
-RELAY_DIRECTORY = "/run/rollout"
 _LABEL = "rollout.driver"
 #: Seconds that the engine has for anything but pulling an image and running a command.
 _CLIENT_S = 60.0
@@ -105,7 +104,7 @@ class ContainerProvider(SandboxProvider):
                 f"there is no program {self._command[0]}: install it, or name another "
                 "sandbox.provider"
             )
-        self.relay = Relay(RELAY_DIRECTORY)
+        self.relay = Relay()
 
     async def check(self) -> None:
         """See `SandboxProvider.check`; removes containers of drivers here that are gone."""

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
     from rollout.config.sandbox_section import SandboxSpec
 
+#: Where sandboxes see the sockets of a `Relay`.
+RELAY_DIRECTORY = "/run/rollout"
 #: Where every user may look, as nobody must, whatever ``TMPDIR`` is.
 OPEN_DIRECTORY = "/tmp"
 #: Seconds that a host has to answer once a command was killed.
@@ -226,12 +228,12 @@ class Relay:
     """Leads programs in sandboxes without a network to servers on this machine.
 
     ``inside/relay.py`` runs outside, where it has a Unix socket for each server in a directory that
-    sandboxes see at `inside`, and in each sandbox that wants one, where it has a port. The one
-    outside ends with this driver, and the directory with it.
+    sandboxes see at `RELAY_DIRECTORY`, and in each sandbox that wants one, where it has a port.
+    The one outside ends with this driver, and the directory with it.
     """
 
-    def __init__(self, inside: str, python: str = "python3") -> None:
-        self._inside, self._python = inside, python
+    def __init__(self, python: str = "python3") -> None:
+        self._python = python
         self._process: Process | None = None
         self._directory = ""
         self._servers: set[str] = set()
@@ -266,7 +268,7 @@ class Relay:
                     await process.stdin.send(f"{name} {server}\n".encode())
                     await process.stdout.receive()  # it listens
                 self._servers.add(server)
-        command = [self._python, "-I", "-S", "-", "inside", f"{self._inside}/{name}"]
+        command = [self._python, "-I", "-S", "-", "inside", f"{RELAY_DIRECTORY}/{name}"]
         result = await sandbox.exec(command, input=read_program("relay"), timeout_s=60)
         if result.exit_code or not result.stdout.strip().isdigit():
             output = result.stderr[-500:].decode(errors="replace")
