@@ -1,4 +1,4 @@
-"""The slots that trajectories run in, and their number, given what the engines say of themselves.
+"""The slots that trajectories run in, and how many there are, by what engines report of themselves.
 
 More in flight than the engines' KV caches hold does not make batches larger: the others wait in a
 queue, and a request whose turn comes finds its prefix pushed out of the cache and has
@@ -139,7 +139,7 @@ class AdmissionController:
         """Take one round of loads, by replica; return the number allowed from now on.
 
         Args:
-            loads: What each live engine last said.
+            loads: What each live engine last reported.
             in_flight: Trajectories running now.
             progress: What trajectories have done.
         """

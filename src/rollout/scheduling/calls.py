@@ -86,7 +86,7 @@ class Call:
         self._bad = BadEndings(self._tally, self._config, count)
         self._group_s = group_s
         self._met_deadline = self._is_cancelled = self._is_leaving = self._ends_rewards = False
-        #: Groups that are complete and not judged; and rewards of groups that are being asked for.
+        #: Groups that are complete and not judged; and calls of group rewards.
         self._judging = 0
         self._rewards: dict[MemberGroup, anyio.CancelScope] = {}
         self._changed, self._has_ended = anyio.Event(), anyio.Event()
@@ -260,7 +260,7 @@ class Call:
         self.scheduler.run_member(member)
 
     def _note_admitted(self, member: Member) -> None:
-        """Count a member as admitted, where that was not done for the whole call."""
+        """Count a member as admitted, where that was not done for all at once."""
 
     async def _finish_recorded(self, member: Member, trajectory: Trajectory) -> None:
         """End a member with its trajectory from the journal; its agent is not run."""

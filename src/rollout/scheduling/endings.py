@@ -26,10 +26,10 @@ NEVER_GENERATED = "never_generated"
 SILENT_TURNS = 4
 #: Causes of failures that are logged, or listed in an error; the others are counted.
 LISTED_CAUSES = 5
-#: Of what an error said, in a line of the log; the trajectory's `cause` has all of it.
+#: Characters of an error's message in a line of the log; the trajectory's `cause` has all of it.
 SHOWN_CHARACTERS = 400
 
-#: Outcome, reason, and what an error said.
+#: Outcome, reason, and the message of an error.
 _Cause = tuple[Outcome, str, str]
 
 

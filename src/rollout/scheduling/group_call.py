@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 #: Reason of carried members whose tokens are too old to take.
 STALE = "stale"
-#: A consumer that waits for so long, and for itself, is told why.
+#: A consumer that waits for so long, and for itself, gets a hint in the log.
 HINT_S = 5.0
 #: Different rewards of a refused group that an error lists.
 LISTED = 8
@@ -157,7 +157,7 @@ class GroupCall(Call):
         self._log.note_missing(self.step, missing)
 
     def note_source_end(self) -> None:
-        """Forget a source that is over, as the caller learns now: given again, it begins again."""
+        """Forget a source that is over, as the caller learns now; named again, it begins again."""
         if self.source.is_over and not self._has_noted_end:
             self._has_noted_end = True
             self._queue.forget(self.source)

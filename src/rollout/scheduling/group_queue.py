@@ -141,10 +141,10 @@ class GroupQueue:
 
     # Sources.
 
-    def find_source(self, given: Any) -> PromptSource:
+    def find_source(self, data: Any) -> PromptSource:
         """Return a caller's source where it was left; one that is over begins again."""
-        source = self._sources.pop(id(given), None) or PromptSource(given, self)
-        self._sources[id(given)] = source  # the last of them
+        source = self._sources.pop(id(data), None) or PromptSource(data, self)
+        self._sources[id(data)] = source  # the last of them
         idle = [each for each in self._sources.values() if not (each.users or each.is_pulling)]
         for each in idle[: max(0, len(self._sources) - MAX_SOURCES)]:
             if each is not source:
@@ -152,9 +152,9 @@ class GroupQueue:
         return source
 
     def forget(self, source: PromptSource) -> None:
-        """Close a source and forget its position: given again, it begins again."""
-        if self._sources.get(id(source.given)) is source:  # else it has begun again already
-            del self._sources[id(source.given)]
+        """Close a source and forget its position: a call that names it again begins it again."""
+        if self._sources.get(id(source.data)) is source:  # else it has begun again already
+            del self._sources[id(source.data)]
         source.close()
 
     def close(self) -> None:
@@ -196,21 +196,21 @@ class PromptSource:
     """A caller's source, with its position.
 
     Args:
-        given: What the caller gave; a reference, so that no other object gets the same `id`.
+        data: What the caller gave; a reference, so that no other object gets the same `id`.
 
     Attributes:
-        given: That.
-        count: Prompts that it has given.
+        data: That.
+        count: Prompts that were pulled.
         pulled: Prompts that no call has taken yet, as groups.
         users: Open calls that have it.
-        is_over: Whether it has given all that it has, or was closed.
+        is_over: Whether it has no more, or was closed.
         failure: What it raised, until a call ends with that.
         is_pulling: Whether a pull is under way.
-        step: Of the call that asked it last.
+        step: Of the call that pulled last.
     """
 
-    def __init__(self, given: Any, queue: GroupQueue) -> None:
-        self.given, self._queue = given, queue
+    def __init__(self, data: Any, queue: GroupQueue) -> None:
+        self.data, self._queue = data, queue
         self.count = self.step = 0
         self.pulled: deque[MemberGroup] = deque()
         self.users: dict[GroupUser, None] = {}
@@ -219,11 +219,11 @@ class PromptSource:
         self._iterator: Any = None
         #: Of an async source: its task, and what has that pull once more.
         self._task: Contained[None] | None = None
-        self._asked = anyio.Event()
+        self._wanted = anyio.Event()
 
     @property
     def _is_async(self) -> bool:
-        return isinstance(self.given, AsyncIterable)
+        return isinstance(self.data, AsyncIterable)
 
     def ask(self, step: int) -> None:
         """Start a pull of one prompt for a call of this step, unless one is under way."""
@@ -231,18 +231,18 @@ class PromptSource:
             return
         self.is_pulling, self.step = True, step
         if self._task is not None:
-            self._asked.set()
+            self._wanted.set()
         else:
             self._queue.start(self._run_task if self._is_async else self._pull)
 
     def close(self) -> None:
         """Pull no more, and drop the reference to what the caller gave."""
         self.is_over = True
-        self._asked.set()
+        self._wanted.set()
         if self._task is not None:
             self._task.cancel()  # it closes the iterator
         else:
-            self.given, self._iterator = (), None
+            self.data, self._iterator = (), None
 
     async def _pull(self) -> None:
         """Pull one prompt."""
@@ -268,11 +268,11 @@ class PromptSource:
     async def _next(self) -> tuple[Any, bool]:
         """Return one prompt, and whether it is known to be the last."""
         if self._is_async:
-            self._iterator = aiter(self.given) if self._iterator is None else self._iterator
+            self._iterator = aiter(self.data) if self._iterator is None else self._iterator
             prompt = await anext(self._iterator, _END)
             return prompt, prompt is _END
         # A list cannot block; and time would run away from a thread where it is virtual.
-        if type(self.given) in (list, tuple) or not may_leave_loop():
+        if type(self.data) in (list, tuple) or not may_leave_loop():
             return self._next_sync()
         return await self._queue.threads.run_beside(WHAT, self._next_sync, patience_s=0.0)
 
@@ -280,7 +280,7 @@ class PromptSource:
         if self._iterator is None:
             if self._length() == 0:
                 return _END, True
-            self._iterator = iter(self.given)
+            self._iterator = iter(self.data)
         prompt = next(self._iterator, _END)
         return prompt, prompt is _END or self.count + 1 >= self._length()
 
@@ -289,10 +289,10 @@ class PromptSource:
 
         Such a dataset may give items beyond that too.
         """
-        if isinstance(self.given, Iterable) and not isinstance(self.given, Sequence):
+        if isinstance(self.data, Iterable) and not isinstance(self.data, Sequence):
             return math.inf
         try:
-            return len(self.given)
+            return len(self.data)
         except Exception:  # a dataset that has none, or cannot say
             return math.inf
 
@@ -323,8 +323,8 @@ class PromptSource:
                     # its own that failed: the source meets that at its next pull.
                     with anyio.CancelScope(shield=True):
                         while not (self.is_pulling or self.is_over):
-                            await self._asked.wait()
-                            self._asked = anyio.Event()
+                            await self._wanted.wait()
+                            self._wanted = anyio.Event()
             finally:
                 all_of_it.shield = True
                 await self._close_iterator()

@@ -248,7 +248,7 @@ class Groups:
         group.forget(member)
         if group.is_complete:
             return None
-        # Where only the reward failed the tokens are good, and `rewards.retries` has asked again.
+        # Where only the reward failed the tokens are good, and `rewards.retries` has called again.
         failed = trajectory.outcome is Outcome.FAILED and trajectory.reason != REWARD_REASON
         if failed and not self._is_stopped and member.refills < self.wanted.refills:
             refills = member.refills + 1

@@ -26,7 +26,7 @@ class RunLog:
     pull_count = 0
 
     def check_announced(self) -> None:
-        """Raise a `ConfigError` where nobody has said which weights the engines have."""
+        """Raise a `ConfigError` where nobody has announced which weights the engines have."""
 
     # Sources and groups of earlier processes.
 

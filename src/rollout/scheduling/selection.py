@@ -79,7 +79,7 @@ class Selection:
       off (cancelled, carried, or ended by a deadline of the call or the group), as far as they had
       come; while the call is open, what runs is like what was cut off;
     * ``selection/reward/{accepted,finished}``: mean known rewards; where groups have a reward, of
-      those in groups that were given it;
+      those in groups that have it;
     * ``selection/length_bias``: the mean length of those taken ÷ an estimate of the mean that all
       would have had, those that were cut off included; below 1 where short answers are preferred.
       Absent where all were cut off.

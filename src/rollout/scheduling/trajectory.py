@@ -415,11 +415,11 @@ def _metrics(run: TrajectoryRun, restarts: int) -> dict[str, float]:
 
 async def _reward(runner: TrajectoryRunner, run: TrajectoryRun, trajectory: Trajectory) -> None:
     """Ask for the reward of a trajectory, or take the one that its agent gave."""
-    given, events, context = run.context.reward, runner.services.events, run.context
+    own, events, context = run.context.reward, runner.services.events, run.context
     if runner.rewarding.functions.single is None:
-        if given is not None:
+        if own is not None:
             try:
-                apply_reward(trajectory, check_reward_value(given, trajectory, "the agent"))
+                apply_reward(trajectory, check_reward_value(own, trajectory, "the agent"))
             except BadRewardError as error:
                 end_without_reward(trajectory, Outcome.FAILED, "reward", None, Cause.of(error))
     elif run.member.deadline_met is None:

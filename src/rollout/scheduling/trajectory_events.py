@@ -33,7 +33,7 @@ def _started(_: float, facts: Sequence[Any]) -> tuple[TrajectoryStarted, None]:
 
 
 def emit_ended(events: EventStream, member: Member, trajectory: Trajectory) -> None:
-    """A member has its outcome; told of where a reader wants that."""
+    """A member has its outcome; emitted where a reader wants that."""
     who, is_failed = member.identity, trajectory.outcome is Outcome.FAILED
     if not events.tell_notes(who.number, who.step, who.uid, who.member, is_failed=is_failed):
         return
