@@ -11,7 +11,6 @@ import anyio
 import pytest
 
 import executors
-from rollout.errors import ToolError
 from rollout.tools import ToolResult, TrajectoryTools, function_tool
 from rollout.worker_threads import WorkerThreads
 
@@ -205,15 +204,3 @@ async def test_threads_closed_while_an_abandoned_call_runs_do_not_hold_the_loop(
     threads.close()
     assert anyio.current_time() - began < 0.5
     release.set()
-
-
-def test_function_tool_unknown_backend_is_refused() -> None:
-    with pytest.raises(ToolError) as caught:
-
-        @function_tool(backend="uvloop")  # type: ignore[call-overload]
-        async def f() -> None:
-            """Do it."""
-
-    assert str(caught.value) == (
-        "function tool 'f': backend = 'uvloop'; expected 'native' or 'asyncio'"
-    )

@@ -92,10 +92,6 @@ def test_calculator_impossible_expression_says_why(expression: str, message: str
     assert str(caught.value) == message
 
 
-def test_calculator_largest_integer_stays_exact() -> None:
-    assert calculate("2 ** 4095 - 1 + 2 ** 4095") == 2**4096 - 1
-
-
 numbers = st.integers(0, 999).map(str)
 expressions = st.recursive(
     numbers,
@@ -138,25 +134,3 @@ async def test_calculator_tool_answers_with_text() -> None:
     assert await calculator(expression="6 *") == ToolResult(
         "cannot calculate '6 *': invalid syntax", is_error=True
     )
-
-
-def test_calculator_tool_has_a_schema() -> None:
-    assert calculator.schema == {
-        "type": "function",
-        "function": {
-            "name": "calculator",
-            "description": "Evaluate an arithmetic expression.",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "expression": {
-                        "type": "string",
-                        "description": (
-                            'Numbers with + - * / // % ** and parentheses, e.g. "(3 + 4) * 5".'
-                        ),
-                    }
-                },
-                "required": ["expression"],
-            },
-        },
-    }

@@ -567,27 +567,6 @@ async def test_function_tool_schema_of_its_own_reaches_the_kwargs(threads: Worke
 
 
 @pytest.mark.anyio
-async def test_function_tool_schema_that_is_open_takes_every_name(threads: WorkerThreads) -> None:
-    function = {**OPEN["function"], "parameters": {"type": "object"}}  # type: ignore[dict-item]
-
-    @function_tool(schema={"type": "function", "function": function})
-    def search(**options: Any) -> Any:
-        return options
-
-    session = await search.open(context(threads))
-    call = ToolCall(name="search", arguments=search.check({"any": [1]}, {}))
-    assert await session.execute(call) == {"any": [1]}
-
-
-def test_function_tool_positional_rest_is_refused_beside_a_schema_too() -> None:
-    with pytest.raises(ToolError, match=r"\*words has no schema"):
-
-        @function_tool(schema=OPEN)
-        def search(query: str, *words: str, **options: Any) -> str:
-            return query
-
-
-@pytest.mark.anyio
 async def test_function_tool_unknown_prompt_kwargs_are_refused(threads: WorkerThreads) -> None:
     with pytest.raises(ToolError) as caught:
         await get_weather.open(context(threads, town="Oslo"))
@@ -595,20 +574,6 @@ async def test_function_tool_unknown_prompt_kwargs_are_refused(threads: WorkerTh
         "tools_kwargs of 'get_weather' name no parameter of it: town; expected some of: city, "
         "days, unit"
     )
-
-
-@pytest.mark.anyio
-async def test_function_tool_async_behind_a_sync_wrapper_is_awaited(threads: WorkerThreads) -> None:
-    async def inner() -> str:
-        return "from the loop"
-
-    @function_tool
-    def outer() -> Any:
-        """Do it."""
-        return inner()
-
-    session = await outer.open(context(threads))
-    assert await session.execute(ToolCall(name="outer", arguments={})) == "from the loop"
 
 
 def test_function_tool_docstring_sections_are_told_apart() -> None:
@@ -786,11 +751,6 @@ def test_function_tool_docstring_styles_say_the_same(function: Any) -> None:
     assert described == {"size": "How large, in pixels.", "names": "Of what."}
 
 
-def test_function_tool_several_parameters_share_a_numpy_entry() -> None:
-    _, parameters = parse_docstring("Add.\n\nParameters\n----------\na, b : int\n    Summands.\n")
-    assert parameters == {"a": "Summands.", "b": "Summands."}
-
-
 def test_function_tool_prose_that_looks_like_a_section_stays_prose() -> None:
     text = "Search.\n\n:param without an end\n"
     assert parse_docstring(text)[0].startswith("Search.")
@@ -905,52 +865,6 @@ def test_function_tool_pydantic_models_are_inlined_and_made() -> None:
         'room.corners[0].x = "2": input should be a valid integer'
     )
     assert check(tool, room={"corners": []}, corner={}) == "corner.x = {}: field required"
-
-
-class Cat(pydantic.BaseModel):
-    kind: Literal["cat"]
-    lives: int
-
-
-class Dog(pydantic.BaseModel):
-    kind: Literal["dog"]
-    name: str
-
-
-def test_function_tool_unions_of_pydantic_models_are_told_apart() -> None:
-    def feed(pets: list[Cat | Dog], guest: Cat | str | None = None) -> None:
-        """Feed them.
-
-        Args:
-            pets: Who.
-            guest: Who else.
-        """
-
-    tool = function_tool(feed)
-    cat, dog = (
-        {
-            "type": "object",
-            "properties": {"kind": {"type": "string", "enum": [kind]}, field: {"type": wanted}},
-            "required": ["kind", field],
-        }
-        for kind, field, wanted in (("cat", "lives", "integer"), ("dog", "name", "string"))
-    )
-    assert tool.schema["function"]["parameters"]["properties"] == {
-        "pets": {"type": "array", "items": {"anyOf": [cat, dog]}, "description": "Who."},
-        "guest": {
-            "anyOf": [cat, {"type": "string"}],
-            "nullable": True,
-            "description": "Who else.",
-            "default": None,
-        },
-    }
-    pets = [{"kind": "dog", "name": "Rex"}, {"kind": "cat", "lives": 9}]
-    made = [Dog(kind="dog", name="Rex"), Cat(kind="cat", lives=9)]
-    assert tool.parameters.check({"pets": pets, "guest": "Ann"}) == {"pets": made, "guest": "Ann"}
-    assert tool.parameters.check({"pets": made, "guest": None}) == {"pets": made, "guest": None}
-    assert check(tool, pets=[{"kind": "cat", "lives": "9"}]) == (
-        'pets[0].Cat.lives = "9": input should be a valid integer'
-    )
 
 
 def climb(tree: Tree) -> None:

@@ -167,19 +167,6 @@ async def test_trajectories_are_spread_over_connections_and_stay() -> None:
         await second.close()
 
 
-async def test_many_calls_at_once_each_get_their_own_answer() -> None:
-    async with connected(EVERYTHING) as server:
-        answers: dict[int, str] = {}
-
-        async def add(number: int) -> None:
-            answers[number] = (await server.call("get-sum", a=number, b=1)).text
-
-        async with anyio.create_task_group() as tasks:
-            for number in range(50):
-                tasks.start_soon(add, number)
-        assert answers == {n: f"The sum of {n} and 1 is {n + 1}." for n in range(50)}
-
-
 async def test_tool_agent_uses_an_mcp_server() -> None:
     call = '<tool_call>\n{"name": "in_stock", "arguments": {"item": "pear"}}\n</tool_call>'
     scenario = Scenario(seed=1).reply("pears", call).then("Five.")

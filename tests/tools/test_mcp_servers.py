@@ -127,19 +127,6 @@ async def test_frozen_server_is_found_after_a_call_was_given_up(context: ToolCon
         assert answered == str(servers()[0].pid) != str(frozen.pid)
 
 
-@pytest.mark.slow
-@pytest.mark.anyio
-async def test_call_that_only_reads_is_repeated_when_its_server_freezes(
-    context: ToolContext,
-) -> None:
-    async with connect_mcp(SERVER, ping_s=1) as tools:
-        (frozen,) = servers()
-        frozen.suspend()
-        with anyio.fail_after(60):
-            answered = await ask(tools, context, "process")
-        assert answered == str(servers()[0].pid) != str(frozen.pid)
-
-
 @pytest.mark.anyio
 async def test_server_that_works_for_long_is_left_alone(context: ToolContext) -> None:
     async with connect_mcp(SERVER, ping_s=1) as tools:
@@ -236,14 +223,6 @@ async def test_answer_of_20_megabytes_over_http_is_not_read(context: ToolContext
             "max_answer_bytes)"
         )
         assert await ask(tools, context, "count") == "1"
-
-
-@pytest.mark.slow
-@pytest.mark.anyio
-async def test_list_of_tools_that_is_too_long_is_named() -> None:
-    with pytest.raises(ToolError, match="has more than 100 bytes"):
-        async with connect_mcp(SERVER, max_answer_bytes=100):
-            pytest.fail("connected")
 
 
 @pytest.mark.anyio

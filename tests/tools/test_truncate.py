@@ -38,10 +38,6 @@ def test_truncate_seed_convention_swaps_left_and_right() -> None:
     assert truncate_text(text, 4, "middle", convention="seed") == "01...(truncated)...89"
 
 
-def test_truncate_empty_text_is_left_alone() -> None:
-    assert truncate_text("", 0, "middle") == ""
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -144,8 +144,8 @@ class _PlayedUser(Interaction):
             why = f"HTTP {error.status_code}: {error.response.text[:_QUOTED]}"
             raise RolloutError(f"{label}: {why}") from None
         except openai.APIError as error:
-            why = error.__cause__ or error
-            raise RolloutError(f"{label}: no answer ({type(why).__name__}: {why})") from None
+            cause = error.__cause__ or error
+            raise RolloutError(f"{label}: no answer ({type(cause).__name__}: {cause})") from None
         try:
             content = completion.choices[0].message.content
         except (AttributeError, LookupError, TypeError):

@@ -82,8 +82,8 @@ def _evaluate(node: ast.expr, depth: int) -> Number:
             raise CalculationError("write numbers without commas")
         case _:
             raise CalculationError(f"{ast.unparse(node)!r:.80} is no arithmetic")
-    is_exact = isinstance(result, int)
-    if result.bit_length() > MAX_BITS if is_exact else not math.isfinite(result):
+    is_small = isinstance(result, int) and result.bit_length() <= MAX_BITS
+    if not (is_small or (isinstance(result, float) and math.isfinite(result))):
         raise OverflowError
     return result
 

@@ -15,7 +15,8 @@ async def finish(answer: str, context: ToolContext) -> ToolResult:
     Args:
         answer: The final answer.
     """
-    return _record(answer, context)
+    context.extra.setdefault(ANSWER_KEY, answer)  # for rewards; a second one changes nothing
+    return ToolResult("The answer is recorded.", data=answer, end_trajectory=True)
 
 
 @function_tool
@@ -25,10 +26,4 @@ async def submit(answer: str, context: ToolContext) -> ToolResult:
     Args:
         answer: The final answer.
     """
-    return _record(answer, context)
-
-
-def _record(answer: str, context: ToolContext) -> ToolResult:
-    """Put the answer into the trajectory's `extra`, for rewards; a second one changes nothing."""
-    context.extra.setdefault(ANSWER_KEY, answer)
-    return ToolResult("The answer is recorded.", data=answer, end_trajectory=True)
+    return await finish(answer, context)

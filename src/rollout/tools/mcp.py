@@ -223,13 +223,9 @@ def _read_last_lines(errors: Any) -> str:
 
 
 class _Connections:
-    """Which connection a trajectory is on.
+    """Which connection a trajectory is on: one of a few `shared`, or one of its own.
 
-    Args:
-        shared: A few for all trajectories; none where each has one of its own, made with its first
-            tool and ended with its last.
-        tasks: Where the tasks of those of its own run.
-        make: Makes a connection that is not up yet.
+    Its own one is made with its first tool and ended with its last; its task is one of `tasks`.
     """
 
     def __init__(
@@ -239,11 +235,7 @@ class _Connections:
         self._own: dict[int, _Connection] = {}  # by the state that the trajectory's tools share
 
     async def acquire(self, context: ToolContext) -> _Connection:
-        """The connection for one tool of a trajectory; `release` it.
-
-        Raises:
-            ToolError: It cannot be made.
-        """
+        """The connection for one tool of a trajectory; `release` it."""
         if self._shared:
             connection = min(self._shared, key=lambda each: each.users)
         elif id(context.state) in self._own:  # a trajectory opens its tools one after another

@@ -16,12 +16,7 @@ from rollout.tools.results import ToolResult
 
 
 class Request(msgspec.Struct):
-    """What crosses the pipe to the process: functions to import, and the call of one by its name.
-
-    Attributes:
-        functions: To import; where there is a name, the first is called.
-        name: Of the tool; empty where nothing is called.
-    """
+    """Functions to import in the process, and the name of the tool whose one is then called."""
 
     functions: Sequence[FunctionRef]
     name: str = ""
@@ -43,12 +38,7 @@ class Reply(msgspec.Struct, omit_defaults=True):
 
 
 class ToolProcesses:
-    """A pool of child processes, each running one call at a time and kept for the next one.
-
-    Args:
-        max_processes: Calls that run at once; further ones wait.
-        cleanup_s: Seconds for the end of a process that was killed.
-    """
+    """A pool of child processes, each running one call at a time and kept for the next one."""
 
     def __init__(self, *, max_processes: int, cleanup_s: float) -> None:
         self._processes = ChildProcesses(

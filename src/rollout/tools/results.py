@@ -128,7 +128,8 @@ def normalise_result(value: Any) -> ToolResult:
 def _show_media(value: Any) -> ToolResult | None:
     """The result in what is a picture, or in parts of which one is; None of anything else."""
     if isinstance(value, Media):
-        return ToolResult(**{f"{value.kind}s": [value]})
+        is_image = value.kind == "image"
+        return ToolResult(images=[value]) if is_image else ToolResult(videos=[value])
     if kind_of_media(value) is not None:
         return ToolResult(images=[value])
     if not isinstance(value, list) or not all(map(_is_part, value)):

@@ -376,7 +376,7 @@ class TrajectoryTools:
         what = f"tool {call.name!r}"
         activity = f"{what} of trajectory {self._context.uid}/{self._context.member}"
         for tries in itertools.count(1):
-            async with gate.slot():
+            async with gate.slot() if gate.has_queue else nullcontext():
                 if limit is None and policy.timeout_s is None:
                     limit = turn.limit.open(self._runtime.tool_s, "limits.tool_s")
                 elif limit is None:
