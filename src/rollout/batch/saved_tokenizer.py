@@ -94,7 +94,7 @@ class BatchTokenizer:
 class DecodableMessages(list[Message]):
     """Messages of a loaded trajectory, with what decodes its tokens."""
 
-    __slots__ = ("decode",)
+    decode: Callable[[Sequence[int]], str]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (list(self),)  # who gets it elsewhere has no tokenizer
