@@ -6,12 +6,25 @@ import io
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
 
+from rollout.chat import load_chat_template
+from rollout.config import (
+    AgentConfig,
+    CustomEngine,
+    InProcessPlacement,
+    LengthsConfig,
+    MediaConfig,
+    ModelConfig,
+    RolloutConfig,
+)
 from rollout.media.torchvision_operators import declare_missing_operators
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava_onevision")
 #: What the templates of all families write around messages.
@@ -117,7 +130,7 @@ def processor_of(family: str) -> Any:
     )
 
 
-def config_of(family: str, tokenizer: Any) -> Any:
+def model_config(family: str, tokenizer: Any) -> Any:
     """A model of two layers."""
     import transformers
 
@@ -207,7 +220,7 @@ def write_model(family: str, folder: Path, *, with_weights: bool = False) -> Pat
     """A directory as they are published: tokenizer, processor, configuration, random weights."""
     processor = processor_of(family)
     processor.save_pretrained(folder)
-    config = config_of(family, processor.tokenizer)
+    config = model_config(family, processor.tokenizer)
     if not with_weights:
         config.save_pretrained(folder)
         return folder
@@ -261,3 +274,26 @@ def video_file(count: int = 12, fps: int = 6, form: str = "mp4") -> bytes:
 def dumped(value: Any) -> str:
     """JSON, for comparisons."""
     return json.dumps(value, sort_keys=True)
+
+
+CALL = '<tool_call>\n{"name": "show", "arguments": {}}\n</tool_call>'
+
+
+def config_of(folder: Path, replies: Sequence[str] = ("ok",), **media: Any) -> RolloutConfig:
+    template = load_chat_template(str(folder))
+    ids = [template.text_ids(said + "<|im_end|>") for said in replies]
+    return RolloutConfig(
+        model=ModelConfig(path=str(folder)),
+        engine=CustomEngine(
+            core="media_core:ScriptedCore",
+            options={"replies": ids, "vocab_size": template.vocab_size},
+        ),
+        placement=InProcessPlacement(),
+        lengths=LengthsConfig(prompt=512, response=512),
+        agent=AgentConfig(tool_format="hermes"),
+        media=MediaConfig(**media),
+    )
+
+
+def image(value: Any, **more: Any) -> list[Any]:
+    return [{"type": "text", "text": "Look:"}, {"type": "image", "image": value, **more}]

@@ -12,7 +12,7 @@ import pytest
 
 import rollout
 from fake_door import FakeDoor, fake_door
-from media_material import encoded, picture, write_model
+from media_material import config_of, encoded, picture, write_model
 from rollout import (
     Message,
     Outcome,
@@ -24,7 +24,6 @@ from rollout import (
 )
 from rollout.config import SandboxConfig
 from rollout.testing import Scenario
-from test_media_trajectories import config_of
 
 pytestmark = [
     pytest.mark.anyio,

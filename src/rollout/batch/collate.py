@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
     from rollout.media.processor import MediaProcessor
 
+#: What a sample has of its trajectory, and of its segment.
+_OF_TRAJECTORY = (
+    *("uid", "group", "member", "num_turns", "outcome", "reason", "limit_source"),
+    *("turn_scores", "tool_rewards", "metrics", "extra"),
+)
+_OF_SEGMENT = ("parent", "purpose", "session_id", "seeds")
+
 
 def collate(
     trajectories: Sequence[Trajectory],
@@ -95,23 +102,10 @@ def collate(
 def _make_sample(at: int, row: Row) -> Sample:
     trajectory, segment = row.trajectory, row.segment
     return Sample(
-        uid=trajectory.uid,
-        group=trajectory.group,
-        member=trajectory.member,
+        **{name: getattr(trajectory, name) for name in _OF_TRAJECTORY},
+        **{name: getattr(segment, name) for name in _OF_SEGMENT},
         row=at,
-        num_turns=trajectory.num_turns,
-        outcome=trajectory.outcome,
-        reason=trajectory.reason,
-        limit_source=trajectory.limit_source,
+        segment=row.at,
         trainable=trajectory.is_trainable(segment),
         reward=trajectory.reward_of(segment),
-        turn_scores=trajectory.turn_scores,
-        tool_rewards=trajectory.tool_rewards,
-        metrics=trajectory.metrics,
-        extra=trajectory.extra,
-        segment=row.at,
-        parent=segment.parent,
-        purpose=segment.purpose,
-        session_id=segment.session_id,
-        seeds=segment.seeds,
     )

@@ -74,15 +74,11 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
         )
 
     def save(self, directory: str | Path, *, overwrite: bool = False) -> None:
-        """Write the batch to a directory that holds no other one.
+        """Write the batch to a directory that holds no other one; blocks while it writes.
 
-        Writes ``tensors.safetensors``, ``samples.jsonl``, ``trajectories.jsonl`` (spans with
-        kind, ids, text, log-probs, versions), ``metrics.json`` and ``meta.json``, which names the
-        model whose tokenizer it is, with fingerprints of vocabulary and template; where there are
-        images or videos ``media.safetensors``, each once by its hash. Everything is
-        written beside its place first and renamed, ``meta.json`` with the others' checksums
-        last: a save that is cut short leaves the earlier batch or a directory that `load`
-        refuses, never a mixture. Blocks while it writes.
+        The files are written beside their places first and renamed, ``meta.json`` with the others'
+        checksums last: a save that is cut short leaves the earlier batch or a directory that `load`
+        refuses, never a mixture. ``docs/batch.md`` names them.
 
         Values of `extra` and prompts become what JSON makes of them (a tuple a list, an array
         nested lists); one that JSON cannot hold is kept as its ``repr`` and logged.
@@ -92,10 +88,9 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
             overwrite: Replace the files of another batch.
 
         Raises:
-            RolloutError: The directory holds another batch, or files of such names.
-            RolloutError: The directory cannot be written; names the file, and where room lacks,
-                what is needed and what there is. Nothing is left of the attempt: make room and
-                call it again.
+            RolloutError: The directory holds another batch, or files of such names; or it cannot be
+                written: names the file, and where room lacks, what is needed and what there is.
+                Nothing is left of the attempt: make room and call it again.
         """
         write_batch(Path(directory), self, overwrite=overwrite)
 
@@ -110,8 +105,7 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
         """The batch that `save` wrote to `directory`. Never unpickles.
 
         Its `decode` and ``print(trajectory)`` load the tokenizer that the batch was written with
-        once they need it, and say where it cannot be found: `decode` as a `RolloutError`. It is
-        None of batches that were written before they knew it.
+        once they need it, and say where it cannot be found: `decode` as a `RolloutError`.
 
         Args:
             directory: Where it is.

@@ -187,39 +187,27 @@ def unpack_trajectory(
 
 
 def pack_message(message: Message, write: WriteValue) -> list[Any]:
-    """The fields of a message, its media without their contents."""
+    """The fields of a message in their order, its media without their contents."""
     calls = [
         [call.name, write(call.arguments, "tool_calls.arguments"), call.id, call.raw]
         for call in message.tool_calls
     ]
-    return [
-        message.role,
-        message.content,
-        calls,
-        message.tool_call_id,
-        message.name,
-        write(message.extra, "messages.extra"),
-        write(message.fields, "messages.fields"),
-        drop_contents(message).parts,
-    ]
+    own: dict[str, Any] = {
+        "tool_calls": calls,
+        "extra": write(message.extra, "messages.extra"),
+        "fields": write(message.fields, "messages.fields"),
+        "parts": drop_contents(message).parts,
+    }
+    return [own.get(name, getattr(message, name)) for name in Message.__struct_fields__]
 
 
 def unpack_message(packed: Sequence[Any]) -> Message:
     """The message of such fields."""
-    role, content, calls, tool_call_id, name, extra, fields, parts = packed
-    return Message(
-        role=role,
-        content=content,
-        tool_calls=tuple(
-            ToolCall(name=name, arguments=arguments, id=id_, raw=raw)
-            for name, arguments, id_, raw in calls
-        ),
-        tool_call_id=tool_call_id,
-        name=name,
-        extra=extra,
-        fields=fields,
-        parts=tuple(p if isinstance(p, str) else msgspec.convert(p, Media) for p in parts),
-    )
+    fields: dict[str, Any] = dict(zip(Message.__struct_fields__, packed, strict=True))
+    names = ToolCall.__struct_fields__
+    calls = (ToolCall(**dict(zip(names, each, strict=True))) for each in fields["tool_calls"])
+    parts = (p if isinstance(p, str) else msgspec.convert(p, Media) for p in fields["parts"])
+    return Message(**fields | {"tool_calls": tuple(calls), "parts": tuple(parts)})
 
 
 def unpack_prompt(fields: dict[str, Any]) -> Prompt:

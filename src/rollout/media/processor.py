@@ -395,7 +395,7 @@ def _make_rope_model(config: Any) -> Any:
     from transformers import AutoModel
 
     known = AutoModel._model_mapping
-    kind = known.get(type(config), None)
+    kind: Any = known.get(type(config), None)
     if not hasattr(kind, "get_rope_index"):
         return None
     model = kind.__new__(kind)

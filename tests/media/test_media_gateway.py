@@ -13,11 +13,10 @@ import pytest
 
 import rollout
 from http_agents import Client, prompt_of
-from media_material import encoded, picture, write_model
+from media_material import config_of, encoded, picture, write_model
 from rollout import AgentTask, agent
 from rollout.config import AgentConfig, GatewayConfig
 from rollout.media import decode
-from test_media_trajectories import config_of
 
 pytest.importorskip("h11")
 

@@ -11,12 +11,11 @@ import pytest
 import torch
 
 import rollout
-from media_material import frames, picture, write_model
+from media_material import CALL, config_of, frames, image, picture, write_model
 from rollout import Prompt, RolloutBatch, RolloutError, ToolResult, function_tool
 from rollout.batch import collate
 from rollout.chat import load_media_processor
 from rollout.config import MediaConfig
-from test_media_trajectories import CALL, config_of, image
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -22,18 +22,23 @@ from PIL import Image
 
 import rollout
 from journal_material import cut_before_end
-from media_material import encoded, frames, picture, video_file, write_model
+from media_material import (
+    CALL,
+    config_of,
+    encoded,
+    frames,
+    image,
+    picture,
+    video_file,
+    write_model,
+)
 from rollout import GroupPolicy, MediaError, Outcome, Prompt, function_tool, load_trajectories
 from rollout.chat import ChatTemplate, load_chat_template
 from rollout.config import (
     AgentConfig,
-    CustomEngine,
-    InProcessPlacement,
     JournalConfig,
-    LengthsConfig,
     LimitsConfig,
     MediaConfig,
-    ModelConfig,
     RewardsConfig,
     RolloutConfig,
     SandboxConfig,
@@ -47,7 +52,6 @@ from rollout.tools import PythonTool, ShellTool, ToolResult
 from slow_cases import slow_after, slow_but
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
     from rollout import RolloutBatch
@@ -68,25 +72,6 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model("qwen2_5_vl", tmp_path_factory.mktemp("vl"))
-
-
-CALL = '<tool_call>\n{"name": "show", "arguments": {}}\n</tool_call>'
-
-
-def config_of(folder: Path, replies: Sequence[str] = ("ok",), **media: Any) -> RolloutConfig:
-    template = load_chat_template(str(folder))
-    ids = [template.text_ids(said + "<|im_end|>") for said in replies]
-    return RolloutConfig(
-        model=ModelConfig(path=str(folder)),
-        engine=CustomEngine(
-            core="media_core:ScriptedCore",
-            options={"replies": ids, "vocab_size": template.vocab_size},
-        ),
-        placement=InProcessPlacement(),
-        lengths=LengthsConfig(prompt=512, response=512),
-        agent=AgentConfig(tool_format="hermes"),
-        media=MediaConfig(**media),
-    )
 
 
 async def play(
@@ -133,10 +118,6 @@ def animated_gif(count: int) -> bytes:
     )
     head = b"GIF89a\x01\x00\x01\x00\x80\x00\x00\x00\x00\x00\xff\xff\xff"
     return head + frame * count + b"\x3b"
-
-
-def image(value: Any, **more: Any) -> list[Any]:
-    return [{"type": "text", "text": "Look:"}, {"type": "image", "image": value, **more}]
 
 
 def solid_video(count: int, width: int, height: int, path: Path) -> bytes:
