@@ -180,9 +180,10 @@ class TrajectoryLog(msgspec.Struct, eq=False):
             seconds,
         )
         if generation.top_count:
-            record.top = (generation.top_count, generation.top_ids, generation.top_log_probs)
+            top_ids, top_log_probs = bytes(generation.top_ids), bytes(generation.top_log_probs)
+            record.top = (generation.top_count, top_ids, top_log_probs)
         if generation.expert_shape is not None:
-            shape, experts = generation.expert_shape, generation.routed_experts
+            shape, experts = generation.expert_shape, bytes(generation.routed_experts)
             record.experts = (*shape, generation.expert_room, experts)
         self._latest = self._journal.put(record)
         return self._journal.waits

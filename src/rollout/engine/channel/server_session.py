@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from rollout.engine.channel.operations import Operation
     from rollout.engine.core import EngineCore
+    from rollout.medium import PlacedMedia
 
 logger = logging.getLogger("rollout.engine")
 
@@ -157,7 +158,7 @@ class ServerSession:
     async def _serve_request(self, request: _ServerRequest) -> None:
         submit = request.submit
         try:
-            media = ()
+            media: tuple[PlacedMedia, ...] = ()
             if submit.media and not request.is_aborted:
                 with anyio.CancelScope() as request.collecting:
                     media = await self._media.collect(submit.request_id, submit.media)

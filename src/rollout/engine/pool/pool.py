@@ -48,6 +48,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rollout.engine")
 
+#: Handshakes with engines that run at once.
+MAX_CONNECTING = 32
+
 ExpectationsGiver = Callable[[], Awaitable[ClientExpectations]]
 
 
@@ -112,6 +115,7 @@ class EnginePool:
             router=router,
             channel=settings or ChannelSettings(),
             expectations=expectations,
+            connecting=anyio.CapacityLimiter(MAX_CONNECTING),
             start_timeout_s=start_timeout_s,
             backoff_s=backoff_s,
             prepare=self._prepare,

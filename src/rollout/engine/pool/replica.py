@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Protocol
 
 import anyio
@@ -126,6 +127,8 @@ class ReplicaSettings:
     Attributes:
         channel: How channels are run.
         expectations: Gives what the driver assumes about the model; awaited before each connect.
+        connecting: How many handshakes run at once: those of thousands of replicas would all be
+            late.
         start_timeout_s: From the start of the engine's process until it answers.
         backoff_s: Pause before the first restart; doubled at each further loss or failed start.
         prepare: Brings a connected replica up to date; raises an `EngineError` where that cannot
@@ -138,6 +141,7 @@ class ReplicaSettings:
     router: Router
     channel: ChannelSettings
     expectations: Callable[[], Awaitable[ClientExpectations]]
+    connecting: anyio.CapacityLimiter
     start_timeout_s: float
     backoff_s: float
     prepare: Callable[[Replica, Channel], Awaitable[None]]
@@ -246,14 +250,8 @@ class Replica:
                 give_up_at: float | None = None  # it must connect at once the first time
                 while not (self._must_restart or handle.died.is_set()):
                     try:
-                        async with connect_channel(
-                            self.name,
-                            handle.connect,
-                            handle.secret,
-                            settings=settings.channel,
-                            expectations=await settings.expectations(),
-                            timeout_s=self._limit_connecting(give_up_at),
-                        ) as channel:
+                        async with AsyncExitStack() as stack:
+                            channel = await self._connect(handle, give_up_at, stack)
                             self._settle_loss(is_process_lost=False)
                             served_s += await self._serve(channel, handle)
                         give_up_at = anyio.current_time() + settings.channel.reconnect_s
@@ -268,10 +266,23 @@ class Replica:
             self._settle_loss(is_process_lost=True)
         return served_s
 
-    def _limit_connecting(self, give_up_at: float | None) -> float:
-        if give_up_at is None:
-            return CONNECT_S
-        return max(give_up_at - anyio.current_time(), RECONNECT_PAUSE_S)
+    async def _connect(
+        self, handle: ReplicaHandle, give_up_at: float | None, stack: AsyncExitStack
+    ) -> Channel:
+        """Begin a session with the engine, which `stack` ends."""
+        settings, timeout_s = self._settings, CONNECT_S
+        async with settings.connecting:
+            if give_up_at is not None:
+                timeout_s = max(give_up_at - anyio.current_time(), RECONNECT_PAUSE_S)
+            connecting = connect_channel(
+                self.name,
+                handle.connect,
+                handle.secret,
+                settings=settings.channel,
+                expectations=await settings.expectations(),
+                timeout_s=timeout_s,
+            )
+            return await stack.enter_async_context(connecting)
 
     async def _serve(self, channel: Channel, handle: ReplicaHandle) -> float:
         """Serve by one session until it is lost; returns for how long it served."""

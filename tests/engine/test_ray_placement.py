@@ -257,7 +257,8 @@ async def test_each_replica_has_gpus_of_its_own(cluster: Any) -> None:
 
 #: Trainers set it, so that their own actors see all GPUs.
 LEAVING_DEVICES_ALONE = """
-import os
+import os, sys
+sys.path.insert(0, "..")
 os.environ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
 import anyio, ray, test_ray_placement as t
 ray.init("local", num_cpus=4, num_gpus=4, include_dashboard=False, log_to_driver=False)
@@ -401,7 +402,7 @@ def test_joined_cluster_is_left_as_it_was(cluster: Any) -> None:
 
 DRIVER = """
 import anyio, os, sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/.."]
 run = dict(os.environ)
 from test_ray_placement import config
 os.environ.update(run)  # its engines are of the run that started it, not of one of its own

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import trustme
+from test_local_process import ask
 
 from rollout.config import ChannelConfig, InProcessPlacement, RolloutConfig, SimulatedEngine
 from rollout.engine.channel.sockets import TlsFiles
@@ -15,7 +16,6 @@ from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.pool import EnginePool
 from rollout.engine.routing import Router
 from rollout.errors import ConfigError, EngineError
-from test_local_process import ask
 
 pytestmark = [
     pytest.mark.anyio,

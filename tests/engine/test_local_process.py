@@ -180,7 +180,7 @@ async def test_child_frozen_is_given_up_after_the_heartbeat_timeout_and_replaced
 
 DRIVER = """
 import anyio, sys
-sys.path.insert(0, {here!r})
+sys.path[:0] = [{here!r}, {here!r} + "/.."]
 from test_local_process import pool_of
 async def main():
     async with pool_of(replicas=2).serving():

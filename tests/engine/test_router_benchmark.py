@@ -11,7 +11,7 @@ import pytest
 
 from slow_cases import slow_after
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 benchmark: Any = importlib.import_module("router")
 virtual: Any = importlib.import_module("routing.virtual")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
 pytestmark = pytest.mark.anyio
-RECORDED = Path(__file__).parent / "recorded"
+RECORDED = Path(__file__).parents[1] / "recorded"
 SERVER_INFO = {"max_req_input_len": 2042, "weight_version": "3"}
 MODELS = {"object": "list", "data": [{"id": "tiny", "object": "model", "max_model_len": 512}]}
 CONFIG = {

@@ -9,6 +9,7 @@ import anyio
 import attrs
 import msgspec
 import pytest
+from test_pool import ask
 
 import fake_core
 from fake_core import CountingCore
@@ -32,7 +33,6 @@ from rollout.engine.pool.opening import build_core_spec
 from rollout.engine.pool.pool import EnginePool
 from rollout.engine.routing import Router
 from rollout.errors import ConfigError, EngineError
-from test_pool import ask
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -96,7 +96,8 @@ def driver_of(
     core: str, notes: Path, backend: str = "asyncio", *, is_forking: bool = True
 ) -> AbstractContextManager[subprocess.Popen[str]]:
     """A driver of one engine, which may fork before."""
-    program = f"import test_driver_death as t; t.be_a_driver{core, str(notes), backend, is_forking}"
+    call = f"t.be_a_driver{core, str(notes), backend, is_forking}"
+    program = f"import sys; sys.path.insert(0, '..'); import test_driver_death as t; {call}"
     return python_process(program, HERE)
 
 
