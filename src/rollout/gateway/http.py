@@ -1,7 +1,8 @@
 """HTTP/1.1: connections, requests and replies, within bounds.
 
 A task serves each connection; `h11` is the protocol. While a request is answered, another task
-reads from its connection, and so learns that the client leaves.
+reads from its connection, and so learns that the client leaves. Whatever reads or writes raises
+`ClientLeftError` once it is gone, or takes nothing for `gateway.write_s`.
 """
 
 from __future__ import annotations
@@ -84,23 +85,13 @@ class Exchange:
         return self.headers.get("x-api-key", "")
 
     def require(self, *methods: str) -> None:
-        """Refuse other methods.
-
-        Raises:
-            GatewayError: It is one.
-        """
+        """Refuse other methods."""
         if self.method not in methods:
             message = f"method {self.method}: expected {' or '.join(methods)}"
             raise GatewayError(405, "method_not_allowed", message)
 
     async def read_body(self) -> bytes:
-        """The body.
-
-        Raises:
-            GatewayError: It is encoded, longer than `gateway.max_body_bytes`, or takes longer than
-                `gateway.body_s`.
-            ClientLeftError: The client left before its end.
-        """
+        """The body."""
         encoding = self.headers.get("content-encoding", "identity")
         if encoding.lower() != "identity":
             message = f"content-encoding {encoding!r}: not served; expected none"
@@ -123,11 +114,7 @@ class Exchange:
         raise GatewayError(400, "invalid_request", f"the body took longer than {limit}")
 
     async def while_there(self, function: Callable[..., Awaitable[T]], *args: object) -> T:
-        """``await function(*args)``, which a client that leaves cancels.
-
-        Raises:
-            ClientLeftError: It left.
-        """
+        """``await function(*args)``, which a client that leaves cancels."""
         async with open_task_group() as tasks:
             tasks.start_soon(self._connection.watch_client)
             return await function(*args)
@@ -138,27 +125,15 @@ class Exchange:
         await self._connection.send(h11.Response(status_code=status, headers=headers))
 
     async def write(self, data: bytes) -> None:
-        """Send a part of the reply.
-
-        Raises:
-            ClientLeftError: The client takes nothing for `gateway.write_s`, or is gone.
-        """
+        """Send a part of the reply."""
         await self._connection.send(h11.Data(data=data))
 
     async def end(self, data: bytes) -> None:
-        """Send the last part.
-
-        Raises:
-            ClientLeftError: As `write`.
-        """
+        """Send the last part."""
         await self._connection.send(h11.Data(data=data), h11.EndOfMessage())
 
     async def reply(self, data: bytes, headers: Headers = JSON, status: int = 200) -> None:
-        """Send a reply in one piece.
-
-        Raises:
-            ClientLeftError: As `write`.
-        """
+        """Send a reply in one piece."""
         self.has_begun = True
         length = (b"content-length", b"%d" % len(data))
         head = h11.Response(status_code=status, headers=[*headers, length])
@@ -220,12 +195,7 @@ class _Connection:
             logger.exception("a connection failed")
 
     async def read_data(self) -> bytes | None:
-        """Some of a request's body; None at its end.
-
-        Raises:
-            ClientLeftError: The client left before.
-            GatewayError: It is malformed.
-        """
+        """Some of a request's body; None at its end."""
         if self._protocol.they_are_waiting_for_100_continue:
             await self.send(h11.InformationalResponse(status_code=100, headers=[]))
         while True:
@@ -243,11 +213,7 @@ class _Connection:
                 raise ClientLeftError from None
 
     async def watch_client(self) -> None:
-        """Read ahead until the client leaves.
-
-        Raises:
-            ClientLeftError: It left.
-        """
+        """Read ahead until the client leaves."""
         try:
             while len(self._protocol.trailing_data[0]) < MAX_HEAD_BYTES:
                 self._protocol.receive_data(await self._stream.receive())
@@ -255,11 +221,7 @@ class _Connection:
             raise ClientLeftError from None
 
     async def send(self, *events: h11.Event) -> None:
-        """Send events; the system has taken every byte then.
-
-        Raises:
-            ClientLeftError: The client takes nothing for `gateway.write_s`, or is gone.
-        """
+        """Send events; the system has taken every byte then."""
         data = b"".join(self._protocol.send(event) or b"" for event in events)
         try:
             with anyio.fail_after(self._config.write_s):

@@ -101,11 +101,7 @@ class Placing:
         return opened
 
     def _check_rows(self) -> None:
-        """Refuse one row more than are allowed.
-
-        Raises:
-            GatewayError: There are as many; the trajectory ends.
-        """
+        """Refuse one row more than are allowed."""
         most = self._config.max_branches
         if most is not None and self._opened >= most:
             limit = "gateway.max_branches"

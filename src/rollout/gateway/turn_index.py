@@ -129,12 +129,7 @@ class TurnIndex:
         self._answered: dict[str, list[ClientMessage]] = {}
 
     def match(self, call: GatewayCall) -> Request:
-        """Find the turn that a call continues.
-
-        Raises:
-            GatewayError: It has no messages, names no known answer, has results of tools that are
-                missing or doubled, or arguments that nobody can compare.
-        """
+        """Find the turn that a call continues."""
         messages = self._join(call)
         if not messages:
             raise GatewayError(400, "invalid_request", "expected at least one message", call.field)

@@ -83,11 +83,7 @@ _DECODER = msgspec.json.Decoder(_Body)
 
 
 def read_request(body: bytes, headers: Mapping[str, str]) -> ChatRequest:
-    """What a body asks for.
-
-    Raises:
-        GatewayError: It cannot be served.
-    """
+    """What a body asks for."""
     asked = reading.decode(_DECODER, body)
     _refuse_impossible(asked)
     reading.refuse_many(asked.messages, "messages", "content", "tool_calls")

@@ -106,11 +106,7 @@ _DECODER = msgspec.json.Decoder(_Body)
 
 
 def read_request(body: bytes, headers: Mapping[str, str]) -> MessagesRequest:
-    """What a body asks for; of ``count_tokens`` too, which sets nothing that it could not.
-
-    Raises:
-        GatewayError: It cannot be served.
-    """
+    """What a body asks for; of ``count_tokens`` too, which sets nothing that it could not."""
     asked = reading.decode(_DECODER, body)
     asked.refuse_impossible()
     reading.refuse_many(asked.messages, "messages", "content")
@@ -120,7 +116,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> MessagesRequest:
     choice = asked.tool_choice or _ToolChoice()
     system, is_claude_code = _read_system(asked.system)
     forms = {
-        "output_config.format": asked.output_config and asked.output_config.format,
+        "output_config.format": None if asked.output_config is None else asked.output_config.format,
         "output_format": asked.output_format,
     }
     forcing = [name for name, form in forms.items() if form is not None]
@@ -172,10 +168,7 @@ def _read_choice(choice: _ToolChoice, tools: Sequence[Mapping[str, Any]]) -> str
 
 def _read_system(system: str | list[_Block] | None) -> tuple[tuple[ClientMessage, ...], bool]:
     """The system message without what changes from call to call; whether Claude Code sent it."""
-    if isinstance(system, list):
-        texts = [block.text or "" for block in system]
-    else:
-        texts = [system or ""]
+    texts = [block.text or "" for block in system] if isinstance(system, list) else [system or ""]
     lasting = [text for text in texts if text and not text.startswith(BILLING)]
     message = ClientMessage(role="system", text="\n".join(lasting))
     is_claude_code = isinstance(system, list) and any(text.startswith(BILLING) for text in texts)

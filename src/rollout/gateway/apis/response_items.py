@@ -94,9 +94,6 @@ def read_items(
     Args:
         items: In order.
         flatten_name: The name of a tool for the model, of its own and its namespace's.
-
-    Raises:
-        GatewayError: An item cannot be read.
     """
     reader = _Reader(flatten_name)
     for index, item in enumerate(items):

@@ -67,11 +67,7 @@ _DECODER = msgspec.json.Decoder(_Body)
 
 
 def read_request(body: bytes, headers: Mapping[str, str]) -> ResponsesRequest:
-    """What a body asks for.
-
-    Raises:
-        GatewayError: It cannot be served.
-    """
+    """What a body asks for."""
     asked = reading.decode(_DECODER, body)
     asked.refuse_impossible()
     if asked.background:
