@@ -26,7 +26,7 @@ def claude_code(
 ) -> ProgramAgent:
     """Claude Code, which speaks Anthropic's messages.
 
-    Its calls for titles become rows of purpose `side`; those of its sub-agents, `subagent`.
+    It asks for no titles; its sub-agents have rows of purpose `subagent`.
 
     Args:
         executable: Its name or path in the sandbox.
