@@ -184,48 +184,6 @@ async def test_error_after_white_space_is_the_body(api: str) -> None:
     assert json.loads(text)["error"]["message"] == "the engine is gone"
 
 
-def told_of(api: str, events: bytes) -> str:
-    """The texts of events, of which the last may have been cut."""
-    text = ""
-    for each in events.split(b"\n\n")[:-1]:
-        data = each.partition(b"data: ")[2]
-        if not (data.startswith(b"{") and data.endswith(b"}")):
-            continue
-        said = json.loads(data)
-        if api == "chat/completions":
-            text += "".join(c["delta"].get("content") or "" for c in said["choices"])
-        elif api == "messages":
-            text += said.get("delta", {}).get("text", "")
-        elif said["type"] == "response.output_text.delta":
-            text += said["delta"]
-    return text
-
-
-STEPS = [
-    *((api, step) for api, step in zip(APIS, (29, 61, 113), strict=True)),
-    *(pytest.param(api, 1, marks=pytest.mark.slow) for api in APIS),
-]
-
-
-@pytest.mark.parametrize(("api", "step"), STEPS)
-async def test_retry_after_a_cut_within_the_answer_samples_nothing(api: str, step: int) -> None:
-    session = speaking(pause_s=0.002)
-    async with served(session, keep_alive_s=0.0001) as url:
-        address = url.removeprefix("http://").split(":")
-        cut = partial(cut_reply, (address[0], int(address[1])))
-        whole, count = await run_sync(cut, request_of(api, 0), None), 1
-        while count < len(whole):
-            session.script.append(answer(count, "Four, I would say."))
-            before = session.sampled
-            first = await run_sync(cut, request_of(api, count), count)
-            again = await run_sync(cut, request_of(api, count), None)
-            if not is_whole(first):  # with fewer signs of life it was read whole
-                assert session.sampled == before + 1, count
-                assert told_of(api, again) == "Four, I would say.", count
-            count += step
-            session.script.clear()
-
-
 #: Ends a reply that came in pieces.
 LAST = b"\r\n0\r\n\r\n"
 

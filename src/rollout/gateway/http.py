@@ -11,11 +11,16 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, closing
 from functools import partial
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote
 
 import anyio
-import h11
+
+try:
+    import h11
+except ModuleNotFoundError:  # `serve_http` refuses to serve
+    h11 = None  # type: ignore[assignment]
 
 from rollout.bridge import loop_poster
 from rollout.errors import ConfigError
@@ -122,7 +127,7 @@ class Exchange:
     async def begin(self, status: int, headers: Headers) -> None:
         """Send the head of a reply whose parts follow."""
         self.has_begun = True
-        await self._connection.send(h11.Response(status_code=status, headers=headers))
+        await self._connection.send(_make_head(status, headers))
 
     async def write(self, data: bytes) -> None:
         """Send a part of the reply."""
@@ -136,7 +141,7 @@ class Exchange:
         """Send a reply in one piece."""
         self.has_begun = True
         length = (b"content-length", b"%d" % len(data))
-        head = h11.Response(status_code=status, headers=[*headers, length])
+        head = _make_head(status, [*headers, length])
         body = h11.Data(data=b"" if self.method == "HEAD" else data)
         await self._connection.send(head, body, h11.EndOfMessage())
 
@@ -152,6 +157,11 @@ class Exchange:
         """
         until = None if within_s is None else anyio.current_time() + within_s
         self._connection.on_unread = (callback, until)
+
+
+def _make_head(status: int, headers: Headers) -> h11.Response:
+    reason = HTTPStatus(status).phrase
+    return h11.Response(status_code=status, headers=headers, reason=reason)
 
 
 Handler = Callable[[Exchange], Awaitable[None]]
@@ -253,9 +263,8 @@ class _Connection:
                 return event
         if is_begun:
             body = fault.encode()
-            headers = [("content-length", str(len(body))), ("connection", "close")]
-            reply = h11.Response(status_code=400, headers=headers)
-            await self.send(reply, h11.Data(data=body), h11.EndOfMessage())
+            headers = [(b"content-length", b"%d" % len(body)), (b"connection", b"close")]
+            await self.send(_make_head(400, headers), h11.Data(data=body), h11.EndOfMessage())
             if not scope.cancelled_caught:
                 await self._drain()
         return None
@@ -284,8 +293,10 @@ async def serve_http(config: GatewayConfig, handle: Handler) -> AsyncIterator[st
     At the end of the block connections are cut, and what is being answered is cancelled.
 
     Raises:
-        ConfigError: The address cannot be listened on.
+        ConfigError: The address cannot be listened on, or h11 is not installed.
     """
+    if h11 is None:
+        raise ConfigError("the gateway needs the package h11: pip install 'rollout-rl[gateway]'")
     post, started, urls = loop_poster(), anyio.Event(), list[str]()
     count = 0
 

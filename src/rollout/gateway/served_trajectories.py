@@ -271,20 +271,20 @@ class TrajectoryServer:
             served.scope.cancel()
 
     async def _run(self, served: ServedTrajectory, body: OpenBody) -> None:
-        asked = body.prompt
+        prompt_body = body.prompt
         _RUNNING[served.id] = served
         try:
             with served.scope:
                 prompt = Prompt(  # by its id: clients' names may repeat
-                    messages=asked.messages,
+                    messages=prompt_body.messages,
                     uid=served.id,
                     agent_name=AGENT,
-                    sampling=asked.sampling,
-                    priority=asked.priority,
+                    sampling=prompt_body.sampling,
+                    priority=prompt_body.priority,
                 )
                 async with self._runtime.stream([prompt], samples=1, step=body.step) as ended:
                     async for trajectory in ended:
-                        served.trajectory = _strip(trajectory, asked.uid)
+                        served.trajectory = _strip(trajectory, prompt_body.uid)
         except Exception as error:
             served.fault = error
         finally:

@@ -41,7 +41,7 @@ StopIds = Annotated[list[TokenId], msgspec.Meta(max_length=MAX_STOP_IDS)]
 Samples = Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)]
 TopLogProbs = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOG_PROBS)]
 
-_PLACE = re.compile(r"^(.*) - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
+_PATH = re.compile(r"^(.*) - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
 #: In the system prompt of a coding agent's call for the title of a session.
 _TITLE = re.compile(r"\btitle generator\b", re.IGNORECASE)
 _ANY = msgspec.json.Decoder(Any)
@@ -62,9 +62,9 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes | msgspec.Raw, within: 
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        problem, place = split_problem(error)
-        dot = "." if within and place and not place.startswith("[") else ""
-        field = f"{within}{dot}{place}"
+        problem, path = split_problem(error)
+        dot = "." if within and path and not path.startswith("[") else ""
+        field = f"{within}{dot}{path}"
         raise make_error(f"{field}: {problem}" if field else problem, field or None) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise make_error(f"the body is no JSON: {error}") from None
@@ -73,8 +73,8 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes | msgspec.Raw, within: 
 
 
 def split_problem(error: msgspec.ValidationError) -> tuple[str, str]:
-    """What is wrong with a value, and its place in it; "" where the error names none."""
-    found = _PLACE.match(str(error))
+    """What is wrong with a value, and where it stands; "" where the error names none."""
+    found = _PATH.match(str(error))
     return (found[1], found[2]) if found else (str(error), "")
 
 
