@@ -139,18 +139,6 @@ async def test_stream_is_one_delta_a_part_of_the_turn(api: str, keep_alive_s: fl
     assert (thought, said, read) == (1, 1, 4)
 
 
-async def test_stream_of_two_samples_has_both() -> None:
-    def stream(o: Any, _: Any) -> Any:
-        texts: dict[int, list[str]] = {0: [], 1: []}
-        for chunk in o.chat.completions.create(model="rollout", messages=ASKED, n=2, stream=True):
-            for choice in chunk.choices:
-                texts[choice.index] += [choice.delta.content] if choice.delta.content else []
-        return texts
-
-    texts = await ask(speaking(answer(1, "abcdef"), answer(2, "ghijkl")), stream)
-    assert texts == {0: ["abcdef"], 1: ["ghijkl"]}
-
-
 @pytest.mark.parametrize("api", APIS)
 async def test_answer_that_is_not_streamed_has_white_space_before_it_while_it_is_made(
     api: str,
