@@ -85,7 +85,6 @@ def _given(message: BaseMessage) -> ClientMessage:
             parts=parts,
             call_id=message.tool_call_id,
             name=message.name,
-            is_error=message.status == "error",
         )
     return ClientMessage(role=_role(message), text=text, name=message.name, parts=parts)
 
