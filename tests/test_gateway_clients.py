@@ -10,7 +10,7 @@ import anyio.to_thread
 import pytest
 
 from fake_sessions import KEY, PATH, FakeSession, answer, served
-from rollout.gateway.calls import GatewayError, ClientCall, ClientMessage
+from rollout.gateway.calls import ClientCall, ClientMessage, GatewayError
 from rollout.types import InvalidToolCall, ToolCall
 from slow_cases import slow_after, slow_but
 
