@@ -99,8 +99,7 @@ def retry_of(call: GatewayCall) -> GatewayCall:
 
 
 async def answered(session: GatewaySession, call: GatewayCall) -> Any:
-    completion = await session.complete(call)
-    return completion
+    return await session.complete(call)
 
 
 async def test_retry_of_what_never_came_is_sampled() -> None:

@@ -19,9 +19,8 @@ from rollout import AgentError, AgentTask, Outcome, Prompt, Reward, RolloutBatch
 from rollout.agents import AgentContext
 from rollout.agents.gateway_door import GatewayAddress
 from rollout.bridge import runs_on_trio
-from rollout.config import LimitsConfig, ToolsConfig
-from rollout.config import GatewayConfig
-from rollout.gateway.calls import GatewayCall, GatewayError, ClientMessage
+from rollout.config import GatewayConfig, LimitsConfig, ToolsConfig
+from rollout.gateway.calls import ClientMessage, GatewayCall, GatewayError
 from rollout.gateway.sessions import Sessions
 from rollout.testing import Scenario
 

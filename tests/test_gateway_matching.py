@@ -8,7 +8,6 @@ from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
-import anyio
 import msgspec
 import pytest
 from hypothesis import example, given, settings

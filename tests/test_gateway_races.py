@@ -15,13 +15,13 @@ from harness import Recorder, balance_of
 from rollout import Outcome, Prompt
 from rollout.config import (
     AgentConfig,
+    GatewayConfig,
     LengthsConfig,
     LimitsConfig,
     RecoveryConfig,
     SchedulingConfig,
     SimulatedEngine,
 )
-from rollout.config import GatewayConfig
 from rollout.gateway.sessions import Sessions
 from rollout.testing import Scenario, run_virtual, tool_call
 

@@ -19,7 +19,7 @@ from rollout import AgentTask, GatewayConfig, Outcome, ProgramAgent, Prompt, Tra
 from rollout.agents import AgentContext
 from rollout.agents.gateway_door import GatewayAddress
 from rollout.config import LengthsConfig, SandboxConfig
-from rollout.gateway.calls import GatewayCall, GatewayError, ClientMessage
+from rollout.gateway.calls import ClientMessage, GatewayCall, GatewayError
 from rollout.gateway.session import GatewaySession
 from rollout.gateway.sessions import Sessions
 from rollout.testing import Scenario
