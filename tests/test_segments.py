@@ -14,7 +14,6 @@ from harness import Recorder, balance_of
 from race_situations import RESEARCH, add, user
 from rollout import AgentError, AgentLoop, LimitExceeded, Outcome, Trajectory
 from rollout.agents import register_agent
-from rollout.agents.turn_options import TurnOptions
 from rollout.batch import RolloutBatch
 from rollout.chat.trajectory import Parent
 from rollout.config import (
@@ -423,27 +422,3 @@ async def test_branch_that_is_told_what_does_not_fit_is_not_opened() -> None:
     assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
     kinds = [span.kind for span in trajectory.segments[1].transcript.spans]
     assert kinds == ["prompt", "observation", "observation", "generated"]
-
-
-async def test_turn_that_stays_open_is_continued_in_its_row() -> None:
-    options = TurnOptions(seed=11, stays_open=True)
-    turns = []
-
-    async def trial(context: AgentContext) -> None:
-        await context.main.begin_with(says("question"))
-        for seconds in (0.05, 0.02, 100):
-            with anyio.move_on_after(seconds):
-                turns.append(await context.main.generate(options))
-        with pytest.raises(AgentError, match="has begun already"):
-            await context.main.begin_with(says("question"))
-
-    async def at_once(context: AgentContext) -> None:
-        await context.main.begin_with(says("question"))
-        turns.append(await context.main.generate(options))
-
-    cut, whole = await tried(trial), await tried(at_once)
-    assert turns[0] == turns[1]
-    assert cut.transcript.ids_bytes() == whole.transcript.ids_bytes()
-    assert [span.kind for span in cut.transcript.spans] == ["prompt"] + 3 * ["generated"]
-    assert cut.segments[0].seeds == [11] * 3
-    assert [message.role for message in cut.messages] == ["user", "assistant"]

@@ -10,6 +10,7 @@ from rollout.agents import (
     ProgramAgent as ProgramAgent,
     ToolAgent as ToolAgent,
     agent as agent,
+    programs as programs,
     register_agent as register_agent,
 )
 from rollout.batch import (

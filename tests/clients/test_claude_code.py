@@ -88,7 +88,7 @@ async def test_compaction_gives_four_rows(directory: Directory) -> None:
         .then(ANSWER)
     )
     done = await run(program, scenario)
-    done.assert_exact(*purposes(done, "main", "branch", "compaction"))
+    done.assert_exact(*purposes(done, "main", "branch", "branch"))
     assert len(done.rows) == 4
     assert [len(row.turns) for row in done.rows if row.purpose != "side"] == [2, 1, 2]
     assert done.result == [ANSWER, "", ANSWER]

@@ -73,7 +73,7 @@ async def test_compaction_gives_three_rows(directory: Directory) -> None:
         .reply(QUESTION, READ)
     )
     done = await run(lambda task: codex(task, directory, *limit, QUESTION), scenario)
-    done.assert_exact("main", "branch", "compaction")
+    done.assert_exact("main", "branch", "branch")
     assert [len(row.turns) for row in done.rows] == [1, 1, 1]
     assert done.result == ANSWER
 

@@ -12,7 +12,7 @@ from rollout import Prompt
 from rollout.config import GatewayConfig, SamplingConfig
 from rollout.testing import Scenario
 
-pytest.importorskip("httptools")
+pytest.importorskip("h11")
 
 pytestmark = [pytest.mark.anyio, pytest.mark.process]
 

@@ -26,6 +26,7 @@ PATH = Path(__file__).with_name("public_surface.txt")
 PACKAGES = (
     "rollout",
     "rollout.agents",
+    "rollout.agents.programs",
     "rollout.batch",
     "rollout.chat",
     "rollout.config",
@@ -71,7 +72,9 @@ def _has_members(value: Any) -> bool:
 
 
 def _lines_of(path: str, value: Any) -> Iterator[str]:
-    if inspect.isclass(value):
+    if inspect.ismodule(value):
+        yield f"{path}: a module"
+    elif inspect.isclass(value):
         yield from _class_lines(path, value)
     elif callable(value) and not hasattr(value, "__args__"):
         yield _signature(path, value)

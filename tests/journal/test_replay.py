@@ -250,7 +250,7 @@ async def by_http(task):
 def test_replay_of_a_function_agent_serves_it_the_record_through_the_gateway(
     folder: Path, capsys: pytest.CaptureFixture[str], backend: str
 ) -> None:
-    pytest.importorskip("httptools")
+    pytest.importorskip("h11")
     source = FUNCTION_AGENT.replace("NAME", f"by_http_{backend}")
     (folder / "config.py").write_text(source)
     (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "sum"}))

@@ -439,7 +439,7 @@ async def test_program_agent_dies_with_its_driver() -> None:
 
 async def test_program_that_asks_for_nothing_failed_and_has_no_reward() -> None:
     """Of the real gateway."""
-    pytest.importorskip("httptools")
+    pytest.importorskip("h11")
     register_agent("a_program")(ProgramAgent(["true"]))
     asked = Prompt(messages=[{"role": "user", "content": "go"}], agent_name="a_program")
     config = Scenario().config(sandbox=sandboxes("none"))

@@ -301,7 +301,7 @@ async def asks_no_one(task: AgentTask) -> float:
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 @pytest.mark.parametrize("way", ["returns", "refused"])
 async def test_function_that_never_had_an_answer_failed(way: str) -> None:
-    pytest.importorskip("httptools")
+    pytest.importorskip("h11")
     async with rollout.open_rollout(config(agent="asks_no_one")) as runtime:
         batch = await runtime.generate([go(way=way)])
     check_failed(batch.trajectories[0])
@@ -311,7 +311,7 @@ async def test_function_that_never_had_an_answer_failed(way: str) -> None:
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_trajectory_that_is_finished_without_a_call_failed() -> None:
-    pytest.importorskip("httptools")
+    pytest.importorskip("h11")
     from rollout.gateway.serving import open_trajectory_server
 
     lengths = LengthsConfig(prompt=1500, response=3000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rollout.agents import programs
 from rollout.agents.agent_loop import AgentLoop, agent_names, get_agent, register_agent
 from rollout.agents.compacting_agent import CompactingAgent
 from rollout.agents.context import AgentContext
@@ -27,5 +28,6 @@ __all__ = [
     "agent",
     "agent_names",
     "get_agent",
+    "programs",
     "register_agent",
 ]

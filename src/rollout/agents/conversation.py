@@ -193,8 +193,7 @@ class Conversation(OpeningConversation):
                 generation.kept = self._kept(generation, options.stop)
                 end = self._ended(generation, limit, started, recalled_s)
                 waits = is_new and self._noted(seed, generation, started)
-                is_over = is_over or (options.stays_open and end.is_cut)
-                self._arrived(generation, seed, end, stays_open=is_over)
+                self._arrived(generation, seed, end, is_over=is_over)
             if waits:
                 await self._until_room()
             return self._counted(self._say())
@@ -404,9 +403,7 @@ class Conversation(OpeningConversation):
         if self._state.log is not None:
             await self._state.log.kept()
 
-    def _arrived(
-        self, generation: Generation, seed: int, end: TurnEnd, *, stays_open: bool
-    ) -> None:
+    def _arrived(self, generation: Generation, seed: int, end: TurnEnd, *, is_over: bool) -> None:
         """Append what came of a generation, whatever became of the wait for it."""
         if not (generation.count or generation.finish_reason):
             return
@@ -418,7 +415,7 @@ class Conversation(OpeningConversation):
         self._known_tokens = self.transcript.prefix.length
         self._assistant_turns += 1
         self._cut_by = end.cut_by
-        if not stays_open:
+        if not is_over:
             with suppress(Exception):  # a parser must not hide what ended the wait
                 self._say()
 

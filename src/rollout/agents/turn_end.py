@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rollout.agents.identity import Ending
-from rollout.engine.core import WHOLE_ANSWERS
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
@@ -34,11 +33,6 @@ class TurnEnd(msgspec.Struct, frozen=True):
 
     finish_reason: str
     cut_by: str | None
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether the engine's answer is not whole."""
-        return self.finish_reason not in WHOLE_ANSWERS
 
     @classmethod
     def of(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,6 +11,7 @@ import msgspec
 from rollout.engine.core import SamplingParams
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
@@ -49,14 +49,11 @@ class TurnOptions(msgspec.Struct, frozen=True, kw_only=True):
         sampling: In place of `Conversation.sampling`.
         seed: In place of that which derives from the conversation and the turn.
         stop: Ends it before the model does.
-        stays_open: Where the wait is cancelled, the turn that was begun stays open: the next
-            `Conversation.generate` continues it from its tokens, in the same row.
     """
 
     sampling: SamplingParams | None = None
     seed: int | None = None
     stop: TurnStop | None = None
-    stays_open: bool = False
 
 
 AS_EVER = TurnOptions()
@@ -71,25 +68,18 @@ class StopStrings:
     Args:
         strings: At least one, none empty.
         decode: Ids to text, special tokens included.
-        said: Ids that the turn has already.
 
     Attributes:
         found: The string that ended it; of several that end in the same token the one that begins
             first. None where the model ended it.
-        kept: See `TurnStop`; of the tokens after `said`.
+        kept: See `TurnStop`.
     """
 
-    def __init__(
-        self,
-        strings: Sequence[str],
-        decode: Callable[[Sequence[int]], str],
-        said: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, strings: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
         self.found: str | None = None
         self.kept: int | None = None
         self._strings = tuple(strings)
         self._decode = decode
-        self._said = array("i", said)
         #: A string of so many bytes has no more tokens; a few more for those that are in pieces.
         self._window = max(len(each.encode()) for each in self._strings) + 8
         self._seen = 0
@@ -97,9 +87,8 @@ class StopStrings:
 
     def __call__(self, generation: Generation) -> None:
         """Look at what is new."""
-        ids, said = generation.ids, self._said
-        start = min(self._seen, len(ids)) - self._window
-        recent = ids[start:] if start >= 0 else said[max(0, len(said) + start) :] + ids
+        ids = generation.ids
+        recent = ids[max(0, min(self._seen, len(ids)) - self._window) :]
         self._seen = len(ids)
         if self.kept is None and self._first(self._decode(recent)) is not None:
             self._end(ids)
@@ -129,14 +118,11 @@ class StopStrings:
 
     def _end(self, ids: array[int]) -> None:
         """Find the token, and have the engine stop."""
-        whole = self._said + ids
-        if self._first(self._decode(whole)) is None:
+        if self._first(self._decode(ids)) is None:
             return  # the window began within a character
-        counts = range(len(self._said) + 1, len(whole) + 1)
-        at = bisect_left(
-            counts, True, key=lambda n: self._first(self._decode(whole[:n])) is not None
-        )
-        self.found = self._first(self._decode(whole[: counts[at]]))
-        self.kept = at + 1
+        counts = range(1, len(ids) + 1)
+        at = bisect_left(counts, True, key=lambda n: self._first(self._decode(ids[:n])) is not None)
+        self.kept = counts[at]
+        self.found = self._first(self._decode(ids[: self.kept]))
         if self._scope is not None:
             self._scope.cancel()

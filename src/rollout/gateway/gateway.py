@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from rollout.agents.gateway_door import GatewayAddress
-from rollout.errors import ConfigError
 from rollout.function_refs import refuse_while_imported
+from rollout.gateway.http import serve_http
+from rollout.gateway.routes import PREFIX, Router, TrajectoryApi
 from rollout.gateway.runtime_loop import open_runtime_loop
 from rollout.gateway.sessions import Sessions
-from rollout.lazy import importing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
@@ -47,7 +46,7 @@ class Gateway:
         """
         config = attrs.evolve(self._config, **limits) if limits else self._config
         async with self._sessions.open(context, config) as session:
-            root_url = f"{self.url}/t/{session.path}"
+            root_url = f"{self.url}{PREFIX}/{session.path}"
             yield GatewayAddress(root_url=root_url, api_key=session.key, model=config.model)
 
 
@@ -77,29 +76,16 @@ async def serve_trajectories(
             the runtime runs.
     """
     config = services.config.gateway
-    http, routes = await services.threads.run("import", _import_server)
     sessions = Sessions(config)
     async with open_runtime_loop() as loop:
-        api = routes.TrajectoryApi(
+        api = TrajectoryApi(
             sessions, loop, config, services.config.limits, services.template.spell_token
         )
-        router = routes.Router([*(list_routes(loop) if list_routes else ()), *api.routes])
-        async with http.serve_http(config, router.handle) as url:
+        router = Router([*(list_routes(loop) if list_routes else ()), *api.routes])
+        async with serve_http(config, router.handle) as url:
             gateway = Gateway(url, sessions, config)
             before, services.gateway.door = services.gateway.door, gateway
             try:
                 yield gateway
             finally:
                 services.gateway.door = before
-
-
-def _import_server() -> Any:
-    try:
-        with importing:
-            return [
-                importlib.import_module(f"rollout.gateway.{name}") for name in ("http", "routes")
-            ]
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"the gateway needs the package {error.name}: pip install 'rollout-rl[gateway]'"
-        ) from None

@@ -1,7 +1,8 @@
 """HTTP/1.1: connections, requests and replies, within bounds.
 
 A task serves each connection; `h11` is the protocol. While a request is answered, another task
-reads from its connection, and so learns that the client leaves.
+reads from its connection, and so learns that the client leaves. Whatever reads or writes raises
+`ClientLeftError` once it is gone, or takes nothing for `gateway.write_s`.
 """
 
 from __future__ import annotations
@@ -10,11 +11,16 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, closing
 from functools import partial
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote
 
 import anyio
-import h11
+
+try:
+    import h11
+except ModuleNotFoundError:  # `serve_http` refuses to serve
+    h11 = None  # type: ignore[assignment]
 
 from rollout.bridge import loop_poster
 from rollout.errors import ConfigError
@@ -84,23 +90,13 @@ class Exchange:
         return self.headers.get("x-api-key", "")
 
     def require(self, *methods: str) -> None:
-        """Refuse other methods.
-
-        Raises:
-            GatewayError: It is one.
-        """
+        """Refuse other methods."""
         if self.method not in methods:
             message = f"method {self.method}: expected {' or '.join(methods)}"
             raise GatewayError(405, "method_not_allowed", message)
 
     async def read_body(self) -> bytes:
-        """The body.
-
-        Raises:
-            GatewayError: It is encoded, longer than `gateway.max_body_bytes`, or takes longer than
-                `gateway.body_s`.
-            ClientLeftError: The client left before its end.
-        """
+        """The body."""
         encoding = self.headers.get("content-encoding", "identity")
         if encoding.lower() != "identity":
             message = f"content-encoding {encoding!r}: not served; expected none"
@@ -123,11 +119,7 @@ class Exchange:
         raise GatewayError(400, "invalid_request", f"the body took longer than {limit}")
 
     async def while_there(self, function: Callable[..., Awaitable[T]], *args: object) -> T:
-        """``await function(*args)``, which a client that leaves cancels.
-
-        Raises:
-            ClientLeftError: It left.
-        """
+        """``await function(*args)``, which a client that leaves cancels."""
         async with open_task_group() as tasks:
             tasks.start_soon(self._connection.watch_client)
             return await function(*args)
@@ -135,33 +127,21 @@ class Exchange:
     async def begin(self, status: int, headers: Headers) -> None:
         """Send the head of a reply whose parts follow."""
         self.has_begun = True
-        await self._connection.send(h11.Response(status_code=status, headers=headers))
+        await self._connection.send(_make_head(status, headers))
 
     async def write(self, data: bytes) -> None:
-        """Send a part of the reply.
-
-        Raises:
-            ClientLeftError: The client takes nothing for `gateway.write_s`, or is gone.
-        """
+        """Send a part of the reply."""
         await self._connection.send(h11.Data(data=data))
 
     async def end(self, data: bytes) -> None:
-        """Send the last part.
-
-        Raises:
-            ClientLeftError: As `write`.
-        """
+        """Send the last part."""
         await self._connection.send(h11.Data(data=data), h11.EndOfMessage())
 
     async def reply(self, data: bytes, headers: Headers = JSON, status: int = 200) -> None:
-        """Send a reply in one piece.
-
-        Raises:
-            ClientLeftError: As `write`.
-        """
+        """Send a reply in one piece."""
         self.has_begun = True
         length = (b"content-length", b"%d" % len(data))
-        head = h11.Response(status_code=status, headers=[*headers, length])
+        head = _make_head(status, [*headers, length])
         body = h11.Data(data=b"" if self.method == "HEAD" else data)
         await self._connection.send(head, body, h11.EndOfMessage())
 
@@ -177,6 +157,11 @@ class Exchange:
         """
         until = None if within_s is None else anyio.current_time() + within_s
         self._connection.on_unread = (callback, until)
+
+
+def _make_head(status: int, headers: Headers) -> h11.Response:
+    reason = HTTPStatus(status).phrase
+    return h11.Response(status_code=status, headers=headers, reason=reason)
 
 
 Handler = Callable[[Exchange], Awaitable[None]]
@@ -220,12 +205,7 @@ class _Connection:
             logger.exception("a connection failed")
 
     async def read_data(self) -> bytes | None:
-        """Some of a request's body; None at its end.
-
-        Raises:
-            ClientLeftError: The client left before.
-            GatewayError: It is malformed.
-        """
+        """Some of a request's body; None at its end."""
         if self._protocol.they_are_waiting_for_100_continue:
             await self.send(h11.InformationalResponse(status_code=100, headers=[]))
         while True:
@@ -243,11 +223,7 @@ class _Connection:
                 raise ClientLeftError from None
 
     async def watch_client(self) -> None:
-        """Read ahead until the client leaves.
-
-        Raises:
-            ClientLeftError: It left.
-        """
+        """Read ahead until the client leaves."""
         try:
             while len(self._protocol.trailing_data[0]) < MAX_HEAD_BYTES:
                 self._protocol.receive_data(await self._stream.receive())
@@ -255,11 +231,7 @@ class _Connection:
             raise ClientLeftError from None
 
     async def send(self, *events: h11.Event) -> None:
-        """Send events; the system has taken every byte then.
-
-        Raises:
-            ClientLeftError: The client takes nothing for `gateway.write_s`, or is gone.
-        """
+        """Send events; the system has taken every byte then."""
         data = b"".join(self._protocol.send(event) or b"" for event in events)
         try:
             with anyio.fail_after(self._config.write_s):
@@ -291,9 +263,8 @@ class _Connection:
                 return event
         if is_begun:
             body = fault.encode()
-            headers = [("content-length", str(len(body))), ("connection", "close")]
-            reply = h11.Response(status_code=400, headers=headers)
-            await self.send(reply, h11.Data(data=body), h11.EndOfMessage())
+            headers = [(b"content-length", b"%d" % len(body)), (b"connection", b"close")]
+            await self.send(_make_head(400, headers), h11.Data(data=body), h11.EndOfMessage())
             if not scope.cancelled_caught:
                 await self._drain()
         return None
@@ -322,8 +293,10 @@ async def serve_http(config: GatewayConfig, handle: Handler) -> AsyncIterator[st
     At the end of the block connections are cut, and what is being answered is cancelled.
 
     Raises:
-        ConfigError: The address cannot be listened on.
+        ConfigError: The address cannot be listened on, or h11 is not installed.
     """
+    if h11 is None:
+        raise ConfigError("the gateway needs the package h11: pip install 'rollout-rl[gateway]'")
     post, started, urls = loop_poster(), anyio.Event(), list[str]()
     count = 0
 

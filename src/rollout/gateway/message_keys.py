@@ -51,9 +51,6 @@ def order_results(messages: Sequence[ClientMessage]) -> list[OrderedMessage]:
 
     Clients send results in the order in which their tools ended. Results that do not name their
     calls stay where they are, and are counted.
-
-    Raises:
-        TemplateError: As `result_order`.
     """
     order = result_order([_find_ids(message) for message in messages])
     if order is not None:
@@ -79,11 +76,7 @@ def _find_ids(message: ClientMessage) -> MessageIds:
 
 
 def hash_message(message: ClientMessage, position: int) -> MessageKey:
-    """The key of a message.
-
-    Raises:
-        GatewayError: Arguments are nested too deeply.
-    """
+    """The key of a message."""
     if message.role == "assistant":
         calls = [(call.name, call.arguments) for call in message.calls]
         ids = (*message.ids, *(call.id for call in message.calls))
@@ -121,11 +114,7 @@ def hash_tools(tools: Sequence[Mapping[str, Any]]) -> int:
 
 
 def canonicalize(value: Any) -> Any:
-    """A JSON value whose numbers are equal wherever a client may write them so.
-
-    Raises:
-        GatewayError: It is nested too deeply.
-    """
+    """A JSON value whose numbers are equal wherever a client may write them so."""
     try:
         return _canonicalize(value)
     except RecursionError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
 
@@ -22,32 +22,14 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from rollout.config import GatewayConfig, LimitsConfig
+    from rollout.gateway.calls import Completion, GatewayCall
+    from rollout.gateway.session import GatewaySession
+    from rollout.gateway.sessions import Sessions
 
 logger = logging.getLogger("rollout.gateway")
 
 #: Begins the paths of trajectories.
 PREFIX = "/t"
-
-
-class Session(Protocol):
-    """What of a trajectory's session its routes use; see `sessions.GatewaySession`."""
-
-    @property
-    def activity(self) -> str: ...
-
-    async def complete(self, call: GatewayCall) -> Completion: ...
-
-    async def count_tokens(self, call: GatewayCall) -> int: ...
-
-    def mark_lost(self, completion_id: str) -> None: ...
-
-    def fail(self, error: Exception) -> None: ...
-
-
-class SessionFinder(Protocol):
-    """Finds the session that a path and a key name; called in the loop that serves."""
-
-    def authenticate(self, path: str, key: str) -> Session: ...
 
 
 class Route(NamedTuple):
@@ -119,7 +101,7 @@ class TrajectoryApi:
 
     def __init__(
         self,
-        sessions: SessionFinder,
+        sessions: Sessions,
         loop: RuntimeLoop,
         config: GatewayConfig,
         limits: LimitsConfig,
@@ -153,7 +135,7 @@ class TrajectoryApi:
             Route(rf"({root})?/?", confirm),
         ]
 
-    def _authenticate(self, exchange: Exchange) -> Session:
+    def _authenticate(self, exchange: Exchange) -> GatewaySession:
         return self._sessions.authenticate(exchange.parameters["path"], exchange.key)
 
     def _check_model(self, name: str) -> None:
@@ -183,7 +165,11 @@ class TrajectoryApi:
         return handle
 
     async def _generate(
-        self, exchange: Exchange, session: Session, request: ApiRequest, context: ReplyContext
+        self,
+        exchange: Exchange,
+        session: GatewaySession,
+        request: ApiRequest,
+        context: ReplyContext,
     ) -> None:
         async with open_task_group() as tasks:
             tasks.start_soon(self._keep_alive, exchange, request)
@@ -203,7 +189,7 @@ class TrajectoryApi:
             raise
         exchange.on_unread(lambda: self._loop.post(*lost))
 
-    async def _complete(self, session: Session, call: GatewayCall) -> Completion:
+    async def _complete(self, session: GatewaySession, call: GatewayCall) -> Completion:
         try:
             return await self._loop.run(
                 session.complete, call, begin_s=self._begin_s, activity=session.activity

@@ -59,16 +59,16 @@ def sample_call(
         raise GatewayError(400, "invalid_request", message, name)
     if differing and policy == "pin":
         context.pinned_calls += 1
-        kept = {name: value for name, value in call.sampling.items() if name not in differing}
-        call = msgspec.structs.replace(call, sampling=kept, seed=None)
+        allowed = {name: value for name, value in call.sampling.items() if name not in differing}
+        call = msgspec.structs.replace(call, sampling=allowed, seed=None)
     overrides = {**context.prompt.sampling, **call.sampling}
     try:
-        asked = sampling_of(services.config, overrides, validate=validate)
+        wanted = sampling_of(services.config, overrides, validate=validate)
     except ConfigError as error:
         field = next((name for name in call.sampling if f".{name}" in str(error)), None)
         raise GatewayError(400, "invalid_request", str(error), field) from error
-    fault = top_log_probs_fault(asked.top_log_probs, services.engines.info)
+    fault = top_log_probs_fault(wanted.top_log_probs, services.engines.info)
     if fault:
         raise GatewayError(400, "invalid_request", fault, "top_logprobs")
-    most = min(own.max_new_tokens, asked.max_new_tokens)
-    return call, msgspec.structs.replace(asked, max_new_tokens=most)
+    most = min(own.max_new_tokens, wanted.max_new_tokens)
+    return call, msgspec.structs.replace(wanted, max_new_tokens=most)

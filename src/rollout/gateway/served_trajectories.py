@@ -166,6 +166,8 @@ class ServedElsewhere(AgentLoop):
 class TrajectoryServer:
     """Opens and finishes trajectories of a runtime; its methods run on the runtime's loop.
 
+    They raise a `GatewayError` where there is no such trajectory.
+
     Args:
         runtime: Where they run.
         tasks: Holds their calls.
@@ -175,7 +177,7 @@ class TrajectoryServer:
         self._runtime = runtime
         self._tasks = tasks
         self._secret = secrets.token_bytes(16)
-        #: In the order in which they ended, those that run last.
+        #: Those that have ended stand in the order in which they did.
         self._served: dict[str, ServedTrajectory] = {}
 
     def make_id(self) -> str:
@@ -228,19 +230,11 @@ class TrajectoryServer:
         return _format_state(served)
 
     async def read_state(self, served_id: str) -> dict[str, Any]:
-        """How a trajectory stands.
-
-        Raises:
-            GatewayError: There is none.
-        """
+        """How a trajectory stands."""
         return _format_state(self._get(served_id))
 
     async def read_rows(self, served_id: str) -> dict[str, Any]:
-        """A trajectory that has ended, with its rows of training data.
-
-        Raises:
-            GatewayError: There is none, or it still runs.
-        """
+        """A trajectory that has ended, with its rows of training data."""
         served = self._get(served_id)
         trajectory = served.trajectory
         if trajectory is None:
@@ -249,11 +243,7 @@ class TrajectoryServer:
         return _format_state(served) | {"rows": rows}
 
     async def forget(self, served_id: str) -> dict[str, Any]:
-        """Cancel a trajectory that runs, and drop what there is of it.
-
-        Raises:
-            GatewayError: There is none.
-        """
+        """Cancel a trajectory that runs, and drop what there is of it."""
         if self._get(served_id).trajectory is None:
             self._runtime.cancel(uid=served_id, reason="forgotten")
         del self._served[served_id]
@@ -271,20 +261,20 @@ class TrajectoryServer:
             served.scope.cancel()
 
     async def _run(self, served: ServedTrajectory, body: OpenBody) -> None:
-        asked = body.prompt
+        prompt_body = body.prompt
         _RUNNING[served.id] = served
         try:
             with served.scope:
                 prompt = Prompt(  # by its id: clients' names may repeat
-                    messages=asked.messages,
+                    messages=prompt_body.messages,
                     uid=served.id,
                     agent_name=AGENT,
-                    sampling=asked.sampling,
-                    priority=asked.priority,
+                    sampling=prompt_body.sampling,
+                    priority=prompt_body.priority,
                 )
                 async with self._runtime.stream([prompt], samples=1, step=body.step) as ended:
                     async for trajectory in ended:
-                        served.trajectory = _strip(trajectory, asked.uid)
+                        served.trajectory = _strip(trajectory, prompt_body.uid)
         except Exception as error:
             served.fault = error
         finally:
@@ -296,10 +286,10 @@ class TrajectoryServer:
                 self._forget_old()
 
     def _forget_old(self) -> None:
-        """Keep those that ended last, as many as there is memory for."""
+        """Keep those that ended last, as many as there is memory for, and the last one."""
         ended = [each for each in self._served.values() if each.trajectory is not None]
         size = sum(each.size for each in ended)
-        for each in ended:
+        for each in ended[:-1]:
             if size <= self._runtime.config.gateway.max_ended_bytes:
                 break
             size -= each.size

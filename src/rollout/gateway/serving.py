@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import msgspec
 
+from rollout.gateway.apis.reading import decode
 from rollout.gateway.calls import GatewayError
 from rollout.gateway.gateway import serve_trajectories
+from rollout.gateway.routes import Route
 from rollout.gateway.served_trajectories import FinishBody, OpenBody, TrajectoryServer
 from rollout.runtime.opening import open_rollout
 from rollout.scopes import open_task_group
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     from rollout.config import RolloutConfig
     from rollout.gateway.gateway import Gateway
     from rollout.gateway.http import Exchange
-    from rollout.gateway.routes import Route
     from rollout.gateway.runtime_loop import RuntimeLoop
     from rollout.runtime.runtime import RolloutRuntime
 
@@ -78,8 +79,6 @@ async def serve_runtime(runtime: RolloutRuntime, token: str) -> AsyncIterator[Ga
 
 def list_trainer_routes(server: TrajectoryServer, loop: RuntimeLoop, token: str) -> list[Route]:
     """The paths of trainers, which show a token of their own."""
-    from rollout.gateway.apis.reading import decode
-    from rollout.gateway.routes import Route
 
     def require_token(
         handle: Callable[[Exchange], Awaitable[None]],

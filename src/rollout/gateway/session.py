@@ -24,8 +24,8 @@ from rollout.gateway.calls import (
 )
 from rollout.gateway.length_errors import LengthRefusals
 from rollout.gateway.message_keys import mint_id
-from rollout.gateway.placing import Placing
 from rollout.gateway.replies import Replies, Reply
+from rollout.gateway.rows import Rows
 from rollout.gateway.sampling import sample_call
 from rollout.gateway.template_messages import convert_observation, prepare_conversation
 from rollout.gateway.turn_index import TurnIndex
@@ -105,7 +105,7 @@ class _Sample:
 class GatewaySession:
     """The calls of one trajectory.
 
-    Each runs in the task group that the session is opened with. Until its turns have their places
+    Each runs in the task group that the session is opened with. Until its turns are
     in rows, a call has the trajectory to itself; then it generates beside others.
 
     Attributes:
@@ -129,7 +129,7 @@ class GatewaySession:
         self._scheduler_context = copy_context()
         self._lock = anyio.Lock()
         self._index = TurnIndex(is_reasoning_needed=config.dropped_reasoning == "fork")
-        self._placing = Placing(context, config)
+        self._rows = Rows(context, config)
         self._replies = Replies()
         self._generating = 0
         self._calls = 0
@@ -254,19 +254,19 @@ class GatewaySession:
             call, sampling = sample_call(self._context, call, self._config.sampling)
             async with self._lock:
                 request = self._index.match(call)
-                await self._place(request, samples)
+                await self._open_turns(request, samples)
             await self._generate(call, sampling, samples)
         finally:
             self._generating -= 1
             for sample in samples:
                 if sample.answer is None and len(sample.conversation.transcript) == sample.start:
-                    self._placing.release(request, sample.conversation)
+                    self._rows.release(request, sample.conversation)
                 elif scope.cancel_called:
                     self._cut.add(sample.conversation)
         return self._finish(request, samples)
 
-    async def _place(self, request: Request, samples: list[_Sample]) -> None:
-        """Open a place for each sample, in the order of their numbers."""
+    async def _open_turns(self, request: Request, samples: list[_Sample]) -> None:
+        """Open a turn for each sample, in the order of their numbers."""
         call, most = request.call, self._config.max_calls
         if most is not None and self._calls >= most:
             source = "gateway.max_calls"
@@ -275,7 +275,7 @@ class GatewaySession:
             raise GatewayError(403, "limit", message)
         for number in range(call.n):
             self._context.main.check_turns()  # before a row is opened for it
-            conversation = await self._placing.open_turn(request)
+            conversation = await self._rows.open_turn(request)
             samples.append(_Sample(conversation, *self._seed(conversation, call, number)))
             self._calls += number == 0
 
@@ -287,13 +287,13 @@ class GatewaySession:
         gives the same turn after the same tokens, another one in each member of a group.
         """
         prefix, identity = conversation.transcript.prefix, self._context.identity
-        place = (len(prefix), prefix.compute_sum(len(prefix)) or 0)
-        sibling = self._siblings[place]
-        self._siblings[place] += 1
+        position = (len(prefix), prefix.compute_sum(len(prefix)) or 0)
+        sibling = self._siblings[position]
+        self._siblings[position] += 1
         ends = (sibling,) if call.seed is None else ("client", call.seed, number)
         member = (identity.step, identity.uid, identity.member)
-        seed = derive_seed(identity.run_seed, *member, *place, *ends)
-        names = ("answer", identity.session_id, *place, sibling)
+        seed = derive_seed(identity.run_seed, *member, *position, *ends)
+        names = ("answer", identity.session_id, *position, sibling)
         return seed, mint_id(*names, length=ID_LENGTH)
 
     async def _generate(

@@ -38,11 +38,7 @@ def convert_observation(rest: Sequence[OrderedMessage], turn: Turn) -> Messages:
 
 
 async def prepare_conversation(services: Services, request: Request) -> Messages:
-    """The messages of a conversation from its beginning, as the template takes them.
-
-    Raises:
-        TemplateError: It takes them in no form.
-    """
+    """The messages of a conversation from its beginning, as the template takes them."""
     messages: Any = await services.media.prepared(convert_conversation(request.messages))
     if is_plain(messages):
         return list(messages)
@@ -75,11 +71,7 @@ def is_plain(messages: Messages) -> bool:
 def choose_variant(
     messages: Messages, template: Any, tools: Sequence[Mapping[str, Any]]
 ) -> Messages:
-    """The first variant that the template writes, with every system message in it.
-
-    Raises:
-        TemplateError: It takes none.
-    """
+    """The first variant that the template writes, with every system message in it."""
     refusal: TemplateError | None = None
     for variant in _list_variants(messages):
         try:

@@ -105,12 +105,12 @@ class Request:
 
     @property
     def is_answerable(self) -> bool:
-        """Whether it says something after a generated turn, and nothing in the model's place."""
+        """Whether it adds messages to a generated turn, and none of the assistant."""
         roles = {each.message.role for each in self.rest}
         return self.turn is not None and bool(roles) and "assistant" not in roles
 
     @property
-    def place(self) -> tuple[object, ...]:
+    def start_key(self) -> tuple[object, ...]:
         """The same for requests for another sample of the same turn."""
         return self.key, self.turn, *(key.reasoning for key in self.keys[self.depth :])
 
@@ -129,12 +129,7 @@ class TurnIndex:
         self._answered: dict[str, list[ClientMessage]] = {}
 
     def match(self, call: GatewayCall) -> Request:
-        """Find the turn that a call continues.
-
-        Raises:
-            GatewayError: It has no messages, names no known answer, has results of tools that are
-                missing or doubled, or arguments that nobody can compare.
-        """
+        """Find the turn that a call continues."""
         messages = self._join(call)
         if not messages:
             raise GatewayError(400, "invalid_request", "expected at least one message", call.field)
@@ -204,5 +199,5 @@ class TurnIndex:
             raise GatewayError(404, "not_found", message, "previous_response_id")
         new = call.messages
         own = [each for each in new[:1] if each.is_instructions]
-        kept = before[1:] if own and before[0].is_instructions else before
-        return [*own, *kept, *new[len(own) :]]
+        earlier = before[1:] if own and before[0].is_instructions else before
+        return [*own, *earlier, *new[len(own) :]]

@@ -1,1 +1,1 @@
-"""The APIs that clients speak: what a body asks for, and how answers are told."""
+"""The APIs that clients speak: what a body asks for, and how answers are written."""

@@ -83,84 +83,80 @@ _DECODER = msgspec.json.Decoder(_Body)
 
 
 def read_request(body: bytes, headers: Mapping[str, str]) -> ChatRequest:
-    """What a body asks for.
-
-    Raises:
-        GatewayError: It cannot be served.
-    """
-    asked = reading.decode(_DECODER, body)
-    _refuse_impossible(asked)
-    reading.refuse_many(asked.messages, "messages", "content", "tool_calls")
+    """What a body asks for."""
+    parsed = reading.decode(_DECODER, body)
+    _refuse_impossible(parsed)
+    reading.refuse_many(parsed.messages, "messages", "content", "tool_calls")
     tools = tuple(
         reading.make_schema(tool.function, f"tools[{index}].function")
-        for index, tool in enumerate(asked.tools or ())
+        for index, tool in enumerate(parsed.tools or ())
         if tool.type == "function" and tool.function is not None
     )
-    messages = _read_messages(asked.messages)
+    messages = _read_messages(parsed.messages)
     call = GatewayCall(
         api="chat",
         messages=messages,
         tools=tools,
-        tool_choice=_read_choice(asked, tools),
-        parallel_calls=asked.parallel_tool_calls is not False,
-        sampling=asked.list_sampling(
-            max_new_tokens=asked.max_completion_tokens or asked.max_tokens,
-            stop_token_ids=tuple(asked.stop_token_ids) if asked.stop_token_ids else None,
-            top_log_probs=asked.top_logprobs if asked.logprobs else None,
+        tool_choice=_read_choice(parsed, tools),
+        parallel_calls=parsed.parallel_tool_calls is not False,
+        sampling=parsed.list_sampling(
+            max_new_tokens=parsed.max_completion_tokens or parsed.max_tokens,
+            stop_token_ids=tuple(parsed.stop_token_ids) if parsed.stop_token_ids else None,
+            top_log_probs=parsed.top_logprobs if parsed.logprobs else None,
         ),
-        seed=reading.convert_seed(asked.seed),
-        n=asked.n or 1,
-        stop=reading.check_stops(asked.stop, "stop"),
+        seed=reading.convert_seed(parsed.seed),
+        n=parsed.n or 1,
+        stop=reading.check_stops(parsed.stop, "stop"),
         agent_id=headers.get("x-claude-code-agent-id"),
         is_side=not tools and reading.asks_for_title(messages),
-        wants_log_probs=bool(asked.logprobs),
-        wants_ids=bool(asked.return_token_ids),
-        forced_by=asked.list_forcing(response_format=asked.response_format),
+        wants_log_probs=bool(parsed.logprobs),
+        wants_ids=bool(parsed.return_token_ids),
+        forced_by=parsed.list_forcing(response_format=parsed.response_format),
         digest=reading.digest_body("chat", body),
         is_retry=reading.is_retry(headers),
     )
-    options = asked.stream_options
+    options = parsed.stream_options
     return ChatRequest(
         call=reading.check_call(call),
-        model=asked.model,
-        is_streamed=bool(asked.stream),
+        model=parsed.model,
+        is_streamed=bool(parsed.stream),
         has_usage=options is not None and bool(options.include_usage),
     )
 
 
-def _refuse_impossible(asked: _Body) -> None:
-    asked.refuse_impossible()
-    if asked.functions:
+def _refuse_impossible(parsed: _Body) -> None:
+    parsed.refuse_impossible()
+    if parsed.functions:
         refuse("functions", "not served; expected tools")
-    if asked.modalities and asked.modalities != ["text"]:
-        refuse("modalities", f"{asked.modalities}; expected ['text']")
-    if asked.top_logprobs and not asked.logprobs:
+    if parsed.modalities and parsed.modalities != ["text"]:
+        refuse("modalities", f"{parsed.modalities}; expected ['text']")
+    if parsed.top_logprobs and not parsed.logprobs:
         refuse("top_logprobs", "expected logprobs = true beside it")
 
 
-def _read_choice(asked: _Body, tools: Sequence[Mapping[str, Any]]) -> str:
-    choice = asked.tool_choice
+def _read_choice(parsed: _Body, tools: Sequence[Mapping[str, Any]]) -> str:
+    choice = parsed.tool_choice
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
-    return asked.read_choice(tools, name, "tool_choice.function.name")
+    return parsed.read_choice(tools, name, "tool_choice.function.name")
 
 
 def _read_messages(messages: Sequence[_Message]) -> tuple[ClientMessage, ...]:
     names: dict[str, str] = {}
     read = []
     for index, message in enumerate(messages):
-        place = f"messages[{index}]"
+        path = f"messages[{index}]"
         if message.role not in ROLES:
-            refuse(f"{place}.role", f"{message.role!r}; expected one of {', '.join(ROLES)}")
-        calls = tuple(_read_calls(message.tool_calls or (), place))
+            refuse(f"{path}.role", f"{message.role!r}; expected one of {', '.join(ROLES)}")
+        calls = tuple(_read_calls(message.tool_calls or (), path))
         names.update((call.id, call.name) for call in calls if call.id)
         call_id = message.tool_call_id or ""
         reasoning = message.reasoning_content
         if reasoning is None and isinstance(message.reasoning, str):
             reasoning = message.reasoning
-        content = _read_content(message.content, f"{place}.content")
+        content = _read_content(message.content, f"{path}.content")
         if content.parts and message.role not in ("user", "tool"):
-            refuse(f"{place}.content", "images may stand in messages of users and tools only")
+            refuse(f"{path}.content", "images may stand in messages of users and tools only")
         read.append(
             ClientMessage(
                 role=message.role,
@@ -175,11 +171,11 @@ def _read_messages(messages: Sequence[_Message]) -> tuple[ClientMessage, ...]:
     return tuple(read)
 
 
-def _read_calls(calls: Sequence[_Call], place: str) -> Iterator[ClientCall]:
+def _read_calls(calls: Sequence[_Call], path: str) -> Iterator[ClientCall]:
     for number, call in enumerate(calls):
         arguments = call.function.arguments
         if isinstance(arguments, str):
-            field = f"{place}.tool_calls[{number}].function.arguments"
+            field = f"{path}.tool_calls[{number}].function.arguments"
             arguments = reading.read_arguments(arguments, field)
         yield ClientCall(call.function.name, arguments, call.id or "")
 

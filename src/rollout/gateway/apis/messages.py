@@ -106,23 +106,17 @@ _DECODER = msgspec.json.Decoder(_Body)
 
 
 def read_request(body: bytes, headers: Mapping[str, str]) -> MessagesRequest:
-    """What a body asks for; of ``count_tokens`` too, which sets nothing that it could not.
-
-    Raises:
-        GatewayError: It cannot be served.
-    """
-    asked = reading.decode(_DECODER, body)
-    asked.refuse_impossible()
-    reading.refuse_many(asked.messages, "messages", "content")
-    if isinstance(asked.system, list):
-        reading.refuse_many(asked.system, "system", "content")
-    tools = tuple(_read_tools(asked.tools or ()))
-    choice = asked.tool_choice or _ToolChoice()
-    system, is_claude_code = _read_system(asked.system)
-    forms = {
-        "output_config.format": asked.output_config and asked.output_config.format,
-        "output_format": asked.output_format,
-    }
+    """What a body asks for; of ``count_tokens`` too, which sets nothing that it could not."""
+    parsed = reading.decode(_DECODER, body)
+    parsed.refuse_impossible()
+    reading.refuse_many(parsed.messages, "messages", "content")
+    if isinstance(parsed.system, list):
+        reading.refuse_many(parsed.system, "system", "content")
+    tools = tuple(_read_tools(parsed.tools or ()))
+    choice = parsed.tool_choice or _ToolChoice()
+    system, is_claude_code = _read_system(parsed.system)
+    config = parsed.output_config or _OutputConfig()
+    forms = {"output_config.format": config.format, "output_format": parsed.output_format}
     forcing = [name for name, form in forms.items() if form is not None]
     if choice.type in ("any", "tool"):
         forcing.insert(0, "tool_choice")
@@ -131,24 +125,24 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> MessagesRequest:
     is_title = (is_claude_code and is_json) or reading.asks_for_title(system)
     call = GatewayCall(
         api="messages",
-        messages=(*system, *_read_messages(asked.messages)) if asked.messages else (),
+        messages=(*system, *_read_messages(parsed.messages)) if parsed.messages else (),
         tools=tools,
         tool_choice=_read_choice(choice, tools),
         parallel_calls=not choice.disable_parallel_tool_use,
-        sampling=asked.list_sampling(max_new_tokens=asked.max_tokens),
-        seed=reading.convert_seed(asked.seed),
-        stop=reading.check_stops(asked.stop_sequences, "stop_sequences"),
+        sampling=parsed.list_sampling(max_new_tokens=parsed.max_tokens),
+        seed=reading.convert_seed(parsed.seed),
+        stop=reading.check_stops(parsed.stop_sequences, "stop_sequences"),
         agent_id=headers.get("x-claude-code-agent-id"),
         is_side=not tools and is_title,
-        wants_ids=bool(asked.return_token_ids),
+        wants_ids=bool(parsed.return_token_ids),
         forced_by=tuple(forcing),
         digest=reading.digest_body("messages", body),
         is_retry=reading.is_retry(headers),
     )
     return MessagesRequest(
         call=reading.check_call(call),
-        model=asked.model,
-        is_streamed=bool(asked.stream),
+        model=parsed.model,
+        is_streamed=bool(parsed.stream),
         keep_alive=format_event({"type": "ping"}, "ping"),
     )
 
@@ -172,8 +166,7 @@ def _read_choice(choice: _ToolChoice, tools: Sequence[Mapping[str, Any]]) -> str
 
 def _read_system(system: str | list[_Block] | None) -> tuple[tuple[ClientMessage, ...], bool]:
     """The system message without what changes from call to call; whether Claude Code sent it."""
-    blocks = [block.text for block in system] if isinstance(system, list) else [system]
-    texts = [text or "" for text in blocks]
+    texts = [block.text or "" for block in system] if isinstance(system, list) else [system or ""]
     lasting = [text for text in texts if text and not text.startswith(BILLING)]
     message = ClientMessage(role="system", text="\n".join(lasting))
     is_claude_code = isinstance(system, list) and any(text.startswith(BILLING) for text in texts)
@@ -183,24 +176,24 @@ def _read_system(system: str | list[_Block] | None) -> tuple[tuple[ClientMessage
 def _read_messages(messages: Sequence[_Message]) -> Iterator[ClientMessage]:
     names: dict[str, str] = {}
     for index, message in enumerate(messages):
-        place = f"messages[{index}]"
+        path = f"messages[{index}]"
         if message.role not in ROLES:
-            refuse(f"{place}.role", f"{message.role!r}; expected one of {', '.join(ROLES)}")
+            refuse(f"{path}.role", f"{message.role!r}; expected one of {', '.join(ROLES)}")
         blocks = message.content
         if isinstance(blocks, str):
             yield ClientMessage(role=message.role, text=blocks)
         elif message.role == "assistant":
-            turn = _read_turn(blocks, place)
+            turn = _read_turn(blocks, path)
             names.update((call.id, call.name) for call in turn.calls)
             yield turn
         else:
-            yield from _read_blocks(message.role, blocks, names, place)
+            yield from _read_blocks(message.role, blocks, names, path)
 
 
-def _read_turn(blocks: Sequence[_Block], place: str) -> ClientMessage:
+def _read_turn(blocks: Sequence[_Block], path: str) -> ClientMessage:
     texts, thoughts, calls, ids = [], [], [], []
     for number, block in enumerate(blocks):
-        field = f"{place}.content[{number}]"
+        field = f"{path}.content[{number}]"
         if block.type == "text":
             texts.append(block.text or "")
         elif block.type == "thinking":
@@ -221,12 +214,12 @@ def _read_turn(blocks: Sequence[_Block], place: str) -> ClientMessage:
 
 
 def _read_blocks(
-    role: str, blocks: Sequence[_Block], names: Mapping[str, str], place: str
+    role: str, blocks: Sequence[_Block], names: Mapping[str, str], path: str
 ) -> Iterator[ClientMessage]:
     """A user's message: results of tools, each a message, and texts between them."""
     parts: list[str | Mapping[str, Any]] = []
     for number, block in enumerate(blocks):
-        field = f"{place}.content[{number}]"
+        field = f"{path}.content[{number}]"
         if block.type != "tool_result":
             parts.append(_read_part(block, field))
             continue

@@ -1,4 +1,7 @@
-"""Bodies to values: what every API refuses in the same way, with the field at fault."""
+"""Bodies to values: what every API refuses in the same way, with the field at fault.
+
+What cannot be served raises a `GatewayError`, here and in the modules of the APIs.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ StopIds = Annotated[list[TokenId], msgspec.Meta(max_length=MAX_STOP_IDS)]
 Samples = Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)]
 TopLogProbs = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOG_PROBS)]
 
-_PLACE = re.compile(r"^(.*) - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
+_PATH = re.compile(r"^(.*) - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
 #: In the system prompt of a coding agent's call for the title of a session.
 _TITLE = re.compile(r"\btitle generator\b", re.IGNORECASE)
 _ANY = msgspec.json.Decoder(Any)
@@ -55,17 +58,13 @@ def refuse(field: str, message: str) -> NoReturn:
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes | msgspec.Raw, within: str = "") -> T:
-    """The value of a body, or of a part of one that stands at `within`.
-
-    Raises:
-        GatewayError: It is no JSON, nested too deeply, or of another form.
-    """
+    """The value of a body, or of a part of one that stands at `within`."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        problem, place = split_problem(error)
-        dot = "." if within and place and not place.startswith("[") else ""
-        field = f"{within}{dot}{place}"
+        problem, path = split_problem(error)
+        dot = "." if within and path and not path.startswith("[") else ""
+        field = f"{within}{dot}{path}"
         raise make_error(f"{field}: {problem}" if field else problem, field or None) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise make_error(f"the body is no JSON: {error}") from None
@@ -74,8 +73,8 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes | msgspec.Raw, within: 
 
 
 def split_problem(error: msgspec.ValidationError) -> tuple[str, str]:
-    """What is wrong with a value, and its place in it; "" where the error names none."""
-    found = _PLACE.match(str(error))
+    """What is wrong with a value, and where it stands; "" where the error names none."""
+    found = _PATH.match(str(error))
     return (found[1], found[2]) if found else (str(error), "")
 
 
@@ -97,11 +96,7 @@ def refuse_many(messages: Sequence[Any], field: str, *inner: str) -> None:
 
 
 def decode_value(raw: bytes | msgspec.Raw, field: str) -> Any:
-    """The value of a part of the body, nested no deeper than `MAX_DEPTH`.
-
-    Raises:
-        GatewayError: It is no JSON, or nested too deeply.
-    """
+    """The value of a part of the body, nested no deeper than `MAX_DEPTH`."""
     value = decode(_ANY, raw, field)
     if is_too_deep(value):
         refuse(field, f"nested too deeply; expected at most {MAX_DEPTH} levels")
@@ -119,11 +114,7 @@ def is_too_deep(value: Any) -> bool:
 
 
 def read_arguments(text: str, field: str) -> Any:
-    """The JSON value of a call's arguments; the text itself where it is no JSON.
-
-    Raises:
-        GatewayError: It is nested too deeply.
-    """
+    """The JSON value of a call's arguments; the text itself where it is no JSON."""
     try:
         _ANY.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -142,11 +133,7 @@ class FunctionTool(msgspec.Struct):
 
 
 def make_schema(tool: FunctionTool, field: str) -> Mapping[str, Any]:
-    """A function as `GatewayCall.tools` has it.
-
-    Raises:
-        GatewayError: It has no name, or its parameters are no schema.
-    """
+    """A function as `GatewayCall.tools` has it."""
     if not tool.name:
         refuse(f"{field}.name", "expected a name")
     parameters = decode_value(tool.parameters, f"{field}.parameters")
@@ -160,11 +147,7 @@ def make_schema(tool: FunctionTool, field: str) -> Mapping[str, Any]:
 
 
 def choose_tool(name: str, tools: Sequence[Mapping[str, Any]], field: str) -> str:
-    """The name of a tool that the client wants called.
-
-    Raises:
-        GatewayError: There is no such tool.
-    """
+    """The name of a tool that the client wants called."""
     if name not in {tool["function"]["name"] for tool in tools}:
         refuse(field, f"no tool is named {name!r}")
     return name
@@ -197,9 +180,6 @@ def make_media_part(kind: str, value: Any, field: str) -> Mapping[str, Any]:
         kind: Its type, as the API calls it.
         value: A URL, ``{"url": …}``, or ``{"type": "base64", "media_type": …, "data": …}``.
         field: Where it stands.
-
-    Raises:
-        GatewayError: It is another kind of part, or it holds no such thing.
     """
     known = _MEDIA.get(kind)
     if known is None:
@@ -224,11 +204,7 @@ _MEDIA = {
 
 
 def check_stops(stop: str | list[str] | None, field: str) -> tuple[str, ...]:
-    """Strings that end a turn.
-
-    Raises:
-        GatewayError: One is empty, or they are too many.
-    """
+    """Strings that end a turn."""
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(stops) > MAX_STOPS:
         refuse(field, f"{len(stops)} strings; expected at most {MAX_STOPS}")
@@ -270,11 +246,7 @@ def is_free(form: object) -> bool:
 
 
 def check_call(call: GatewayCall) -> GatewayCall:
-    """A call that has a message.
-
-    Raises:
-        GatewayError: It has none.
-    """
+    """A call that has a message."""
     if not call.messages:
         refuse(call.field, "expected one message or more")
     return call
@@ -340,11 +312,7 @@ class OpenAIBody(Body):
         return (*(["tool_choice"] if is_chosen else []), *forcing)
 
     def read_choice(self, tools: Sequence[Mapping[str, Any]], name: Any, field: str) -> str:
-        """The choice among tools; `name` is that of the one at `field`, where it names one.
-
-        Raises:
-            GatewayError: It is none, or there is no such tool.
-        """
+        """The choice among tools; `name` is that of the one at `field`, where it names one."""
         if isinstance(self.tool_choice, str):
             if self.tool_choice not in ("auto", "none", "required"):
                 expected = "expected 'auto', 'none', 'required' or a function"

@@ -94,9 +94,6 @@ def read_items(
     Args:
         items: In order.
         flatten_name: The name of a tool for the model, of its own and its namespace's.
-
-    Raises:
-        GatewayError: An item cannot be read.
     """
     reader = _Reader(flatten_name)
     for index, item in enumerate(items):
@@ -114,16 +111,16 @@ class _Reader:
         self._turn: _Turn | None = None
         self.messages: list[ClientMessage] = []
 
-    def read(self, item: Item, place: str) -> None:
+    def read(self, item: Item, path: str) -> None:
         if item.type == "message":
-            self._read_message(item, place)
+            self._read_message(item, path)
         elif item.type == "reasoning":
             self._read_reasoning(item)
         elif item.type in ("function_call", "custom_tool_call"):
-            self._read_call(item, place)
+            self._read_call(item, path)
         elif item.type in ("function_call_output", "custom_tool_call_output"):
             self.end_turn()
-            content = _read_content(item.output, f"{place}.output")
+            content = _read_content(item.output, f"{path}.output")
             self.messages.append(
                 ClientMessage(
                     role="tool",
@@ -135,7 +132,7 @@ class _Reader:
             )
         elif item.type not in SERVER_ITEMS:
             known = "message, reasoning, function_call, function_call_output, custom_tool_call"
-            refuse(f"{place}.type", f"{item.type!r}; expected one of {known}")
+            refuse(f"{path}.type", f"{item.type!r}; expected one of {known}")
 
     def end_turn(self) -> None:
         """What follows belongs to no turn before it."""
@@ -147,12 +144,12 @@ class _Reader:
         self._turn = self._turn or _Turn()
         return self._turn
 
-    def _read_message(self, item: Item, place: str) -> None:
+    def _read_message(self, item: Item, path: str) -> None:
         if item.role not in ROLES:
-            refuse(f"{place}.role", f"{item.role!r}; expected one of {', '.join(ROLES)}")
-        text, parts = _read_content(item.content, f"{place}.content")
+            refuse(f"{path}.role", f"{item.role!r}; expected one of {', '.join(ROLES)}")
+        text, parts = _read_content(item.content, f"{path}.content")
         if parts and item.role != "user":
-            refuse(f"{place}.content", "images may stand in messages of users and tools only")
+            refuse(f"{path}.content", "images may stand in messages of users and tools only")
         if item.role != "assistant":
             self.end_turn()
             self.messages.append(ClientMessage(role=item.role, text=text, parts=parts))
@@ -180,11 +177,11 @@ class _Reader:
             before = [] if turn.reasoning is None else [turn.reasoning]
             turn.reasoning = "\n".join([*before, reasoning])
 
-    def _read_call(self, item: Item, place: str) -> None:
+    def _read_call(self, item: Item, path: str) -> None:
         name = self._flatten_name(item.name, item.namespace)
         arguments: object = {"input": item.input}
         if item.type == "function_call":
-            arguments = reading.read_arguments(item.arguments, f"{place}.arguments")
+            arguments = reading.read_arguments(item.arguments, f"{path}.arguments")
         self._names[item.call_id] = name
         call = ClientCall(name, arguments, item.call_id)
         at = self._find_turn(call)

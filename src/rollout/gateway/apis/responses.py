@@ -67,54 +67,50 @@ _DECODER = msgspec.json.Decoder(_Body)
 
 
 def read_request(body: bytes, headers: Mapping[str, str]) -> ResponsesRequest:
-    """What a body asks for.
-
-    Raises:
-        GatewayError: It cannot be served.
-    """
-    asked = reading.decode(_DECODER, body)
-    asked.refuse_impossible()
-    if asked.background:
+    """What a body asks for."""
+    parsed = reading.decode(_DECODER, body)
+    parsed.refuse_impossible()
+    if parsed.background:
         refuse("background", "not served; expected false")
-    if asked.conversation is not None:
+    if parsed.conversation is not None:
         refuse("conversation", "not served; expected previous_response_id")
-    if not isinstance(asked.input, str):
-        reading.refuse_many(asked.input, "input", "content", "summary", "output")
-    tools = _read_tools(asked.tools or ())
+    if not isinstance(parsed.input, str):
+        reading.refuse_many(parsed.input, "input", "content", "summary", "output")
+    tools = _read_tools(parsed.tools or ())
     schemas = tuple(tool.schema for tool in tools.values())
-    messages = _read_messages(asked)
-    form = asked.text.get("format") if isinstance(asked.text, dict) else None
+    messages = _read_messages(parsed)
+    form = parsed.text.get("format") if isinstance(parsed.text, dict) else None
     call = GatewayCall(
         api="responses",
         messages=messages,
         tools=schemas,
-        tool_choice=_read_choice(asked, schemas),
-        parallel_calls=asked.parallel_tool_calls is not False,
-        sampling=asked.list_sampling(
-            max_new_tokens=asked.max_output_tokens, top_log_probs=asked.top_logprobs
+        tool_choice=_read_choice(parsed, schemas),
+        parallel_calls=parsed.parallel_tool_calls is not False,
+        sampling=parsed.list_sampling(
+            max_new_tokens=parsed.max_output_tokens, top_log_probs=parsed.top_logprobs
         ),
-        seed=reading.convert_seed(asked.seed),
-        stop=reading.check_stops(asked.stop, "stop"),
-        previous_id=asked.previous_response_id,
+        seed=reading.convert_seed(parsed.seed),
+        stop=reading.check_stops(parsed.stop, "stop"),
+        previous_id=parsed.previous_response_id,
         text_tools=frozenset(name for name, tool in tools.items() if tool.is_text),
         agent_id=headers.get("x-openai-subagent") or headers.get("x-claude-code-agent-id"),
         is_side=not schemas and reading.asks_for_title(messages),
-        wants_log_probs=LOG_PROBS in (asked.include or ()) or asked.top_logprobs is not None,
-        wants_ids=bool(asked.return_token_ids),
-        forced_by=asked.list_forcing(**{"text.format": form}),
+        wants_log_probs=LOG_PROBS in (parsed.include or ()) or parsed.top_logprobs is not None,
+        wants_ids=bool(parsed.return_token_ids),
+        forced_by=parsed.list_forcing(**{"text.format": form}),
         digest=reading.digest_body("responses", body),
         is_retry=reading.is_retry(headers),
     )
     is_codex = headers.get("originator", "").startswith("codex")
     return ResponsesRequest(
         call=reading.check_call(call),
-        model=asked.model,
-        is_streamed=bool(asked.stream),
+        model=parsed.model,
+        is_streamed=bool(parsed.stream),
         # Codex counts events only, and skips those that it does not know.
         keep_alive=format_event({"type": "keepalive"}, "keepalive") if is_codex else COMMENT,
-        has_length_in_events=bool(asked.stream) and is_codex,
+        has_length_in_events=bool(parsed.stream) and is_codex,
         tools=tools,
-        echoed=_list_echoed(asked),
+        echoed=_list_echoed(parsed),
     )
 
 
@@ -144,15 +140,15 @@ def _read_tools(
     """Functions, tools of free text and namespaces of both; others are run by servers."""
     known: dict[str, ClientTool] = {}
     for index, tool in enumerate(tools):
-        place, flat = f"{within}[{index}]", flatten_name(tool.name, space)
+        path, flat = f"{within}[{index}]", flatten_name(tool.name, space)
         if tool.type == "function":
             function = FunctionTool(tool.name, tool.description, tool.parameters)
-            schema = reading.make_schema(function, place)
+            schema = reading.make_schema(function, path)
         elif tool.type == "custom":
             schema = _make_text_schema(tool)
         else:
             if tool.type == "namespace" and not space:
-                known |= _read_tools(tool.tools or (), tool.name, f"{place}.tools")
+                known |= _read_tools(tool.tools or (), tool.name, f"{path}.tools")
             continue
         schema = {**schema, "function": {**schema["function"], "name": flat}}
         known[flat] = ClientTool(schema, tool.name, space, tool.type == "custom")
@@ -167,37 +163,37 @@ def _make_text_schema(tool: _Tool) -> Mapping[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _read_messages(asked: _Body) -> tuple[ClientMessage, ...]:
+def _read_messages(parsed: _Body) -> tuple[ClientMessage, ...]:
     messages: tuple[ClientMessage, ...] = ()
-    if not isinstance(asked.input, str):
-        messages = read_items(asked.input, flatten_name)
-    elif asked.input:
-        messages = (ClientMessage(role="user", text=asked.input),)
-    if not messages or not asked.instructions:
+    if not isinstance(parsed.input, str):
+        messages = read_items(parsed.input, flatten_name)
+    elif parsed.input:
+        messages = (ClientMessage(role="user", text=parsed.input),)
+    if not messages or not parsed.instructions:
         return messages
-    text = asked.instructions
+    text = parsed.instructions
     return (ClientMessage(role="system", text=text, is_instructions=True), *messages)
 
 
-def _read_choice(asked: _Body, tools: Sequence[Mapping[str, Any]]) -> str:
-    choice, name = asked.tool_choice, None
+def _read_choice(parsed: _Body, tools: Sequence[Mapping[str, Any]]) -> str:
+    choice, name = parsed.tool_choice, None
     if isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
         name = choice.get("name")
-    return asked.read_choice(tools, name, "tool_choice.name")
+    return parsed.read_choice(tools, name, "tool_choice.name")
 
 
-def _list_echoed(asked: _Body) -> dict[str, Any]:
+def _list_echoed(parsed: _Body) -> dict[str, Any]:
     """What the answer repeats of the question."""
     return {
-        "instructions": asked.instructions,
-        "max_output_tokens": asked.max_output_tokens,
-        "metadata": asked.metadata or {},
-        "parallel_tool_calls": asked.parallel_tool_calls is not False,
-        "previous_response_id": asked.previous_response_id,
-        "temperature": asked.temperature,
-        "tool_choice": asked.tool_choice if isinstance(asked.tool_choice, str) else "auto",
+        "instructions": parsed.instructions,
+        "max_output_tokens": parsed.max_output_tokens,
+        "metadata": parsed.metadata or {},
+        "parallel_tool_calls": parsed.parallel_tool_calls is not False,
+        "previous_response_id": parsed.previous_response_id,
+        "temperature": parsed.temperature,
+        "tool_choice": parsed.tool_choice if isinstance(parsed.tool_choice, str) else "auto",
         "tools": [],
-        "top_p": asked.top_p,
+        "top_p": parsed.top_p,
         "truncation": "disabled",
     }
 
@@ -305,8 +301,8 @@ def _number_events(events: Sequence[Event]) -> Iterator[bytes]:
 
 def _list_item_events(index: int, item: Mapping[str, Any]) -> list[Event]:
     """One item of the output: added, its parts in one delta each, done."""
-    place = {"output_index": index}
-    inside = place | {"item_id": item["id"]}
+    position = {"output_index": index}
+    inside = position | {"item_id": item["id"]}
     if item["type"] == "reasoning":
         empty: dict[str, Any] = {"summary": [], "content": []}
         (part,) = item["summary"]
@@ -345,9 +341,9 @@ def _list_item_events(index: int, item: Mapping[str, Any]) -> list[Event]:
     if not text:
         parts = [each for each in parts if not each[0].endswith(".delta")]
     return [
-        ("output_item.added", place | {"item": {**item, **empty, "status": "in_progress"}}),
+        ("output_item.added", position | {"item": {**item, **empty, "status": "in_progress"}}),
         *parts,
-        ("output_item.done", place | {"item": item}),
+        ("output_item.done", position | {"item": item}),
     ]
 
 

@@ -30,7 +30,7 @@ class ReplyContext:
     """What bodies and events need beside the answers.
 
     Attributes:
-        model: The name that the client asked for.
+        model: the name in the request.
         created: Seconds since 1970.
         spell: The bytes of a token.
     """
@@ -102,7 +102,7 @@ def write_arguments(call: ToolCall) -> str:
 
 
 def write_text_input(call: ToolCall) -> str:
-    """What a tool of plain text gets of a call; the rest of the arguments has no place there."""
+    """What a tool of plain text gets of a call; the rest of the arguments does not fit there."""
     text = call.arguments.get("input")
     return text if isinstance(text, str) else write_arguments(call)
 

@@ -139,18 +139,6 @@ async def test_stream_is_one_delta_a_part_of_the_turn(api: str, keep_alive_s: fl
     assert (thought, said, read) == (1, 1, 4)
 
 
-async def test_stream_of_two_samples_has_both() -> None:
-    def stream(o: Any, _: Any) -> Any:
-        texts: dict[int, list[str]] = {0: [], 1: []}
-        for chunk in o.chat.completions.create(model="rollout", messages=ASKED, n=2, stream=True):
-            for choice in chunk.choices:
-                texts[choice.index] += [choice.delta.content] if choice.delta.content else []
-        return texts
-
-    texts = await ask(speaking(answer(1, "abcdef"), answer(2, "ghijkl")), stream)
-    assert texts == {0: ["abcdef"], 1: ["ghijkl"]}
-
-
 @pytest.mark.parametrize("api", APIS)
 async def test_answer_that_is_not_streamed_has_white_space_before_it_while_it_is_made(
     api: str,
@@ -182,48 +170,6 @@ async def test_error_after_white_space_is_the_body(api: str) -> None:
         reply = await run_sync(cut_reply, (host, int(port)), request, None)
     text = b"".join(reply.partition(b"\r\n\r\n")[2].split(b"\r\n")[1::2])
     assert json.loads(text)["error"]["message"] == "the engine is gone"
-
-
-def told_of(api: str, events: bytes) -> str:
-    """The texts of events, of which the last may have been cut."""
-    text = ""
-    for each in events.split(b"\n\n")[:-1]:
-        data = each.partition(b"data: ")[2]
-        if not (data.startswith(b"{") and data.endswith(b"}")):
-            continue
-        said = json.loads(data)
-        if api == "chat/completions":
-            text += "".join(c["delta"].get("content") or "" for c in said["choices"])
-        elif api == "messages":
-            text += said.get("delta", {}).get("text", "")
-        elif said["type"] == "response.output_text.delta":
-            text += said["delta"]
-    return text
-
-
-STEPS = [
-    *((api, step) for api, step in zip(APIS, (29, 61, 113), strict=True)),
-    *(pytest.param(api, 1, marks=pytest.mark.slow) for api in APIS),
-]
-
-
-@pytest.mark.parametrize(("api", "step"), STEPS)
-async def test_retry_after_a_cut_within_the_answer_samples_nothing(api: str, step: int) -> None:
-    session = speaking(pause_s=0.002)
-    async with served(session, keep_alive_s=0.0001) as url:
-        address = url.removeprefix("http://").split(":")
-        cut = partial(cut_reply, (address[0], int(address[1])))
-        whole, count = await run_sync(cut, request_of(api, 0), None), 1
-        while count < len(whole):
-            session.script.append(answer(count, "Four, I would say."))
-            before = session.sampled
-            first = await run_sync(cut, request_of(api, count), count)
-            again = await run_sync(cut, request_of(api, count), None)
-            if not is_whole(first):  # with fewer signs of life it was read whole
-                assert session.sampled == before + 1, count
-                assert told_of(api, again) == "Four, I would say.", count
-            count += step
-            session.script.clear()
 
 
 #: Ends a reply that came in pieces.

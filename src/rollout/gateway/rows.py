@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rollout.gateway.turn_index import Request, Turn
 
 
-class Placing:
+class Rows:
     """Finds or opens the row of each call's turn in one trajectory.
 
     Its caller holds the trajectory's lock.
@@ -26,8 +26,8 @@ class Placing:
         self._context = context
         self._config = config
         self._opened = 0
-        #: Where the first turn of a place begins; further ones branch there.
-        self._places: dict[tuple[object, ...], tuple[Conversation, int]] = {}
+        #: Where the first of several equal turns begins; further ones branch there.
+        self._starts: dict[tuple[object, ...], tuple[Conversation, int]] = {}
         #: Rows that wait for another try, since their turn got no token.
         self._unused: dict[tuple[object, ...], list[Conversation]] = {}
 
@@ -38,19 +38,19 @@ class Placing:
             LimitExceeded: There is no room.
             GatewayError: The messages cannot be rendered, or there are too many rows.
         """
-        unused = self._unused.get(request.place)
+        unused = self._unused.get(request.start_key)
         if unused:
             return unused.pop()
-        place = self._places.get(request.place)
-        if place is not None:
-            return await self._branch(request, *place)
+        start = self._starts.get(request.start_key)
+        if start is not None:
+            return await self._branch(request, *start)
         opened = await self._open(request)
-        self._places[request.place] = opened, len(opened.transcript)
+        self._starts[request.start_key] = opened, len(opened.transcript)
         return opened
 
     def release(self, request: Request, conversation: Conversation) -> None:
-        """A turn got no token: the next one of its place is generated there."""
-        self._unused.setdefault(request.place, []).append(conversation)
+        """A turn got no token: the next equal one is generated there."""
+        self._unused.setdefault(request.start_key, []).append(conversation)
 
     async def _open(self, request: Request) -> Conversation:
         turn = request.turn
@@ -101,11 +101,7 @@ class Placing:
         return opened
 
     def _check_rows(self) -> None:
-        """Refuse one row more than are allowed.
-
-        Raises:
-            GatewayError: There are as many; the trajectory ends.
-        """
+        """Refuse one row more than are allowed."""
         most = self._config.max_branches
         if most is not None and self._opened >= most:
             limit = "gateway.max_branches"

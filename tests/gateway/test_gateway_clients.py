@@ -424,7 +424,7 @@ async def test_messages_create_gives_blocks_that_can_be_given_back() -> None:
             calls=(ClientCall("add", {"a": 1, "b": "ü"}, "call-1"),),
             ids=("answer-0",),
         ),
-        ClientMessage(role="tool", text="4", call_id="call-1", name="add", is_error=True),
+        ClientMessage(role="tool", text="4", call_id="call-1", name="add"),
         ClientMessage(role="user", text="So?"),
         ClientMessage(role="system", text="Hurry."),
     )

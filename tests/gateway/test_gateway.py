@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ from rollout import (
     open_rollout,
 )
 from rollout.config import AgentConfig, config_from_dict, dump_config
+from rollout.gateway import http
 from rollout.testing import Scenario
 from slow_cases import slow_but
 
@@ -168,8 +168,7 @@ async def test_agents_of_a_proxy_are_told_its_url() -> None:
 
 
 async def test_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "rollout.gateway.http", raising=False)
-    monkeypatch.setitem(sys.modules, "h11", None)
+    monkeypatch.setattr(http, "h11", None)
     with pytest.raises(ConfigError) as caught:
         async with open_rollout(config_of(CHAT, GatewayConfig(start="always"))):
             pytest.fail("it opened")

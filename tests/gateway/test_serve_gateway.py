@@ -88,7 +88,7 @@ async def test_trajectory_is_opened_finished_and_read() -> None:
         assert (await chat(address, one)).json()["error"]["code"] == "trajectory_ended"
         told = (await client.get(f"{path}/rows")).json()
         assert (await client.delete(path)).json()["state"] == "forgotten"
-        assert (await client.get(path)).status_code == 404
+        assert (await client.get(path)).status_code == 410
     (row,) = told["rows"]
     assert (told["uid"], row["purpose"], row["parent"], row["reward"]) == (
         "task-7",
@@ -172,16 +172,14 @@ async def test_finish_gives_turns_rewards_of_their_own() -> None:
 @pytest.mark.anyio
 async def test_limits_of_one_trajectory_hold() -> None:
     async with trainer() as client:
-        address = await opened(client, limits={"max_calls": 1, "trajectory_s": 0.5})
+        address = await opened(client, limits={"max_calls": 1})
         other = await opened(client)
         one = {"role": "user", "content": "One"}
         assert (await chat(address, one)).status_code == 200
         assert (await chat(address, one)).status_code == 403
         with anyio.fail_after(20):
-            path = f"/trajectories/{address['id']}"
-            while (told := (await client.get(path)).json())["state"] != "ended":
-                await anyio.sleep(0.02)
-        assert told["outcome"] in ("limit", "deadline")
+            told = (await client.post(f"/trajectories/{address['id']}/finish")).json()
+        assert told["outcome"] == "limit"
         assert [(await chat(other, one)).status_code for _ in range(2)] == [200, 200]
         late = await opened(client, limits={"trajectory_s": 0.05})
         with anyio.fail_after(20):
@@ -247,6 +245,23 @@ async def test_forgotten_trajectory_that_runs_is_cancelled() -> None:
         with anyio.fail_after(20):
             while (await chat(address, {"role": "user", "content": "One"})).status_code != 403:
                 await anyio.sleep(0.02)
+
+
+@pytest.mark.anyio
+async def test_ended_trajectories_past_the_memory_for_them_are_gone() -> None:
+    async with trainer(max_ended_bytes=10_000) as client:
+        paths = []
+        for _ in range(3):
+            address = await opened(client)
+            assert (await chat(address, {"role": "user", "content": "One"})).status_code == 200
+            paths.append(f"/trajectories/{address['id']}")
+            await client.post(f"{paths[-1]}/finish", json={"reward": 1.0})
+        gone, *kept = [await client.get(f"{path}/rows") for path in paths]
+        assert [each.status_code for each in (gone, *kept)] == [410, 200, 200]
+        assert gone.json()["error"]["code"] == "gone"
+        other = await client.post(f"{paths[0]}/finish")
+        unknown = await client.get(f"/trajectories/trajectory-{'0' * 32}")
+        assert (other.status_code, unknown.status_code) == (410, 404)
 
 
 @pytest.mark.parametrize("backend", ["trio", "asyncio"])

@@ -255,24 +255,6 @@ async def test_session_foreign_turn_and_other_tools_begin_rows() -> None:
     assert "look" in found.text(2)
 
 
-async def test_session_side_calls_come_before_and_stay_beside() -> None:
-    async def trial(session: GatewaySession, context: AgentContext) -> None:
-        title = await ask(session, system("Title"), user("question"), is_side=True)
-        assert title.answers[0].text
-        first = (await ask(session, system("Work"), user("question"), tools=(ADD,))).answers[0]
-        told = [system("Work"), user("question"), echo(first)]
-        await ask(session, *told, user("sum up"), tools=(ADD,), is_side=True)
-        await ask(session, *told, user("more"), tools=(ADD,))
-
-    found = await tried(trial, TURNS)
-    assert found.purposes == ["main", "side", "side"]
-    assert found.parents == [None, 0, 0]
-    assert found.batch.tensors["trainable"].tolist() == [True, False, False]
-    assert len(list(found.trajectory.transcript.generated_spans())) == 2
-    trained = await tried(trial, TURNS, settings=GatewayConfig(train_side_calls=True))
-    assert trained.batch.tensors["trainable"].tolist() == [True, True, True]
-
-
 async def test_session_agents_of_an_agent_have_rows_of_their_own() -> None:
     async def trial(session: GatewaySession, context: AgentContext) -> None:
         async def work(name: str) -> None:
@@ -346,22 +328,6 @@ async def test_session_conversation_told_again_may_be_longer_than_a_prompt() -> 
     ]  # fmt: skip
 
 
-async def test_session_limits_are_told_and_end_the_trajectory() -> None:
-    async def calls(session: GatewaySession, context: AgentContext) -> None:
-        await ask(session, user("question"))
-        await ask(session, user("question"))
-        for code in ("limit", "trajectory_ended"):
-            with pytest.raises(GatewayError) as caught:
-                await ask(session, user("question"))
-            assert (caught.value.status, caught.value.code) == (403, code)
-
-    found = (await tried(calls, HELLO, settings=GatewayConfig(max_calls=2))).trajectory
-    assert (found.outcome, found.limit_source) == (Outcome.LIMIT, "gateway.max_calls")
-    found = (await tried(calls, HELLO, settings=GatewayConfig(max_branches=1))).trajectory
-    assert (found.outcome, found.limit_source) == (Outcome.LIMIT, "gateway.max_branches")
-    assert len(found.segments) == 2
-
-
 async def test_session_calls_at_once_are_as_many_as_may_generate() -> None:
     told: list[str] = []
 
@@ -382,27 +348,6 @@ async def test_session_calls_at_once_are_as_many_as_may_generate() -> None:
     assert set(told) <= {"answered", "context_length", "limit", "trajectory_ended"}
     assert (found.outcome, found.limit_source) == (Outcome.LIMIT, "gateway.max_calls")
     assert [len(list(each.transcript.generated_spans())) for each in found.segments] == [1] * 6
-
-
-async def test_session_too_many_calls_at_once_are_refused() -> None:
-    refused = []
-
-    async def trial(session: GatewaySession, context: AgentContext) -> None:
-        async def one(number: int) -> None:
-            try:
-                await ask(session, user(f"question {number}"))
-            except GatewayError as error:
-                refused.append((error.status, error.code))
-
-        async with anyio.create_task_group() as tasks:
-            for number in range(5):
-                tasks.start_soon(one, number)
-        await ask(session, user("question"))
-
-    settings = GatewayConfig(max_concurrent_calls=3)
-    found = await tried(trial, HELLO, settings=settings)
-    assert refused == [(403, "limit")] * 2
-    assert found.trajectory.outcome is Outcome.COMPLETED
 
 
 @pytest.mark.parametrize("interval", [1, 16])
@@ -469,17 +414,6 @@ async def test_session_seeds_come_from_what_was_said() -> None:
         }
 
     assert await run({}) == await run({"question a": 1.0}) == await run({"question b": 2.0})
-
-
-async def test_session_client_seed_fixes_the_sample() -> None:
-    async def trial(session: GatewaySession, context: AgentContext) -> None:
-        one = await ask(session, user("question"), seed=7)
-        two = await ask(session, user("question"), seed=7, n=2)
-        assert one.answers[0].ids == two.answers[0].ids != two.answers[1].ids
-
-    found = await tried(trial, HELLO)
-    first, second, third = [each.seeds[0] for each in found.trajectory.segments]
-    assert first == second != third
 
 
 async def test_session_responses_continue_a_named_answer() -> None:
