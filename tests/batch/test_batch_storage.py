@@ -374,8 +374,8 @@ def test_batch_file_of_another_save_is_refused(saved: Path, tmp_path: Path) -> N
 def test_batch_damaged_meta_is_refused(saved: Path) -> None:
     path = saved / "meta.json"
     meta = json.loads(path.read_text())
-    path.write_text(json.dumps({**meta, "format": 2}))
-    assert reason(saved) == f"{path}: format 2; this version reads format 1"
+    path.write_text(json.dumps({**meta, "format": 3}))
+    assert reason(saved) == f"{path}: format 3; this version reads format 2"
     path.write_text(json.dumps({**meta, "rows": "two"}))
     assert reason(saved) == f"{path}: Expected `int`, got `str` - at `$.rows`"
     path.write_text(json.dumps({**meta, "files": {}}))

@@ -47,7 +47,7 @@ FILES = (TENSORS, SAMPLES, TRAJECTORIES, METRICS)
 MEDIA = "media.safetensors"
 
 #: Version of the files; another one is refused.
-FORMAT = 1
+FORMAT = 2
 
 #: A jagged tensor is two entries of the file: its values, and where each row begins.
 VALUES, OFFSETS = ".values", ".offsets"
