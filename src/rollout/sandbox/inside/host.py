@@ -176,7 +176,7 @@ def kill_tree(root: int) -> None:
     All are stopped first: what is stopped starts no more, and its children can be found.
     """
     tree, stopped = {root}, {os.getpid()}
-    while not tree <= stopped:
+    while True:
         for pid in tree - stopped:
             kill(pid, signal.SIGSTOP)
         stopped |= tree
@@ -188,6 +188,8 @@ def kill_tree(root: int) -> None:
                 continue
             if int(parent) in tree or int(session) in tree:
                 tree.add(int(name))
+        if tree <= stopped:
+            break
     for pid in tree - {os.getpid()}:
         kill(pid, signal.SIGKILL)
 
