@@ -37,6 +37,12 @@ if TYPE_CHECKING:
 RELAY_DIRECTORY = "/run/rollout"
 #: Where every user may look, as nobody must, whatever ``TMPDIR`` is.
 OPEN_DIRECTORY = "/tmp"
+#: Runs the program that comes first through standard input: a text, or what a host has made of it.
+_START = (
+    "import marshal, os; program = marshal.loads(os.read(0, 1 << 18))\n"
+    "if type(program) is str: program = compile(program, 'host', 'exec')\n"
+    "exec(program)"
+)
 #: Seconds that a host has to answer once a command was killed.
 _KILL_S = 5.0
 
@@ -52,6 +58,7 @@ class LocalSandbox(Sandbox):
 
     Attributes:
         relay: Leads to servers of this machine; None where there is no way.
+        compiled: The host's program as code of its interpreter.
     """
 
     relay: Relay | None = None
@@ -67,7 +74,8 @@ class LocalSandbox(Sandbox):
         async with errors:
             await anyio.wait_readable(self._control)
             with suppress(ConnectionResetError):  # it ended before it had read all
-                if self._control.recv(1):
+                self.compiled = self._control.recv(1 << 18)
+                if self.compiled:
                     return
             text = b"".join([part async for part in errors]).decode(errors="replace")
         raise SandboxError(f"{self.id} does not start: {text.strip()[-1000:]}")
@@ -138,6 +146,7 @@ class LocalProvider(SandboxProvider):
     max_open = 256
     sandbox_class: type[LocalSandbox] = LocalSandbox
     _numbers = itertools.count(1)
+    _compiled = b""  # by the interpreter of this machine
 
     async def _start(
         self,
@@ -160,11 +169,13 @@ class LocalProvider(SandboxProvider):
         control.setblocking(False)
         # Not the address space: torch, node and Java reserve much that they never use.
         limits = {"CORE": 0, "NPROC": max_processes, "DATA": memory_mb and memory_mb * MIB}
+        program = self._compiled if spec.image is None else b""
+        control.send(program or marshal.dumps(read_program("host"), 2))
         control.send(marshal.dumps((limits, remove), 2))
         try:
             with inner, anyio.CancelScope(shield=True):
                 process = await anyio.open_process(
-                    [*command, "-I", "-S", "-c", read_program("host")],
+                    [*command, "-I", "-S", "-c", _START],
                     stdin=inner.fileno(),
                     stdout=subprocess.DEVNULL,
                     start_new_session=True,
@@ -181,6 +192,8 @@ class LocalProvider(SandboxProvider):
             env={**env, **spec.env},
         )
         await sandbox.prepare(spec)
+        if spec.image is None:
+            self._compiled = sandbox.compiled
         return sandbox
 
 

@@ -147,12 +147,8 @@ class SandboxTool(Tool):
         text = description or self.description
         if max_pictures:
             text += " Pictures that it saves as .png or .jpg in its directory are shown."
-        parameters: dict[str, Any] = {
-            "type": "object",
-            "properties": self.parameters,
-            "required": self.required,
-        }
-        parameters["additionalProperties"] = False
+        parameters: dict[str, Any] = {"type": "object", "properties": self.parameters}
+        parameters |= {"required": self.required, "additionalProperties": False}
         function = {"name": self.name, "description": text, "parameters": parameters}
         self.schema = {"type": "function", "function": function}
 

@@ -1,8 +1,8 @@
 """Process 1 of a local sandbox: starts commands and collects what they print.
 
-Standard input is one end of a Unix socket (SOCK_SEQPACKET); the driver has the other. It sends
-the resource limits of commands, and the directory that ends with a host that is not process 1; then
-a message with three descriptors for each command:
+Standard input is one end of a Unix socket (SOCK_SEQPACKET); the driver has the other. It sends this
+program, the resource limits of commands with the directory that ends with a host that is not
+process 1, then a message with three descriptors for each command:
 
     exchange  a file in memory with a tuple, as `marshal` writes it: argv, cwd, env, how many bytes
               of each output are kept, whether at its end. The answer takes its place.
@@ -176,7 +176,7 @@ def kill_tree(root: int) -> None:
     All are stopped first: what is stopped starts no more, and its children can be found.
     """
     tree, stopped = {root}, {os.getpid()}
-    while not tree <= stopped:
+    while True:
         for pid in tree - stopped:
             kill(pid, signal.SIGSTOP)
         stopped |= tree
@@ -188,6 +188,8 @@ def kill_tree(root: int) -> None:
                 continue
             if int(parent) in tree or int(session) in tree:
                 tree.add(int(name))
+        if tree <= stopped:
+            break
     for pid in tree - {os.getpid()}:
         kill(pid, signal.SIGKILL)
 
@@ -245,7 +247,7 @@ for each in IGNORED:
     signal.signal(each, signal.SIG_IGN)
 poll.register(0, select.EPOLLIN)
 poll.register(wakeup, select.EPOLLIN)
-driver.send(b"1")
+driver.send(marshal.dumps(globals()["program"]))  # compiled: the next one starts sooner
 while True:
     for ready, _ in poll.poll():
         if ready == 0:

@@ -67,7 +67,7 @@ def run_cell(code: str, name: str, space: dict[str, Any]) -> bool:
     return False
 
 
-def serve(directory: str, go: int, done: int, out: int) -> None:
+def serve(directory: str, out: int, go: int, done: int) -> None:
     """Run cells for ever, as the main module that they believe to be."""
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     me, number = os.getpid(), 0
@@ -107,4 +107,4 @@ for each in fifos:  # which end with the session, whatever its children do
     os.register_at_fork(after_in_child=partial(os.close, each))
 os.chdir(workdir)
 sys.argv = [""]
-serve(directory, *fifos, out)
+serve(directory, out, *fifos)
