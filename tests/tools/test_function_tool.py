@@ -456,15 +456,15 @@ def draw(
 @pytest.mark.parametrize(
     ("arguments", "fault"),
     [
-        ({"size": "3"}, 'size = "3": input should be a valid integer'),
-        ({"size": True}, "size = true: input should be a valid integer"),
-        ({"size": 3.5}, "size = 3.5: input should be a valid integer"),
-        ({"size": None}, "size = null: input should be a valid integer"),
+        ({"size": "3"}, 'size = "3": expected int, got str'),
+        ({"size": True}, "size = true: expected int, got bool"),
+        ({"size": 3.5}, "size = 3.5: expected int, got float"),
+        ({"size": None}, "size = null: expected int, got null"),
         (
             {"points": [{"x": "1"}]},
-            'points[0].x = "1": input should be a valid number',
+            'points[0].x = "1": expected float, got str',
         ),
-        ({"points": "[]"}, 'points = "[]": input should be a valid array'),
+        ({"points": "[]"}, 'points = "[]": expected list, got str'),
         (
             {"units": {"a": ["kelvin"]}},
             "units.a[0] = \"kelvin\": input should be 'celsius' or 'fahrenheit'",
@@ -479,7 +479,7 @@ def draw(
             "integer",
         ),
         ({"scale": -1}, "scale = -1: input should be greater than 0"),
-        ({"size": "x" * 200}, f'size = "{"x" * 79}…: input should be a valid integer'),
+        ({"size": "x" * 200}, f'size = "{"x" * 79}…: expected int, got str'),
     ],
 )
 def test_function_tool_wrong_argument_is_named(arguments: dict[str, Any], fault: str) -> None:
@@ -488,7 +488,7 @@ def test_function_tool_wrong_argument_is_named(arguments: dict[str, Any], fault:
 
 def test_function_tool_missing_unknown_and_wrong_arguments_are_listed_together() -> None:
     assert check(draw, size="3", colr="red") == (
-        "size = \"3\": input should be a valid integer; missing 'points'; unknown 'colr' (it takes "
+        "size = \"3\": expected int, got str; missing 'points'; unknown 'colr' (it takes "
         "'size', 'points', 'units', 'colour', 'labels', 'scale')"
     )
     assert check(function_tool(lambda_like), a=1) == "unknown 'a' (it takes none)"
@@ -862,7 +862,7 @@ def test_function_tool_pydantic_models_are_inlined_and_made() -> None:
     checked = tool.parameters.check({"room": {"corners": [{"x": 2, "unit": "fahrenheit"}]}})
     assert checked == {"room": Room(corners=[Corner(x=2, unit=Unit.FAHRENHEIT)])}
     assert check(tool, room={"corners": [{"x": "2"}]}) == (
-        'room.corners[0].x = "2": input should be a valid integer'
+        'room.corners[0].x = "2": expected int, got str'
     )
     assert check(tool, room={"corners": []}, corner={}) == "corner.x = {}: field required"
 

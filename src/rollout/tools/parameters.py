@@ -24,6 +24,19 @@ if typing.TYPE_CHECKING:
 
 logger = logging.getLogger("rollout")
 
+#: Faults of pydantic's that only mean another type.
+_EXPECTED = {
+    "int_type": "int",
+    "float_type": "float",
+    "string_type": "str",
+    "bool_type": "bool",
+    "list_type": "list",
+    "tuple_type": "list",
+    "dict_type": "dict",
+    "model_type": "dict",
+    "dataclass_type": "dict",
+    "none_required": "null",
+}
 #: As `transformers.utils.get_json_schema` reads them at the end of a parameter's description.
 _CHOICES = re.compile(r"\(choices:\s*(?P<values>\[.*?\])\)\s*\Z", re.IGNORECASE | re.DOTALL)
 
@@ -173,8 +186,11 @@ def _describe_fault(
     if any(each["loc"][:-1] == first["loc"][:-1] and each["loc"] for each in others):  # a union's
         return f"{name} = {show(value)}: expected {show(parameter.schema, MAX_EXPECTED)}"
     steps = [f"[{s}]" if isinstance(s, int) else f".{s}" for s in first["loc"]]
+    found, expected = first["input"], _EXPECTED.get(first["type"])
     problem = first["msg"][:1].lower() + first["msg"][1:]
-    return f"{name}{''.join(steps)} = {show(first['input'])}: {problem}"
+    if expected is not None:
+        problem = f"expected {expected}, got {'null' if found is None else type(found).__name__}"
+    return f"{name}{''.join(steps)} = {show(found)}: {problem}"
 
 
 def _find_fault(raw: inspect.Parameter, *, is_documented: bool) -> str:
