@@ -157,13 +157,13 @@ class Contained(Generic[T]):
         frames = [*await_frames(self._body.coroutine), *self.find_frames_elsewhere()]
         return describe_place(frames) if frames else ""
 
-    async def run(self, function: Callable[[], Awaitable[T]], *, grace_s: float = 0.0) -> T | None:
+    async def run(self, function: Callable[[], Awaitable[T]]) -> T | None:
         """Run `function` to its end: `value` is what it returned, `error` what it raised.
 
         The value is returned too; neither is there where `cancel` or the deadline ended it.
 
-        Cancellation of the caller passes on to the code, `grace_s` later, and leaves once that has
-        ended or was stopped.
+        Cancellation of the caller passes on to the code, and leaves once that has ended or was
+        stopped.
 
         Raises:
             UnresponsiveError: It did not end within `cleanup_s` of its cancellation.
@@ -176,15 +176,10 @@ class Contained(Generic[T]):
         reported = self._reported  # `pause` makes another one
         try:
             await reported.wait()
-        except (GeneratorExit, _Stopped):
+        except BaseException as error:
             self.cancel()
-            raise
-        except BaseException:
-            if grace_s:
-                now = self._containment.clock()
-                self.scope.deadline = min(self.scope.deadline, now + grace_s)
-            else:
-                self.cancel()
+            if isinstance(error, GeneratorExit | _Stopped):
+                raise
             with anyio.CancelScope(shield=True):
                 await reported.wait()
             if self.unresponsive is not None:

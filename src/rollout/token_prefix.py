@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from typing import TYPE_CHECKING
 
 import msgspec
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class TokenPrefix(msgspec.Struct, eq=False, gc=False):
@@ -50,11 +46,6 @@ class TokenPrefix(msgspec.Struct, eq=False, gc=False):
         if piece:
             self.pieces.append(piece)
             self.length += len(piece) // 4
-
-    def begin(self, pieces: Sequence[bytes]) -> None:
-        """The first packed ids, in pieces of which none is empty."""
-        self.pieces = list(pieces)
-        self.length = sum(map(len, pieces)) // 4
 
     def compute_sum(self, length: int) -> int:
         """CRC-32 of the first `length` ids; cheap where they are more than the last time."""

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from rollout.agents.identity import Identity
     from rollout.agents.trajectory_state import TrajectoryState
     from rollout.agents.wording import Given, Wording
-    from rollout.limits import Deadline
     from rollout.tools import ToolResult
     from rollout.types import InvalidToolCall, ToolCall
 
@@ -91,11 +90,6 @@ class CallingConversation(ListeningConversation):
             self._settling_limits.settle(error)
             raise
         return results
-
-    @property
-    def turn_deadline(self) -> Deadline:
-        """By when the last turn must have been answered."""
-        return self._turn.deadline
 
     @contextmanager
     def answering(self) -> Iterator[None]:

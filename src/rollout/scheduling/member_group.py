@@ -91,11 +91,6 @@ class Member:
     began: float | None = None
 
     @property
-    def named_prompt(self) -> Prompt:
-        """Its prompt, which has its uid."""
-        return self.prompt
-
-    @property
     def tokens(self) -> int | None:
         """Sampled so far, while its agent runs; else None."""
         return None if self.running is None else self.running.tokens

@@ -283,7 +283,7 @@ def _copy(trajectory: Trajectory) -> Trajectory:
 def _copy_group(ended: Sequence[Ended]) -> Group:
     first = ended[0].member
     trajectories = [_copy(each.trajectory) for each in ended]
-    return Group.of(first.identity.uid, first.named_prompt, trajectories)
+    return Group.of(first.identity.uid, first.prompt, trajectories)
 
 
 def _end_cancelled(ended: Sequence[Ended]) -> None:
