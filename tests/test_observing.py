@@ -157,7 +157,10 @@ def test_run_without_reader_makes_no_event_and_writes_none(monkeypatch: pytest.M
 
 
 def test_batch_metrics_say_where_time_and_tokens_went() -> None:
-    batch, _ = observed.run(prompts("add please sum", "break please break"), samples=4)
+    slow = observed.SCENARIO.timing(base_s=0.1)  # engines report every two seconds
+    batch, _ = observed.run(
+        prompts("add please sum", "break please break"), None, samples=4, scenario=slow
+    )
     metrics = batch.metrics
     assert metrics["tool/add/calls"] == 4
     assert metrics["tool/add/seconds"] == pytest.approx(4 * TOOL_S)

@@ -112,8 +112,8 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("log-probs shifted by one", r"rollout_log_probs\[")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = Transcript.log_probs_bytes
-    patch.setattr(Transcript, "log_probs_bytes", lambda self: real(self)[-4:] + real(self)[:-4])
+    real = Transcript.log_probs
+    patch.setattr(Transcript, "log_probs", lambda self: np.roll(real(self), 1))
 
 
 @bug("most likely ids shifted by one", "its top_ids are not those of its engine")

@@ -60,8 +60,8 @@ def test_trl_row_becomes_a_prompt_without_the_keys_that_arrow_adds() -> None:
 def test_trl_row_with_unusable_columns_names_each() -> None:
     with pytest.raises(PromptError) as caught:
         prompt_of(says("a"), {"tools": 3, "sampling": "hot"}, "u", {})
-    assert "tools = 3: expected a list of names of tools" in str(caught.value)
-    assert "sampling = 'hot': expected an object" in str(caught.value)
+    assert "tools = 3: expected a list or None" in str(caught.value)
+    assert "sampling = 'hot': expected a mapping" in str(caught.value)
 
 
 def _generate_and_score_completions(inputs: Any, prompts: Any) -> Any:

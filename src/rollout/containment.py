@@ -133,7 +133,7 @@ class Contained(Generic[T]):
         self._containment, self._activity = containment, activity
         #: When it was cancelled; afresh where code that it waits for was stopped.
         self._cancelled_at = math.inf
-        self._body: StoppableCoroutine
+        self._body: StoppableCoroutine | None = None  # while its task runs
         self._reported, self._continued = anyio.Event(), anyio.Event()
 
     def cancel(self) -> None:
@@ -154,6 +154,8 @@ class Contained(Generic[T]):
 
     def place(self) -> str:
         """File and line where the code waits; empty once it has ended."""
+        if self._body is None:
+            return ""
         frames = [*await_frames(self._body.coroutine), *self.find_frames_elsewhere()]
         return describe_place(frames) if frames else ""
 
@@ -224,6 +226,7 @@ class Contained(Generic[T]):
         activity = self._activity  # noqa: F841  (see `observe.blocking_code`)
         _around.set(self)
         raised: BaseException | None = None
+        assert self._body is not None
         try:
             with self.scope:
                 try:
@@ -243,6 +246,8 @@ class Contained(Generic[T]):
         else:
             self.was_cancelled = self.scope.cancelled_caught
             self._report()
+        finally:
+            self._body = None  # which holds this object, and so what the code returned
 
     def stop(self, now: float) -> None:
         """Report the code as unresponsive, and never resume it."""
@@ -250,6 +255,7 @@ class Contained(Generic[T]):
             f"{self.what} did not end within limits.cleanup_s = {self._containment.cleanup_s:g} s "
             f"of its cancellation and was given up; it waits at {self.place()}"
         )
+        assert self._body is not None
         self._body.is_stopped = True
         around = self.around
         while around is not None:

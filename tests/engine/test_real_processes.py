@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -134,7 +135,7 @@ def test_driver_killed_in_mid_batch_no_engine_is_left_after_five_seconds() -> No
         [sys.executable, "-c", DRIVER],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        cwd="tests",
+        cwd=Path(__file__).parent,
         text=True,
     )
     assert driver.stdout is not None

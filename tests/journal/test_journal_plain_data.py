@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from datetime import date
 from decimal import Decimal
-from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -71,43 +70,6 @@ def test_extra_that_is_nested_without_end_fails_its_trajectory_alone(
     assert quick.cause.message == f"extra['v'] {TOO_DEEP}; {EXPECTED}"
     again = run(config_of(path), given, reward=attaching, resume=True)
     assert again.statistics.returned == 2
-
-
-METRICS: list[tuple[str, Any, str]] = [
-    ("big", 2**70, "metrics['big'] is an int of more than 64 bits"),
-    ("third", Fraction(1, 3), "metrics['third'] is a fractions.Fraction"),
-    ("\ud800", 1.0, r"metrics['\ud800'] is a str that UTF-8 cannot hold"),
-]
-
-
-@pytest.mark.parametrize(("name", "value", "fault"), METRICS)
-@pytest.mark.parametrize("unwritable", ["refuse", "text"])
-def test_metric_that_cannot_be_written_concerns_its_trajectory_alone(
-    tmp_path: Path, name: str, value: Any, fault: str, unwritable: str
-) -> None:
-    def measuring(trajectory: Trajectory) -> float:
-        if trajectory.uid == "quick":
-            trajectory.metrics[name] = value
-        return 1.0
-
-    given = prompts("quick", "sum")
-    config = config_of(tmp_path / "journal", journal={"unwritable": unwritable})
-    quick, whole = run(config, given, reward=measuring).trajectories
-    again = run(config, given, reward=measuring, resume=True)
-    assert again.statistics.returned == 2
-    assert whole.outcome is Outcome.COMPLETED
-    resumed = again.trajectories[0]
-    if unwritable == "text":
-        assert (quick.outcome, quick.reward) == (Outcome.COMPLETED, 1.0)
-        written = resumed.metrics[name.encode("utf-8", "backslashreplace").decode()]
-        assert (resumed.outcome, written) == (Outcome.COMPLETED, float(value))
-        return
-    for each in (quick, resumed):
-        assert (each.outcome, each.reason, each.reward) == (Outcome.FAILED, "journal", None)
-        assert each.cause is not None
-        assert each.cause.message.startswith(fault)
-        assert name not in each.metrics
-        assert "total_s" in each.metrics
 
 
 @pytest.mark.parametrize("unwritable", ["refuse", "text"])

@@ -476,7 +476,7 @@ async def test_rewards_that_can_have_no_sandbox_are_refused() -> None:
     processes = Scenario(seed=1).config(rewards=RewardsConfig(processes=1))
     for runtime, words in (
         (opened(processes, reward=sync_free_reward), "rewards.processes = 0, not 1"),
-        (opened(group_reward=of_group), "group_reward = of_group.*names sandbox"),
+        (opened(group_reward=of_group), "group_reward = .*of_group.*names sandbox"),
         (opened(reward=sync), "is not async"),
     ):
         with pytest.raises(ConfigError, match=words):

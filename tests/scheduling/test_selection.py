@@ -74,9 +74,10 @@ async def test_selection_of_an_open_stream_counts_what_runs_as_cut_off(surplus: 
         left = groups.metrics()
     lengths = [t.generated_length for group in taken for t in group.trajectories]
     bias = sum(lengths) / len(lengths) / mean(whole)
-    assert found["selection/length_bias"] == pytest.approx(bias, abs=0.15)
-    for name in ("length/started", "length_bias"):
-        assert found[f"selection/{name}"] == pytest.approx(left[f"selection/{name}"], rel=0.05)
+    assert found["selection/length_bias"] == pytest.approx(bias, abs=0.25)
+    # What runs is known up to its last chunk.
+    for name, room in (("length/started", 10), ("length_bias", 0.15)):
+        assert found[f"selection/{name}"] == pytest.approx(left[f"selection/{name}"], abs=room)
 
 
 @pytest.mark.parametrize("action", slow_but(["keep", "drop"], "keep"))

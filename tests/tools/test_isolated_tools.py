@@ -172,7 +172,7 @@ async def test_isolated_function_whose_name_leads_elsewhere_is_refused_before_it
         await executor.prepare()
     assert str(caught.value).startswith(
         "function tool 'inc': isolation = 'process' needs a function that its process finds by its "
-        "name: isolated_tools.plain leads to <function plain"
+        "name: isolated_tools.plain leads to plain (isolated_tools, line "
     )
 
 

@@ -82,7 +82,7 @@ class TrajectorySandbox:
         self._sandbox: Sandbox | None = None
         #: Set once it is there, or will not be; None until somebody asks for it.
         self._is_over: anyio.Event | None = None
-        self._scope = anyio.CancelScope()
+        self._scope: anyio.CancelScope  # of its opening
         self._judges: list[TrajectorySandbox] = []
 
     def __repr__(self) -> str:
@@ -178,7 +178,7 @@ class TrajectorySandbox:
         if self._is_over is None and not self.is_closed:
             if self._pool is None or self._pool.tasks is None:
                 raise SandboxUnavailable("there is no runtime that has sandboxes, or it is closed")
-            self._is_over = anyio.Event()
+            self._is_over, self._scope = anyio.Event(), anyio.CancelScope()
             self.opens_since = anyio.current_time()
             self._pool.tasks.start_soon(self._acquire, self._pool, self._is_over)
         if self._is_over is not None and not self._is_over.is_set():
