@@ -50,9 +50,19 @@ def threads() -> Iterator[WorkerThreads]:
     pool.close()
 
 
-#: Files whose tests start a Ray cluster, or measure time: beside themselves, or each other, they
-#: would be slow or wrong.
+#: Files whose tests start a Ray cluster, measure time, or load large vocabularies: beside
+#: themselves, or each other, they would be slow or wrong.
 ALONE = {
+    **dict.fromkeys(
+        (
+            "test_long_texts.py",
+            "test_shipped_templates.py",
+            "test_template_looks.py",
+            "test_template_properties.py",
+            "test_text_encoding.py",
+        ),
+        "vocabularies",
+    ),
     "test_ray_placement.py": "ray",
     "test_engine_pairs.py": "ray",
     "test_loop_lag.py": "timing",

@@ -22,6 +22,7 @@ from rollout import Prompt, function_tool
 from rollout.clocks import monotonic
 from rollout.observe.loop_lag import BLOCKED_S, LoopLag, Repeats
 from rollout.testing import Scenario, tool_call
+from slow_cases import slow_after
 
 pytestmark = [pytest.mark.anyio, pytest.mark.process]
 
@@ -233,7 +234,7 @@ def said_by(process: subprocess.Popen[str]) -> tuple[list[str], list[str], float
     return blocked, others, lag_s, starved_s
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", slow_after(1, BACKENDS))
 def test_idle_loop_of_a_stopped_process_is_not_blocked(backend: str) -> None:
     with idle_process(backend) as process:
         for _ in range(3):

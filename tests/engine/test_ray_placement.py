@@ -138,6 +138,7 @@ async def _free() -> dict[str, float]:
     return free
 
 
+@pytest.mark.slow
 async def test_actor_killed_ends_its_engine_and_is_replaced(cluster: Any) -> None:
     before = {process.pid for process in engines()}
     async with opened(config()) as pool:
@@ -281,6 +282,7 @@ async def test_replicas_see_their_own_gpus_where_ray_sets_nothing() -> None:
     )
 
 
+@pytest.mark.slow
 async def test_colocated_replica_shares_the_gpus_of_a_worker(cluster: Any) -> None:
     @ray.remote(num_gpus=2, num_cpus=0)
     class Worker:
@@ -303,6 +305,7 @@ async def test_node_that_is_not_there_is_named(cluster: Any) -> None:
             pytest.fail("opened")
 
 
+@pytest.mark.slow
 async def test_core_that_does_not_start_says_why(cluster: Any) -> None:
     with pytest.raises(EngineError, match=r"^engine-0: FileNotFoundError: no weights here$"):
         async with open_engines(config(core="BrokenCore")):

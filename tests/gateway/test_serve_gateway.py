@@ -264,7 +264,7 @@ async def test_ended_trajectories_past_the_memory_for_them_are_gone() -> None:
         assert (other.status_code, unknown.status_code) == (410, 404)
 
 
-@pytest.mark.parametrize("backend", ["trio", "asyncio"])
+@pytest.mark.parametrize("backend", slow_after(1, ["asyncio", "trio"]))
 def test_command_serves_until_it_is_terminated(tmp_path: Path, backend: str) -> None:
     config = tmp_path / "config.py"
     config.write_text(

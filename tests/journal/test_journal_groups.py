@@ -453,6 +453,7 @@ def test_collect_that_lays_its_batch_out_as_the_runtime_is_closed_does_not_wait_
     assert run(config, [0], resume=True, policy=None).uids[0][:2] == ["p0", "p0"]
 
 
+@pytest.mark.slow
 def test_stream_of_groups_on_a_full_disk_ends_with_its_runtime(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
