@@ -13,7 +13,7 @@ import script
 from through_gateway import run
 
 from rollout.agents import AgentTask
-from rollout.testing import Scenario, decode_ids, tool_call
+from rollout.testing import Scenario
 
 pytestmark = pytest.mark.anyio
 
@@ -207,35 +207,3 @@ async def test_ids_and_log_probs_that_a_client_gets_are_those_of_its_row() -> No
     (span,) = done.trajectory.transcript.generated_spans()
     told = [each.logprob for each in choice.logprobs.content]
     assert told == done.trajectory.transcript.log_probs()[span.start : span.stop].tolist()
-
-
-@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-async def test_client_that_gives_up_waiting_and_asks_again_gets_one_turn(streamed: bool) -> None:
-    """Its own retries, after its own timeout: the turn is continued, and sampled once.
-
-    The turn is a call, of which a stream tells nothing before it is whole.
-    """
-    said = tool_call("look", what="a" * 80)
-
-    def program(task: AgentTask) -> str:
-        with openai.OpenAI(
-            base_url=task.base_url, api_key=task.api_key, timeout=0.4, max_retries=20
-        ) as client:
-            options: Any = {"model": task.model, "messages": [{"role": "user", "content": "Go."}]}
-            if streamed:
-                *_, told, _ = client.chat.completions.create(stream=True, **options)
-                (call,) = told.choices[0].delta.tool_calls
-            else:
-                whole = client.chat.completions.create(**options)
-                (call,) = whole.choices[0].message.tool_calls
-            return str(call.function.arguments)
-
-    done = await run(program, Scenario(stream_interval=4).reply("Go.", said), base_s=0.01)
-    assert done.anomalies == []
-    ((turn,),) = [row.turns for row in done.rows]
-    whole = turn.prompt + turn.ids
-    assert len(done.sampled) > 1
-    for each in done.sampled:
-        assert whole.startswith(each.prompt + each.ids)
-    assert json.loads(done.result) == {"what": "a" * 80}
-    assert decode_ids(turn.ids).removesuffix("<|im_end|>") == said
