@@ -52,6 +52,23 @@ def read_stub(file: str) -> dict[str, list[str]]:
     return homes
 
 
+def import_extra(module: str, extra: str, user: str, kind: type[Exception]) -> Any:
+    """A module of an optional dependency.
+
+    Args:
+        module: Its name.
+        extra: The extra of `rollout-rl` that has it.
+        user: What needs it, for the message.
+        kind: The error that says which package is missing, and how to install it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise kind(
+            f"{user} needs the package {error.name or module}: pip install 'rollout-rl[{extra}]'"
+        ) from error
+
+
 def derives_from(kind: type, module: str, name: str) -> bool:
     """Whether `kind` is this class of a library, or a subclass; nothing is imported to find out.
 

@@ -199,7 +199,7 @@ async def test_inspect_provider_ends_as_its_task_does_and_unknown_ones_are_refus
 async def test_missing_sdk_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in MODULES:
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(SandboxUnavailable, match=r"needs the package .*, of rollout's extra"):
+    with pytest.raises(SandboxUnavailable, match=r"needs the package .*: pip install 'rollout"):
         async with open_provider(name):
             pytest.fail("it opened")
 

@@ -1,7 +1,5 @@
 """Environments that people already have: objects with state, OpenEnv servers, task directories."""
 
-from __future__ import annotations
-
 from rollout.environments.open_env import OpenEnv, OpenEnvError
 from rollout.environments.task_directory import TaskDirectory
 from rollout.environments.tool_set import ToolSet

@@ -15,6 +15,7 @@ import msgspec
 
 from rollout.config.checks import is_http_url
 from rollout.errors import ToolError
+from rollout.lazy import import_extra
 from rollout.seeds import derive_seed
 from rollout.tools.results import ToolResult
 from rollout.tools.tool import Tool, ToolContext, ToolProvider, ToolSession
@@ -32,8 +33,6 @@ _BACKOFF_S, _MAX_BACKOFF_S = 0.1, 5.0
 _CLOSE_S = 2.0
 #: The longest answer that is read.
 _MAX_MESSAGE_BYTES = 16 * 2**20
-#: Fields of observations that stand beside them too.
-_NO_OBSERVATION = frozenset(("reward", "done", "metadata"))
 #: The observation, the reward (0.0 where there is none), whether the episode is over, no info.
 Step = tuple[str, float, bool, dict[str, Any]]
 
@@ -97,17 +96,10 @@ class OpenEnv(ToolProvider):
             raise ToolError(f"OpenEnv: url = {url!r}; expected an http or https URL")
         if not 0 < timeout_s < float("inf"):
             raise ToolError(f"OpenEnv: timeout_s = {timeout_s}; expected a number > 0")
-        try:
-            import websockets
-        except ImportError as error:
-            raise ToolError(
-                f"OpenEnv needs the package websockets ({error}): pip install 'rollout-rl[openenv]'"
-            ) from error
         self.url, self.timeout_s, self.headers = url.rstrip("/"), timeout_s, dict(headers or {})
         self._action_field = action_field
         self.observation_text = observation_text or _read_text
-        self.websockets: Any = websockets
-        self.was_full = False
+        self.websockets = import_extra("websockets", "openenv", "OpenEnv", ToolError)
 
     def __call__(self) -> OpenEnvSession:
         """A session for one trajectory; it connects at `reset`."""
@@ -149,8 +141,7 @@ class OpenEnv(ToolProvider):
 class OpenEnvSession:
     """An episode on the server, as `EnvironmentAgent` plays it; its calls come one after another.
 
-    It runs on asyncio, where its socket lives. `OpenEnvError` says what the server refused, or why
-    it is gone.
+    It runs on asyncio, where its socket lives.
 
     Attributes:
         is_done: Whether the server has said so.
@@ -167,7 +158,7 @@ class OpenEnvSession:
 
     async def reset(self, prompt: Prompt | None) -> str:
         """Connect and begin an episode, once there is room; the first observation."""
-        server, data = self._server, {}
+        data = {}
         for name, value in ({} if prompt is None else prompt.extra).items():
             with suppress(TypeError, ValueError, RecursionError):
                 json.dumps(value, allow_nan=False)
@@ -180,9 +171,7 @@ class OpenEnvSession:
             except OpenEnvError as error:
                 if error.code != "CAPACITY_REACHED":
                     raise
-                if not server.was_full:
-                    server.was_full = True
-                    logger.warning("%s (trajectories wait for room; logged once)", error)
+                logger.info("%s; asked again in %.1f s", error, backoff_s)
             await self.close()
             await anyio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
@@ -196,12 +185,8 @@ class OpenEnvSession:
     async def close(self) -> None:
         """End the session."""
         socket, self._socket = self._socket, None
-        if socket is None:
-            return
-        with suppress(OSError, self._server.websockets.ConnectionClosed):
-            with anyio.move_on_after(_CLOSE_S):
-                await socket.send('{"type":"close"}')
-        await socket.close()
+        if socket is not None:
+            await socket.close()
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> Step:
         server, websockets = self._server, self._server.websockets
@@ -255,7 +240,6 @@ class _ActionTool(Tool):
     def __init__(self, server: OpenEnv, action: dict[str, Any]) -> None:
         self._server, self.name = server, "step"
         text = action.pop("description", "") or "Act in the environment."
-        action.pop("title", None)
         function = {"name": self.name, "description": text, "parameters": action}
         self.schema = {"type": "function", "function": function}
 
@@ -301,8 +285,9 @@ class _ActionSession(ToolSession):
 
 def _read_text(observation: Mapping[str, Any]) -> str:
     """The only text of an observation, else all of it as JSON."""
-    shown = {name: each for name, each in observation.items() if name not in _NO_OBSERVATION}
-    values = list(shown.values())
-    if len(values) == 1 and isinstance(values[0], str):
-        return values[0]
+    beside = "reward", "done", "metadata"  # they stand there too
+    shown = {name: each for name, each in observation.items() if name not in beside}
+    match list(shown.values()):
+        case [str(text)]:
+            return text
     return json.dumps(shown, ensure_ascii=False)

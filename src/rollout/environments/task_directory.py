@@ -80,8 +80,7 @@ class TaskDirectory:
         self._tasks = {each.name: _read_task(each, provider) for each in found}
         self.names = tuple(self._tasks)
         tasks = self._tasks.values()
-        longest = max(each.agent_timeout_s or 0.0 for each in tasks)
-        self.agent_timeout_s = longest or None
+        self.agent_timeout_s = max(each.agent_timeout_s or 0.0 for each in tasks) or None
         self.verifier_timeout_s = max(each.tests["timeout_s"] for each in tasks)
 
     def check_limits(self, limits: LimitsConfig) -> None:
@@ -89,7 +88,7 @@ class TaskDirectory:
         wanted = {"trajectory_s": self.agent_timeout_s, "reward_s": self.verifier_timeout_s}
         for key, seconds in wanted.items():
             limit = getattr(limits, key)
-            if limit is not None and seconds is not None and limit < seconds:
+            if limit and seconds and limit < seconds:
                 logger.warning("limits.%s = %g: tasks want %g s", key, limit, seconds)
 
     def prompts(self, **fields: Any) -> list[Prompt]:
@@ -275,10 +274,10 @@ def _build_image(task: _Task, engine: str) -> str:
     image = f"localhost/rollout-task:{hash_directory(folder)[:16]}"
     inspect = [engine, "image", "inspect", image]
     build = [engine, "build", "--tag", image, str(folder)]
-    timeout_s = task.sandbox["setup_s"]
     try:
         if subprocess.run(inspect, capture_output=True, check=False).returncode:
-            subprocess.run(build, capture_output=True, check=True, timeout=timeout_s)
+            limit_s = task.sandbox["setup_s"]
+            subprocess.run(build, capture_output=True, check=True, timeout=limit_s)
     except (OSError, subprocess.SubprocessError) as error:
         output = (getattr(error, "stderr", None) or b"")[-1000:].decode(errors="replace").strip()
         raise SandboxError(f"task {task.name}: {engine} build: {error} {output}") from error
@@ -296,8 +295,7 @@ async def _verify(task: _Task, sandbox: Sandbox) -> Reward:
     try:
         result = await sandbox.exec(_TESTS, **task.tests)
     except SandboxTimeout as error:
-        seconds = task.tests["timeout_s"]
-        raise SandboxError(f"task {task.name}: its tests ran for {seconds:g} s") from error
+        raise SandboxError(f"task {task.name}: its tests ran for {error.seconds:g} s") from error
     for name in ("reward.json", "reward.txt"):
         try:
             text = (await sandbox.read_file(f"/logs/verifier/{name}")).decode(errors="replace")

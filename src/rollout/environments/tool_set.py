@@ -12,7 +12,7 @@ import anyio.to_thread
 
 from rollout.chat.messages import template_messages
 from rollout.chat.reward_values import BadRewardError, finite_number
-from rollout.errors import TemplateError, ToolError
+from rollout.errors import ToolError
 from rollout.tools.function_tools import FunctionTool
 from rollout.tools.policy import ToolPolicy
 from rollout.tools.tool import Tool, ToolContext, ToolProvider, ToolSession
@@ -108,14 +108,8 @@ class ToolSet(ToolProvider):
         return list(tools.values())
 
     def name_for(self, prompt: Prompt | None) -> str:
-        """Which of its environments a prompt has.
-
-        Raises:
-            ToolError: Its row names none.
-        """
-        if "" in self.factories:
-            return ""
-        name = None if prompt is None else prompt.extra.get(_COLUMN)
+        """Which of its environments a prompt has; a `ToolError` where its row names none."""
+        name = prompt.extra.get(_COLUMN) if prompt and "" not in self.factories else ""
         if name not in self.factories:
             known = ", ".join(map(repr, self.factories))
             raise ToolError(f"ToolSet: extra[{_COLUMN!r}] = {name!r:.80}; expected one of {known}")
@@ -234,10 +228,7 @@ def _choose_columns(environment: _Environment, context: ToolContext) -> dict[str
     row: dict[str, Any] = {"uid": context.uid}
     if context.prompt is not None:
         prompt = context.prompt
-        try:
-            row["prompt"] = template_messages(prompt.messages)
-        except TemplateError:  # they are refused where they are rendered
-            row["prompt"] = list(prompt.messages)
+        row["prompt"] = template_messages(prompt.messages)
         row |= {"ground_truth": prompt.ground_truth, "data_source": prompt.data_source}
         row |= prompt.extra
     if environment.name:
@@ -249,11 +240,7 @@ def _choose_columns(environment: _Environment, context: ToolContext) -> dict[str
 
 
 def read_functions(kind: type) -> dict[str, FunctionTool[..., Any]]:
-    """The public methods of a class as function tools, in the order of their names.
-
-    Raises:
-        ToolError: One cannot be a tool, or there are none.
-    """
+    """The public methods of a class as function tools; a `ToolError` where one cannot be one."""
     found = {}
     for name, method in inspect.getmembers(kind, inspect.isfunction):
         if name.startswith("_") or name in _OWN:
@@ -273,8 +260,7 @@ async def _probe(factory: Factory) -> type:
     """The class of what a function makes; the object is closed again."""
     instance = factory()
     close: Any = getattr(instance, "close", None)
-    if callable(close) and is_async(close):
-        await anyio.to_thread.run_sync(partial(anyio.run, close))  # asyncio, whatever runs here
-    elif callable(close):
-        close()
+    if callable(close):  # on asyncio, whatever runs here
+        run = partial(anyio.run, close) if is_async(close) else close
+        await anyio.to_thread.run_sync(run)
     return type(instance)

@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import ConfigError
+from rollout.lazy import import_extra
 from rollout.observe import events as told
 
 if TYPE_CHECKING:
@@ -37,13 +38,8 @@ class PrometheusEndpoint:
     """
 
     def __init__(self, port: int) -> None:
-        try:
-            import prometheus_client as client
-        except ImportError as error:
-            raise ConfigError(
-                f"observe.prometheus_port = {port} needs the package prometheus-client: "
-                "pip install 'rollout-rl[prometheus]'"
-            ) from error
+        user = f"observe.prometheus_port = {port}"
+        client = import_extra("prometheus_client", "prometheus", user, ConfigError)
         registry = client.CollectorRegistry()
         self._take = _Figures(client, registry).takers
         try:

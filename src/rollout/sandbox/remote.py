@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from rollout.errors import (
     SandboxUnavailable,
     SandboxUnsupported,
 )
+from rollout.lazy import import_extra
 from rollout.sandbox.api import (
     CHECK_FILE,
     Command,
@@ -181,12 +181,7 @@ class RemoteProvider(SandboxProvider):
         return sandbox
 
 
-def import_sdk(provider: str, module: str, package: str) -> Any:
+def import_sdk(provider: str, module: str) -> Any:
     """The SDK of a provider; `SandboxUnavailable` where its package is not installed."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise SandboxUnavailable(
-            f"sandbox provider {provider} needs the package {package}, of rollout's extra "
-            f"{provider.partition(':')[0]}: {error}"
-        ) from error
+    extra = provider.partition(":")[0]
+    return import_extra(module, extra, f"sandbox provider {provider}", SandboxUnavailable)

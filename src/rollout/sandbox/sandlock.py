@@ -47,7 +47,7 @@ class SandlockProvider(LocalProvider):
     name = "sandlock"
 
     def __init__(self, *, readable: Sequence[str | Path] = ()) -> None:
-        import_sdk(self.name, "sandlock", "sandlock")
+        import_sdk(self.name, "sandlock")
         self._python, shown = find_python()
         paths = [*_SYSTEM.split(), *shown, *map(str, readable)]
         self._readable = [path for path in paths if os.path.exists(path)]

@@ -83,7 +83,7 @@ class E2bProvider(RemoteProvider):
     supported = ("image", "workdir", "user", "network")
 
     def __init__(self, **options: Any) -> None:
-        self._sdk, self._settings = import_sdk("e2b", "e2b", "e2b"), options
+        self._sdk, self._settings = import_sdk("e2b", "e2b"), options
 
     async def _create(self, spec: SandboxSpec) -> E2bSandbox:
         settings = dict(self._settings)
@@ -153,7 +153,7 @@ class ModalProvider(RemoteProvider):
     options = ("ports", "gpu", "region", "cloud")
 
     def __init__(self, *, app: str = "rollout") -> None:
-        self._sdk, self._app_name = import_sdk("modal", "modal", "modal"), app
+        self._sdk, self._app_name = import_sdk("modal", "modal"), app
         self._app: Any = None
 
     async def check(self) -> None:
@@ -233,8 +233,8 @@ class InspectProvider(RemoteProvider):
 
     def __init__(self, kind: str, *, config: Any = None) -> None:
         self.name, self.config = f"inspect:{kind}", config
-        self.util = import_sdk(self.name, "inspect_ai.util", "inspect-ai")
-        registry = import_sdk(self.name, "inspect_ai.util._sandbox.registry", "inspect-ai")
+        self.util = import_sdk(self.name, "inspect_ai.util")
+        registry = import_sdk(self.name, "inspect_ai.util._sandbox.registry")
         try:
             self.kind = registry.registry_find_sandboxenv(kind)
         except ValueError as error:
