@@ -54,7 +54,7 @@ class EchoServer:
             for text in socket:
                 message = json.loads(text)
                 self.messages.append(message)
-                if message["type"] == "close" or message["data"].get("text") == "drop":
+                if message["data"].get("text") == "drop":
                     return
                 if message["data"].get("text") == "mute":
                     self.is_ending.wait()
