@@ -488,6 +488,10 @@ async def test_wrong_arguments_are_refused_before_anything_runs(provider: str) -
             await sandbox.exec(["a\0b"])
         with pytest.raises(ValueError, match="command"):
             await sandbox.exec([])
+        wrong: list[Any] = [{"A=B": "x"}, {"": "x"}, {"A": 1}, {"A": "x\0"}]
+        for variables in wrong:
+            with pytest.raises(ValueError, match=r"env\["):
+                await sandbox.exec("true", env=variables)
 
 
 async def test_program_inside_reaches_a_server_here_by_its_host_url(provider: str) -> None:

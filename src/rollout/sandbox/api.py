@@ -188,11 +188,15 @@ class Sandbox:
         argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
         if not argv or any("\0" in word for word in argv):
             raise ValueError(f"command = {command!r:.200}: expected words without NUL")
+        variables = {**self.env, **(env or {})}
+        for name, value in variables.items():
+            if not isinstance(value, str) or not name or "=" in name or "\0" in name + value:
+                raise ValueError(f"env[{name!r}] = {value!r:.80}: expected texts, and a name")
         prepared = Command(
             argv,
             input.encode() if isinstance(input, str) else bytes(input),
             self.join(cwd or "."),
-            {**self.env, **(env or {})},
+            variables,
             self.user if user is None else user,
             timeout_s,
             max(0, max_output_bytes),
