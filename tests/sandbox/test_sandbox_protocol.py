@@ -10,6 +10,7 @@ import time  # noqa: TID251  (real processes take real time)
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import anyio
 import psutil
