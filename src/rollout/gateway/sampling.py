@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from rollout.agents.prompt_sampling import sampling_of, top_log_probs_fault
+from rollout.agents.prompt_sampling import make_sampling, top_log_probs_fault
 from rollout.errors import ConfigError
 from rollout.gateway.calls import GatewayError
 
@@ -35,7 +35,7 @@ def sample_call(
     A client may ask for fewer tokens than the configuration allows, not for more.
 
     Args:
-        context: Of the trajectory; a call that is overridden counts in its `pinned_calls`.
+        context: Of the trajectory; a call that is overridden counts in its state's `pinned_calls`.
         call: What a client asks for.
         policy: `gateway.sampling`.
 
@@ -44,7 +44,7 @@ def sample_call(
     """
     services, validate = context.services, context.identity.validate
     # Not `context.sampling`: that of the main conversation is what its last call asked for.
-    own = sampling_of(services.config, context.prompt.sampling, validate=validate)
+    own = make_sampling(services.config, context.prompt.sampling, validate=validate)
     differing = {
         name: call.sampling[name]
         for name in PINNED
@@ -58,12 +58,12 @@ def sample_call(
         message = f'{name} = {value!r}: {expected}, since gateway.sampling is "refuse"'
         raise GatewayError(400, "invalid_request", message, name)
     if differing and policy == "pin":
-        context.pinned_calls += 1
+        context.state.pinned_calls += 1
         allowed = {name: value for name, value in call.sampling.items() if name not in differing}
         call = msgspec.structs.replace(call, sampling=allowed, seed=None)
     overrides = {**context.prompt.sampling, **call.sampling}
     try:
-        wanted = sampling_of(services.config, overrides, validate=validate)
+        wanted = make_sampling(services.config, overrides, validate=validate)
     except ConfigError as error:
         field = next((name for name in call.sampling if f".{name}" in str(error)), None)
         raise GatewayError(400, "invalid_request", str(error), field) from error
