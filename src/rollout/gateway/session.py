@@ -219,6 +219,8 @@ class GatewaySession:
             await pending.done.wait()
         except BaseException:
             pending.scope.cancel()
+            with anyio.CancelScope(shield=True):  # a retry finds its row as the cut call left it
+                await pending.done.wait()
             raise
         if pending.result is None:
             raise pending.error or refuse_ended()
