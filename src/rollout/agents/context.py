@@ -55,6 +55,10 @@ class AgentContext(Conversation):
 
     The main conversation begins with the prompt. `open_segment`, `branch` and `subagent` open
     others, each a context of the same trajectory. What an agent keeps on a context is its own.
+
+    Attributes:
+        on_tokens: Called with the `Generation` under way at each of its chunks.
+        pinned_calls: Calls of clients whose sampling `gateway.sampling` "pin" has overridden.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class AgentContext(Conversation):
         super().__init__(state, log, identity, renderer, sampling, group_id=group_id)
         self._opened: tuple[Self, ...] = ()
         self._opened_count = 0
+        self.pinned_calls = 0
 
     # The trajectory.
 
@@ -179,14 +184,49 @@ class AgentContext(Conversation):
         return self._state.ending
 
     @property
-    def state(self) -> TrajectoryState:
-        """What its conversations share, such as `resumes` and `cached_tokens`."""
-        return self._state
-
-    @property
     def generations(self) -> int:
         """Turns of the model, over all conversations, with those under way."""
         return self._state.generations
+
+    @property
+    def generation_s(self) -> float:
+        """Seconds spent waiting for engines, queueing included."""
+        return self._state.generation_s
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that engines had in their cache."""
+        return self._state.cached_tokens
+
+    @property
+    def resumes(self) -> int:
+        """How often a generation continued elsewhere because its replica was lost."""
+        return self._state.resumes
+
+    @property
+    def restarts(self) -> list[str]:
+        """Why generations began again then, each time one did."""
+        return self._state.restarts
+
+    @property
+    def discarded_tokens(self) -> int:
+        """Tokens that were dropped by that."""
+        return self._state.discarded_tokens
+
+    @property
+    def cut_prompt_tokens(self) -> int:
+        """Tokens that the prompt has lost, to fit; see `lengths.overlong_prompts`."""
+        return self._state.cut_prompt_tokens
+
+    @property
+    def sampled_placeholders(self) -> int:
+        """Turns that ended before a placeholder of an image or a video that was sampled."""
+        return self._state.sampled_placeholders
+
+    @property
+    def truncated_tokens(self) -> int:
+        """Sampled tokens of training rows that top_k, top_p or min_p were set for."""
+        return self._state.truncated_tokens
 
     @property
     def reward(self) -> Any:
@@ -198,18 +238,18 @@ class AgentContext(Conversation):
         Raises:
             AgentError: What is assigned is none of these.
         """
-        return self._state.reward if self.is_main else self.segment_reward
+        return self._state.reward if self.is_main else self._reward
 
     @reward.setter
     def reward(self, reward: Any) -> None:
         if not self.is_main:
-            self.segment_reward = reward
-            return
+            return self._set_reward(reward)
         try:
             as_reward(0.0 if reward is None else reward, "the agent")
         except BadRewardError as error:
             raise AgentError(f"{self.identity}: reward = {reward!r:.80}: {error}") from None
         self._state.reward = reward
+        return None
 
     def end(
         self, outcome: Outcome | str, reason: str = "", *, limit_source: str | None = None
@@ -331,6 +371,7 @@ class AgentContext(Conversation):
     ) -> Self:
         """A conversation that continues this one differently, from its end or an earlier position.
 
+        It begins the trajectory where nobody has.
         Its transcript begins with this one's first tokens, which are context there: mask 0.
 
         Args:
@@ -346,6 +387,8 @@ class AgentContext(Conversation):
             TemplateError: As `answer`; nothing is opened.
         """
         check_purpose(purpose)
+        if not self.transcript:
+            await self.begin()
         identity = self._next_identity()
         if self._generation is None:
             self._check_idle("branch")

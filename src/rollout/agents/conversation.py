@@ -178,16 +178,19 @@ class Conversation:
         self._trainable = trainable
 
     @property
-    def segment_reward(self) -> float | None:
-        """The reward of its segment; None: the trajectory's.
+    def reward(self) -> Any:
+        """Its segment's own; None: the trajectory's.
 
         Raises:
             AgentError: What is assigned is neither a finite number of float32 nor None.
         """
         return self._reward
 
-    @segment_reward.setter
-    def segment_reward(self, reward: float | None) -> None:
+    @reward.setter
+    def reward(self, reward: Any) -> None:
+        self._set_reward(reward)
+
+    def _set_reward(self, reward: Any) -> None:
         try:
             self._reward = None if reward is None else finite_number(reward, "the agent")
         except BadRewardError:
@@ -197,7 +200,7 @@ class Conversation:
     def _refuse_more(self) -> None:
         """Take no more of it; what was said stays."""
         if self._generation is None:
-            self.end_turn()
+            self._end_turn()
         self._is_closed = True
 
     # What the model reads and did not write.
@@ -245,7 +248,7 @@ class Conversation:
         if rendered is None:
             self._unsettled += (messages,)
         else:
-            self.end_turn()
+            self._end_turn()
             self._log.observe(rendered)
 
     def observe_ids(self, ids: Sequence[int]) -> None:
@@ -296,7 +299,7 @@ class Conversation:
         await self._settle()
         with self._noting_limits():
             rendered = await self._renderer.render_opening("compact", without_padding(messages))
-        self.end_turn()
+        self._end_turn()
         self._log.compact(rendered, self._renderer.prompt_room)
         self._known_tokens = 0
 
@@ -323,7 +326,7 @@ class Conversation:
         if not self._log.reward_turn(number):
             raise AgentError(f"reward_turn: {self.session_id} has no turn in its last row")
 
-    def end_turn(self) -> None:
+    def _end_turn(self) -> None:
         """End a turn that a branch was to continue: it is what there is of it."""
         if self._log.turn_start is not None:
             self._read_turn()
@@ -377,7 +380,7 @@ class Conversation:
                 await self._observe(first)
 
     async def _observe(self, messages: Given) -> None:
-        self.end_turn()
+        self._end_turn()
         after, room = self._log.unanswered_ids, self._find_room()
         with self._noting_limits():
             rendered = await self._renderer.render_observation(
@@ -391,7 +394,7 @@ class Conversation:
             if len(ids) >= room:
                 raise make_room_error(source, str(len(ids)))
         if ids:
-            self.end_turn()
+            self._end_turn()
             text = self._state.services.template.decode(ids)
             self._log.observe_ids(ids, in_reasoning=opens_reasoning(text))
 

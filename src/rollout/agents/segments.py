@@ -50,7 +50,7 @@ def list_segments(conversations: Iterable[Conversation]) -> list[Segment]:
             parent=None if row.parent is None else Parent(positions[id(row.parent)], row.position),
             purpose=row.purpose,
             trainable=each.trainable,
-            reward=each.segment_reward,
+            reward=each._reward,
             session_id=each.session_id,
             seeds=row.seeds,
             messages=each.messages if row.messages is None else row.messages,

@@ -52,19 +52,9 @@ class TrajectoryState:
         user_name: Of the simulated user who takes part; None where nobody does.
         interaction: The simulated user, once the trajectory has begun.
         idle_since: When its last generation, or its last user's answer, ended; 0 before.
-        extra, reward, turn_scores, tool_rewards, ending: As in `AgentContext`.
-        generations: Turns of the model, over all conversations, with those under way;
-            `agent.max_assistant_turns` bounds them.
-        generation_s: Seconds spent waiting for engines, queueing included.
-        cached_tokens: Prompt tokens that needed no prefill.
-        resumes: How often a generation continued elsewhere because its replica was lost.
-        restarts: Why generations began again then, each time one did.
-        discarded_tokens: Tokens that were dropped by that.
-        cut_prompt_tokens: Tokens that the prompt has lost, to fit; see `lengths.overlong_prompts`.
-        sampled_placeholders: Turns that ended before a placeholder of an image or a video, which
-            the model had sampled by itself.
-        pinned_calls: Calls of clients whose sampling `gateway.sampling` "pin" has overridden.
-        truncated_tokens: Sampled tokens of training rows that top_k, top_p or min_p were set for.
+        extra, reward, turn_scores, tool_rewards, ending, generations, generation_s, cached_tokens,
+            resumes, restarts, discarded_tokens, cut_prompt_tokens, sampled_placeholders,
+            truncated_tokens: As in `AgentContext`.
     """
 
     def __init__(
@@ -86,7 +76,6 @@ class TrajectoryState:
         self.interaction: Interaction | None = None
         self.generations = self.cached_tokens = self.resumes = self.discarded_tokens = 0
         self.cut_prompt_tokens = self.sampled_placeholders = self.truncated_tokens = 0
-        self.pinned_calls = 0
         self.restarts: list[str] = []
         self.generation_s = self.idle_since = 0.0
         self._prompt = prompt

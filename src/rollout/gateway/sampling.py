@@ -35,7 +35,7 @@ def sample_call(
     A client may ask for fewer tokens than the configuration allows, not for more.
 
     Args:
-        context: Of the trajectory; a call that is overridden counts in its state's `pinned_calls`.
+        context: Of the trajectory; a call that is overridden counts in its `pinned_calls`.
         call: What a client asks for.
         policy: `gateway.sampling`.
 
@@ -58,7 +58,7 @@ def sample_call(
         message = f'{name} = {value!r}: {expected}, since gateway.sampling is "refuse"'
         raise GatewayError(400, "invalid_request", message, name)
     if differing and policy == "pin":
-        context.state.pinned_calls += 1
+        context.pinned_calls += 1
         allowed = {name: value for name, value in call.sampling.items() if name not in differing}
         call = msgspec.structs.replace(call, sampling=allowed, seed=None)
     overrides = {**context.prompt.sampling, **call.sampling}

@@ -124,10 +124,10 @@ class TrajectoryRun:
 
     def begin_again(self) -> None:
         """Begin another attempt, from the start; the tokens of this one are discarded."""
-        state = self.context.state
-        self.discarded_tokens += state.discarded_tokens + self.tokens
-        self.resumes += state.resumes
-        self.restarts += tuple(state.restarts)
+        context = self.context
+        self.discarded_tokens += context.discarded_tokens + self.tokens
+        self.resumes += context.resumes
+        self.restarts += tuple(context.restarts)
         self.calls = _count_calls(self)
         self.attempt += 1
         self.cause, self.stuck = None, ()
@@ -349,7 +349,7 @@ def _make_trajectory(run: TrajectoryRun, ending: Ending, cause: Cause | None) ->
     """
     identity, context = run.member.identity, run.context
     run.member.prompt = context.prompt  # as the agent saw it
-    restarts = [*run.restarts, *context.state.restarts]
+    restarts = [*run.restarts, *context.restarts]
     if restarts:
         context.extra["restarts"] = restarts
     trajectory = Trajectory(
@@ -396,18 +396,18 @@ def _count_calls(run: TrajectoryRun) -> dict[str, float]:
 
 
 def _metrics(run: TrajectoryRun, restarts: int) -> dict[str, float]:
-    state, tools = run.context.state, run.context.tools
+    context, tools = run.context, run.context.tools
     rare = ("cut_prompt_tokens", "sampled_placeholders", "truncated_tokens", "pinned_calls")
     return {
-        "generation_s": state.generation_s,
+        "generation_s": context.generation_s,
         "tool_s": tools.seconds,
         **_count_calls(run),
-        "cached_tokens": state.cached_tokens,
-        **{name: value for name in rare if (value := getattr(state, name))},
+        "cached_tokens": context.cached_tokens,
+        **{name: value for name in rare if (value := getattr(context, name))},
         **tools.metrics,
         "attempts": run.attempt,
-        "discarded_tokens": run.discarded_tokens + state.discarded_tokens,
-        "resumes": run.resumes + state.resumes,
+        "discarded_tokens": run.discarded_tokens + context.discarded_tokens,
+        "resumes": run.resumes + context.resumes,
         "restarts": restarts,
     }
 
