@@ -15,29 +15,28 @@ import builtins
 import importlib.machinery
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
-HOME = str(Path(__file__).resolve().parents[1] / "src" / "rollout")
 COPIES = ("replace", "evolve", "copy", "_replace")
+#: Runs beside the turn, each few milliseconds.
+BESIDE = "rollout.observe.loop_lag"
 
 made: Counter[str] = Counter()
 entered: Counter[str] = Counter()
-is_tracing = False
 
 
 def note_call(called: Any) -> Any:
     """Count the object that a call makes, if it is one of ours."""
-    if is_tracing:
+    if sys.getprofile() is note_event:
         if isinstance(called, type) and called.__module__.startswith("rollout."):
-            made[called.__qualname__] += 1
+            made[called.__qualname__] += called.__module__ != BESIDE
         elif getattr(called, "__name__", "") in COPIES:
             made[called.__name__] += 1
     return called
 
 
 class _Counting(ast.NodeTransformer):
-    def visit_Call(self, node: ast.Call) -> ast.Call:  # noqa: N802
+    def visit_Call(self, node: ast.Call) -> ast.Call:
         self.generic_visit(node)
         name = ast.Name("__note_call__", ast.Load())
         if not (isinstance(node.func, ast.Name) and node.func.id == "super"):
@@ -54,8 +53,9 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 def note_event(frame: Any, event: str, _arg: Any) -> None:
     """Count the functions that are entered."""
-    if event == "call" and frame.f_code.co_filename.startswith(HOME):
-        entered[frame.f_code.co_filename[len(HOME) + 1 :]] += 1
+    home = frame.f_globals.get("__name__", "")
+    if event == "call" and home.startswith("rollout.") and home != BESIDE:
+        entered[home] += 1
 
 
 class _Finder(importlib.machinery.PathFinder):
@@ -78,14 +78,11 @@ async def trace() -> None:
     @rollout.register_agent("traced")
     class _Traced(rollout.AgentLoop):
         async def run(self, context: rollout.AgentContext) -> None:
-            global is_tracing
             await context.generate()
             context.observe([rollout.Message(role="user", content="And?")])
-            is_tracing = True
             sys.setprofile(note_event)
             await context.generate()
             sys.setprofile(None)
-            is_tracing = False
 
     config = (
         Scenario(seed=1)
@@ -111,7 +108,11 @@ def main() -> None:
     trio.run(trace)
     print(f"modules {len(entered)}, calls {entered.total()}, objects {made.total()}")
     for title, counts in (("modules", entered), ("objects", made)) if is_listed else ():
-        print(f"{title}:", *(f"  {count:3} {name}" for name, count in sorted(counts.items())), sep="\n")
+        print(
+            f"{title}:",
+            *(f"  {count:3} {name}" for name, count in sorted(counts.items())),
+            sep="\n",
+        )
 
 
 if __name__ == "__main__":
