@@ -140,7 +140,7 @@ def test_run_without_reader_makes_no_event_and_writes_none(monkeypatch: pytest.M
     def made(*_: object, **__: object) -> None:
         raise AssertionError("an event was made")
 
-    monkeypatch.setattr("rollout.agents.turn_events.TurnEnded", made)
+    monkeypatch.setattr("rollout.agents.generating.TurnEnded", made)
     monkeypatch.setattr("rollout.scheduling.trajectory_events.TrajectoryEnded", made)
     monkeypatch.setattr("rollout.engine.pool.request_runner.RequestEnded", made)
     monkeypatch.setattr("rollout.tools.call_events.ToolEnded", made)

@@ -366,12 +366,12 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("segment that says another parent", "its parent is None")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = trajectory_module.segments_of
+    real = trajectory_module.list_segments
 
-    def segments_of(conversations: Any) -> Any:
+    def list_segments(conversations: Any) -> Any:
         return [msgspec.structs.replace(segment, parent=None) for segment in real(conversations)]
 
-    patch.setattr(trajectory_module, "segments_of", segments_of)
+    patch.setattr(trajectory_module, "list_segments", list_segments)
 
 
 @bug("another seed where a request resumes elsewhere", "was given seed = .*; expected")
@@ -394,23 +394,23 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("prompt's own sampling ignored", "was given top_p = 1.0; expected 0.9")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = trajectory_module.sampling_of
+    real = trajectory_module.make_sampling
 
-    def sampling_of(config: Any, overrides: Any, *, validate: bool) -> Any:
+    def make_sampling(config: Any, overrides: Any, *, validate: bool) -> Any:
         real(config, overrides, validate=validate)
         return real(config, {}, validate=validate)
 
-    patch.setattr(trajectory_module, "sampling_of", sampling_of)
+    patch.setattr(trajectory_module, "make_sampling", make_sampling)
 
 
 @bug("validation sampled as training", "was given temperature = 1.0; expected 0")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = trajectory_module.sampling_of
+    real = trajectory_module.make_sampling
 
-    def sampling_of(config: Any, overrides: Any, *, validate: bool) -> Any:
+    def make_sampling(config: Any, overrides: Any, *, validate: bool) -> Any:
         return real(config, overrides, validate=False)
 
-    patch.setattr(trajectory_module, "sampling_of", sampling_of)
+    patch.setattr(trajectory_module, "make_sampling", make_sampling)
 
 
 @bug("stop ids lost", "was not given the stop_token_ids")

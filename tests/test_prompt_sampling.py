@@ -11,7 +11,7 @@ import pytest
 
 import rollout
 from rollout import AgentContext, AgentLoop, Outcome, Prompt, Trajectory, register_agent
-from rollout.agents.prompt_sampling import sampling_of
+from rollout.agents.prompt_sampling import make_sampling
 from rollout.config import (
     AgentConfig,
     LengthsConfig,
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.anyio
 def params(
     config: RolloutConfig, overrides: dict[str, Any] | None = None, *, validate: bool = False
 ) -> SamplingParams:
-    return sampling_of(config, overrides or {}, validate=validate)
+    return make_sampling(config, overrides or {}, validate=validate)
 
 
 TRAINING = SamplingConfig(temperature=0.7, top_p=0.9, max_new_tokens=64, stop_token_ids=(5, 6))

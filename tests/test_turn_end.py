@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rollout import Outcome
-from rollout.agents.turn_end import TurnEnd, natural_ending
+from rollout.agents.generating import find_end, find_natural_ending
 from rollout.engine.core import FinishReason
+from rollout.engine.pool.generation import Generation
 from rollout.limits import Deadline
 
 DEADLINE = Deadline(at=10.0, source="limits.generation_s", seconds=5.0)
@@ -32,11 +33,12 @@ def test_turn_end_is_what_engine_deadline_and_length_say(
     outcome: Outcome,
     reason: str,
 ) -> None:
-    end = TurnEnd.of(said, bounded_by="lengths.turn", deadline=DEADLINE, now=now)
-    assert end == TurnEnd(finish_reason, cut_by)
-    ending = natural_ending(end.finish_reason, end.cut_by)
+    generation = Generation()
+    generation.finish_reason, generation.bounded_by = said, "lengths.turn"
+    assert find_end(generation, DEADLINE, now) == (finish_reason, cut_by)
+    ending = find_natural_ending(finish_reason, cut_by)
     assert (ending.outcome, ending.reason) == (outcome, reason)
 
 
 def test_natural_ending_without_a_turn_is_completed() -> None:
-    assert natural_ending(None, None).outcome is Outcome.COMPLETED
+    assert find_natural_ending(None, None).outcome is Outcome.COMPLETED

@@ -134,7 +134,7 @@ def test_resume_of_what_is_no_journal_of_this_version_is_refused(tmp_path: Path)
     path = tmp_path / "journal"
     for number in (5, 9):
         path.write_bytes(b"rollout journal %d\n" % number)
-        fault = f"a journal of format {number}; this version reads format 7"
+        fault = f"a journal of format {number}; this version reads format 8"
         with pytest.raises(ConfigError, match=fault):
             run(config_of(path), prompts("quick"), resume=True)
     path.write_bytes(b"something else")

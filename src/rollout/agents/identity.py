@@ -63,8 +63,8 @@ def named(prompt: Prompt, uid: str) -> Prompt:
     return prompt if prompt.uid is not None else msgspec.structs.replace(prompt, uid=uid)
 
 
-def continued(message: Any, observation: str | Sequence[Mapping[str, Any]]) -> Any:
-    """A prompt's message whose content goes on with an observation: text, or content parts."""
+def continue_message(message: Any, observation: str | Sequence[Mapping[str, Any]]) -> Any:
+    """Make a prompt's message whose content goes on with an observation: text, or parts."""
     is_mapping = isinstance(message, Mapping)
     if not is_mapping and not isinstance(message, Message):
         return message  # it is refused where it is rendered

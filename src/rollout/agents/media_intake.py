@@ -82,7 +82,7 @@ class MediaIntake:
         """Threads that were left behind at a deadline and still work, by what they do."""
         return self._threads.abandoned
 
-    def kept_of(self, sampled: Generation) -> int | None:
+    def find_placeholder(self, sampled: Generation) -> int | None:
         """How many of its ids come before the first placeholder; None where there is none.
 
         A placeholder that the model sampled shows nothing, and a forward pass with the features of
@@ -175,7 +175,7 @@ class MediaIntake:
     async def _prepared(self, messages: Given) -> Given:
         own: list[Message | Mapping[str, Any]] = []
         for at, message in enumerate(messages):
-            content = content_of(message)
+            content = get_content(message)
             if isinstance(content, str) or content is None or not isinstance(message, _MESSAGES):
                 own.append(message)
                 continue
@@ -259,7 +259,7 @@ async def _called(threads: WorkerThreads, fetcher: MediaFetcher, url: str) -> An
     return await answer if isinstance(answer, Awaitable) else answer
 
 
-def content_of(message: object) -> Any:
+def get_content(message: object) -> Any:
     """A message's content; its parts where it has any."""
     if isinstance(message, Message):
         return message.parts or message.content
@@ -281,7 +281,7 @@ def may_show(messages: object) -> bool:
     if not isinstance(messages, _SEQUENCES) and not _is_objects(messages):
         return False
     for message in messages:  # type: ignore[attr-defined]
-        content = content_of(message)
+        content = get_content(message)
         if content is not None and not isinstance(content, str):
             return True
     return False
@@ -289,7 +289,7 @@ def may_show(messages: object) -> bool:
 
 def count_media(messages: Given) -> int:
     """The images and videos of prepared messages."""
-    contents = [content_of(message) for message in messages]
+    contents = [get_content(message) for message in messages]
     lists = (each for each in contents if isinstance(each, list | tuple))
     return sum(media_part("", part) is not None for each in lists for part in each)
 

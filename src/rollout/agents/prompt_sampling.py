@@ -26,7 +26,7 @@ logger = logging.getLogger("rollout.agents")
 _KEYS = tuple(field.name for field in attrs.fields(SamplingConfig))
 
 
-def sampling_of(
+def make_sampling(
     config: RolloutConfig, overrides: Mapping[str, Any], *, validate: bool
 ) -> SamplingParams:
     """The sampling of a prompt's generations, without seed and turn budget.
@@ -67,7 +67,7 @@ def _params(merged: SamplingConfig, most: int) -> SamplingParams:
 _shared_params = lru_cache(8)(_params)
 
 
-def sampling_given(
+def read_sampling(
     what: str,
     services: Services,
     prompt: Prompt,
@@ -92,7 +92,7 @@ def sampling_given(
         )
     overrides = {**prompt.sampling, **without_null_keys(sampling)}
     try:
-        drawn = sampling_of(services.config, overrides, validate=validate)
+        drawn = make_sampling(services.config, overrides, validate=validate)
     except ConfigError as error:
         raise AgentError(f"{what}: {error}") from error
     fault = top_log_probs_fault(drawn.top_log_probs, services.engines.info)
@@ -101,7 +101,7 @@ def sampling_given(
     return drawn
 
 
-def sampling_with(
+def replace_sampling(
     sampling: SamplingParams, fields: Mapping[str, Any], services: Services
 ) -> SamplingParams:
     """`sampling` with other values of these fields; None says nothing.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import attrs
 
-from rollout.agents.kept_messages import TurnReader
 from rollout.agents.long_texts import LongTexts
 from rollout.agents.media_intake import MediaIntake
+from rollout.agents.rendering import Renderer
+from rollout.agents.turn import TurnReader
 from rollout.chat import ChatTemplate, ToolParser
 from rollout.config import RolloutConfig
 from rollout.containment import Containment
@@ -22,12 +23,7 @@ from rollout.tools import ToolExecutor
 from rollout.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rollout.agents.gateway_door import GatewayDoor
-
-
-T = TypeVar("T")
 
 
 class GatewayPlace:
@@ -79,24 +75,16 @@ class Services:
     sandboxes: SandboxPool = attrs.field(init=False)
     #: Parameters of truncated sampling that the runtime has warned of.
     warned: set[str] = attrs.field(init=False, factory=set)
-    _wordings: dict[tuple[str, ...], Any] = attrs.field(init=False, factory=dict)
-    _readers: dict[tuple[str, ...], TurnReader] = attrs.field(init=False, factory=dict)
+    _renderers: dict[tuple[str, ...], Renderer] = attrs.field(init=False, factory=dict)
 
     @sandboxes.default
     def _make_sandboxes(self) -> SandboxPool:
         return SandboxPool(self.config.sandbox, self.config.limits.cleanup_s)
 
-    def wording_of(self, tools: tuple[str, ...], make: Callable[[], T]) -> T:
-        """The wording where these tools are offered; one for all that offer the same."""
-        wording: T | None = self._wordings.get(tools)
-        if wording is None:
-            wording = self._wordings[tools] = make()
-        return wording
-
-    def reader_of(self, tools: tuple[str, ...]) -> TurnReader:
-        """What reads turns in which these tools may be called; one for all that offer the same."""
-        reader = self._readers.get(tools)
-        if reader is None:
+    def get_renderer(self, tools: tuple[str, ...]) -> Renderer:
+        """What renders where these tools are offered; one for all that offer the same."""
+        renderer = self._renderers.get(tools)
+        if renderer is None:
             reader = TurnReader(self.template, self.parser, self.tools.schemas(tools))
-            self._readers[tools] = reader
-        return reader
+            renderer = self._renderers[tools] = Renderer(self, reader)
+        return renderer

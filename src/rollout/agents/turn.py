@@ -1,19 +1,21 @@
-"""One turn of a conversation: what the model said, and what answered it."""
+"""One turn of a conversation: what the model said, how it is parsed, what answers it."""
 
 from __future__ import annotations
 
 import json
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from rollout.chat.parsers.text import END_TOKENS
 from rollout.errors import AgentError
 from rollout.types import InvalidToolCall, Message, ToolCall
 from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
+    from rollout.chat import ChatTemplate, ToolParser
     from rollout.tools import ToolResult
 
 _CALL = "expected {'name': …, 'arguments': …}, or OpenAI's form of a call"
@@ -62,10 +64,51 @@ class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
     cut_by: str | None = None
 
 
-def written_content(turn: AssistantTurn) -> str:
-    """The content of a turn as a message has it: what could not be parsed stays, as written."""
+class TurnReader(NamedTuple):
+    """Decodes and parses what a model said: of the same tokens it makes the same turn."""
+
+    template: ChatTemplate
+    parser: ToolParser
+    schemas: Sequence[Mapping[str, Any]]
+
+    def read_ids(self, ids: array[int], cut_by: str | None, *, in_reasoning: bool) -> AssistantTurn:
+        """Read a turn; the calls of one that was cut are dropped.
+
+        Parsers leave out an end token of their format, so that they are given one in the place of
+        another: only an id ends a turn, and spellings in the text before it are content.
+        """
+        template, text = self.template, self.template.decode(ids)
+        own = getattr(self.parser, "stop_tokens", ())
+        if len(ids) and ids[-1] in (*template.stop_token_ids, *template.token_ids(END_TOKENS)):
+            end = template.decode(ids[-1:])
+            if end not in own:
+                parsed = text.removesuffix(end) + next(iter(own), "")
+                turn = self.read_text(parsed, cut_by, in_reasoning=in_reasoning)
+                return msgspec.structs.replace(turn, text=text)
+        return self.read_text(text, cut_by, in_reasoning=in_reasoning)
+
+    def read_text(self, text: str, cut_by: str | None, *, in_reasoning: bool) -> AssistantTurn:
+        """Read the text of a turn."""
+        parsed = self.parser.parse(text, self.schemas, in_reasoning=in_reasoning)
+        is_cut = cut_by is not None
+        return AssistantTurn(
+            content=parsed.content,
+            reasoning=parsed.reasoning,
+            calls=() if is_cut else parsed.calls,
+            text=text,
+            cut_by=cut_by,
+            written=None if is_cut else parsed.written,
+        )
+
+
+def make_message(turn: AssistantTurn) -> Message:
+    """The message of a turn; calls that could not be parsed stay in its content, as written."""
     invalid = [call.raw for call in turn.calls if isinstance(call, InvalidToolCall)]
-    return encodable(turn.written or "\n".join(filter(None, [turn.content, *invalid])))
+    return Message(
+        role="assistant",
+        content=encodable(turn.written or "\n".join(filter(None, [turn.content, *invalid]))),
+        tool_calls=tuple(call for call in turn.calls if isinstance(call, ToolCall)),
+    )
 
 
 def answer(call: ToolCall | InvalidToolCall, result: ToolResult) -> Message:

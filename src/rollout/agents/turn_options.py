@@ -1,9 +1,9 @@
-"""What one generation is asked for beside its sampling, and where a text ends it."""
+"""What is particular to one turn: its sampling, its seed, and where a text ends it."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import anyio
 import msgspec
@@ -13,33 +13,8 @@ from rollout.engine.core import SamplingParams
 if TYPE_CHECKING:
     from array import array
     from collections.abc import Callable, Sequence
-    from types import TracebackType
 
     from rollout.engine.pool.generation import Generation
-
-
-class TurnStop(Protocol):
-    """Ends a generation by what has been said; entered around it, and one of its readers.
-
-    Attributes:
-        kept: How many of its tokens are kept; None: it did not end it.
-    """
-
-    kept: int | None
-
-    def __call__(self, generation: Generation) -> None:
-        """More tokens have come."""
-
-    def __enter__(self) -> object:
-        """It begins."""
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool | None:
-        """It is over; true where this ended it."""
 
 
 class TurnOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,10 +28,10 @@ class TurnOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     sampling: SamplingParams | None = None
     seed: int | None = None
-    stop: TurnStop | None = None
+    stop: StopStrings | None = None
 
 
-AS_EVER = TurnOptions()
+DEFAULT_OPTIONS = TurnOptions()
 
 
 class StopStrings:
@@ -72,7 +47,8 @@ class StopStrings:
     Attributes:
         found: The string that ended it; of several that end in the same token the one that begins
             first. None where the model ended it.
-        kept: See `TurnStop`.
+        kept: How many tokens of the turn are kept; None: it did not end it.
+        scope: Of the generation, which it cancels.
     """
 
     def __init__(self, strings: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
@@ -83,7 +59,7 @@ class StopStrings:
         #: A string of so many bytes has no more tokens; a few more for those that are in pieces.
         self._window = max(len(each.encode()) for each in self._strings) + 8
         self._seen = 0
-        self._scope: anyio.CancelScope | None = None
+        self.scope = anyio.CancelScope()
 
     def __call__(self, generation: Generation) -> None:
         """Look at what is new."""
@@ -92,21 +68,6 @@ class StopStrings:
         self._seen = len(ids)
         if self.kept is None and self._first(self._decode(recent)) is not None:
             self._end(ids)
-
-    def __enter__(self) -> StopStrings:
-        self._scope = anyio.CancelScope()
-        self._scope.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool | None:
-        assert self._scope is not None
-        scope, self._scope = self._scope, None
-        return scope.__exit__(kind, error, traceback)
 
     def before(self, text: str) -> str:
         """What of a text stands before the string that ended it; all where none did."""
@@ -124,5 +85,4 @@ class StopStrings:
         at = bisect_left(counts, True, key=lambda n: self._first(self._decode(ids[:n])) is not None)
         self.kept = counts[at]
         self.found = self._first(self._decode(ids[: self.kept]))
-        if self._scope is not None:
-            self._scope.cancel()
+        self.scope.cancel()

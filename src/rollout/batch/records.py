@@ -104,7 +104,7 @@ def trajectory_from_line(line: bytes) -> Trajectory:
         if segment.token_rewards is not None:
             segment.token_rewards = array("f", map(float, segment.token_rewards)).tobytes()
     prompt = None if record.prompt is None else Prompt(**record.prompt)
-    return unpack_trajectory(record, prompt, lambda messages, _: messages)
+    return unpack_trajectory(record, prompt, lambda messages: messages)
 
 
 def _write_span(span: Span, decode: Decode | None) -> _SpanLine:

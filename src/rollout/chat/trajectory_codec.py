@@ -143,13 +143,13 @@ def pack_trajectory(
 def unpack_trajectory(
     record: PackedTrajectory,
     prompt: Prompt | None,
-    unpack_messages: Callable[[Any, Sequence[Transcript]], Sequence[Message]],
+    unpack_messages: Callable[[Any], Sequence[Message]],
 ) -> Trajectory:
     """The trajectory of a record; its images and videos are without their contents.
 
     Args:
         prompt: What it started from.
-        unpack_messages: Undoes `pack_messages`; given the transcripts of all segments too.
+        unpack_messages: Undoes `pack_messages`.
     """
     transcripts = [
         Transcript.from_spans(
@@ -159,7 +159,7 @@ def unpack_trajectory(
         )
         for each in record.segments
     ]
-    conversation = unpack_messages(record.messages, transcripts)
+    conversation = unpack_messages(record.messages)
     segments = [
         Segment(
             transcript=transcript,
@@ -171,9 +171,7 @@ def unpack_trajectory(
             session_id=each.session_id,
             seeds=each.seeds,
             messages=(
-                conversation
-                if each.messages is None
-                else unpack_messages(each.messages, transcripts)
+                conversation if each.messages is None else unpack_messages(each.messages)
             ),
         )
         for each, transcript in zip(record.segments, transcripts, strict=True)
@@ -260,7 +258,7 @@ def unpack_complete(complete: CompleteTrajectory) -> Trajectory:
     record, contents = complete
     prompt = None if record.prompt is None else unpack_prompt(record.prompt)
     trajectory = unpack_trajectory(
-        record, prompt, lambda messages, _: list(map(unpack_message, messages))
+        record, prompt, lambda messages: list(map(unpack_message, messages))
     )
     if contents:
         restore_media(trajectory, KnownContents(contents, "the trajectory"))

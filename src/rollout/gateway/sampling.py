@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from rollout.agents.prompt_sampling import sampling_of, top_log_probs_fault
+from rollout.agents.prompt_sampling import make_sampling, top_log_probs_fault
 from rollout.errors import ConfigError
 from rollout.gateway.calls import GatewayError
 
@@ -44,7 +44,7 @@ def sample_call(
     """
     services, validate = context.services, context.identity.validate
     # Not `context.sampling`: that of the main conversation is what its last call asked for.
-    own = sampling_of(services.config, context.prompt.sampling, validate=validate)
+    own = make_sampling(services.config, context.prompt.sampling, validate=validate)
     differing = {
         name: call.sampling[name]
         for name in PINNED
@@ -63,7 +63,7 @@ def sample_call(
         call = msgspec.structs.replace(call, sampling=allowed, seed=None)
     overrides = {**context.prompt.sampling, **call.sampling}
     try:
-        wanted = sampling_of(services.config, overrides, validate=validate)
+        wanted = make_sampling(services.config, overrides, validate=validate)
     except ConfigError as error:
         field = next((name for name in call.sampling if f".{name}" in str(error)), None)
         raise GatewayError(400, "invalid_request", str(error), field) from error

@@ -77,20 +77,20 @@ class _Sample:
     async def generate(self, call: GatewayCall, sampling: SamplingParams) -> None:
         """Have the model generate the turn. Cancelled, its tokens stay at the end of the row."""
         conversation, generations = self.conversation, list[Generation]()
-        wording = conversation.wording
-        if wording.turn_room is not None and wording.turn_room < sampling.max_new_tokens:
-            sampling = msgspec.structs.replace(sampling, max_new_tokens=max(1, wording.turn_room))
+        renderer = conversation.renderer
+        if renderer.turn_room is not None and renderer.turn_room < sampling.max_new_tokens:
+            sampling = msgspec.structs.replace(sampling, max_new_tokens=max(1, renderer.turn_room))
         conversation.sampling = sampling
         conversation.on_tokens = [generations.append]
-        stop = StopStrings(call.stop, wording.template.decode) if call.stop else None
+        stop = StopStrings(call.stop, renderer.reader.template.decode) if call.stop else None
         try:
             turn = await conversation.generate(TurnOptions(seed=self._seed, stop=stop))
         finally:
             conversation.on_tokens = []
-        await conversation.until_kept()  # a resumed program gets the same again
+        await conversation.wait_written()  # a resumed program gets the same again
         if stop is not None and stop.found is not None:
             text, in_reasoning = stop.before(turn.text), conversation.in_reasoning
-            turn = wording.reader.read(text, None, in_reasoning=in_reasoning)
+            turn = renderer.reader.read_text(text, None, in_reasoning=in_reasoning)
         self.answer = make_answer(
             turn,
             call,
@@ -219,6 +219,8 @@ class GatewaySession:
             await pending.done.wait()
         except BaseException:
             pending.scope.cancel()
+            with anyio.CancelScope(shield=True):  # a retry finds its row as the cut call left it
+                await pending.done.wait()
             raise
         if pending.result is None:
             raise pending.error or refuse_ended()

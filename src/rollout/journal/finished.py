@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout.agents.kept_messages import TurnReader
-from rollout.chat import get_tool_parser
 from rollout.config import config_from_dict
 from rollout.engine.pool.model_template import load_model_template
 from rollout.journal.index import get_prompt_key, make_reader, read_journal
@@ -17,36 +15,10 @@ from rollout.journal.trajectory_record import unpack_end
 from rollout.journal.values import read_prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Mapping, Sequence
+    from collections.abc import Container
 
-    from rollout.chat import ChatTemplate
     from rollout.chat.trajectory import Trajectory
-    from rollout.config import RolloutConfig
     from rollout.types import Prompt
-
-
-class _LateTemplate:
-    """A template that is loaded once somebody reads a message."""
-
-    def __init__(self, config: RolloutConfig) -> None:
-        self._config = config
-
-    @cached_property
-    def _template(self) -> ChatTemplate:
-        return load_model_template(self._config)
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """See `ChatTemplate.stop_token_ids`."""
-        return self._template.stop_token_ids
-
-    def token_ids(self, names: Iterable[str]) -> tuple[int, ...]:
-        """See `ChatTemplate.token_ids`."""
-        return self._template.token_ids(names)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """See `ChatTemplate.decode`."""
-        return self._template.decode(ids)
 
 
 def read_finished(path: Path, known: Container[Key] = ()) -> dict[Key, Trajectory]:
@@ -65,10 +37,8 @@ def read_finished(path: Path, known: Container[Key] = ()) -> dict[Key, Trajector
     index.warn_of_tail(path, "left out")
     if index.header is None:
         return {}
-    read, schemas = make_reader(path), index.header.schemas
-    config = config_from_dict(index.header.all_config)
-    template: Any = _LateTemplate(config)
-    parser = get_tool_parser(config.agent.tool_format)
+    read, config = make_reader(path), config_from_dict(index.header.all_config)
+    load_template = cache(partial(load_model_template, config))
     found: dict[Key, Trajectory] = {}
     prompts: dict[Any, Prompt] = {}
     for key, recorded in index.trajectories.items():
@@ -79,28 +49,11 @@ def read_finished(path: Path, known: Container[Key] = ()) -> dict[Key, Trajector
             record = read(index.prompts[prompt_key])
             assert isinstance(record, PromptRecord | PullRecord)
             prompts[prompt_key] = read_prompt(record.fields, uid=key.uid)
-        offered = _choose_offered(schemas, prompts[prompt_key])
-
-        def make_turn_reader(
-            own: Sequence[Mapping[str, Any]] | None,
-            offered: Sequence[Mapping[str, Any]] = offered,
-        ) -> TurnReader:
-            return TurnReader(template, parser, offered if own is None else own)
-
         end = read(recorded.end)
         assert isinstance(end, EndRecord)
-        found[key] = unpack_end(dict(end.ends)[key], prompts[prompt_key], make_turn_reader)
+        packed, prompt = dict(end.ends)[key], prompts[prompt_key]
+        found[key] = unpack_end(packed, prompt, lambda ids: load_template().decode(ids))
     return found
-
-
-def _choose_offered(
-    schemas: Sequence[Mapping[str, Any]], prompt: Prompt
-) -> list[Mapping[str, Any]]:
-    """Return the schemas of the tools that a prompt offers."""
-    if prompt.tools is None:
-        return list(schemas)
-    by_name = {schema["function"]["name"]: schema for schema in schemas}
-    return [by_name[name] for name in prompt.tools if name in by_name]
 
 
 def load_trajectories(path: Path | str) -> list[Trajectory]:

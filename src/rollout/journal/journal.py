@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 
-from rollout.agents.kept_messages import TurnReader
 from rollout.bridge import loop_clock
-from rollout.errors import ConfigError, JournalError, ToolError
+from rollout.errors import ConfigError, JournalError
 from rollout.journal.index import JournalIndex, RecordedMedia
 from rollout.journal.records import (
     DeliveredRecord,
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
     from rollout.agents.services import Services
     from rollout.journal.writer import JournalWriter
-    from rollout.types import Prompt
 
 
 @attrs.define
@@ -154,19 +152,10 @@ class Journal:
             await self.writer.wait(number)
         return True
 
-    # Messages.
-
-    def make_readers(
-        self, prompt: Prompt | None
-    ) -> Callable[[Sequence[Mapping[str, Any]] | None], TurnReader]:
-        """Make what reads the messages of a prompt's trajectories; see `MakeTurnReader`."""
-        services = self._services
-        names = services.tools.names if prompt is None or prompt.tools is None else prompt.tools
-        try:
-            own = services.reader_of(tuple(names))
-        except ToolError:  # a prompt that was rejected for its tools
-            own = TurnReader(services.template, services.parser, [])
-        return lambda schemas: own if schemas is None else own._replace(schemas=schemas)
+    @property
+    def decode(self) -> Callable[[Sequence[int]], str]:
+        """Ids to text, by the tokenizer of the run."""
+        return self._services.template.decode
 
     def warn_of_results(self, error: Exception) -> None:
         """Warn once that results of a tool are not written."""

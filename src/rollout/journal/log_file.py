@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("rollout.journal")
 
 #: What a journal begins with; the number is the version of its format.
-MAGIC = b"rollout journal 7\n"
+MAGIC = b"rollout journal 8\n"
 MAGIC_PREFIX = b"rollout journal "
 HEAD = struct.Struct("<II")
 #: No record is longer; a length that says otherwise is damaged.

@@ -114,7 +114,7 @@ class TrajectoryLog(msgspec.Struct, eq=False):
         record = self._journal.read(self._recorded.end)
         assert isinstance(record, EndRecord)
         packed = dict(record.ends)[self.key]
-        trajectory = unpack_end(packed, prompt, self._journal.make_readers(prompt))
+        trajectory = unpack_end(packed, prompt, self._journal.decode)
         if any(transcript.media for transcript in trajectory.transcripts):
             restore_media(trajectory, self._journal.media)
         trajectory.group = group
@@ -247,8 +247,7 @@ class TrajectoryLog(msgspec.Struct, eq=False):
                 self.recalled,
             )
         self._answers = None
-        schemas = self._journal.make_readers(trajectory.prompt)(None).schemas
-        return self.key, pack_end(trajectory, schemas, self._journal.unwritable)
+        return self.key, pack_end(trajectory, self._journal.unwritable)
 
     def delivered(self) -> None:
         """Note that the caller has it."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollout.agents.kept_messages import KeptMessages, PackedMessages, TurnReader, pack_texts
+from rollout.agents.history import Messages
 from rollout.chat.plain_data import NotPlainError, encoder, from_plain
 from rollout.chat.trajectory_codec import (
     PackedTrajectory,
@@ -24,57 +24,34 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from rollout.chat.trajectory import Trajectory
-    from rollout.chat.transcript import Transcript
-    from rollout.types import Message, Prompt
+    from rollout.types import Prompt
 
-    #: Makes what reads messages, of tools with these schemas; None: those that the prompt offers.
-    MakeTurnReader = Callable[[Sequence[Mapping[str, Any]] | None], TurnReader]
-
-Schemas = list[dict[str, Any]]
-_conversation = tuple[PackedMessages, Schemas | None]
 _decoder = msgspec.msgpack.Decoder(PackedTrajectory, ext_hook=from_plain)
 
 #: Reason of a trajectory that fails because it holds what cannot be written.
 UNWRITABLE = "journal"
 
 
-def pack_end(
-    trajectory: Trajectory, schemas: Sequence[Mapping[str, Any]], unwritable: Unwritable
-) -> bytes:
+def pack_end(trajectory: Trajectory, unwritable: Unwritable) -> bytes:
     """Pack a finished trajectory, without its prompt.
 
     One that holds what cannot be written fails by that, and loses it: first what is no plain data
     in its `extra` and `metrics`, then these and its messages.
-
-    Args:
-        schemas: Of the tools that its prompt offers.
     """
     for drop in (_drop_values, _drop_messages):
         try:
-            return _encode(trajectory, schemas, unwritable)
+            return _encode(trajectory, unwritable)
         except UNENCODABLE as error:
             _fail(trajectory, error)
             drop(trajectory)
-    return _encode(trajectory, schemas, unwritable)
+    return _encode(trajectory, unwritable)
 
 
-def _encode(
-    trajectory: Trajectory, schemas: Sequence[Mapping[str, Any]], unwritable: Unwritable
-) -> bytes:
-    segments = {id(each.transcript.prefix): at for at, each in enumerate(trajectory.segments)}
-
-    def pack_messages(messages: Sequence[Message]) -> tuple[PackedMessages, Schemas | None]:
-        if isinstance(messages, KeptMessages):  # their texts are in the tokens
-            packed = messages.packed(
-                segments, lambda each: pack_message(each, unwritable.pack_value)
-            )
-            if packed is not None:
-                own = messages.schemas
-                is_prompts = own is schemas or list(own) == list(schemas)
-                return packed, None if is_prompts else [dict(each) for each in own]
-        return pack_texts([pack_message(m, unwritable.pack_value) for m in messages]), None
-
-    packed = encoder.encode(pack_trajectory(trajectory, unwritable.pack_value, pack_messages))
+def _encode(trajectory: Trajectory, unwritable: Unwritable) -> bytes:
+    write = unwritable.pack_value
+    packed = encoder.encode(
+        pack_trajectory(trajectory, write, lambda given: [pack_message(m, write) for m in given])
+    )
     if len(packed) > get_size_limit():
         raise JournalError(
             f"the trajectory is packed in {len(packed):,} bytes; expected at most "
@@ -118,16 +95,17 @@ def _is_plain(items: Mapping[Any, Any]) -> bool:
     return True
 
 
-def unpack_end(packed: bytes, prompt: Prompt | None, make_reader: MakeTurnReader) -> Trajectory:
+def unpack_end(
+    packed: bytes, prompt: Prompt | None, decode: Callable[[Sequence[int]], str]
+) -> Trajectory:
     """Unpack a trajectory; its images and videos are without their contents.
 
     Args:
         prompt: What it started from.
+        decode: Its ids to text, for who prints it.
     """
-
-    def unpack_messages(each: Any, transcripts: Sequence[Transcript]) -> KeptMessages:
-        messages, schemas = msgspec.convert(each, _conversation)
-        prefixes = [transcript.prefix for transcript in transcripts]
-        return KeptMessages.from_packed(messages, prefixes, make_reader(schemas), unpack_message)
-
-    return unpack_trajectory(_decoder.decode(packed), prompt, unpack_messages)
+    return unpack_trajectory(
+        _decoder.decode(packed),
+        prompt,
+        lambda messages: Messages(list(map(unpack_message, messages)), decode),
+    )

@@ -10,10 +10,10 @@ import msgspec
 
 from rollout.agents import get_agent
 from rollout.agents.identity import Identity
-from rollout.agents.kept_messages import TurnReader
 from rollout.agents.long_texts import LongTexts
 from rollout.agents.media_intake import MediaIntake
 from rollout.agents.services import Services
+from rollout.agents.turn import TurnReader
 from rollout.chat import get_tool_parser
 from rollout.config import LimitsConfig, RolloutConfig, config_from_dict
 from rollout.containment import open_containment
@@ -212,7 +212,7 @@ async def _run(
         record.ended,
         restore=record.media.restore,
         decode=services.template.decode,
-        parse_calls=lambda ids: reader.turn(ids, None, in_reasoning=False).calls,
+        parse_calls=lambda ids: reader.read_ids(ids, None, in_reasoning=False).calls,
         on_step=on_step,
         on_departure=lambda: cancel_members([member], DEPARTED),
     )

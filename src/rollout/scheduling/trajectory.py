@@ -11,14 +11,13 @@ import anyio
 import attrs
 
 from rollout.agents.agent_loop import AgentLoop, class_of, get_agent, make_agent
-from rollout.agents.context import AgentContext
+from rollout.agents.context import AgentContext, open_context
+from rollout.agents.generating import find_natural_ending
 from rollout.agents.identity import Ending, RejectedPrompt
-from rollout.agents.kept_messages import KeptMessages
-from rollout.agents.places import segments_of
-from rollout.agents.prompt_sampling import sampling_of, top_log_probs_fault
+from rollout.agents.prompt_sampling import make_sampling, top_log_probs_fault
+from rollout.agents.segments import list_segments
 from rollout.agents.services import Services
 from rollout.agents.trajectory_state import UNRESPONSIVE
-from rollout.agents.turn_end import natural_ending
 from rollout.chat.reward_values import BadRewardError, apply_reward, check_reward_value
 from rollout.chat.trajectory import Trajectory
 from rollout.containment import Contained, UnresponsiveError
@@ -195,7 +194,7 @@ def _open_context(services: Services, run: TrajectoryRun) -> tuple[Registered, A
     with _rejecting(AgentError, "unknown_agent"):
         agent = get_agent(prompt.agent_name or config.agent.name)
     with _rejecting(ConfigError, "bad_sampling"):
-        sampling = sampling_of(config, prompt.sampling, validate=identity.validate)
+        sampling = make_sampling(config, prompt.sampling, validate=identity.validate)
     with _rejecting(ConfigError, "bad_sandbox", "extra: "):
         services.sandboxes.spec_for(prompt.extra)
     fault = top_log_probs_fault(sampling.top_log_probs, info)
@@ -209,7 +208,7 @@ def _open_context(services: Services, run: TrajectoryRun) -> tuple[Registered, A
         raise RejectedPrompt("bad_sampling", fault)
     with _rejecting(ToolError, "unknown_tool"):
         is_alone = not member.group.is_shared
-        context = AgentContext(
+        context = open_context(
             services, prompt, identity, sampling, run.clock, member.log, is_alone=is_alone
         )
     if member.log is not None:
@@ -319,7 +318,7 @@ def _decide_outcome(run: TrajectoryRun) -> tuple[Ending, Cause | None]:
     if context.cut_by is not None:
         for span in context.transcript.generated_spans():
             last = span.finish_reason
-    ending = natural_ending(last, context.cut_by)
+    ending = find_natural_ending(last, context.cut_by)
     if ending.outcome is not Outcome.COMPLETED or run.tokens or run.member.identity.validate:
         return ending, run.cause
     message = f"{run.what} returned, and the model generated no token for it"
@@ -368,7 +367,7 @@ def _make_trajectory(run: TrajectoryRun, ending: Ending, cause: Cause | None) ->
         prompt=run.member.prompt,
         messages=context.messages,
         history=context.main.history,
-        segments=segments_of(context.main.all()),
+        segments=list_segments(context.main.all()),
     )
     try:
         trajectory.turn_scores = _check_numbers("turn_scores", context.turn_scores)
@@ -437,6 +436,3 @@ def _add_times(run: TrajectoryRun, trajectory: Trajectory) -> None:
         trajectory.metrics["sandbox_wait_s"] = sandbox.wait_s
     carried_s = 0.0 if ended is None else run.clock.carried_s(ended)
     trajectory.metrics["total_s"] = run.containment.clock() - run.started - carried_s
-    for segment in trajectory.segments:
-        if isinstance(segment.messages, KeptMessages):
-            segment.messages.settle()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -13,30 +13,19 @@ from rollout.chat.messages import text_of_content
 from rollout.errors import ConfigError, LimitExceeded
 from rollout.interactions import InteractionContext
 from rollout.limits import Clock, Deadline
+from rollout.observe.events import UserEnded
 from rollout.tools.attempt import CallError, attempt
 from rollout.types import Message, without_null_keys
 from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
+    from rollout.agents.context import AgentContext
     from rollout.agents.identity import Identity
     from rollout.agents.services import Services
     from rollout.config import AgentConfig
     from rollout.interactions import Interaction, InteractionTurn
+    from rollout.observe.event_stream import EventStream
     from rollout.types import Prompt
-
-    class Context(Protocol):
-        """What is needed of an `AgentContext`, which this module is imported by."""
-
-        extra: Any
-        turn_scores: Any
-
-        @property
-        def services(self) -> Services: ...
-        @property
-        def prompt(self) -> Prompt: ...
-        @property
-        def identity(self) -> Identity: ...
-
 
 logger = logging.getLogger("rollout.agents")
 
@@ -44,12 +33,12 @@ logger = logging.getLogger("rollout.agents")
 USER = "respond of the interaction"
 
 
-def interaction_name(prompt: Prompt, config: AgentConfig) -> str | None:
-    """Of the user who takes part; None where nobody does."""
-    return _kwargs(prompt).get("name") or config.interaction
+def find_user_name(prompt: Prompt, config: AgentConfig) -> str | None:
+    """The name of the user who takes part; None where nobody does."""
+    return _get_kwargs(prompt).get("name") or config.interaction
 
 
-def new_interaction(services: Services, name: str | None) -> Interaction | None:
+def make_user(services: Services, name: str | None) -> Interaction | None:
     """The user of this name; None has none.
 
     Raises:
@@ -63,20 +52,22 @@ def new_interaction(services: Services, name: str | None) -> Interaction | None:
         raise RejectedPrompt("unknown_interaction", str(error)) from None
 
 
-def interaction_context(context: Context) -> InteractionContext:
-    """What a user is told of its trajectory."""
-    return InteractionContext(
-        uid=context.identity.uid,
-        member=context.identity.member,
-        kwargs=dict(_kwargs(context.prompt)),
-        ground_truth=context.prompt.ground_truth,
-        extra=context.extra,
-        threads=context.services.threads,
+async def start_user(user: Interaction, context: AgentContext) -> None:
+    """Start a user, with what it learns of its trajectory."""
+    await user.start(
+        InteractionContext(
+            uid=context.identity.uid,
+            member=context.identity.member,
+            kwargs=dict(_get_kwargs(context.prompt)),
+            ground_truth=context.prompt.ground_truth,
+            extra=context.extra,
+            threads=context.services.threads,
+        )
     )
 
 
-def heard(context: Context, name: str | None, turn: InteractionTurn) -> list[Message]:
-    """Keep what a user's turn gives beside its words; the messages that say those."""
+def read_user_turn(context: AgentContext, name: str | None, turn: InteractionTurn) -> list[Message]:
+    """Add what a user's turn brings to the trajectory; return the messages with its words."""
     if turn.score is not None:
         context.turn_scores.append(turn.score)
     context.extra.update(turn.extra)
@@ -86,18 +77,28 @@ def heard(context: Context, name: str | None, turn: InteractionTurn) -> list[Mes
     return [Message(role="user", content=encodable(text), extra=turn.extra)]
 
 
-async def finish(interaction: Interaction, session: str, cleanup_s: float) -> None:
-    """Let a user go; shielded, bounded, never raises."""
+async def close_user(user: Interaction, identity: Identity, cleanup_s: float) -> None:
+    """Finish a user; shielded, bounded, never raises."""
     limit = Clock(Deadline.after(cleanup_s, "limits.cleanup_s"))
     what = "finish of the interaction"
     try:
         with anyio.CancelScope(shield=True):
-            await attempt(interaction.finish, limit=limit, what=what)
+            await attempt(user.finish, limit=limit, what=what)
     except (CallError, LimitExceeded) as error:
-        logger.warning("%s: finish of the interaction failed: %s", session, error)
+        logger.warning("%s: %s failed: %s", identity.session_id, what, error)
 
 
-def _kwargs(prompt: Prompt) -> Mapping[str, Any]:
+def emit_user_ended(events: EventStream, identity: Identity, began: float, now: float) -> None:
+    """Emit that a simulated user has answered."""
+    events.tell(_make_user_ended, (identity.number, began, now))
+
+
+def _make_user_ended(start: float, facts: Sequence[Any]) -> tuple[UserEnded, None]:
+    trajectory, began, now = facts
+    return UserEnded(at=now - start, trajectory=trajectory, began=began - start), None
+
+
+def _get_kwargs(prompt: Prompt) -> Mapping[str, Any]:
     kwargs = prompt.extra.get("interaction_kwargs")
     # As keys of `tools_kwargs`: those that hold None may be of other users, or Arrow's.
     return without_null_keys(kwargs) if isinstance(kwargs, Mapping) else {}

@@ -1,0 +1,244 @@
+"""Generates one turn of a conversation, from its start to its span in the transcript."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext, suppress
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rollout.agents.identity import Ending
+from rollout.agents.prompt_sampling import warn_of_truncation
+from rollout.agents.rendering import make_length_error
+from rollout.engine.pool.generation import Generation
+from rollout.engine.pool.request_checks import describe_sampling_fault
+from rollout.errors import EngineError
+from rollout.observe.events import TurnEnded, TurnStarted
+from rollout.types import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rollout.agents.conversation import Conversation
+    from rollout.agents.turn import AssistantTurn
+    from rollout.agents.turn_options import StopStrings, TurnOptions
+    from rollout.engine.core import FinishReason, SamplingParams
+    from rollout.limits import Deadline
+
+
+async def generate_turn(conversation: Conversation, options: TurnOptions) -> AssistantTurn:
+    """Have the engines continue a conversation; append what they sampled, and parse it.
+
+    Whatever ends the wait, a limit, a failure or a cancellation, the tokens that have arrived are
+    in the transcript. See `Conversation.generate`.
+    """
+    state, log, stop = conversation._state, conversation._log, options.stop
+    services, events = state.services, state.services.events
+    readers = (*conversation.on_tokens, *(() if stop is None else (stop,)))
+    generation = Generation(readers, is_seeded=options.seed is not None)
+    number, seed = conversation._assistant_turns, options.seed
+    if seed is None:
+        seed = conversation._identity.seed_of_turn(number)
+    conversation._generation = generation
+    state.generations += 1  # now, since several conversations may generate at once
+    try:
+        await conversation._settle()
+        limits, started = services.config.limits, state.clock()
+        if events.tells_all:
+            at, who = events.since_start(started), conversation._identity
+            events.emit(TurnStarted(at=at, trajectory=who.number, turn=number, path=who.path))
+        conversation._turn = state.limit.open(limits.turn_s, "limits.turn_s")
+        limit = conversation._turn.open(limits.generation_s, "limits.generation_s")
+        recalled_s, is_over = None, False
+        try:
+            with (
+                conversation._noting_limits(),
+                limit,
+                nullcontext() if stop is None else stop.scope,
+            ):
+                if conversation.history != "append_only" and log.is_renderable:
+                    await conversation._render_again()
+                prefix = log.transcript.prefix
+                sampling = _draw_sampling(conversation, options, generation, seed)
+                if state.log is not None and state.log.has_answers:
+                    recalled_s = await state.log.recall_turn(prefix, seed, generation)
+                if recalled_s is None:
+                    await services.engines.generate(
+                        generation,
+                        session_id=conversation.session_id,
+                        prompt_ids=prefix,
+                        sampling=sampling,
+                        priority=state.original_prompt.priority,
+                        known_experts=log.transcript.routed_length,
+                        group_id=conversation._group_id,
+                        limit=limit,
+                        trajectory=conversation._identity.number,
+                        media=log.transcript.media,
+                    )
+                is_stopped = stop is not None and stop.kept is not None
+                if generation.finish_reason == "abort" and not is_stopped:
+                    if state.clock() >= limit.deadline.at:
+                        raise limit.deadline.error()  # the engine kept it before we could
+                    what = f"{conversation.session_id}: the engine aborted the generation"
+                    raise EngineError(what)
+            is_over = True
+        finally:
+            now = state.idle_since = state.clock()
+            generation.kept = _find_kept(conversation, generation, stop)
+            waited_s = now - started - generation.held_s + (recalled_s or 0.0)
+            state.count_generation(generation, waited_s)
+            end = find_end(generation, limit.deadline, now)
+            if events.is_on:
+                _emit_turn_ended(conversation, generation, (started, now), end)
+            is_noted = False
+            if is_over and recalled_s is None and state.log is not None:
+                where = (conversation.session_id, number)
+                is_noted = state.log.note_turn(prefix, seed, *where, generation, now - started)
+            if generation.count or generation.finish_reason:
+                finish_reason, conversation._cut_by = end
+                log.append_generated(generation.kept_part(), finish_reason, seed)
+                state.count_tokens(generation, conversation._known_tokens)
+                conversation._known_tokens = len(log.transcript)
+                conversation._assistant_turns += 1
+                if not is_over:
+                    with suppress(Exception):  # a parser must not hide what ended the wait
+                        conversation._read_turn()
+        turn = conversation._read_turn()
+        if is_noted and state.log is not None:
+            await state.log.room()
+        if conversation._renderer.reader.schemas:  # tools could be called
+            services.tally.turns_with_tools += 1
+            services.tally.turns_with_calls += bool(turn.calls)
+        return turn
+    finally:
+        conversation._generation = None
+        state.generations -= conversation._assistant_turns == number  # no token came
+
+
+def _draw_sampling(
+    conversation: Conversation, options: TurnOptions, generation: Generation, seed: int
+) -> SamplingParams:
+    """The sampling of a turn in the engine's terms; its generation knows the length that bounds it.
+
+    Raises:
+        LimitExceeded: Not one token fits.
+        EngineError: An agent has assigned what no sampling has.
+    """
+    state, sampling = conversation._state, options.sampling or conversation.sampling
+    try:
+        budget = conversation._find_room()
+        if budget[0] < 1:
+            raise make_length_error(budget[1], "there is no room for another token")
+        turn_room = conversation._renderer.turn_room
+        if turn_room is not None:
+            budget = min(budget, (turn_room, "lengths.turn"))
+        if sampling.max_new_tokens is not None:
+            budget = min(budget, (sampling.max_new_tokens, "sampling.max_new_tokens"))
+        most, generation.bounded_by = budget
+        stops = tuple(sorted({*sampling.stop_token_ids, *state.services.stop_token_ids}))
+        drawn = msgspec.structs.replace(
+            sampling, max_new_tokens=most, seed=seed, stop_token_ids=stops
+        )
+        generation.is_truncated = conversation.trainable is not False and warn_of_truncation(
+            drawn, state.services, state.original_prompt, conversation._identity
+        )
+    except (TypeError, AttributeError):
+        fault = describe_sampling_fault(sampling)
+        if not fault:
+            raise
+        raise EngineError(fault, reason="sampling") from None
+    return drawn
+
+
+def _find_kept(
+    conversation: Conversation, generation: Generation, stop: StopStrings | None
+) -> int | None:
+    """How many tokens of a generation stay: up to what ends the turn early; None: all."""
+    kept, state = None if stop is None else stop.kept, conversation._state
+    before = state.services.media.find_placeholder(generation)
+    if before is None or (kept is not None and kept <= before):
+        return kept
+    state.sampled_placeholders += 1
+    return before
+
+
+def find_end(generation: Generation, deadline: Deadline, now: float) -> tuple[str, str | None]:
+    """How a turn ends: the `finish_reason` of its span, and its `AssistantTurn.cut_by`.
+
+    | the engine said | finish_reason | cut_by | a trajectory that returns then |
+    | --- | --- | --- | --- |
+    | stop | stop | None | completed |
+    | length | length | the path of the length that bounded it | length |
+    | abort, or nothing yet, past the deadline | deadline | the path of the deadline | its own |
+    | abort, or nothing yet | abort | abort | its own |
+    | error | error | error | its own |
+
+    Args:
+        deadline: That of the generation; an engine may keep it before the driver does.
+        now: Clock time.
+    """
+    reason: FinishReason = generation.finish_reason or "abort"
+    if generation.kept is not None or reason == "stop":
+        return "stop", None
+    if reason == "length":
+        return "length", generation.bounded_by
+    if reason == "abort" and now >= deadline.at:
+        return "deadline", deadline.source
+    return reason, reason
+
+
+def find_natural_ending(finish_reason: str | None, cut_by: str | None) -> Ending:
+    """The ending of a trajectory whose agent returned after a turn that ended so.
+
+    Args:
+        finish_reason: Of the last generated span; None where there is none.
+        cut_by: Of the last turn.
+    """
+    if cut_by is None or finish_reason != "length":  # another cut is the agent's own
+        return Ending(outcome=Outcome.COMPLETED, reason="")
+    reason = cut_by.rpartition(".")[2]
+    return Ending(outcome=Outcome.LENGTH, reason=reason, limit_source=cut_by)
+
+
+def _emit_turn_ended(
+    conversation: Conversation,
+    generation: Generation,
+    times: tuple[float, float],
+    end: tuple[str, str | None],
+) -> None:
+    identity, count = conversation._identity, generation.count
+    is_begun = count > 0 or generation.finish_reason is not None
+    facts = (
+        identity.number,
+        conversation.assistant_turns,
+        *times,
+        identity.path,
+        generation.parts,
+        len(conversation.transcript),
+        generation.cached_tokens,
+        count,
+        generation.held_s,
+        end[0] if is_begun else "",
+        end[1] or "",
+    )
+    conversation._state.services.events.tell(_make_turn_ended, facts)
+
+
+def _make_turn_ended(start: float, facts: Sequence[Any]) -> tuple[TurnEnded, None]:
+    trajectory, turn, began, now, path, parts, prompt_tokens, cached_tokens = facts[:8]
+    generated_tokens, held_s, finish_reason, cut_by = facts[8:]
+    event = TurnEnded(
+        at=now - start,
+        trajectory=trajectory,
+        turn=turn,
+        began=began - start,
+        path=path,
+        requests=tuple([part.request_id for part in parts]),
+        prompt_tokens=prompt_tokens,
+        cached_tokens=cached_tokens,
+        generated_tokens=generated_tokens,
+        held_s=held_s,
+        finish_reason=finish_reason,
+        cut_by=cut_by,
+    )
+    return event, None

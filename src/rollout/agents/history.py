@@ -1,0 +1,363 @@
+"""What was said in a conversation: its messages, and the tokens that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
+
+from rollout.agents.segments import Row
+from rollout.agents.turn import make_message
+from rollout.chat.messages import template_messages, with_results_as_user
+from rollout.chat.result_order import NO_CALLS, TurnCalls, message_ids
+from rollout.chat.trajectory import BRANCH, COMPACTION
+from rollout.chat.transcript import Transcript, append_split, common_length
+from rollout.errors import AgentError
+from rollout.types import Message
+from rollout.utf8 import encodable
+
+if TYPE_CHECKING:
+    from array import array
+    from collections.abc import Collection, Iterable, Mapping
+
+    from rollout.agents.rendering import Rendered
+    from rollout.agents.turn import AssistantTurn, TurnReader
+    from rollout.engine.pool.generation import Generation
+    from rollout.media import PlacedMedia
+
+
+class Messages(Sequence[Message]):
+    """The messages of a conversation, to be read; equal to a list of the same.
+
+    Attributes:
+        decode: Ids to text, by the tokenizer that encoded them.
+    """
+
+    def __init__(self, known: list[Message], decode: Callable[[Sequence[int]], str]) -> None:
+        self._list = known
+        self.decode = decode
+
+    def __len__(self) -> int:
+        return len(self._list)
+
+    @overload
+    def __getitem__(self, at: int) -> Message: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Message]: ...
+    def __getitem__(self, at: int | slice) -> Message | list[Message]:
+        return self._list[at]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._list == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # as of a list
+
+    def __add__(self, others: Iterable[Message]) -> list[Message]:
+        return [*self, *others]
+
+    def __radd__(self, others: Iterable[Message]) -> list[Message]:
+        return [*others, *self]
+
+    def __repr__(self) -> str:
+        return repr(self._list)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (self._list,)  # who gets it elsewhere has no tokenizer
+
+
+class SampledTurn(NamedTuple):
+    """What the model sampled for a message: positions in the row, and the reasoning in it.
+
+    The turn is silent where it has no positions: an observation followed another one, and the
+    template writes an empty turn between them.
+    """
+
+    start: int = -1
+    stop: int = -1
+    reasoning: str | None = None
+
+
+class Mark(NamedTuple):
+    """A position from which a conversation can be continued differently.
+
+    Attributes:
+        position: Tokens before it.
+        messages: Messages before it.
+        in_reasoning: Whether a turn that begins there begins inside reasoning.
+        ends_turn: Whether the tokens before it are the model's.
+    """
+
+    position: int
+    messages: int
+    in_reasoning: bool
+    ends_turn: bool
+
+
+class History:
+    """The messages and tokens of a conversation, which only ever grow.
+
+    Attributes:
+        rows: Its rows; the last one is written, those before it are from where the history was
+            rendered again since.
+        messages: All of them; after a compaction those since then.
+        turns: What the model sampled, by position in `messages`.
+        in_reasoning: Whether the next turn begins inside reasoning.
+        has_raw_ids: Whether it has tokens that are not what the template makes of its messages.
+        turn_start: Where the turn begins that the next generation continues; None: it begins one.
+        prompt_messages: How many of its messages are the prompt's.
+        plain: Positions of messages that the template takes in plain words only.
+    """
+
+    def __init__(self, row: Row, reader: TurnReader) -> None:
+        self.rows = [row]
+        self._added: list[Message] = []
+        self.messages = Messages(self._added, reader.template.decode)
+        self.turns: dict[int, SampledTurn] = {}
+        self.in_reasoning = self.has_raw_ids = False
+        self.turn_start: int | None = None
+        self.prompt_messages = 0
+        self.plain: frozenset[int] = frozenset()
+        self._marks: list[Mark] = []
+        self._last_turn = (0, -1)  # where it begins and ends
+        self._prompt = (row.transcript.prefix, 0)  # where its ids are, and how many
+
+    @property
+    def row(self) -> Row:
+        """The last one."""
+        return self.rows[-1]
+
+    @property
+    def transcript(self) -> Transcript:
+        """The tokens of the last row."""
+        return self.rows[-1].transcript
+
+    @property
+    def unanswered_ids(self) -> array[int] | None:
+        """The ids of the model's turn at the end; None where something follows the last turn."""
+        start, stop = self._last_turn
+        return self.transcript.prefix.slice(start) if stop == len(self.transcript) else None
+
+    @property
+    def is_renderable(self) -> bool:
+        """Whether all of it is in messages, and the model has said something."""
+        return self.turn_start is None and not self.has_raw_ids and bool(self.turns)
+
+    @property
+    def calls(self) -> TurnCalls:
+        """The calls that the next results answer: those of the last turn, whoever gave it."""
+        found = []
+        for at in range(len(self._added) - 1, -1, -1):
+            if self.turns.get(at) == SILENT:
+                continue
+            found.append(message_ids(self._added[at]))
+            if found[-1].role == "assistant":
+                break
+        return NO_CALLS.after(reversed(found))
+
+    def decode_turns(self) -> dict[int, str]:
+        """The text that the model sampled, by position in `messages`."""
+        decode, prefix = self.messages.decode, self.transcript.prefix
+        return {
+            at: "" if turn == SILENT else decode(prefix.slice(turn.start, turn.stop))
+            for at, turn in self.turns.items()
+        }
+
+    def begin(self, rendered: Rendered, prompt_room: int | None = None) -> None:
+        """Append the prompt; what of it is past `prompt_room` tokens is an observation."""
+        ids = rendered.ids
+        if prompt_room is None or len(ids) <= prompt_room:
+            self.transcript.append_prompt(ids, media=rendered.media)
+        else:
+            append_split(self.transcript, ids, rendered.media, prompt_room)
+        self._added += rendered.messages
+        self.prompt_messages = len(self._added)
+        self._prompt = self.transcript.prefix, len(self.transcript)
+        self.in_reasoning, self.has_raw_ids = rendered.opens_reasoning, rendered.is_raw
+        self._mark()
+
+    def append_generated(self, generation: Generation, finish_reason: str, seed: int) -> None:
+        """Append tokens that an engine sampled; `end_turn` adds the message of their turn."""
+        transcript, prefix = self.transcript, self.transcript.prefix
+        had = prefix.length
+        if self.turn_start is None:
+            self.turn_start = had
+        transcript.append_generated(
+            *generation.packed(),
+            versions=generation.versions,
+            finish_reason=finish_reason,
+            top=generation.top(),
+        )
+        if prefix.checked == had and generation.last_part:  # each was looked at as it came
+            prefix.checked = prefix.length
+        experts = generation.experts()
+        if experts is not None:
+            transcript.append_routed_experts(experts)
+        self.row.seeds.append(seed)
+
+    def end_turn(self, reader: TurnReader, cut_by: str | None) -> AssistantTurn:
+        """Parse the turn at the end and add its message; one that cannot be parsed is in none."""
+        assert self.turn_start is not None
+        start, stop = self.turn_start, len(self.transcript)
+        self.turn_start, self._last_turn = None, (start, stop)
+        try:
+            ids = self.transcript.prefix.slice(start)
+            turn = reader.read_ids(ids, cut_by, in_reasoning=self.in_reasoning)
+            self.turns[len(self._added)] = SampledTurn(start, stop, turn.reasoning)
+            self._added.append(make_message(turn))
+        finally:
+            self._mark(ends_turn=True)
+        return turn
+
+    def observe(self, rendered: Rendered) -> None:
+        """Append what answers the model's turn."""
+        if self._last_turn[1] != len(self.transcript):
+            self.turns[len(self._added)] = SILENT
+            self._added.append(Message(role="assistant", content=""))
+        self.transcript.append_observation(rendered.ids, media=rendered.media)
+        self._added += rendered.messages
+        self.in_reasoning = rendered.opens_reasoning
+        self._mark()
+
+    def observe_ids(self, ids: array[int], *, in_reasoning: bool) -> None:
+        """Append tokens that are in no message."""
+        self.transcript.append_observation(ids)
+        self.in_reasoning, self.has_raw_ids = in_reasoning, True
+        self._mark()
+
+    def split_again(
+        self, ids: Sequence[int], media: Sequence[PlacedMedia], longest: int
+    ) -> Transcript:
+        """Make the transcript of a further row, of the conversation rendered again.
+
+        Its prompt is what it shares with the first prompt, so that it fits where that one fits (at
+        most `longest` tokens where they share nothing); the rest is an observation.
+        """
+        transcript, (prefix, length) = Transcript(), self._prompt
+        prompt = common_length(ids, prefix.slice(0, length)) or min(longest, len(ids))
+        append_split(transcript, ids, media, prompt)
+        return transcript
+
+    def add_row(self, transcript: Transcript) -> bool:
+        """Begin another row with this transcript, unless its tokens are those of the last one."""
+        if transcript.ids_bytes() == self.transcript.ids_bytes():
+            return False
+        self._open_row(transcript.prefix.ids, transcript)
+        self._mark()
+        return True
+
+    def compact(self, rendered: Rendered, prompt_room: int) -> None:
+        """Begin another row with these messages, in place of all before."""
+        self.row.messages = self.messages
+        self._open_row(rendered.ids, Transcript())
+        self._added, self.turns, self.plain = [], {}, frozenset()
+        self.messages = Messages(self._added, self.messages.decode)
+        self.begin(rendered, prompt_room)
+
+    def _open_row(self, ids: Sequence[int], transcript: Transcript) -> None:
+        shared = common_length(ids, self.transcript.prefix.ids)
+        self.rows.append(Row(transcript, COMPACTION, self.row, shared))
+        self._marks, self._last_turn = [], (0, -1)
+
+    def reward_turn(self, value: float) -> bool:
+        """Add to the reward of the last turn's last token; False where the row has no turn."""
+        row, (start, stop) = self.row, self._last_turn
+        if row.seeds and start < stop:  # else the turn has no token
+            row.token_rewards[stop - 1] = row.token_rewards.get(stop - 1, 0.0) + value
+        return bool(row.seeds)
+
+    def fork(self, position: Any, purpose: str, reader: TurnReader) -> History:
+        """One that begins with the first `position` tokens of the last row, as context.
+
+        Raises:
+            AgentError: It cannot be continued there.
+        """
+        length = len(self.transcript)
+        if type(position) is not int or not 1 <= position <= length:
+            raise AgentError(
+                f"branch: position = {position!r}: expected an integer from 1 to {length}"
+            )
+        marks = [mark for mark in self._marks if mark.position <= position]
+        after = self._marks[len(marks) :]
+        is_within = not marks or marks[-1].position < position
+        if is_within and (not marks or (after and not after[0].ends_turn)):
+            raise AgentError(
+                f"branch: position = {position}: expected the end of a prompt, of a turn or of "
+                "what answered it, or a position within a turn"
+            )
+        mark = marks[-1]
+        row = Row(self.transcript.fork(position), purpose, self.row, position)
+        forked = History(row, reader)
+        forked._marks, forked.in_reasoning = marks, mark.in_reasoning
+        forked.has_raw_ids = self.has_raw_ids
+        forked._added += self._added[: mark.messages]
+        forked.turns = {at: turn for at, turn in self.turns.items() if at < mark.messages}
+        forked.plain = frozenset(at for at in self.plain if at < mark.messages)
+        forked._prompt = self._prompt
+        forked.prompt_messages = min(self.prompt_messages, mark.messages)
+        if is_within and not after and self.turn_start is None:
+            forked.has_raw_ids = True  # tokens that an agent appended by itself
+        elif is_within:
+            forked.turn_start = mark.position
+        elif mark.ends_turn:
+            forked._last_turn = (marks[-2].position, position)
+        return forked
+
+    def serve_messages(self, plain: Collection[int]) -> list[Message | Mapping[str, Any]]:
+        """The messages as a serving stack gets them: text, reasoning and calls of a turn apart.
+
+        Args:
+            plain: Positions of those that are written in plain words.
+        """
+        served: list[Message | Mapping[str, Any]] = []
+        run: list[Message | Mapping[str, Any]] = []
+        for at, message in enumerate(self._added):
+            turn = self.turns.get(at)
+            again = message if turn is None else _write_served(message, turn.reasoning)
+            if at in plain:
+                run.append(again)
+                continue
+            served += _write_plain(run)
+            served.append(again)
+            run = []
+        return served + _write_plain(run)
+
+    def _mark(self, *, ends_turn: bool = False) -> None:
+        length, count = len(self.transcript), len(self._added)
+        self._marks.append(Mark(length, count, self.in_reasoning, ends_turn))
+
+
+SILENT = SampledTurn()
+
+
+def open_row(parent: Row, ids: Sequence[int], purpose: str) -> Row:
+    """A row beside another one, from whose end it departs; a "branch" or a "compaction" where
+    their tokens do.
+    """
+    position = len(parent.transcript)
+    if purpose in (BRANCH, COMPACTION):
+        position = common_length(ids, parent.transcript.prefix.ids)
+    return Row(Transcript(), purpose, parent, position)
+
+
+def _write_served(message: Message, reasoning: str | None) -> Mapping[str, Any]:
+    return {
+        "role": "assistant",
+        "content": message.content,
+        "reasoning_content": reasoning,
+        "tool_calls": list(message.tool_calls),
+    }
+
+
+def _write_plain(
+    messages: Sequence[Message | Mapping[str, Any]],
+) -> list[Message | Mapping[str, Any]]:
+    """The messages with calls as the text that they are, and tools' answers as a user's words."""
+    if not messages:
+        return []
+    return list(with_results_as_user(template_messages(list(map(_write_calls, messages)))))
+
+
+def _write_calls(message: Message | Mapping[str, Any]) -> Message | Mapping[str, Any]:
+    if isinstance(message, Message) or not message["tool_calls"]:
+        return message
+    words = [message["content"], *(call.raw for call in message["tool_calls"])]
+    return {**message, "content": encodable("\n".join(filter(None, words))), "tool_calls": ()}

@@ -1,0 +1,344 @@
+"""Renders a trajectory's messages and encodes them, and says whether there is room for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rollout.agents.identity import RejectedPrompt
+from rollout.agents.long_texts import is_long, room_beside
+from rollout.agents.media_intake import may_show
+from rollout.agents.segments import check_ids
+from rollout.chat.encoding import TooManyTokens
+from rollout.chat.messages import as_messages, has_media, media_of, template_messages
+from rollout.chat.reasoning import opens_reasoning
+from rollout.chat.result_order import order_messages
+from rollout.errors import AgentError, LimitExceeded, MediaError, TemplateError
+from rollout.media import Media
+from rollout.types import Message, Outcome
+
+if TYPE_CHECKING:
+    from array import array
+    from collections.abc import Callable
+
+    from rollout.agents.history import History
+    from rollout.agents.services import Services
+    from rollout.agents.turn import TurnReader
+    from rollout.chat.drift import Drift
+    from rollout.chat.transcript import Transcript
+    from rollout.media import PlacedMedia
+
+#: Messages as agents give them.
+Given = Sequence[Message | Mapping[str, Any]]
+#: Of tools, as OpenAI has them.
+Schemas = Sequence[Mapping[str, Any]]
+#: Tokens that may still be appended, and the path of the length that bounds them.
+Room = tuple[int, str]
+
+
+class Rendered(NamedTuple):
+    """Messages in tokens.
+
+    Attributes:
+        ids: What they add to a transcript.
+        messages: The messages themselves.
+        opens_reasoning: Whether the turn after them begins inside reasoning.
+        is_raw: The ids are not what the template makes of the messages.
+        cut_tokens: Tokens that a prompt has lost at its beginning.
+        media: Images and videos with their positions among the ids.
+    """
+
+    ids: array[int]
+    messages: list[Message]
+    opens_reasoning: bool
+    is_raw: bool = False
+    cut_tokens: int = 0
+    media: tuple[PlacedMedia, ...] = ()
+
+
+class Renderer:
+    """Renders and encodes where certain tools are offered; long texts beside the event loop.
+
+    Attributes:
+        reader: Decodes and parses turns of the model where these tools are offered.
+    """
+
+    def __init__(self, services: Services, reader: TurnReader) -> None:
+        self._services, self.reader = services, reader
+        self._short = room_beside(reader.schemas)
+        self._lengths = services.config.lengths
+        self._context_length = services.engines.info.context_length
+
+    @property
+    def turn_room(self) -> int | None:
+        """Tokens of a turn; None: as many as there is room for."""
+        return self._lengths.turn
+
+    @property
+    def prompt_room(self) -> int:
+        """Most tokens of a prompt that can be answered."""
+        return min(self._lengths.prompt, self._context_length - 1)
+
+    def find_room(self, transcript: Transcript, reserved: int = 0) -> Room:
+        """Tokens that may still be appended, and the path of the length that bounds them.
+
+        Args:
+            reserved: So many tokens are to stay free.
+        """
+        length = len(transcript) + reserved
+        context = self._context_length - length
+        response = self._lengths.response - (length - transcript.prompt_length)
+        if context <= response:
+            return context, "engine.context_length"
+        return response, "lengths.response"
+
+    async def render_prompt(
+        self, messages: Given, *, is_continued: bool = False, is_shared: bool = False
+    ) -> Rendered:
+        """Render a prompt.
+
+        Args:
+            messages: At least one.
+            is_continued: The model has spoken in them before, so that they may take the room of
+                its answers too.
+            is_shared: Other trajectories begin with the same list.
+
+        Raises:
+            RejectedPrompt: They cannot be rendered, or are more than fits.
+        """
+        longest = self.prompt_room
+        if is_continued:
+            both = self._lengths.prompt + self._lengths.response
+            longest = min(both, self._context_length) - 1
+        is_cut = self._lengths.overlong_prompts == "cut" and not is_continued
+        try:
+            shown = await self._services.media.prepared(messages, is_shared=is_shared)
+            is_much = is_long(shown, self._short)
+            most = None if is_cut else longest
+            rendered = await self._run(is_much, shown, self._prompt, shown, most)
+        except TooManyTokens as error:
+            raise self._reject_length(f"at least {error.least}") from None
+        except TemplateError as error:
+            raise RejectedPrompt("bad_message", str(error)) from error
+        if len(rendered.ids) <= longest:
+            return rendered
+        if not is_cut or rendered.media:  # a picture cannot be cut in two
+            raise self._reject_length(str(len(rendered.ids)))
+        cut = len(rendered.ids) - longest
+        return rendered._replace(ids=rendered.ids[cut:], is_raw=True, cut_tokens=cut)
+
+    async def render_opening(self, what: str, messages: Given) -> Rendered:
+        """Render what a conversation begins with that is not the trajectory's prompt.
+
+        Where the model has spoken in them, the messages may take the room of its answers too.
+
+        Args:
+            what: What is done with them, for messages.
+
+        Raises:
+            LimitExceeded: They are more than fits.
+            AgentError: They cannot be rendered.
+        """
+        is_list = isinstance(messages, Sequence)  # what is none is refused with the words for it
+        is_continued = is_list and any(_get_role(each) == "assistant" for each in messages)
+        try:
+            return await self.render_prompt(messages, is_continued=is_continued)
+        except RejectedPrompt as error:
+            if error.reason == "bad_message":
+                raise AgentError(f"{what}: {error}") from error
+            source = {"prompt_length": "lengths.prompt"}.get(error.reason, "engine.context_length")
+            raise make_length_error(source, str(error)) from error
+
+    def read_prompt(self, ids: Sequence[int], messages: Given) -> Rendered:
+        """Take a prompt that its agent has put into tokens.
+
+        Args:
+            ids: At least one.
+            messages: Those that it stands for; of those that cannot be read, none are kept.
+
+        Raises:
+            AgentError: They are no ids, or none.
+            RejectedPrompt: It is more than fits.
+        """
+        packed = check_ids(ids, self._services.engines.info.vocab_size, "begin")
+        if not packed:
+            raise AgentError("begin: no ids; expected those of a prompt")
+        if len(packed) > self.prompt_room:
+            raise self._reject_length(str(len(packed)))
+        return self._take_ids(packed, messages)
+
+    def read_opening(self, ids: Sequence[int], what: str) -> Rendered:
+        """Take what another conversation begins with, put into tokens by its agent.
+
+        Raises:
+            AgentError: They are no ids.
+            LimitExceeded: It is more than fits.
+        """
+        packed = check_ids(ids, self._services.engines.info.vocab_size, what)
+        most, source = self._context_length, "engine.context_length"
+        if self._lengths.prompt + self._lengths.response < most:
+            most, source = self._lengths.prompt + self._lengths.response, "lengths.response"
+        if len(packed) >= most:
+            raise make_room_error(source, str(len(packed)))
+        return self._take_ids(packed, ())
+
+    def _take_ids(self, ids: array[int], messages: Given) -> Rendered:
+        try:
+            own = as_messages(template_messages(messages)) if messages else []
+        except (TemplateError, MediaError):
+            own = []
+        is_opening = opens_reasoning(self._services.template.decode(ids))
+        return Rendered(ids, own, is_opening, is_raw=True)
+
+    def render_observation_now(
+        self, messages: Given, after: Sequence[int] | None, room: Room
+    ) -> Rendered | None:
+        """Render an observation, unless it is long or shows something.
+
+        Args:
+            after: As in `ChatTemplate.observe`.
+            room: From `find_room`.
+
+        Raises:
+            LimitExceeded: It would leave no room for one more token.
+        """
+        if may_show(messages) and self._services.template.processor is not None:
+            return None
+        return None if is_long(messages) else self._observation(messages, after, room)
+
+    async def render_observation(
+        self, messages: Given, after: Sequence[int] | None, room: Room, transcript: Transcript
+    ) -> Rendered:
+        """Render any observation; arguments and errors as of `render_observation_now`."""
+        before = [each.medium for each in transcript.media]
+        if may_show(messages):
+            messages = await self._services.media.prepared(messages, len(before))
+        is_much = is_long(messages)
+        return await self._run(is_much, messages, self._observation, messages, after, room, before)
+
+    async def render_again(self, history: History, reserved: int) -> Transcript:
+        """Render a whole conversation again, as a serving stack gets it.
+
+        Raises:
+            TemplateError: The template refuses the conversation.
+            LimitExceeded: It leaves no room for a token.
+        """
+        most, source = self._context_length, "engine.context_length"
+        if self._lengths.prompt + self._lengths.response < most:
+            most, source = self._lengths.prompt + self._lengths.response, "lengths.response"
+        is_much = is_long(history.messages, self._short)
+        room, transcript = 0, None
+        try:
+            ids = await self._services.texts.run(is_much, self._encode_again, history, most)
+        except TooManyTokens:
+            pass
+        else:
+            shown = [part for each in history.messages for part in each.parts]
+            media = [part for part in shown if isinstance(part, Media)]
+            placed = self._services.template.places_of(ids, media)
+            transcript = history.split_again(ids, placed, self._lengths.prompt)
+            room, source = self.find_room(transcript, reserved)
+        if transcript is None or room < 1:
+            what = "the conversation rendered again leaves no room for a token"
+            raise make_length_error(source, what)
+        return transcript
+
+    def _encode_again(self, history: History, most: int) -> array[int]:
+        """The ids of all messages; the last turn or all, and what answered, plain if they must be.
+
+        Some templates refuse two calls in a turn, or an answer that no call precedes: what a model
+        can write must not fail its trajectory.
+        """
+        starts = (None, max(history.turns, default=0), history.prompt_messages)
+        refusal: TemplateError | None = None
+        for start in starts:
+            added = () if start is None else range(start, len(history.messages))
+            plain = history.plain.union(added)
+            messages = history.serve_messages(plain)
+            try:
+                ids = self._services.template.prompt_ids(messages, self._schemas, max_tokens=most)
+            except TooManyTokens:
+                raise
+            except TemplateError as error:
+                refusal = refusal or error
+            else:
+                history.plain = plain
+                return ids
+        assert refusal is not None
+        raise refusal
+
+    async def find_drift(self, history: History) -> Drift:
+        """See `ChatTemplate.drift`; beside the loop, since it renders a whole conversation."""
+        return await self._services.texts.run(
+            True,
+            self._services.template.drift,
+            *(history.transcript, history.messages, history.decode_turns(), self._schemas),
+        )
+
+    @property
+    def _schemas(self) -> Schemas | None:
+        return self.reader.schemas or None
+
+    async def _run(
+        self, is_much: bool, messages: Given, render: Callable[..., Rendered], *args: Any
+    ) -> Rendered:
+        """Render where it belongs: what a processor makes tokens of, in the threads of media."""
+        if not may_show(messages):
+            return await self._services.texts.run(is_much, render, *args)
+        if self._services.template.processor is None:
+            return render(*args)  # it is refused
+        rendered: Rendered = await self._services.media.run(render, *args)
+        return rendered
+
+    def _prompt(self, messages: Given, longest: int | None) -> Rendered:
+        template, plain = self._services.template, order_messages(template_messages(messages))
+        ids = template.prompt_ids(plain, self._schemas, max_tokens=longest)
+        media = template.places_of(ids, media_of(plain))
+        return Rendered(ids, as_messages(plain), template.opens_reasoning, media=media)
+
+    def _observation(
+        self,
+        messages: Given,
+        after: Sequence[int] | None,
+        room: Room,
+        before: Sequence[Media] = (),
+    ) -> Rendered:
+        template, plain = self._services.template, template_messages(messages)
+        try:
+            ids, opens = template.observe(plain, after=after, max_tokens=room[0] - 1, before=before)
+        except TooManyTokens as error:
+            raise make_room_error(room[1], f"at least {error.least}") from None
+        if len(ids) >= room[0]:
+            raise make_room_error(room[1], str(len(ids)))
+        media = template.places_of(ids, media_of(plain)) if has_media(plain) else ()
+        return Rendered(ids, as_messages(plain), opens, media=media)
+
+    def _reject_length(self, count: str) -> RejectedPrompt:
+        """The error of a prompt of so many tokens."""
+        text = f"the prompt has {count} tokens; "
+        if self._lengths.prompt < self._context_length:
+            text += f"lengths.prompt = {self._lengths.prompt}"
+            return RejectedPrompt("prompt_length", text)
+        text += f"the engine's context of {self._context_length} leaves no room"
+        return RejectedPrompt("context_length", text)
+
+
+def make_length_error(source: str, what: str) -> LimitExceeded:
+    """The error that ends a trajectory where the length at `source` leaves no room."""
+    return LimitExceeded(
+        f"{source}: {what}",
+        source=source,
+        reason=source.rpartition(".")[2],
+        outcome=Outcome.LENGTH,
+    )
+
+
+def make_room_error(source: str, count: str) -> LimitExceeded:
+    """The error of an observation of so many tokens, which does not fit."""
+    return make_length_error(source, f"an observation of {count} tokens does not fit")
+
+
+def _get_role(message: Message | Mapping[str, Any]) -> object:
+    if isinstance(message, Mapping):
+        return message.get("role")
+    return getattr(message, "role", None)
