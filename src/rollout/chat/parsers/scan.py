@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 from rollout.chat.parsers.argument_types import ArgumentTypes, function_name
 from rollout.chat.parsers.nesting import Nesting
-from rollout.chat.parsers.reader import ReadingBudget
 from rollout.chat.parsers.registry import ParsedTurn
 from rollout.chat.parsers.text import strip_stop
 from rollout.types import InvalidToolCall, ToolCall
@@ -48,7 +47,6 @@ class TurnScan:
     Attributes:
         text: The turn without the tokens that end it.
         tools: OpenAI-style function dicts.
-        budget: How many values may still be read.
 
     Args:
         text, tools: As the attributes.
@@ -57,7 +55,6 @@ class TurnScan:
     def __init__(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> None:
         self.text = text
         self.tools = tools or ()
-        self.budget = ReadingBudget()
         self._content: list[str] = []
         self._written: list[str] = []  # the content, and what is no call
         self._has_invalid = False
@@ -109,7 +106,7 @@ class TurnScan:
         """What the schema of `function` says of its parameters."""
         if function not in self._types:
             self._types[function] = ArgumentTypes(
-                self.tools, function, self.budget, untyped_as_json=untyped_as_json
+                self.tools, function, untyped_as_json=untyped_as_json
             )
         return self._types[function]
 
