@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 import msgspec
 
 from rollout.agents.turn import AssistantTurn, written_content
-from rollout.chat.parsers.text import END_TOKENS
+from rollout.chat.parsers.registry import END_TOKENS
 from rollout.types import Message, ToolCall
 
 if TYPE_CHECKING:

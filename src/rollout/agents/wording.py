@@ -13,11 +13,11 @@ from rollout.agents.long_texts import is_long, room_beside
 from rollout.agents.media_intake import may_show
 from rollout.agents.places import check_ids
 from rollout.chat.encoding import TooManyTokens
-from rollout.chat.fast_encoding import LONG
-from rollout.chat.messages import as_messages, has_media, media_of, template_messages, words_of
+from rollout.chat.messages import as_messages
 from rollout.chat.reasoning import opens_reasoning
 from rollout.chat.result_order import order_messages
 from rollout.errors import AgentError, LimitExceeded, MediaError, TemplateError
+from rollout.media.records import find_shown
 from rollout.types import Message
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from rollout.agents.services import Services
     from rollout.chat import ChatTemplate
     from rollout.chat.drift import Drift
-    from rollout.chat.messages import TemplateMessages
     from rollout.chat.transcript import Transcript
     from rollout.media import Media, PlacedMedia
 
@@ -152,7 +151,7 @@ class Wording:
 
     def _raw(self, ids: array[int], messages: Given) -> Worded:
         try:
-            own = as_messages(template_messages(messages)) if messages else []
+            own = as_messages(messages) if messages else []
         except (TemplateError, MediaError):
             own = []
         return Worded(ids, own, opens_reasoning(self._services.template.decode(ids)), is_raw=True)
@@ -175,13 +174,11 @@ class Wording:
             LimitExceeded: They would leave no room for one more token.
         """
         room, texts = self.room(transcript), self._services.texts
-        words = words_of(messages)
-        if words is None and may_show(messages):
+        if may_show(messages):
             before = [each.medium for each in transcript.media]
             messages = await self._services.media.prepared(messages, len(before))
             return await self._shown(self._observation, messages, room, after, before)
-        is_much = is_long(messages) if words is None else _length_of(words) > LONG
-        return await texts.run(is_much, self._observation, words or messages, room, after)
+        return await texts.run(is_long(messages), self._observation, messages, room, after)
 
     async def _shown(self, render: Callable[..., Worded], *args: Any) -> Worded:
         """What is rendered with images or videos, of which a processor makes tokens."""
@@ -201,7 +198,7 @@ class Wording:
         if may_show(messages) and self._services.template.processor is not None:
             return messages
         if is_long(messages):
-            return template_messages(messages)
+            return as_messages(messages)
         return self._observation(messages, self.room(transcript), after)
 
     async def row(self, log: MessageLog) -> Transcript:
@@ -264,10 +261,9 @@ class Wording:
         return self.reader.schemas or None
 
     def _prompt(self, messages: Given, longest: int | None) -> Worded:
-        template, plain = self._services.template, order_messages(template_messages(messages))
-        ids = template.prompt_ids(plain, self._schemas, max_tokens=longest)
-        media = template.places_of(ids, media_of(plain))
-        own = as_messages(plain)
+        template, own = self._services.template, order_messages(as_messages(messages))
+        ids = template.prompt_ids(own, self._schemas, max_tokens=longest)
+        media = template.places_of(ids, list(find_shown(own)))
         return Worded(ids, own, template.opens_reasoning, media=media)
 
     def _observation(
@@ -277,21 +273,15 @@ class Wording:
         after: Sequence[int] | None,
         before: Sequence[Media] = (),
     ) -> Worded:
-        template, plain = self._services.template, template_messages(messages)
+        template, own = self._services.template, as_messages(messages)
         try:
-            ids, opens = template.observe(plain, after=after, max_tokens=room[0] - 1, before=before)
+            ids, opens = template.observe(own, after=after, max_tokens=room[0] - 1, before=before)
         except TooManyTokens as error:
             raise no_room(room[1], f"at least {error.least}") from None
         if len(ids) >= room[0]:
             raise no_room(room[1], str(len(ids)))
-        own = as_messages(plain)
-        media = template.places_of(ids, media_of(plain)) if has_media(plain) else ()
+        media = template.places_of(ids, list(find_shown(own)))
         return Worded(ids, own, opens, found=find_texts(own, template.decode(ids)), media=media)
-
-
-def _length_of(words: TemplateMessages) -> int:
-    """Characters of messages of mere words."""
-    return sum([len(each["content"]) for each in words])
 
 
 def no_room(source: str, count: str) -> LimitExceeded:

@@ -45,7 +45,7 @@ class SegmentRecord(msgspec.Struct, Generic[S, M], kw_only=True, omit_defaults=T
     purpose: str
     parent: Parent | None = None
     trainable: bool | None = None
-    reward: Any = None
+    reward: float | None = None
     token_rewards: Any = None
     session_id: str = ""
     seeds: list[int] = []
@@ -70,10 +70,10 @@ class TrajectoryRecord(msgspec.Struct, Generic[S, M], kw_only=True):
     reason: str
     limit_source: str | None
     trainable: bool
-    reward: Any
-    turn_scores: list[Any]
-    tool_rewards: list[Any]
-    metrics: dict[str, Any]
+    reward: float | None
+    turn_scores: list[float]
+    tool_rewards: list[float]
+    metrics: dict[str, float]
     extra: dict[Any, Any]
     cause: Cause | None
     prompt: dict[str, Any] | None = None

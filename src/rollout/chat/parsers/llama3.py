@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from rollout.chat.parsers.json_calls import GAP, arguments_of, call_of, is_cut, value_at
+from rollout.chat.parsers.json_calls import GAP, arguments_of, is_cut, value_at
 from rollout.chat.parsers.python_calls import read_arguments
 from rollout.chat.parsers.registry import register_tool_parser
 from rollout.chat.parsers.scan import TaggedParser
@@ -83,7 +83,7 @@ def read_objects(scan: TurnScan, start: int, at: int, *, is_marked: bool) -> int
             if not is_marked and not _is_call(value):
                 scan.add_content(start, stop)
                 return stop
-            _add(scan, start, stop, value)
+            scan.add_json_call(start, stop, value, *_ARGUMENTS)
         at = scan.skip_space(stop)
         at = scan.skip_space(at + 1) if scan.text.startswith(";", at) else at
         if not scan.text.startswith("{", at):
@@ -117,15 +117,6 @@ def _skip(text: str, at: int) -> int:
 
 def _is_call(value: object) -> bool:
     return isinstance(value, dict) and "name" in value and bool(value.keys() & _ARGUMENTS)
-
-
-def _add(scan: TurnScan, start: int, stop: int, value: object) -> None:
-    try:
-        call = call_of(value, *_ARGUMENTS)
-    except ValueError as error:
-        scan.add_invalid(start, stop, str(error))
-    else:
-        scan.add_call(start, stop, call.name, call.arguments)
 
 
 def _read_function(scan: TurnScan, opening: re.Match[str]) -> int:

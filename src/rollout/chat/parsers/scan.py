@@ -8,9 +8,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 from rollout.chat.parsers.argument_types import ArgumentTypes, function_name
+from rollout.chat.parsers.json_calls import call_of
 from rollout.chat.parsers.nesting import Nesting
-from rollout.chat.parsers.registry import ParsedTurn
-from rollout.chat.parsers.text import strip_stop
+from rollout.chat.parsers.registry import ParsedTurn, strip_stop
 from rollout.types import InvalidToolCall, ToolCall
 from rollout.utf8 import encodable, is_encodable, unencodable_text
 
@@ -39,6 +39,20 @@ class TooManyCalls(Exception):
 
     def __init__(self, at: int) -> None:
         self.at = at
+
+
+class FaultyCall(ValueError):
+    """A call is not what its format wants.
+
+    Attributes:
+        at: Where.
+        is_in_value: Whether a value is open there, so that what follows may be quoted in it.
+    """
+
+    def __init__(self, reason: str, at: int, *, is_in_value: bool = False) -> None:
+        super().__init__(reason)
+        self.at = at
+        self.is_in_value = is_in_value
 
 
 class TurnScan:
@@ -217,6 +231,32 @@ class TurnScan:
         self._written.append(raw)
         self._has_invalid = True
         return self.skip_end(stop)
+
+    def add_json_call(
+        self, start: int, stop: int, value: object, *keys: str, has_id: bool = False
+    ) -> int:
+        """Record the call that a JSON value describes, valid or not; return `stop`.
+
+        Args:
+            start, stop: Of its text.
+            value: What the JSON says; `keys` as in `call_of`.
+            has_id: Whether its format lets the model give the call an id.
+        """
+        try:
+            call = call_of(value, *keys)
+        except ValueError as error:
+            return self.add_invalid(start, stop, str(error))
+        return self.add_call(start, stop, call.name, call.arguments, call.id if has_id else None)
+
+    def add_faulty(
+        self, start: int, fault: FaultyCall, stop: int | None, tags: re.Pattern[str], end: str
+    ) -> int:
+        """Record a faulty call up to `stop`; None: up to the next of `tags`, past an `end`."""
+        tag = tags.search(self.text, max(fault.at, start + 1)) if stop is None else None
+        if tag is not None:
+            stop = tag.end() if tag[0] == end else tag.start()
+        stop = len(self.text) if stop is None else stop
+        return self.add_invalid(start, stop, str(fault))
 
     def _add(self, start: int, call: ToolCall | InvalidToolCall) -> None:
         if len(self._calls) == MAX_CALLS:
