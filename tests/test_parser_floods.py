@@ -9,7 +9,7 @@ import pytest
 
 from parser_cases.floods import FRAGMENTS, floods
 from rollout.chat import get_tool_parser
-from rollout.chat.parsers.reader import MAX_VALUES
+from rollout.chat.parsers.python_calls import MAX_VALUES
 from rollout.chat.parsers.scan import MAX_CALLS
 from rollout.types import InvalidToolCall, ToolCall
 from slow_cases import slow_but
@@ -83,16 +83,16 @@ def test_parser_turn_with_too_many_calls_runs_none(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("name", "text", "shown"),
     [
-        ("pythonic", "[f(x=[{}])]"),
-        ("gemma", "<|tool_call>call:f{{x:[{}]}}<tool_call|>"),
-        ("llama3", "<|python_tag|>f.call(x=[None,{}])"),
+        ("pythonic", "[f(x=[{}])]", "'[None,"),
+        ("gemma", "<|tool_call>call:f{{x:[{}]}}<tool_call|>", "'None,"),
+        ("llama3", "<|python_tag|>f.call(x=[None,{}])", "'[None,"),
     ],
 )
-def test_parser_call_with_too_many_values_is_invalid(name: str, text: str) -> None:
+def test_parser_call_with_too_many_values_is_invalid(name: str, text: str, shown: str) -> None:
     (call,) = get_tool_parser(name).parse(text.format("None," * 9)).calls
     assert isinstance(call, ToolCall)
     (call,) = get_tool_parser(name).parse(text.format("None," * MAX_VALUES)).calls
     assert isinstance(call, InvalidToolCall)
-    assert call.reason.startswith("more than 50,000 values in a turn: 'None,")
+    assert call.reason.startswith(f"more than 50,000 values in a call: {shown}")

@@ -22,11 +22,7 @@ from rollout import AgentLoop, Outcome, Prompt, register_agent
 from rollout.agents.long_texts import LongTexts, is_long
 from rollout.chat.encoding import TextEncoder, TooManyTokens, WrittenText, get_encoder
 from rollout.chat.fast_encoding import LONG
-from rollout.chat.tokenizer_parts import (
-    COMPOSED_PER_BYTE,
-    COMPOSED_PER_CHARACTER,
-    longest_token,
-)
+from rollout.chat.tokenizer_parts import COMPOSED, longest_token
 from rollout.config import AgentConfig, LengthsConfig
 from rollout.interactions import ScriptedUser
 from rollout.testing import Scenario, encode_text, simulated_tokenizer
@@ -86,14 +82,9 @@ def test_token_bound_text_of_longest_tokens_is_encoded_where_it_just_fits(vocabu
 
 
 def test_token_bound_composition_shortens_no_more_than_assumed() -> None:
-    per_byte = per_character = 0.0
-    for code in (*range(0xD800), *range(0xE000, 0x110000)):
-        letter = chr(code)
-        if unicodedata.is_normalized("NFC", letter):
-            length = len(unicodedata.normalize("NFD", letter))
-            per_byte = max(per_byte, length / len(letter.encode()))
-            per_character = max(per_character, length)
-    assert (per_byte, per_character) == (COMPOSED_PER_BYTE, COMPOSED_PER_CHARACTER)
+    letters = map(chr, (*range(0xD800), *range(0xE000, 0x110000)))
+    composed = (each for each in letters if unicodedata.is_normalized("NFC", each))
+    assert max(len(unicodedata.normalize("NFD", each)) for each in composed) == COMPOSED
 
 
 def _bpe(**options: Any) -> Tokenizer:

@@ -75,7 +75,7 @@ CASES = [
     Case(
         "expression_as_an_argument",
         "[f(x=1 + 1)]",
-        calls=[Bad("[f(x=1 + 1)]", "expected , or ): '+ 1)]'")],
+        calls=[Bad("[f(x=1 + 1)]", "expected a literal: '1 + 1)]'")],
     ),
     Case(
         "nested_call",
@@ -95,7 +95,7 @@ CASES = [
     Case(
         "key_that_is_no_string",
         "[f(x={1: 2})]",
-        calls=[Bad("[f(x={1: 2})]", "expected a literal: '1: 2})]'")],
+        calls=[Bad("[f(x={1: 2})]", "expected keys that are strings: '{1: 2})]'")],
     ),
     Case(
         "number_out_of_bounds",
@@ -105,12 +105,12 @@ CASES = [
     Case(
         "truncated_list",
         f"[{PARIS}, now()",
-        calls=[Bad(f"[{PARIS}, now()", "expected , or ]: the text ends")],
+        calls=[Bad(f"[{PARIS}, now()", "expected a value or ]: the text ends")],
     ),
     Case(
         "truncated_string",
         "[weather(city='Par",
-        calls=[Bad("[weather(city='Par", 'expected a literal: "\'Par"')],
+        calls=[Bad("[weather(city='Par", 'expected a value or ): "\'Par"')],
     ),
     Case(
         "one_faulty_call_makes_the_list_invalid",

@@ -15,7 +15,7 @@ from sglang.srt.entrypoints.openai.protocol import Tool
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
 from rollout.chat import get_tool_parser
-from rollout.chat.parsers.text import END_TOKENS, strip_stop
+from rollout.chat.parsers.registry import END_TOKENS, strip_stop
 from rollout.types import ToolCall
 
 THEIRS = {

@@ -6,7 +6,7 @@ import base64
 from typing import TYPE_CHECKING, Any
 
 from rollout.agents.identity import RejectedPrompt
-from rollout.chat.messages import template_messages, with_arguments_as_text
+from rollout.chat.messages import as_messages, template_messages, with_arguments_as_text
 from rollout.chat.result_order import order_messages
 from rollout.errors import MediaError, TemplateError
 from rollout.media import Media
@@ -25,7 +25,7 @@ async def openai_messages(context: AgentContext) -> list[dict[str, Any]]:
     media = context.services.media
     try:
         given = await media.prepared(context.prompt.messages, is_shared=True)
-        messages = with_arguments_as_text(order_messages(template_messages(given)))
+        messages = with_arguments_as_text(template_messages(order_messages(as_messages(given))))
         return [
             {**each, "content": await media.run(_content, each["content"])}
             if isinstance(each["content"], list)

@@ -10,11 +10,11 @@ from rollout.agents.long_texts import is_long, room_beside
 from rollout.agents.media_intake import may_show
 from rollout.agents.segments import check_ids
 from rollout.chat.encoding import TooManyTokens
-from rollout.chat.messages import as_messages, has_media, media_of, template_messages
+from rollout.chat.messages import as_messages
 from rollout.chat.reasoning import opens_reasoning
 from rollout.chat.result_order import order_messages
 from rollout.errors import AgentError, LimitExceeded, MediaError, TemplateError
-from rollout.media import Media
+from rollout.media.records import find_shown
 from rollout.types import Message, Outcome
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rollout.agents.turn import TurnReader
     from rollout.chat.drift import Drift
     from rollout.chat.transcript import Transcript
-    from rollout.media import PlacedMedia
+    from rollout.media import Media, PlacedMedia
 
 #: Messages as agents give them.
 Given = Sequence[Message | Mapping[str, Any]]
@@ -184,7 +184,7 @@ class Renderer:
 
     def _take_ids(self, ids: array[int], messages: Given) -> Rendered:
         try:
-            own = as_messages(template_messages(messages)) if messages else []
+            own = as_messages(messages) if messages else []
         except (TemplateError, MediaError):
             own = []
         is_opening = opens_reasoning(self._services.template.decode(ids))
@@ -233,8 +233,7 @@ class Renderer:
         except TooManyTokens:
             pass
         else:
-            shown = [part for each in history.messages for part in each.parts]
-            media = [part for part in shown if isinstance(part, Media)]
+            media = list(find_shown(history.messages))
             placed = self._services.template.places_of(ids, media)
             transcript = history.split_again(ids, placed, self._lengths.prompt)
             room, source = self.find_room(transcript, reserved)
@@ -291,10 +290,10 @@ class Renderer:
         return rendered
 
     def _prompt(self, messages: Given, longest: int | None) -> Rendered:
-        template, plain = self._services.template, order_messages(template_messages(messages))
-        ids = template.prompt_ids(plain, self._schemas, max_tokens=longest)
-        media = template.places_of(ids, media_of(plain))
-        return Rendered(ids, as_messages(plain), template.opens_reasoning, media=media)
+        template, own = self._services.template, order_messages(as_messages(messages))
+        ids = template.prompt_ids(own, self._schemas, max_tokens=longest)
+        media = template.places_of(ids, list(find_shown(own)))
+        return Rendered(ids, own, template.opens_reasoning, media=media)
 
     def _observation(
         self,
@@ -303,15 +302,15 @@ class Renderer:
         room: Room,
         before: Sequence[Media] = (),
     ) -> Rendered:
-        template, plain = self._services.template, template_messages(messages)
+        template, own = self._services.template, as_messages(messages)
         try:
-            ids, opens = template.observe(plain, after=after, max_tokens=room[0] - 1, before=before)
+            ids, opens = template.observe(own, after=after, max_tokens=room[0] - 1, before=before)
         except TooManyTokens as error:
             raise make_room_error(room[1], f"at least {error.least}") from None
         if len(ids) >= room[0]:
             raise make_room_error(room[1], str(len(ids)))
-        media = template.places_of(ids, media_of(plain)) if has_media(plain) else ()
-        return Rendered(ids, as_messages(plain), opens, media=media)
+        media = template.places_of(ids, list(find_shown(own)))
+        return Rendered(ids, own, opens, media=media)
 
     def _reject_length(self, count: str) -> RejectedPrompt:
         """The error of a prompt of so many tokens."""

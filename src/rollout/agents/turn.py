@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from rollout.chat.parsers.text import END_TOKENS
+from rollout.chat.parsers.registry import END_TOKENS
 from rollout.errors import AgentError
 from rollout.types import InvalidToolCall, Message, ToolCall
 from rollout.utf8 import encodable

@@ -38,27 +38,27 @@ class _SpanLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     kind: SpanKind
     ids: list[int]
     text: str | None = None
-    log_probs: list[float | str] = []
+    log_probs: list[float] = []
     versions: list[tuple[int, int]] = []
     finish_reason: str | None = None
     top_ids: list[list[int]] = []
-    top_log_probs: list[list[float | str]] = []
+    top_log_probs: list[list[float]] = []
 
 
-_decode_line = msgspec.json.Decoder(TrajectoryRecord[_SpanLine, list[Message]]).decode
+# Not strict: a string such as "nan" is the float that JSON cannot write.
+_decode_sample = msgspec.json.Decoder(Sample, strict=False).decode
+_decode_line = msgspec.json.Decoder(TrajectoryRecord[_SpanLine, list[Message]], strict=False).decode
 
 
 def sample_line(sample: Sample) -> bytes:
     """One line of ``samples.jsonl``."""
     where = f"{sample.uid!r} member {sample.member}: extra"
-    numbers = _make_floats(lambda name: getattr(sample, name))
-    return _encode(msgspec.structs.replace(sample, extra=_write(sample.extra, where), **numbers))
+    return _encode(msgspec.structs.replace(sample, extra=_write(sample.extra, where)))
 
 
 def sample_from_line(line: bytes) -> Sample:
-    """The sample of one line; a `msgspec.MsgspecError` or a ValueError says what is wrong."""
-    fields = msgspec.json.decode(line, type=dict[str, Any])
-    return msgspec.convert(fields | _make_floats(fields.get), Sample)
+    """The sample of one line; a `msgspec.MsgspecError` says what is wrong."""
+    return _decode_sample(line)
 
 
 def trajectory_line(trajectory: Trajectory, decode: Decode | None) -> bytes:
@@ -71,7 +71,6 @@ def trajectory_line(trajectory: Trajectory, decode: Decode | None) -> bytes:
         return write([drop_contents(each) for each in messages], "messages")
 
     record: Any = pack_trajectory(trajectory, write, write_messages)
-    _set_floats(record)
     record.spans = [_write_span(span, decode) for span in record.spans]
     for segment in record.segments:
         if segment.spans is not None:
@@ -94,13 +93,10 @@ def trajectory_from_line(line: bytes) -> Trajectory:
         ValueError: Its spans make no transcript.
     """
     record: Any = _decode_line(line)
-    _set_floats(record)
     record.spans = _read_spans(record.spans)
     for segment in record.segments:
         if segment.spans is not None:
             segment.spans = _read_spans(segment.spans)
-        if segment.reward is not None:
-            segment.reward = float(segment.reward)
         if segment.token_rewards is not None:
             segment.token_rewards = array("f", map(float, segment.token_rewards)).tobytes()
     prompt = None if record.prompt is None else Prompt(**record.prompt)
@@ -133,31 +129,14 @@ def _read_spans(lines: Sequence[_SpanLine]) -> list[Span]:
         elif line.kind == "observation":
             transcript.append_observation(line.ids)
         else:
-            top_log_probs = [list(map(float, row)) for row in line.top_log_probs]
             transcript.append_generated(
                 line.ids,
-                list(map(float, line.log_probs)),
+                line.log_probs,
                 versions=line.versions,
                 finish_reason=line.finish_reason or "",
-                top=(line.top_ids, top_log_probs) if line.top_ids else None,
+                top=(line.top_ids, line.top_log_probs) if line.top_ids else None,
             )
     return list(transcript.spans)
-
-
-def _set_floats(record: Any) -> None:
-    for name, value in _make_floats(lambda name: getattr(record, name)).items():
-        setattr(record, name, value)
-
-
-def _make_floats(get: Callable[[str], Any]) -> dict[str, Any]:
-    """The fields that hold numbers as floats, those that JSON has as strings among them."""
-    reward = get("reward")
-    return {
-        "reward": None if reward is None else float(reward),
-        "turn_scores": list(map(float, get("turn_scores") or ())),
-        "tool_rewards": list(map(float, get("tool_rewards") or ())),
-        "metrics": {name: float(value) for name, value in (get("metrics") or {}).items()},
-    }
 
 
 def _write(value: Any, where: str) -> Any:

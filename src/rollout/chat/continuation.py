@@ -10,33 +10,32 @@ keys), on contents of our own. The messages themselves are rendered each time.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import itertools
+from contextlib import suppress
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from rollout.chat.encoding import WrittenText
-from rollout.chat.placeholder_exchange import (
-    ASSISTANT_MARKER,
-    USER_MARKER,
-    Answer,
-    after_answer,
-    conversation,
-    unusable,
-    with_contents,
-)
+from rollout.chat.encoding import TAG, WrittenText, render_escaped
+from rollout.chat.messages import template_call
 from rollout.chat.reasoning import opens_reasoning
-from rollout.chat.special_token_escaping import TAG, render_escaped
 from rollout.errors import TemplateError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from rollout.chat.encoding import TextEncoder
+    from rollout.chat.encoding import Render, TextEncoder
     from rollout.chat.messages import TemplateMessage
-    from rollout.chat.rendering import Render
 
-#: Placeholder calls whose text is remembered, by the names and ids of what they call.
-_MAX_CALLS = 256
+#: Letters only, so that templates which trim or JSON-encode contents leave them recognisable.
+USER_MARKER = "rolloutUserMarker"
+ASSISTANT_MARKER = "rolloutAnswerMarker"
+#: What the placeholder assistant says: text; text and calls, since some templates refuse results
+#: without a call; or calls alone, since some write the text after the results (Gemma 4).
+Answer = Literal["words", "words and calls", "calls"]
+#: Ends of a turn that some templates never write, or only of turns that call what they know.
+OTHER_ENDS = ("<|eom_id|>",)
 
 
 class TurnEnds(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,14 +87,16 @@ class ContinuationRenderer:
     Args:
         render: What the template makes of messages.
         encoder: Knows the special tokens.
+        source: The template.
     """
 
-    def __init__(self, render: Render, encoder: TextEncoder) -> None:
+    def __init__(self, render: Render, encoder: TextEncoder, source: str) -> None:
         self._render = render
         self._encoder = encoder
+        self._source = source
+        self._specials = frozenset(encoder.specials.values())
         self._patterns: dict[tuple[object, ...], Pattern] = {}
-        self._calls: dict[object, str] = {}
-        self._ends: TurnEnds | None = None
+        self._calls = lru_cache(maxsize=256)(self._render_calls)
 
     def render(
         self, messages: Sequence[TemplateMessage], max_tokens: int | None = None
@@ -125,16 +126,74 @@ class ContinuationRenderer:
         opens = pattern.opens_reasoning if is_usual else opens_reasoning(written.text)
         return Continuation(written=written, turn_end=turn_end, opens_reasoning=opens)
 
+    @cached_property
     def turn_ends(self) -> TurnEnds:
         """What the template puts after an assistant's turn where nothing follows.
 
         Raises:
             TemplateError: It refuses such a conversation.
         """
-        if self._ends is None:
-            said = after_answer(self._render(conversation(), False))
-            self._ends = TurnEnds(said=said, called=self._call_end(said))
-        return self._ends
+        said = after_answer(self._render(conversation(), False))
+        return TurnEnds(said=said, called=self._call_end(said))
+
+    def stop_ids(self) -> Iterable[int]:
+        """The special tokens that end a turn, in order, or else those that open the turns after."""
+        return self._end_tokens or self._next_openings()
+
+    def end_ids(self, *, is_call: bool) -> tuple[int, ...]:
+        """The one that ends a turn with calls or without; none where nothing but the next does."""
+        if not self._end_tokens:
+            return ()
+        return tuple(
+            self._find_specials(self.turn_ends.called if is_call else self.turn_ends.said)[:1]
+        )
+
+    def past(self, ids: Sequence[int], turn_end: str, after: Sequence[int]) -> int:
+        """How many of the first `ids` need not follow `after`, because they end it already.
+
+        Only a special token tells that a turn is over; text before it (a space, in some
+        templates) is then past, and what comes after it may or may not have been sampled.
+        """
+        end = self._end_ids(turn_end, ids)
+        special = 0
+        while special < len(end) and end[special] not in self._specials:
+            special += 1
+        tail = tuple(after[-len(end) :])
+        for stop in range(len(end), special, -1):
+            if tail[special - stop :] == end[special:stop]:
+                return stop
+        # The model may end a turn by another token than a template that continues (harmony).
+        return special + 1 if turn_end and int(after[-1]) in self._end_tokens else 0
+
+    @cached_property
+    def _end_tokens(self) -> dict[int, None]:
+        """Those that end a turn, in order; empty where only the next turn does."""
+        try:
+            ends = self.turn_ends
+        except TemplateError:  # a template without answers still renders prompts
+            return {}
+        texts = (ends.said, ends.called) if ends.said else ()
+        found = [self._find_specials(text)[:1] for text in texts]
+        known = self._encoder.specials
+        others = [known[name] for name in OTHER_ENDS if name in self._source and name in known]
+        return dict.fromkeys(itertools.chain(*found, others))
+
+    def _next_openings(self) -> Iterator[int]:
+        """The special tokens that open other turns, where nothing else ends the assistant's."""
+        for role in ("user", "tool"):
+            with suppress(TemplateError):
+                added = self.render([{"role": role, "content": USER_MARKER}])
+                yield from self._find_specials(added.written.text.partition(USER_MARKER)[0])[:1]
+
+    def _find_specials(self, text: str) -> list[int]:
+        return [token for token in self._encoder.encode(text) if token in self._specials]
+
+    def _end_ids(self, turn_end: str, ids: Sequence[int]) -> tuple[int, ...]:
+        """The ids of `turn_end` as far as `ids` start with them, at least one of them."""
+        end = self._encoder.encode(turn_end)
+        pairs = enumerate(zip(ids, end, strict=False))
+        length = next((at for at, (a, b) in pairs if a != b), min(len(ids), len(end)))
+        return tuple(end[:length]) or tuple(ids[:1])
 
     def _call_end(self, said: str) -> str:
         """What ends a turn that calls a tool: as a text ends, or else its last special token."""
@@ -150,30 +209,26 @@ class ContinuationRenderer:
 
     def _render_after(self, answer: Answer, messages: Sequence[TemplateMessage]) -> tuple[str, str]:
         """The text after the assistant's content, and the turn end that it starts with."""
-        ends = self.turn_ends()
+        ends = self.turn_ends
         exchange = conversation(messages, answer)
         whole = self._render(exchange, True)
         if answer == "words":
             after = after_answer(whole)
             return after, self._find_end(after, ends.said)
         if ASSISTANT_MARKER in whole:  # what stands before it may change, see `_refuse_rewriting`
-            calling, whole = self._render_calls(exchange[1]), after_answer(whole)
+            key = ((call["id"], call["function"]["name"]) for call in exchange[1]["tool_calls"])
+            calling, whole = self._calls(tuple(key)), after_answer(whole)
         else:
             calling = self._render(exchange[:2], False)
         if not (calling.endswith(ends.called) and whole.startswith(calling)):
             raise unusable("it writes a call in another way once it is answered")
         return ends.called + whole[len(calling) :], ends.called
 
-    def _render_calls(self, turn: TemplateMessage) -> str:
-        """What a placeholder turn has after its content, where nothing follows."""
-        key = tuple((call["id"], call["function"]["name"]) for call in turn["tool_calls"])
-        known = self._calls.get(key)
-        if known is None:
-            known = after_answer(self._render([*conversation()[:1], turn], False))
-            if len(self._calls) >= _MAX_CALLS:
-                self._calls.clear()
-            self._calls[key] = known
-        return known
+    def _render_calls(self, calls: tuple[tuple[str, str], ...]) -> str:
+        """What the placeholder turn has after its content, where nothing follows these calls."""
+        question, answer = conversation()
+        answer["tool_calls"] = [template_call(call_id, name, {}) for call_id, name in calls]
+        return after_answer(self._render([question, answer], False))
 
     def _find_end(self, after: str, said: str) -> str:
         """What of `after` ends the turn: some templates end it otherwise once something follows."""
@@ -215,7 +270,10 @@ class ContinuationRenderer:
     def _examine(self, messages: Sequence[TemplateMessage], answer: Answer) -> Pattern:
         """How messages like these are written, after a look at what the template does with them."""
         markers = [f"rolloutContentMarker{at}x" for at in range(len(messages))]
-        marked = with_contents(messages, markers)
+        marked = [
+            {**message, "content": marker}
+            for message, marker in zip(messages, markers, strict=True)
+        ]
         self._refuse_rewriting(conversation(marked, answer))
         text, turn_end = self._render_after(answer, marked)
         opening = _find_opening(text, markers, messages)
@@ -246,6 +304,34 @@ class ContinuationRenderer:
             raise unusable("it changes the order of messages")
         if head != self._render(conversation(), False).partition(USER_MARKER)[0]:
             raise unusable("new messages change the text before the first message")
+
+
+def conversation(
+    messages: Sequence[TemplateMessage] = (), answer: Answer = "words"
+) -> list[TemplateMessage]:
+    """The exchange, then `messages`; where the assistant calls, it calls their tools."""
+    said: TemplateMessage = {
+        "role": "assistant",
+        "content": "" if answer == "calls" else ASSISTANT_MARKER,
+    }
+    if answer != "words":
+        results = itertools.takewhile(lambda message: message["role"] == "tool", messages)
+        said["tool_calls"] = [
+            template_call(result.get("tool_call_id", f"call_{at}"), result.get("name", "tool"), {})
+            for at, result in enumerate(results)
+        ]
+    return [{"role": "user", "content": USER_MARKER}, said, *messages]
+
+
+def after_answer(text: str) -> str:
+    _, marker, after = text.partition(ASSISTANT_MARKER)
+    if not marker:
+        raise unusable("it leaves out the assistant's content")
+    return after
+
+
+def unusable(why: str) -> TemplateError:
+    return TemplateError(f"the chat template cannot be used append-only: {why}")
 
 
 def _find_opening(text: str, markers: Sequence[str], messages: Sequence[TemplateMessage]) -> str:

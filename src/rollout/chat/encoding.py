@@ -1,10 +1,10 @@
-"""Rendered text to token ids; what only looks like a special token stays text.
+"""Messages to token ids: message list → template text → pieces → ids.
 
-A tokenizer recognises its special tokens by their spelling, wherever they stand. Here a text comes
-with the places that its author and not the template wrote: nothing in them is recognised. The text
-is split at the special tokens that the template wrote; each piece between two of them is encoded as
-plain text, and remembered by its exact text: the system's message with the tools is encoded once
-for thousands of prompts, and a question once for all members of a group.
+`Renderer` has the chat template write a conversation. `render_escaped` finds in its text the places
+that its authors and not the template wrote: spellings of special tokens there stay text. A
+`TextEncoder` splits the text at the special tokens that the template wrote, encodes each piece
+between two of them as plain text, and remembers it by its exact text: the system's message with the
+tools is encoded once for thousands of prompts, and a question once for all members of a group.
 
 Where a tokenizer cannot be split so, the whole text is encoded.
 """
@@ -12,22 +12,32 @@ Where a tokenizer cannot be split so, the whole text is encoded.
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import sys
 import threading
 import weakref
 from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from rollout.chat.fast_encoding import make_encoder, make_plain_encoder
-from rollout.chat.tokenizer_parts import can_be_split, copy_tokenizer, longest_token
+from rollout.chat.messages import (
+    Dialect,
+    TemplateMessage,
+    as_parts,
+    template_call,
+    with_arguments_as_text,
+)
+from rollout.chat.tokenizer_parts import can_be_split, copy_tokenizer, longest_token, match_any
 from rollout.errors import TemplateError
+from rollout.utf8 import check_encodable
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Iterable
 
     from transformers import PreTrainedTokenizerBase
 
@@ -35,6 +45,9 @@ if TYPE_CHECKING:
 
 #: Where text must be kept from being read as special tokens: ``[start, stop)``.
 Place = tuple[int, int]
+Tools = Sequence[Mapping[str, Any]] | None
+#: `render(messages, add_generation_prompt, tools=None)`.
+Render = Callable[..., str]
 
 #: Bytes of pieces, texts and ids together, that an encoder remembers, and of one piece at most.
 _REMEMBERED, _LARGEST_PIECE = 32 << 20, 1 << 20
@@ -47,6 +60,316 @@ _MARKUP = re.compile(
     r"</?(?:a|b|i|p|s|u|h[1-6]|t[dhr]|ol|ul|li|em|br|img|sub|sup|code|strong|table|tbody|thead"
     r"|tfoot|caption|blockquote)>"
 )
+
+
+_USER: TemplateMessage = {"role": "user", "content": "q"}
+_PROBE = "rolloutStringProbe"
+
+
+class Renderer:
+    """Renders conversations by one chat template.
+
+    Args:
+        tokenizer: Runs the template and gives it its special tokens.
+        source: The template.
+        kwargs: What else the template can read, such as ``enable_thinking``.
+        reads_media: Whether the model does, so that the template may take contents as parts only.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        source: str,
+        kwargs: Mapping[str, Any],
+        *,
+        reads_media: bool = False,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self.source = source
+        self.kwargs = dict(kwargs)
+        self._reads_media = reads_media
+
+    def render(
+        self,
+        messages: Sequence[TemplateMessage],
+        add_generation_prompt: bool,
+        tools: Tools = None,
+    ) -> str:
+        """The text of a conversation; tool calls and results in the template's own dialect.
+
+        Raises:
+            TemplateError: The template refuses the messages.
+        """
+        text = self._render(self.adapted(messages), add_generation_prompt, tools)
+        check_encodable(text)
+        return text
+
+    def adapted(self, messages: Sequence[TemplateMessage]) -> Sequence[TemplateMessage]:
+        """`messages` with tool calls and results as the template wants them."""
+        if any("tool_calls" in message or message["role"] == "tool" for message in messages):
+            return self.dialect.adapt(messages)
+        return messages
+
+    @cached_property
+    def dialect(self) -> Dialect:
+        """Found by showing the template a call and its result."""
+        as_text = Dialect(arguments_as_text=self._wants_text())
+        ids = msgspec.structs.replace(as_text, nine_letter_ids=True)
+        as_user = msgspec.structs.replace(as_text, results_as_user=True)
+        for dialect in (as_text, ids, as_user):
+            if self._takes_results(dialect):
+                return dialect
+        return as_text
+
+    @cached_property
+    def _takes_parts_only(self) -> bool:
+        """Whether it leaves out a content that is a string (LLaVA): as parts it writes it."""
+        if not self._reads_media:
+            return False
+        try:
+            return _PROBE not in self._apply([{"role": "user", "content": _PROBE}], True, None)
+        except TemplateError:
+            return True
+
+    @cached_property
+    def _no_tools(self) -> list[Any] | None:
+        """What stands for no tools: some templates go through the list unasked (Hermes)."""
+        for nothing in (None, list[Any]()):
+            try:
+                self._apply([_USER], True, nothing)
+            except TemplateError:
+                continue
+            return nothing
+        return None
+
+    def _wants_text(self) -> bool:
+        call = template_call("abcdefghi", "tool", {"rolloutKey": "rolloutValue"})
+        messages = [_USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        try:
+            return str(call["function"]["arguments"]) in self._render(messages, False)
+        except TemplateError:
+            pass
+        try:
+            return '"rolloutValue"' in self._render(with_arguments_as_text(messages), False)
+        except TemplateError:
+            return False
+
+    def _takes_results(self, dialect: Dialect) -> bool:
+        call = template_call("call_0", "tool", {})
+        result = {"role": "tool", "content": "r", "name": "tool", "tool_call_id": "call_0"}
+        answers: Iterable[TemplateMessage] = (
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "assistant", "content": "a"},
+        )
+        for answer in answers:
+            try:
+                self._render(dialect.adapt([_USER, answer, result]), True)
+            except TemplateError:
+                continue
+            return True
+        return False
+
+    def _render(
+        self,
+        messages: Sequence[TemplateMessage],
+        add_generation_prompt: bool,
+        tools: Tools = None,
+    ) -> str:
+        offered = [dict(tool) for tool in tools] if tools else self._no_tools
+        if self._takes_parts_only:
+            messages = [{**each, "content": as_parts(each["content"])} for each in messages]
+        return self._apply(messages, add_generation_prompt, offered)
+
+    def _apply(
+        self,
+        messages: Sequence[TemplateMessage],
+        add_generation_prompt: bool,
+        tools: list[Any] | None,
+    ) -> str:
+        try:
+            if self._compiled is not None and _is_plain(messages) and _is_plain(tools):
+                text = self._compiled.render(
+                    messages=messages,
+                    tools=tools,
+                    documents=None,
+                    add_generation_prompt=add_generation_prompt,
+                    **self._variables,
+                )
+            else:
+                text = self._tokenizer.apply_chat_template(
+                    list(messages),
+                    tools=tools,
+                    chat_template=self.source,
+                    add_generation_prompt=add_generation_prompt,
+                    tokenize=False,
+                    **self.kwargs,
+                )
+        except Exception as error:  # a template is foreign code and raises what it likes
+            roles = ", ".join(message["role"] for message in messages)
+            raise TemplateError(f"the chat template refuses [{roles}]: {error}") from error
+        assert isinstance(text, str)
+        return text
+
+    @cached_property
+    def _compiled(self) -> Any:
+        """The template as transformers compiles it; None where the tokenizer has a way of its own.
+
+        Called directly it takes half the time of `apply_chat_template`, which first makes plain
+        values of all that it is given: ours are, as a rule.
+        """
+        from transformers import PreTrainedTokenizerBase
+        from transformers.utils import chat_template_utils
+
+        usual = PreTrainedTokenizerBase.apply_chat_template
+        is_usual = type(self._tokenizer).apply_chat_template is usual and _is_plain(self._variables)
+        compile_template = getattr(chat_template_utils, "_compile_jinja_template", None)
+        return compile_template(self.source) if is_usual and compile_template else None
+
+    @cached_property
+    def _variables(self) -> dict[str, Any]:
+        return {**self._tokenizer.special_tokens_map, **self.kwargs}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is made of what JSON has, without the keys that transformers renames."""
+    kind = type(value)
+    if kind is dict:
+        for key, each in value.items():
+            if (type(each) is not str and not _is_plain(each)) or key in _RENAMED:
+                return False
+        return True
+    return kind in _SCALARS or (kind is list and all(map(_is_plain, value)))
+
+
+#: Exact types of values that hold nothing else.
+_SCALARS = frozenset((str, int, float, bool, type(None)))
+#: Where messages keep their reasoning: transformers puts it under each of these names.
+_RENAMED = frozenset(("reasoning_content", "thinking", "reasoning"))
+
+
+#: Tags that assistants write themselves, so that the words of one in a prompt may hold them.
+TAG = re.compile(r"</?\w+>")
+
+
+def render_escaped(
+    render: Callable[[Sequence[TemplateMessage], Tools], str],
+    encoder: TextEncoder,
+    messages: Sequence[TemplateMessage],
+    tools: Tools,
+    max_tokens: int | None = None,
+) -> WrittenText:
+    """The rendered text with the places in it that must stay plain.
+
+    A template gives back text without saying which part of it came from a message. So spellings of
+    special tokens in messages and tools are replaced by words of our own, and put back in the
+    text. Of an assistant's message, tags like ``<think>`` are left to the template and the
+    tokenizer: templates look for them.
+
+    Args:
+        render: Renders messages and tools.
+        encoder: Knows what looks like a special token.
+        messages, tools: What is rendered.
+        max_tokens: Tokens that there is room for; None for any number.
+
+    Raises:
+        TemplateError: The template refuses the messages.
+        TooManyTokens: The text certainly has more than `max_tokens`.
+    """
+    text = render(messages, tools)
+    encoder.refuse_beyond(max_tokens, text)
+    if encoder.is_plain("\0".join(_list_texts([messages, tools]))):
+        return WrittenText(text)
+    word = "rolloutSpecialToken"  # letters, which templates leave as they are
+    while word in text:
+        word += "a"
+    replaced = _render_marked(render, encoder, messages, tools, word, text, is_kept=False)
+    if replaced.text == text:
+        return replaced
+    try:  # the template looks for tokens in contents: it must find them there
+        kept = _render_marked(render, encoder, messages, tools, word, text, is_kept=True)
+    except TemplateError:
+        return replaced
+    return kept if kept.text == text else replaced
+
+
+def _list_texts(value: object) -> list[str]:
+    texts: list[str] = []
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            texts.append(item)
+        elif isinstance(item, Mapping):
+            waiting += (*item, *item.values())
+        elif isinstance(item, list | tuple):
+            waiting += item
+    return texts
+
+
+def _render_marked(
+    render: Callable[[Sequence[TemplateMessage], Tools], str],
+    encoder: TextEncoder,
+    messages: Sequence[TemplateMessage],
+    tools: Tools,
+    word: str,
+    truth: str,
+    *,
+    is_kept: bool,
+) -> WrittenText:
+    """Mark special tokens spelled in strings, render, and find the marks in the text.
+
+    Args:
+        render, encoder, messages, tools: As in `render_escaped`.
+        word: What marks begin with; stands nowhere else.
+        truth: The text without marks, which says how a token was quoted.
+        is_kept: Whether the spelling stays beside its mark, for templates that look for it at
+            the start or end of a content; else the mark stands in its place.
+    """
+    tokens: dict[str, str] = {}  # by their marks
+
+    def mark_text(text: str, is_assistant: bool) -> str:
+        pieces: list[str] = []
+        at, end = 0, len(text.rstrip())
+        for start, stop in encoder.special_token_spellings(text):
+            token = text[start:stop]
+            if is_assistant and TAG.fullmatch(token):
+                continue
+            mark = f"{word}{len(tokens)}x"
+            if is_kept:
+                mark = mark + token if stop >= end else token + mark
+            tokens[mark] = token
+            pieces += (text[at:start], mark)
+            at = stop
+        return "".join((*pieces, text[at:]))
+
+    def mark_value(value: Any, is_assistant: bool = False) -> Any:
+        if isinstance(value, str):
+            return mark_text(value, is_assistant)
+        if isinstance(value, Mapping):
+            items = value.items()
+            return {mark_value(key): mark_value(item, is_assistant) for key, item in items}
+        if isinstance(value, list | tuple):
+            return [mark_value(item, is_assistant) for item in value]
+        return value
+
+    marked = [mark_value(each, each["role"] == "assistant") for each in messages]
+    text = render(marked, None if tools is None else mark_value(list(tools)))
+    if not tokens:
+        return WrittenText(text)
+    pieces: list[str] = []
+    plain: list[Place] = []
+    at = length = 0
+    for match in re.finditer("|".join(map(re.escape, tokens)), text):
+        before, token = text[at : match.start()], tokens[match[0]]
+        length += len(before)
+        quoted = json.dumps(token, ensure_ascii=False)[1:-1]  # in JSON, quotes have backslashes
+        if quoted != token and truth.startswith(quoted, length):
+            token = quoted
+        pieces += (before, token)
+        plain.append((length, length + len(token)))
+        length += len(token)
+        at = match.end()
+    return WrittenText("".join((*pieces, text[at:])), tuple(plain))
 
 
 class TooManyTokens(TemplateError):
@@ -76,8 +399,8 @@ class WrittenText(msgspec.Struct, frozen=True):
 class TextEncoder:
     """Text to ids by one tokenizer, no special token added. Get one by `get_encoder`.
 
-    Works on copies of the fast backend. A tokenizer that transformers runs in Python encodes whole
-    texts, and those with plain places piece by piece. Safe to use from several threads.
+    A tokenizer that transformers runs in Python encodes whole texts, and those with plain places
+    piece by piece. Safe to use from several threads.
 
     Attributes:
         specials: Spelling and id of each token that a template may write: those marked special,
@@ -89,7 +412,7 @@ class TextEncoder:
         tokens = tokenizer.added_tokens_decoder
         self.specials = {each.content: at for at, each in tokens.items() if _is_special(each)}
         self.added = len(tokens)
-        self._pattern = _match_any(self.specials)
+        self._pattern = match_any(self.specials)
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._encode_whole: Encode | None = None
         self._marked: _MarkedTexts | None = None
@@ -120,7 +443,7 @@ class TextEncoder:
         self.refuse_beyond(max_tokens, written.text)
         if self._encode_whole is not None and not written.plain:
             return array("i", self._encode_whole(written.text))
-        pieces, tokens = self._split(written)
+        pieces, tokens = self.split(written)
         if self._marked is not None and _BOUNDARY not in written.text:
             return array("i", self._marked.encode(pieces, tokens))
         ids: array[int] = array("i")
@@ -159,7 +482,7 @@ class TextEncoder:
         found = self._pattern.finditer(text) if self._pattern is not None else ()
         return [match.span() for match in found]
 
-    def _split(self, written: WrittenText) -> tuple[list[str], list[str]]:
+    def split(self, written: WrittenText) -> tuple[list[str], list[str]]:
         """The text around the special tokens that the template wrote, and those tokens."""
         text, pieces, tokens, at, start = written.text, [], [], 0, 0
         for plain_start, plain_stop in (*written.plain, (len(written.text),) * 2):
@@ -266,28 +589,3 @@ def _encode_in_python(tokenizer: Any, text: str, **options: bool) -> bytes:
 def _is_special(token: Any) -> bool:
     is_text = not token.content.strip() or _MARKUP.fullmatch(token.content)
     return bool(token.special or not is_text)
-
-
-def _match_any(words: Collection[str]) -> re.Pattern[str] | None:
-    """Matches the longest of `words`; as a tree, so that 1,000 words cost little more than one."""
-    if not words:
-        return None
-    tree: dict[str, Any] = {}
-    for word in words:
-        node = tree
-        for letter in word:
-            node = node.setdefault(letter, {})
-        node[""] = {}
-    return re.compile(_write_pattern(tree))
-
-
-def _write_pattern(tree: dict[str, Any]) -> str:
-    """A regular expression of the words in `tree`; the end of a word is the key ''."""
-    head = ""
-    while len(tree) == 1 and "" not in tree:
-        letter, tree = next(iter(tree.items()))
-        head += re.escape(letter)
-    branches = [re.escape(letter) + _write_pattern(rest) for letter, rest in tree.items() if letter]
-    if not branches:
-        return head
-    return f"{head}(?:{'|'.join(branches)}){'?' if '' in tree else ''}"

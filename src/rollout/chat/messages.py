@@ -1,4 +1,4 @@
-"""Messages as chat templates read them, checked before a template sees them."""
+"""Messages checked once, as records, and as chat templates read them."""
 
 from __future__ import annotations
 
@@ -8,91 +8,104 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import Any, TypeGuard
 
+import msgspec
+
 from rollout.errors import MediaError, TemplateError
 from rollout.media import Media
 from rollout.media import parts as media
 from rollout.types import Message, ToolCall
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-
-#: What messages have as a rule; other keys travel along.
-_KNOWN_IN_ORDER = ("role", "content", "tool_calls", "tool_call_id", "name")
-_KNOWN = frozenset(_KNOWN_IN_ORDER)
-#: More messages may be work for a thread, however short they are.
-_FEW = 64
+_KNOWN = ("role", "content", "tool_calls", "tool_call_id", "name", "extra")
 
 #: A message in the form that chat templates read; `content` is a string, or, of a message with
 #: media, a list of parts: ``{"type": "text", "text": …}``, ``{"type": "image", "image": Media}``.
 TemplateMessage = dict[str, Any]
 
 
-class TemplateMessages(list[TemplateMessage]):
-    """Messages as `template_messages` makes them, so that they are checked and converted once.
+def as_messages(messages: Iterable[Message | Mapping[str, Any]]) -> list[Message]:
+    """The messages as records, each with a known role and a string as content.
 
-    Attributes:
-        extras: What each carries for others than the template.
-        records: Those of them that were given as records of mere words; None in place of others.
-    """
-
-    __slots__ = ("extras", "records")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.extras: list[Mapping[str, Any]] = []
-        self.records: list[Message | None] = []
-
-    def add(
-        self, message: TemplateMessage, extra: Mapping[str, Any], record: Message | None = None
-    ) -> None:
-        """One more."""
-        self.append(message)
-        self.extras.append(extra)
-        self.records.append(record)
-
-
-def template_messages(messages: Iterable[Message | Mapping[str, Any]]) -> TemplateMessages:
-    """The messages as dicts of plain values, each with a known role and a string as content.
-
-    Keys of a mapping that are not ours travel along; keys whose value is None are dropped. A
+    Keys of a mapping that are not ours become `fields`; keys whose value is None are dropped. A
     content that is a list of text parts becomes the joined text, that of an assistant message that
     only calls tools becomes "". Arguments of tool calls that are JSON text are parsed, so that a
-    template does not encode them a second time. ``extra`` is not for templates and is kept apart.
+    template does not encode them a second time.
 
     Raises:
         TemplateError: No messages, or one of them is malformed; says which and why.
     """
-    if isinstance(messages, TemplateMessages):
-        return messages
     if not _is_sequence(messages):
         raise TemplateError(f"messages must be a sequence of messages, not {_kind(messages)}")
-    converted = TemplateMessages()
-    for index, message in enumerate(messages):
-        if is_mere_words(message):
-            converted.add(_words(message), message.extra, message)
-        else:
-            converted.add(*_template_message(f"messages[{index}]", message))
-    if not converted:
+    records = [_read_message(f"messages[{at}]", message) for at, message in enumerate(messages)]
+    if not records:
         raise TemplateError("messages is empty; expected at least one message")
-    return converted
+    return records
 
 
-def words_of(messages: object) -> TemplateMessages | None:
-    """As `template_messages` of a few messages of mere words in a list; None of anything else."""
-    if type(messages) is not list or len(messages) > _FEW:
-        return None
-    converted = TemplateMessages()
-    for message in messages:
-        if not is_mere_words(message):
-            return None
-        converted.add(_words(message), message.extra, message)
-    return converted or None
+def template_messages(messages: Iterable[Message | Mapping[str, Any]]) -> list[TemplateMessage]:
+    """The same as dicts of plain values; ``extra`` is not for templates.
+
+    Raises:
+        TemplateError: As `as_messages`.
+    """
+    return [_write_message(message) for message in as_messages(messages)]
 
 
-def is_mere_words(message: object) -> TypeGuard[Message]:
+def _write_message(message: Message) -> TemplateMessage:
+    content: str | list[dict[str, Any]] = message.content or ""
+    if message.parts:
+        content = [
+            {"type": "text", "text": part}
+            if isinstance(part, str)
+            else {"type": part.kind, part.kind: part}
+            for part in message.parts
+        ]
+    written = {"role": message.role, "content": content}
+    if message.tool_calls:
+        written["tool_calls"] = [
+            template_call(call.id, call.name, dict(call.arguments)) for call in message.tool_calls
+        ]
+    if message.tool_call_id is not None:
+        written["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        written["name"] = message.name
+    return written | message.fields if message.fields else written
+
+
+def _read_message(where: str, message: object) -> Message:
+    if type(message) is Message and _is_read(message):
+        return message
+    fields = _fields(where, message)
+    extra = fields.get("extra", {})
+    if not isinstance(extra, Mapping):
+        raise TemplateError(f"{where}: extra must be a mapping, not {_kind(extra)}")
+    role = fields.get("role")
+    if role is None:
+        raise TemplateError(f"{where} has no role; expected one of {', '.join(ROLES)}")
+    if not isinstance(role, str) or role not in ROLES:
+        raise TemplateError(f"{where}: unknown role {role!r}; expected one of {', '.join(ROLES)}")
+    others = {name: value for name, value in fields.items() if name not in _KNOWN}
+    for name, value in others.items():
+        _refuse_media(f"{where}.{name}", value, is_media=name in media.FIELDS)
+    calls = _read_calls(where, fields.get("tool_calls", ()))
+    content = fields.get("content", "" if calls else None)
+    parts = _read_parts(f"{where} ({role})", content)
+    return Message(
+        role=role,
+        content="".join(part for part in parts if isinstance(part, str)),
+        tool_calls=calls,
+        tool_call_id=fields.get("tool_call_id"),
+        name=fields.get("name"),
+        extra=extra,
+        fields=others,
+        parts=parts if any(isinstance(part, Media) for part in parts) else (),
+    )
+
+
+def _is_read(message: Message) -> bool:
     """Whether it is a record of a text and nothing else, as those of users and tools mostly are."""
     return (
-        type(message) is Message
-        and type(message.content) is str
+        type(message.content) is str
         and message.role in ROLES
         and type(message.extra) is dict
         and type(message.tool_calls) is tuple
@@ -101,51 +114,31 @@ def is_mere_words(message: object) -> TypeGuard[Message]:
     )
 
 
-def _words(message: Message) -> TemplateMessage:
-    fields = {"role": message.role, "content": message.content}
-    if message.tool_call_id is not None:
-        fields["tool_call_id"] = message.tool_call_id
-    if message.name is not None:
-        fields["name"] = message.name
-    return fields
+def _fields(where: str, message: object) -> dict[str, Any]:
+    if isinstance(message, Message):
+        own = {name: value for name in _KNOWN if (value := getattr(message, name)) is not None}
+        if message.parts:
+            own["content"] = message.parts
+        return own | {str(name): value for name, value in message.fields.items()}
+    if isinstance(message, Mapping):
+        return {str(name): value for name, value in message.items() if value is not None}
+    raise TemplateError(f"{where} must be a Message or a mapping, not {_kind(message)}")
 
 
-def _template_message(where: str, message: object) -> tuple[TemplateMessage, Mapping[str, Any]]:
-    """One message, and what it carries for others."""
-    fields = _fields(where, message)
-    extra = _extra(where, fields.pop("extra", {}))
-    role = fields.get("role")
-    if role is None:
-        raise TemplateError(f"{where} has no role; expected one of {', '.join(ROLES)}")
-    if not isinstance(role, str) or role not in ROLES:
-        raise TemplateError(f"{where}: unknown role {role!r}; expected one of {', '.join(ROLES)}")
-    for name in fields.keys() - _KNOWN:
-        _refuse_media(f"{where}.{name}", fields[name], is_media=name in media.FIELDS)
-    if calls := _template_calls(where, fields.pop("tool_calls", ())):
-        fields["tool_calls"] = calls
-        fields.setdefault("content", "")
-    fields["content"] = _content(f"{where} ({role})", fields.get("content"))
-    return fields, extra
+def _read_parts(where: str, content: object) -> tuple[str | Media, ...]:
+    """The texts and media of a content, in order; of a string, itself."""
+    if isinstance(content, str):
+        return (content,)
+    if getattr(getattr(content, "dtype", None), "kind", "O") != "O":  # arrays of objects hold parts
+        _refuse_media(f"{where}: content", content)
+    if not _is_sequence(content):
+        _refuse_media(f"{where}: content", content)
+        raise TemplateError(f"{where}: content must be a string, not {_kind(content)}")
+    named = ((f"{where}: content[{at}]", part) for at, part in enumerate(content))
+    return tuple(_find_medium(part) or _part(name, part) for name, part in named)
 
 
-def _content(where: str, content: object) -> str | list[dict[str, Any]]:
-    """A content as a template takes it: one string, or parts where there are media."""
-    is_list = not isinstance(content, str) and _is_sequence(content)
-    if not is_list or getattr(getattr(content, "dtype", None), "kind", "O") != "O":
-        return text_of_content(where, content)
-    parts: list[Any] = list(content)  # type: ignore[call-overload]
-    found = [_medium_of(part) for part in parts]
-    if not any(found):
-        return text_of_content(where, parts)
-    return [
-        {"type": "text", "text": _part(f"{where}: content[{at}]", part)}
-        if medium is None
-        else {"type": medium.kind, medium.kind: medium}
-        for at, (part, medium) in enumerate(zip(parts, found, strict=True))
-    ]
-
-
-def _medium_of(part: object) -> Media | None:
+def _find_medium(part: object) -> Media | None:
     held = part
     if isinstance(part, Mapping):
         kind = part.get("type")
@@ -153,18 +146,10 @@ def _medium_of(part: object) -> Media | None:
     return held if isinstance(held, Media) else None
 
 
-def media_of(messages: Iterable[TemplateMessage]) -> list[Media]:
+def list_media(messages: Iterable[TemplateMessage]) -> list[Media]:
     """The images and videos of messages, in order."""
     lists = (each["content"] for each in messages if isinstance(each["content"], list))
-    return [held for parts in lists for part in parts if (held := _medium_of(part)) is not None]
-
-
-def has_media(messages: Iterable[TemplateMessage]) -> bool:
-    """Whether one of them holds an image or a video."""
-    for message in messages:  # noqa: SIM110  (twice a turn; a generator takes four times as long)
-        if isinstance(message["content"], list):
-            return True
-    return False
+    return [held for parts in lists for part in parts if (held := _find_medium(part)) is not None]
 
 
 def text_in(content: str | list[dict[str, Any]]) -> str:
@@ -180,12 +165,11 @@ def text_of_content(where: str, content: object) -> str:
     Raises:
         TemplateError: It is neither text nor parts of text; a `MediaError` where it holds media.
     """
-    if isinstance(content, str):
-        return content
-    _refuse_media(f"{where}: content", content)
-    if not _is_sequence(content):
-        raise TemplateError(f"{where}: content must be a string, not {_kind(content)}")
-    return "".join(_part(f"{where}: content[{at}]", part) for at, part in enumerate(content))
+    parts = _read_parts(where, content)
+    for at, part in enumerate(parts):
+        if isinstance(part, Media):
+            raise MediaError(f"{where}: content[{at}] is a {part.kind}: {media.TEXT_ONLY}")
+    return "".join(map(str, parts))
 
 
 def _part(where: str, part: object) -> str:
@@ -203,17 +187,11 @@ def _part(where: str, part: object) -> str:
     raise TemplateError(problem)
 
 
-def _extra(where: str, extra: object) -> Mapping[str, Any]:
-    if not isinstance(extra, Mapping):
-        raise TemplateError(f"{where}: extra must be a mapping, not {_kind(extra)}")
-    return extra
-
-
 def _refuse_media(where: str, value: object, *, is_media: bool = False) -> None:
     """Raise a `MediaError` where `value` is media, or has them by its name and is not empty."""
     kind = media.kind_of_media(value)
     dtype = getattr(value, "dtype", None)
-    if dtype is not None and getattr(dtype, "kind", "") != "O":  # arrays of objects hold parts
+    if dtype is not None and getattr(dtype, "kind", "") != "O":
         kind = f"an array of {dtype}"
     if kind is None and is_media and not (isinstance(value, Sized) and not len(value)):
         kind = _kind(value)
@@ -221,41 +199,62 @@ def _refuse_media(where: str, value: object, *, is_media: bool = False) -> None:
         raise MediaError(f"{where} is {kind}; expected text: {media.TEXT_ONLY}")
 
 
-def _fields(where: str, message: object) -> TemplateMessage:
-    if isinstance(message, Message):
-        names = (*_KNOWN_IN_ORDER, "extra")
-        own = {name: value for name in names if (value := getattr(message, name)) is not None}
-        if message.parts:
-            own["content"] = message.parts
-        return own | {str(name): value for name, value in message.fields.items()}
-    if isinstance(message, Mapping):
-        return {str(name): value for name, value in message.items() if value is not None}
-    raise TemplateError(f"{where} must be a Message or a mapping, not {_kind(message)}")
-
-
-def _template_calls(where: str, calls: object) -> list[dict[str, Any]]:
+def _read_calls(where: str, calls: object) -> tuple[ToolCall, ...]:
     if not _is_sequence(calls):
         raise TemplateError(f"{where}: tool_calls must be a sequence, not {_kind(calls)}")
-    return [_template_call(where, at, call) for at, call in enumerate(calls)]
+    return tuple(_read_call(f"{where}.tool_calls[{at}]", call) for at, call in enumerate(calls))
 
 
-def _template_call(where: str, at: int, call: object) -> dict[str, Any]:
-    where = f"{where}.tool_calls[{at}]"
+def _read_call(where: str, call: object) -> ToolCall:
     if isinstance(call, ToolCall):
-        return template_call(call.id, call.name, dict(call.arguments))
+        return ToolCall(name=call.name, arguments=dict(call.arguments), id=call.id)
     if not isinstance(call, Mapping):
         raise TemplateError(f"{where} must be a ToolCall or a mapping, not {_kind(call)}")
     function = call.get("function") or call
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise TemplateError(f"{where} names no function")
     arguments = _arguments(where, function.get("arguments"))
-    return template_call(str(call.get("id") or ""), function["name"], arguments)
+    return ToolCall(name=function["name"], arguments=arguments, id=str(call.get("id") or ""))
 
 
 def template_call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """A tool call in the form that chat templates read."""
     function = {"name": name, "arguments": arguments}
     return {"id": call_id, "type": "function", "function": function}
+
+
+class Dialect(msgspec.Struct, frozen=True, kw_only=True):
+    """How a template wants tool calls and their results.
+
+    Attributes:
+        arguments_as_text: Arguments as a string of JSON, which it writes down as it is (DeepSeek);
+            others want a mapping.
+        nine_letter_ids: It refuses ids of calls that are not nine letters or digits (Mistral).
+        results_as_user: It knows no tool results (Gemma 2 and 3): a user says them.
+    """
+
+    arguments_as_text: bool = False
+    nine_letter_ids: bool = False
+    results_as_user: bool = False
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is changed, in words."""
+        known = (
+            (self.arguments_as_text, "arguments as text"),
+            (self.nine_letter_ids, "ids of nine letters"),
+            (self.results_as_user, "results as words of the user"),
+        )
+        return tuple(note for is_so, note in known if is_so)
+
+    def adapt(self, messages: Iterable[TemplateMessage]) -> list[TemplateMessage]:
+        """`messages` as the template wants them."""
+        adapted = list(messages)
+        if self.arguments_as_text:
+            adapted = with_arguments_as_text(adapted)
+        if self.nine_letter_ids:
+            adapted = with_nine_letter_ids(adapted)
+        return with_results_as_user(adapted) if self.results_as_user else adapted
 
 
 def with_arguments_as_text(messages: Iterable[TemplateMessage]) -> list[TemplateMessage]:
@@ -356,38 +355,3 @@ def _is_sequence(value: object) -> TypeGuard[Iterable[Any]]:
 
 def _kind(value: object) -> str:
     return "None" if value is None else type(value).__name__
-
-
-def as_messages(messages: Iterable[Message | Mapping[str, Any]]) -> list[Message]:
-    """The messages as records, e.g. for a trajectory's conversation.
-
-    Raises:
-        TemplateError: As `template_messages`.
-    """
-    plain = template_messages(messages)
-    records = [record for record in plain.records if record is not None]
-    if len(records) == len(plain):
-        return records
-    return [
-        _record(fields, extra) if record is None else record
-        for fields, extra, record in zip(plain, plain.extras, plain.records, strict=True)
-    ]
-
-
-def _record(fields: TemplateMessage, extra: Mapping[str, Any]) -> Message:
-    calls = [(call["function"], call["id"]) for call in fields.get("tool_calls", ())]
-    content = fields["content"]
-    parts = content if isinstance(content, list) else []
-    return Message(
-        role=fields["role"],
-        content=text_in(content),
-        tool_calls=tuple(
-            ToolCall(name=function["name"], arguments=function["arguments"], id=call_id)
-            for function, call_id in calls
-        ),
-        tool_call_id=fields.get("tool_call_id"),
-        name=fields.get("name"),
-        extra=extra,
-        fields={name: value for name, value in fields.items() if name not in _KNOWN},
-        parts=tuple(_medium_of(part) or part["text"] for part in parts),
-    )

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rollout.chat.messages import TemplateMessages
 from rollout.errors import TemplateError
 from rollout.types import Message, ToolCall
 
@@ -83,19 +82,14 @@ def _call_id(call: object) -> str:
     return str(call.get("id") or "") if isinstance(call, Mapping) else ""
 
 
-def order_messages(messages: TemplateMessages) -> TemplateMessages:
+def order_messages(messages: list[Message]) -> list[Message]:
     """The messages of a whole conversation, each turn's results in the order of its calls.
 
     Raises:
         TemplateError: As `result_order`.
     """
     order = result_order([message_ids(message) for message in messages])
-    if order is None:
-        return messages
-    ordered = TemplateMessages()
-    for at in order:
-        ordered.add(messages[at], messages.extras[at], messages.records[at])
-    return ordered
+    return messages if order is None else [messages[at] for at in order]
 
 
 def result_order(

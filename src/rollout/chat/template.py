@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollout.chat.continuation import ContinuationRenderer
-from rollout.chat.drift import DRIFT_KINDS, Drift, compare
-from rollout.chat.encoding import WrittenText, get_encoder
-from rollout.chat.end_tokens import EndTokens
-from rollout.chat.full_rendering import FullRenderer, FullRendering
-from rollout.chat.messages import TemplateMessage, has_media, media_of, template_messages
-from rollout.chat.placeholder_exchange import USER_MARKER
+from rollout.chat.continuation import USER_MARKER, ContinuationRenderer
+from rollout.chat.drift import DRIFT_KINDS, Drift, FullRenderer, FullRendering, compare
+from rollout.chat.encoding import Renderer, WrittenText, get_encoder, render_escaped
+from rollout.chat.messages import TemplateMessage, list_media, template_messages
 from rollout.chat.reasoning import opens_reasoning
-from rollout.chat.rendering import Renderer, around, own_template
-from rollout.chat.special_token_escaping import render_escaped
-from rollout.chat.token_text import spell_token, token_text
+from rollout.chat.tokenizer_parts import read_parts, spell_token
 from rollout.errors import MediaError, TemplateError
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from transformers import PreTrainedTokenizerBase
 
@@ -70,17 +66,14 @@ class ChatTemplate:
     ) -> None:
         self.tokenizer = tokenizer
         self.processor = processor
-        source = chat_template if chat_template is not None else own_template(tokenizer)
+        source = chat_template if chat_template is not None else _own_template(tokenizer)
         self.source = source
         self._renderer = Renderer(
             tokenizer, source, chat_template_kwargs or {}, reads_media=processor is not None
         )
         self.encoder = get_encoder(tokenizer)
-        self._continuations = ContinuationRenderer(self._renderer.render, self.encoder)
-        self._ends = EndTokens(self._continuations, self.encoder, source)
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._backend = backend
-        self._token_text = None if backend is None else token_text(backend)
+        self._continuations = ContinuationRenderer(self._renderer.render, self.encoder, source)
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)  # None of a Python one
 
     def prompt_ids(
         self,
@@ -142,7 +135,7 @@ class ChatTemplate:
         max_tokens: int | None,
     ) -> WrittenText:
         """A text with all the placeholders of the media in messages; as it is where are none."""
-        media = media_of(messages)
+        media = list_media(messages)
         if not media:
             return written
         if self.processor is None:
@@ -198,7 +191,7 @@ class ChatTemplate:
             max_tokens += len(added.turn_end.encode())  # which may have been sampled
         ids = self.encoder.encode(written, max_tokens)
         if after is not None and len(after):
-            ids = ids[self._ends.past(ids, added.turn_end, after) :]
+            ids = ids[self._continuations.past(ids, added.turn_end, after) :]
         return ids, added.opens_reasoning
 
     def opens_reasoning_after(self, messages: Iterable[Message | Mapping[str, Any]]) -> bool:
@@ -228,8 +221,8 @@ class ChatTemplate:
         Raises:
             TemplateError: The template refuses the conversation.
         """
-        ends = self._continuations.turn_ends()
-        names = [self.decode([token]) for token in self._ends.all()]
+        ends = self._continuations.turn_ends
+        names = [self.decode([token]) for token in self._continuations.stop_ids()]
         renderer = FullRenderer(self._renderer.render, self.encoder, ends, names)
         given, text = template_messages(messages), self.decode(transcript.ids())
         drifts: list[Drift] = []
@@ -247,8 +240,6 @@ class ChatTemplate:
 
     def _shown(self, full: FullRendering, messages: Sequence[TemplateMessage]) -> FullRendering:
         """A full rendering with all placeholders of its media."""
-        if not has_media(messages):
-            return full
         expanded = self._expand_media(WrittenText(full.text), messages, (), None)
         return msgspec.structs.replace(full, text=expanded.text)
 
@@ -265,19 +256,24 @@ class ChatTemplate:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, special tokens included."""
-        if self._token_text is not None:
-            return self._token_text(ids)
+        numbers = list(map(int, ids))
+        if self._backend is not None:
+            return str(self._backend.decode(numbers, skip_special_tokens=False))
         text = self.tokenizer.decode(
-            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            numbers, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         assert isinstance(text, str)
         return text
 
     def spell_token(self, token_id: int) -> bytes:
         """The bytes that one token adds to a text: they may be a part of a character."""
-        if self._token_text is not None:
-            return self._token_text.spelling(token_id)
-        return spell_token(self._backend, self.decode, token_id)
+        if self._backend is None:
+            return self.decode([token_id]).encode(errors="replace")
+        return spell_token(self._backend, token_id, is_byte_level=self._is_byte_level)
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        return [part["type"] for part in read_parts(self._backend.decoder)] == ["ByteLevel"]
 
     @property
     def eos_token_id(self) -> int | None:
@@ -295,11 +291,11 @@ class ChatTemplate:
         """Ids that end a turn: the tokenizer's end token and the template's own."""
         end = self.eos_token_id
         own = () if end is None else (end,)
-        return tuple(dict.fromkeys((*own, *self._ends.all())))
+        return tuple(dict.fromkeys((*own, *self._continuations.stop_ids())))
 
     def end_ids(self, *, is_call: bool = False) -> tuple[int, ...]:
         """The token with which a model ends a turn itself; none where nothing but the next does."""
-        return self._ends.of_turn(is_call=is_call)
+        return self._continuations.end_ids(is_call=is_call)
 
     def text_ids(self, text: str) -> list[int]:
         """The ids of a text, special tokens in it recognised."""
@@ -329,9 +325,9 @@ class ChatTemplate:
         """
         text = self._renderer.render([{"role": "user", "content": USER_MARKER}], True)
         head = text.partition(USER_MARKER)[0]
-        places = self.encoder.special_token_spellings(head)
-        words = sum(len(piece.split()) for piece in around(head, places))
-        return head if words > 1 + len(places) // 2 else ""
+        pieces = self.encoder.split(WrittenText(head))[0]
+        words = sum(len(piece.split()) for piece in pieces)
+        return head if words > 1 + (len(pieces) - 1) // 2 else ""
 
     @property
     def dialect_notes(self) -> tuple[str, ...]:
@@ -351,3 +347,24 @@ class ChatTemplate:
 
 def _single_id(token_id: Any) -> int | None:
     return token_id if isinstance(token_id, int) else None
+
+
+def _own_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The tokenizer's own template.
+
+    Raises:
+        TemplateError: It has none, or several.
+    """
+    own = tokenizer.chat_template
+    if isinstance(own, Mapping):
+        if len(own) == 1:
+            return str(next(iter(own.values())))
+        raise TemplateError(
+            f"the tokenizer has several chat templates ({', '.join(own)}); "
+            "put the one to use into a file and name it in model.chat_template"
+        )
+    if not own:
+        raise TemplateError(
+            "the tokenizer has no chat template; name a Jinja file in model.chat_template"
+        )
+    return str(own)

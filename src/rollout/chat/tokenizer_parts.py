@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
 #: Bytes that byte-level vocabularies write as themselves; the others, in their order, are written
 #: as U+0100 and up.
@@ -16,12 +17,14 @@ _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = itertools.count(0x100)
 #: The letter that stands for each byte in byte-level vocabularies (GPT-2's).
 BYTE_LETTERS = tuple(chr(byte if byte in _PRINTABLE else next(_OTHERS)) for byte in range(256))
+_BYTES = {letter: byte for byte, letter in enumerate(BYTE_LETTERS)}
+#: How tokenizers that spell what they do not know byte by byte name these tokens.
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 #: In UTF-8 the bytes of ASCII, and the first and the other bytes of characters beyond it.
 _ASCII, _LEADING, _CONTINUING = range(0x80), range(0xC2, 0xF5), range(0x80, 0xC0)
-#: Characters that canonical composition (NFC) makes one of, at most: for each byte of what it
-#: makes, and for each character.
-COMPOSED_PER_BYTE, COMPOSED_PER_CHARACTER = 1.5, 4
+#: Characters that canonical composition (NFC) makes one of, at most.
+COMPOSED = 4
 #: Normalizers that make no text shorter.
 _LENGTHENING = ("ByteLevel", "Lowercase", "NFD", "NFKD", "Prepend", "Strip")
 #: All that Python takes for white space, which is more than tokenizers do.
@@ -42,6 +45,26 @@ def _flatten(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     names = ("normalizers", "pretokenizers", "decoders")
     inner = next((state[name] for name in names if name in state), ())
     return [part for nested in inner for part in _flatten(nested)]
+
+
+def spell_token(backend: Any, token_id: int, *, is_byte_level: bool) -> bytes:
+    """The bytes that one token adds to a text, which may be a part of a character.
+
+    Args:
+        backend: A `tokenizers.Tokenizer`.
+        token_id: Of the token; one that no token has adds nothing.
+        is_byte_level: Whether the letters of its tokens stand for bytes.
+    """
+    name: str = backend.id_to_token(token_id) or ""
+    if is_byte_level:
+        try:
+            return bytes([_BYTES[letter] for letter in name])
+        except KeyError:  # an added token, which is written as it is
+            return name.encode()
+    if _BYTE_TOKEN.fullmatch(name):
+        return bytes.fromhex(name[3:5])
+    text: str = backend.decode([token_id], skip_special_tokens=False)
+    return text.encode(errors="replace")
 
 
 def copy_tokenizer(backend: Any) -> Any:
@@ -105,8 +128,7 @@ def longest_token(backend: Any) -> tuple[int, str] | None:
     strips |= any(part["type"] == "Strip" for part in normalizer)
     is_byte_level = any(part["type"] == "ByteLevel" for part in (*normalizer, *divider))
     dropped = _find_dropped(backend.model, vocabulary, is_byte_level=is_byte_level)
-    composed = COMPOSED_PER_BYTE if is_byte_level and not dropped else COMPOSED_PER_CHARACTER
-    shrinking = [_find_shrinking(part, composed) for part in normalizer]
+    shrinking = [_find_shrinking(part) for part in normalizer]
     if not divides or dropped is None or 0 in shrinking:
         return None
     if strips:
@@ -114,12 +136,12 @@ def longest_token(backend: Any) -> tuple[int, str] | None:
     return math.ceil(max(map(len, vocabulary)) * math.prod(shrinking)), dropped
 
 
-def _find_shrinking(part: Mapping[str, Any], composed: float) -> float:
+def _find_shrinking(part: Mapping[str, Any]) -> float:
     """Characters that this normalizer makes one of, at most; 0 where there is no bound."""
     if part["type"] == "Replace" and "String" in part["pattern"] and part["content"]:
         return max(1.0, len(part["pattern"]["String"]) / len(part["content"]))
     if part["type"] in ("NFC", "NFKC"):
-        return composed
+        return COMPOSED
     return 1 if part["type"] in _LENGTHENING else 0
 
 
@@ -139,3 +161,28 @@ def _find_dropped(model: Any, vocabulary: Mapping[str, int], *, is_byte_level: b
     if not (known.issuperset(_LEADING) or known.issuperset(_CONTINUING)):
         return None  # a vocabulary may lack bytes that its makers never saw
     return "".join(chr(byte) for byte in _ASCII if byte not in known)
+
+
+def match_any(words: Collection[str]) -> re.Pattern[str] | None:
+    """Matches the longest of `words`; as a tree, so that 1,000 words cost little more than one."""
+    if not words:
+        return None
+    tree: dict[str, Any] = {}
+    for word in words:
+        node = tree
+        for letter in word:
+            node = node.setdefault(letter, {})
+        node[""] = {}
+    return re.compile(_write_pattern(tree))
+
+
+def _write_pattern(tree: dict[str, Any]) -> str:
+    """A regular expression of the words in `tree`; the end of a word is the key ''."""
+    head = ""
+    while len(tree) == 1 and "" not in tree:
+        letter, tree = next(iter(tree.items()))
+        head += re.escape(letter)
+    branches = [re.escape(letter) + _write_pattern(rest) for letter, rest in tree.items() if letter]
+    if not branches:
+        return head
+    return f"{head}(?:{'|'.join(branches)}){'?' if '' in tree else ''}"

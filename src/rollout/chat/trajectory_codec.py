@@ -45,7 +45,7 @@ class SegmentRecord(msgspec.Struct, Generic[S, M], kw_only=True, omit_defaults=T
     purpose: str
     parent: Parent | None = None
     trainable: bool | None = None
-    reward: Any = None
+    reward: float | None = None
     token_rewards: Any = None
     session_id: str = ""
     seeds: list[int] = []
@@ -70,10 +70,10 @@ class TrajectoryRecord(msgspec.Struct, Generic[S, M], kw_only=True):
     reason: str
     limit_source: str | None
     trainable: bool
-    reward: Any
-    turn_scores: list[Any]
-    tool_rewards: list[Any]
-    metrics: dict[str, Any]
+    reward: float | None
+    turn_scores: list[float]
+    tool_rewards: list[float]
+    metrics: dict[str, float]
     extra: dict[Any, Any]
     cause: Cause | None
     prompt: dict[str, Any] | None = None
@@ -170,9 +170,7 @@ def unpack_trajectory(
             token_rewards=None if each.token_rewards is None else array("f", each.token_rewards),
             session_id=each.session_id,
             seeds=each.seeds,
-            messages=(
-                conversation if each.messages is None else unpack_messages(each.messages)
-            ),
+            messages=(conversation if each.messages is None else unpack_messages(each.messages)),
         )
         for each, transcript in zip(record.segments, transcripts, strict=True)
     ]

@@ -13,10 +13,10 @@ from rollout.chat.parsers.registry import (
     ToolParser,
     get_tool_parser,
     register_tool_parser,
+    stop_token_ids,
     tool_parser_names,
 )
 from rollout.chat.parsers.section_formats import DeepSeekV3Parser, KimiK2Parser, MiniMaxM2Parser
-from rollout.chat.parsers.stops import stop_token_ids
 
 __all__ = [
     "DeepSeekV3Parser",

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
 
-from rollout.chat.parsers.json_calls import finite, whole_value
-from rollout.chat.parsers.literals import literal
-
-if TYPE_CHECKING:
-    from rollout.chat.parsers.reader import ReadingBudget
+from rollout.chat.parsers.json_calls import finite
+from rollout.chat.parsers.python_calls import read_literal
 
 _ORDER = ("null", "boolean", "integer", "number", "object", "array")
 _ALL = frozenset((*_ORDER, "string"))
@@ -49,7 +47,6 @@ class ArgumentTypes:
     Args:
         tools: OpenAI-style function dicts; malformed ones declare nothing.
         function: Its name.
-        budget: How much of literals may be read.
         untyped_as_json: What a parameter without a declared type is: whatever JSON other than a
             string the text writes, or always the text.
     """
@@ -58,11 +55,9 @@ class ArgumentTypes:
         self,
         tools: Sequence[Mapping[str, Any]],
         function: str,
-        budget: ReadingBudget,
         *,
         untyped_as_json: bool = False,
     ) -> None:
-        self._budget = budget
         self._root = _parameters(tools, function)
         self._properties = _properties(self._root, self._root)
         self._untyped = _ALL if untyped_as_json else frozenset(("string",))
@@ -83,7 +78,7 @@ class ArgumentTypes:
         for choice in choices:
             if _is_written(choice, text.strip()):
                 return choice
-        return _converted(text, types, self._budget)
+        return _convert(text, types)
 
     def _of(self, name: str) -> tuple[list[Any], frozenset[str]]:
         """The choices and the types of a parameter."""
@@ -172,62 +167,33 @@ def _is_written(choice: Any, text: str) -> bool:
         return False
 
 
-def _converted(text: str, types: frozenset[str], budget: ReadingBudget) -> Any:
+def _convert(text: str, types: frozenset[str]) -> Any:
     body = text.strip()
     for name in _ORDER:
         if name in types:
-            try:
-                if name in _STRUCTURES:
-                    return _structure(body, *_STRUCTURES[name], budget)
-                return _SCALARS[name](body)
-            except ValueError:
-                continue
+            with suppress(ValueError):
+                return _read(name, body)
     return text
 
 
-def _null(body: str) -> None:
-    if body not in ("null", "None"):
-        raise ValueError
-
-
-def _boolean(body: str) -> bool:
-    if body.lower() not in ("true", "false"):
-        raise ValueError
-    return body.lower() == "true"
-
-
-def _integer(body: str) -> int:
-    if _INTEGER.fullmatch(body) is None:
-        raise ValueError
-    return int(body.partition(".")[0])
-
-
-def _number(body: str) -> float:
-    if _NUMBER.fullmatch(body) is None:
-        raise ValueError
-    return finite(body) if any(sign in body for sign in ".eE") else int(body)
-
-
-def _structure(body: str, openings: str, kind: type, budget: ReadingBudget) -> Any:
-    if body[:1] not in tuple(openings):
-        raise ValueError
-    try:
-        value = whole_value(body)
-    except ValueError:
-        value = literal(body, budget)
-    if not isinstance(value, kind):
-        raise ValueError
-    return value
-
-
-_SCALARS: dict[str, Callable[[str], Any]] = {
-    "null": _null,
-    "boolean": _boolean,
-    "integer": _integer,
-    "number": _number,
-}
-#: How they begin, and what they are then.
-_STRUCTURES: dict[str, tuple[str, type]] = {"object": ("{", dict), "array": ("[(", list)}
+def _read(name: str, body: str) -> Any:
+    """`body` as a value of this type; a ValueError where it writes none."""
+    match name:
+        case "null" if body in ("null", "None"):
+            return None
+        case "boolean" if body.lower() in ("true", "false"):
+            return body.lower() == "true"
+        case "integer" if _INTEGER.fullmatch(body):
+            return int(body.partition(".")[0])
+        case "number" if _NUMBER.fullmatch(body):
+            return finite(body) if any(sign in body for sign in ".eE") else int(body)
+        case "object" if body.startswith("{"):
+            if isinstance(value := read_literal(body), dict):
+                return value
+        case "array" if body.startswith(("[", "(")):
+            if isinstance(value := read_literal(body), list):
+                return value
+    raise ValueError(f"no {name}")
 
 
 def _type_of(value: Any) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, ClassVar
 
-from rollout.chat.parsers.markup import CallMarkup, FaultyCall, end_of_json, without_layout
+from rollout.chat.parsers.markup import CallMarkup, end_of_json, without_layout
 from rollout.chat.parsers.registry import register_tool_parser
-from rollout.chat.parsers.scan import TaggedParser
+from rollout.chat.parsers.scan import FaultyCall, TaggedParser
 
 if TYPE_CHECKING:
     from rollout.chat.parsers.scan import TurnScan
@@ -26,11 +26,13 @@ class FunctionTagParser(TaggedParser):
 
     block: ClassVar[str]
     markup: ClassVar[CallMarkup]
+    blocks: ClassVar[re.Pattern[str]]
 
     def __init_subclass__(cls) -> None:
         cls.opening = (
             rf"(?:<{cls.block}>\s*)?<function=(?P<name>[^<>\n]*)>|<{cls.block}>|<function="
         )
+        cls.blocks = re.compile(rf"</?{cls.block}>|<function=")
         cls.markup = CallMarkup(
             call=r"<function=[^<>\n]*>",
             parameter=r"<parameter=([^<>\n]+)>",
@@ -51,7 +53,9 @@ class FunctionTagParser(TaggedParser):
                 raise FaultyCall("expected <function=NAME>", end_of_json(scan, opening.end()))
             arguments, stop = self.markup.read(scan, opening.end(), name)
         except FaultyCall as fault:
-            return self._add_invalid(scan, start, fault)
+            end = self.markup.end_of_faulty(scan, fault)
+            end = None if end is None else self._end_of_block(scan, end)
+            return scan.add_faulty(start, fault, end, self.blocks, f"</{self.block}>")
         return scan.add_call(start, self._end_of_block(scan, stop), name, arguments)
 
     def _end_of_block(self, scan: TurnScan, stop: int) -> int:
@@ -80,18 +84,6 @@ class FunctionTagParser(TaggedParser):
         if is_begun or (is_block and (is_cut or self.markup.tag.match(scan.text, at) is not None)):
             return not is_spaced or scan.is_at_line_start
         return False
-
-    def _add_invalid(self, scan: TurnScan, start: int, fault: FaultyCall) -> int:
-        """What is faulty reaches to the end of its block, or to where the next one begins."""
-        stop = self.markup.end_of_faulty(scan, fault)
-        if stop is not None:
-            return scan.add_invalid(start, self._end_of_block(scan, stop), str(fault))
-        for tag in self.markup.tag.finditer(scan.text, fault.at):
-            if tag[0] == f"</{self.block}>":
-                return scan.add_invalid(start, tag.end(), str(fault))
-            if tag[0] in (f"<{self.block}>", "<function=") and tag.start() > start:
-                return scan.add_invalid(start, tag.start(), str(fault))
-        return scan.add_invalid(start, len(scan.text), str(fault))
 
 
 @register_tool_parser("qwen3_coder")

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rollout.chat.parsers.json_calls import MAX_DEPTH, finite
-from rollout.chat.parsers.literals import PythonCall, PythonReader, unescape
 from rollout.chat.parsers.llama3 import OBJECT, read_objects
-from rollout.chat.parsers.pythonic import CALL_LIST, read_call_list
-from rollout.chat.parsers.reader import Reader, SyntaxFault
+from rollout.chat.parsers.python_calls import (
+    MAX_VALUES,
+    PythonCall,
+    PythonFault,
+    read_statement,
+    unescape,
+)
+from rollout.chat.parsers.pythonic import CALL_LIST, add_call_list
 from rollout.chat.parsers.registry import register_tool_parser
 from rollout.chat.parsers.scan import TaggedParser
 
@@ -69,7 +74,7 @@ class GemmaParser(TaggedParser):
 
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
         if opening["name"] is not None:
-            return read_call_list(scan, opening)
+            return add_call_list(scan, opening)
         if opening["json"] is not None:
             return read_objects(scan, opening.end(), opening.end(), is_marked=False)
         if opening["fence"] is not None:
@@ -83,14 +88,14 @@ class GemmaParser(TaggedParser):
 
 def _read_tagged(scan: TurnScan, opening: re.Match[str]) -> int:
     start, end = opening.start(), _ENDS[opening[0]]
-    reader = GemmaReader(scan.text, opening.end(), scan.budget)
+    reader = GemmaReader(scan.text, opening.end())
     is_read = False
     try:
         name, arguments = reader.call()
         is_read = True
         if not reader.take(end):
             reader.fail(f"the call is not closed by {end}")
-    except SyntaxFault as fault:
+    except PythonFault as fault:
         tag = _TAG.match(scan.text, fault.at) if is_read else None
         if tag is not None:
             at = tag.start() if tag[0] in _ENDS else tag.end()
@@ -106,22 +111,57 @@ def _read_tagged(scan: TurnScan, opening: re.Match[str]) -> int:
 
 def _read_fence(scan: TurnScan, opening: re.Match[str]) -> int:
     """The calls of a fence, one or several, bare, printed or in a list."""
-    reader = PythonReader(scan.text, opening.end(), scan.budget)
+    at = opening.end()
     calls: list[PythonCall] = []
     try:
-        while not calls or not reader.take(FENCE):
-            calls += reader.statement()
-    except SyntaxFault as fault:
+        while not calls or not scan.text.startswith(FENCE, at := scan.skip_space(at)):
+            more, at = read_statement(scan.text, at)
+            calls += more
+    except PythonFault as fault:
         stop = scan.nesting(_NESTED_FENCE).stop(opening.end())
         stop = len(scan.text) if stop is None else stop
         return scan.add_invalid(opening.start(), stop, str(fault))
     for call in calls:
         scan.add_call(call.start, call.stop, call.name, call.arguments)
-    return reader.at
+    return at + len(FENCE)
 
 
-class GemmaReader(Reader):
-    """Reads ``call:f{key:value}``."""
+class GemmaReader:
+    """A position in a text from which ``call:f{key:value}`` is read; it then stands after that.
+
+    Raises:
+        PythonFault: From all that reads, with the position of the fault.
+    """
+
+    def __init__(self, text: str, at: int) -> None:
+        self.text = text
+        self.at = at
+        self._values = 0
+
+    def take(self, sign: str) -> bool:
+        """Whether `sign` stands next, white space aside; if so go past it."""
+        self._skip()
+        if not self.text.startswith(sign, self.at):
+            return False
+        self.at += len(sign)
+        return True
+
+    def fail(self, reason: str) -> NoReturn:
+        """Raise a fault here, with what stands here."""
+        raise PythonFault(reason, self.text, self.at)
+
+    def _skip(self) -> None:
+        gap = _GAP.match(self.text, self.at)
+        self.at = self.at if gap is None else gap.end()
+
+    def _ends(self, end: str) -> bool:
+        """Whether `end` stands next, after a comma or not; else there must be a comma."""
+        has_comma = self.take(",")
+        if not self.take(end):
+            if has_comma:
+                return False
+            self.fail(f"expected , or {end}")
+        return True
 
     def call(self) -> tuple[str, dict[str, Any]]:
         """The name of the function and its arguments."""
@@ -137,7 +177,7 @@ class GemmaReader(Reader):
         while not is_done:
             key = self._key()
             items[key] = self._value(depth + 1)
-            is_done = self.ends("}")
+            is_done = self._ends("}")
         return items
 
     def _list(self, depth: int) -> list[Any]:
@@ -145,7 +185,7 @@ class GemmaReader(Reader):
         is_done = self.take("]")
         while not is_done:
             items.append(self._value(depth + 1))
-            is_done = self.ends("]")
+            is_done = self._ends("]")
         return items
 
     def _key(self) -> str:
@@ -161,7 +201,9 @@ class GemmaReader(Reader):
         return key
 
     def _value(self, depth: int) -> Any:
-        self.spend()
+        self._values += 1
+        if self._values > MAX_VALUES:
+            self.fail(f"more than {MAX_VALUES:,} values in a call")
         string = self._string()
         if string is not None:
             return string

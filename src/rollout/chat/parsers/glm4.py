@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from rollout.chat.parsers.markup import CallMarkup, FaultyCall, end_of_json, without_own_lines
+from rollout.chat.parsers.markup import CallMarkup, end_of_json, without_own_lines
 from rollout.chat.parsers.registry import register_tool_parser
-from rollout.chat.parsers.scan import TaggedParser
+from rollout.chat.parsers.scan import FaultyCall, TaggedParser
 
 if TYPE_CHECKING:
     from rollout.chat.parsers.scan import TurnScan
 
 _NAME = re.compile(r"(?!\.\.\.|…)[^\s{}\"']+")
 _END_CALL = "</tool_call>"
+_BLOCK = re.compile(r"</?tool_call>")
 _MARKUP = CallMarkup(
     call=r"<tool_call>[^<]*",
     parameter=r"<arg_key>([^<>]+)</arg_key>\s*<arg_value>",
@@ -47,7 +48,8 @@ class Glm4Parser(TaggedParser):
                 )
             arguments, stop = _MARKUP.read(scan, opening.end(), name)
         except FaultyCall as fault:
-            return _add_invalid(scan, start, fault)
+            stop = _MARKUP.end_of_faulty(scan, fault)
+            return scan.add_faulty(start, fault, stop, _BLOCK, _END_CALL)
         return scan.add_call(start, stop, name, arguments)
 
 
@@ -65,16 +67,3 @@ def _is_meant(scan: TurnScan, opening: re.Match[str], name: str) -> bool:
         return name in scan.tool_names or (is_tight and not scan.tool_names)
     is_cut = opening.end() == len(scan.text) or scan.text.startswith("<tool_call>", opening.end())
     return is_cut and is_tight and scan.is_at_line_start
-
-
-def _add_invalid(scan: TurnScan, start: int, fault: FaultyCall) -> int:
-    """What is faulty reaches to the end of its block, or to where the next one begins."""
-    stop = _MARKUP.end_of_faulty(scan, fault)
-    if stop is not None:
-        return scan.add_invalid(start, stop, str(fault))
-    for tag in _MARKUP.tag.finditer(scan.text, fault.at):
-        if tag[0] == _END_CALL:
-            return scan.add_invalid(start, tag.end(), str(fault))
-        if tag[0] == "<tool_call>":
-            return scan.add_invalid(start, tag.start(), str(fault))
-    return scan.add_invalid(start, len(scan.text), str(fault))

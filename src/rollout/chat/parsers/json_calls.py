@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from typing import Any, NamedTuple
-
-import numpy as np
 
 #: Nesting past this is no argument of a sane call; it also bounds Python's own stack.
 MAX_DEPTH = 100
@@ -21,10 +18,6 @@ _WINDOW = 256
 _LONGEST_ATOM = 16
 #: What may stand before JSON, also where a string quotes it.
 GAP = r"(?:\s|\\[nrt])*+"
-_STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
-#: How much deeper each byte leads.
-_STEPS = np.zeros(256, dtype=np.int8)
-_STEPS[[ord("["), ord("{")]], _STEPS[[ord("]"), ord("}")]] = 1, -1
 
 
 def _refuse_constant(name: str) -> None:
@@ -76,7 +69,8 @@ def value_at(text: str, at: int) -> tuple[Any, int]:
             raise ValueError(f"malformed JSON: {error}") from None
         else:
             if is_all or length < len(piece):
-                _check_depth(piece[:length])
+                if isinstance(value, dict | list) and _is_deeper(value, MAX_DEPTH):
+                    raise ValueError("malformed JSON: nested too deeply")
                 return value, at + length
         window *= 4
 
@@ -86,14 +80,11 @@ def is_cut(reason: str) -> bool:
     return reason.startswith("malformed JSON: Unterminated string")
 
 
-def _check_depth(text: str) -> None:
-    """Refuse what JSON's own limit lets pass here and code deeper in the stack could not walk."""
-    if text.count("[") + text.count("{") <= MAX_DEPTH:
-        return
-    signs = _STRING.sub("", text).encode("ascii", "replace")
-    depths = np.cumsum(_STEPS[np.frombuffer(signs, dtype=np.uint8)], dtype=np.int32)
-    if depths.max(initial=0) > MAX_DEPTH:
-        raise ValueError("malformed JSON: nested too deeply")
+def _is_deeper(value: object, depth: int) -> bool:
+    """Whether a value is nested deeper, so that code deeper in the stack could not walk it."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    nested = [item for item in items if type(item) in (dict, list)]
+    return depth < 1 or any(_is_deeper(item, depth - 1) for item in nested)
 
 
 def whole_value(text: str) -> Any:

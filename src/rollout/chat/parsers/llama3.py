@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from rollout.chat.parsers.json_calls import GAP, arguments_of, call_of, is_cut, value_at
-from rollout.chat.parsers.literals import PythonReader
+from rollout.chat.parsers.json_calls import GAP, arguments_of, is_cut, value_at
+from rollout.chat.parsers.python_calls import read_arguments
 from rollout.chat.parsers.registry import register_tool_parser
 from rollout.chat.parsers.scan import TaggedParser
 
@@ -23,7 +23,7 @@ _ARGUMENT = re.compile(r'"?\s*[{\[]')
 _NESTED = re.compile(
     rf"(?P<opens><function=[^<>\n]*>{GAP}\{{)|(?P<closes>{re.escape(END_FUNCTION)})"
 )
-_BUILT_IN = re.compile(r"([A-Za-z_]\w*)\.call\(")
+_BUILT_IN = re.compile(r"([A-Za-z_]\w*)\.call(?=\()")
 _MEANT_AS_CALL = re.compile(r'\{\s*"(?:name|type|function)"\s*:')
 _ARGUMENTS = ("parameters", "arguments")
 _NEXT = re.compile(r'(?:;\s*|<\|python_tag\|>\s*)(?=\{\s*"(?:name|type|function)"\s*:)')
@@ -83,7 +83,7 @@ def read_objects(scan: TurnScan, start: int, at: int, *, is_marked: bool) -> int
             if not is_marked and not _is_call(value):
                 scan.add_content(start, stop)
                 return stop
-            _add(scan, start, stop, value)
+            scan.add_json_call(start, stop, value, *_ARGUMENTS)
         at = scan.skip_space(stop)
         at = scan.skip_space(at + 1) if scan.text.startswith(";", at) else at
         if not scan.text.startswith("{", at):
@@ -119,15 +119,6 @@ def _is_call(value: object) -> bool:
     return isinstance(value, dict) and "name" in value and bool(value.keys() & _ARGUMENTS)
 
 
-def _add(scan: TurnScan, start: int, stop: int, value: object) -> None:
-    try:
-        call = call_of(value, *_ARGUMENTS)
-    except ValueError as error:
-        scan.add_invalid(start, stop, str(error))
-    else:
-        scan.add_call(start, stop, call.name, call.arguments)
-
-
 def _read_function(scan: TurnScan, opening: re.Match[str]) -> int:
     start, name = opening.start(), opening["function"].strip()
     try:
@@ -149,10 +140,9 @@ def _read_built_in(scan: TurnScan, start: int, at: int) -> int:
     try:
         if call is None:
             raise ValueError(f"expected a JSON call or NAME.call(…) after {TAG}")
-        reader = PythonReader(scan.text, call.end(), scan.budget)
-        arguments = reader.keywords()
+        arguments, stop = read_arguments(scan.text, call.end())
     except ValueError as error:
         # Another tag after code that opened a string may be quoted in it.
         stop = len(scan.text) if call is not None else scan.find(TAG, at)
         return scan.add_invalid(start, stop, str(error))
-    return scan.add_call(start, reader.at, call[1], arguments)
+    return scan.add_call(start, stop, call[1], arguments)

@@ -9,26 +9,13 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from rollout.chat.parsers.json_calls import value_at
+from rollout.chat.parsers.scan import FaultyCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rollout.chat.parsers.argument_types import ArgumentTypes
     from rollout.chat.parsers.scan import TurnScan
-
-
-class FaultyCall(ValueError):
-    """A call is not what its format wants.
-
-    Attributes:
-        at: Where.
-        is_in_value: Whether a value is open there, so that what follows may be quoted in it.
-    """
-
-    def __init__(self, reason: str, at: int, *, is_in_value: bool = False) -> None:
-        super().__init__(reason)
-        self.at = at
-        self.is_in_value = is_in_value
 
 
 class CallMarkup:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from rollout.chat.parsers.json_calls import arguments_of, call_of, is_cut, value_at
+from rollout.chat.parsers.json_calls import arguments_of, is_cut, value_at
 from rollout.chat.parsers.registry import register_tool_parser
 from rollout.chat.parsers.scan import TaggedParser
 
@@ -50,7 +50,7 @@ class MistralParser(TaggedParser):
                 value, stop = value_at(scan.text, at)
             except ValueError as error:
                 return scan.add_invalid(start, _end_of_faulty(scan, at), str(error))
-            _add(scan, start, stop, value)
+            scan.add_json_call(start, stop, value, has_id=True)
             follower = scan.skip_space(stop)
             start = at = scan.skip_space(follower + scan.text.startswith(",", follower))
             if at == follower < len(scan.text) and scan.text[at] != "]":
@@ -91,12 +91,3 @@ def _end_of_faulty(scan: TurnScan, at: int) -> int:
             if at < 0:
                 return len(text)
     return start
-
-
-def _add(scan: TurnScan, start: int, stop: int, value: object) -> None:
-    try:
-        call = call_of(value)
-    except ValueError as error:
-        scan.add_invalid(start, stop, str(error))
-    else:
-        scan.add_call(start, stop, call.name, call.arguments, call.id)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from rollout.chat.parsers.literals import PythonReader
-from rollout.chat.parsers.reader import SyntaxFault
+from rollout.chat.parsers.python_calls import PythonFault, read_call_list
 from rollout.chat.parsers.registry import register_tool_parser
 from rollout.chat.parsers.scan import TaggedParser
 
@@ -45,7 +44,7 @@ class PythonicParser(TaggedParser):
 
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
         if opening["name"] is not None:
-            return read_call_list(scan, opening)
+            return add_call_list(scan, opening)
         is_end = opening[0] == _END
         at = scan.skip_space(opening.end())
         if scan.follows_call(opening.start()) if is_end else _LIST.match(scan.text, at):
@@ -53,16 +52,15 @@ class PythonicParser(TaggedParser):
         return scan.add_content(*opening.span())  # it is spoken of
 
 
-def read_call_list(scan: TurnScan, opening: re.Match[str]) -> int:
+def add_call_list(scan: TurnScan, opening: re.Match[str]) -> int:
     """Add the calls of the list that `opening` begins; return the position after it."""
     start = opening.start()
     if opening["named"] is None and not _is_meant(scan, opening):
         scan.add_content(*opening.span())
         return opening.end()
-    reader = PythonReader(scan.text, start, scan.budget)
     try:
-        calls = reader.call_list()
-    except SyntaxFault as fault:
+        calls, stop = read_call_list(scan.text, start)
+    except PythonFault as fault:
         if _is_meant(scan, opening) and _DOTS.match(scan.text, start) is None:
             end = None
             if scan.text.endswith(_START, 0, start):
@@ -74,7 +72,7 @@ def read_call_list(scan: TurnScan, opening: re.Match[str]) -> int:
         return stop
     for call in calls:
         scan.add_call(call.start, call.stop, call.name, call.arguments)
-    return scan.skip_end(reader.at)
+    return scan.skip_end(stop)
 
 
 def _is_meant(scan: TurnScan, opening: re.Match[str]) -> bool:

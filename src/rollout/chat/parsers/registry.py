@@ -1,14 +1,43 @@
-"""Tool-call parsers by name, and what they return."""
+"""Tool-call parsers by name, what they return, and the tokens that end a turn."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
 from rollout.errors import ConfigError
 from rollout.types import InvalidToolCall, ToolCall
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: Tokens with which models end a turn.
+END_TOKENS = (
+    "<|im_end|>",
+    "<|endoftext|>",
+    "</s>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+    "<|eot|>",
+    "<|eom|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|user|>",
+    "<|observation|>",
+    "<end_of_turn>",
+    "<turn|>",
+    "<|tool_response>",
+    "<start_function_response>",
+    "<eos>",
+    "<seed:eos>",
+    "[e~[",
+    "[EOS]",
+    "<｜end▁of▁sentence｜>",
+)
 
 
 class ParsedTurn(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,3 +119,16 @@ def get_tool_parser(name: str) -> ToolParser:
 def tool_parser_names() -> tuple[str, ...]:
     """The names of all registered formats, sorted."""
     return tuple(sorted(_FACTORIES))
+
+
+def stop_token_ids(parser: ToolParser, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Ids of the parser's `stop_tokens`; tokens that `tokenizer` lacks are left out."""
+    known = {str(token): token_id for token_id, token in tokenizer.added_tokens_decoder.items()}
+    return tuple(known[token] for token in getattr(parser, "stop_tokens", ()) if token in known)
+
+
+def strip_stop(text: str, stop_tokens: tuple[str, ...]) -> str:
+    """`text` without the one token that ended it, and without white space at its end."""
+    text = text.rstrip()
+    stop = next((token for token in stop_tokens if text.endswith(token)), "")
+    return text.removesuffix(stop).rstrip()

@@ -8,10 +8,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 from rollout.chat.parsers.argument_types import ArgumentTypes, function_name
+from rollout.chat.parsers.json_calls import call_of
 from rollout.chat.parsers.nesting import Nesting
-from rollout.chat.parsers.reader import ReadingBudget
-from rollout.chat.parsers.registry import ParsedTurn
-from rollout.chat.parsers.text import strip_stop
+from rollout.chat.parsers.registry import ParsedTurn, strip_stop
 from rollout.types import InvalidToolCall, ToolCall
 from rollout.utf8 import encodable, is_encodable, unencodable_text
 
@@ -42,13 +41,26 @@ class TooManyCalls(Exception):
         self.at = at
 
 
+class FaultyCall(ValueError):
+    """A call is not what its format wants.
+
+    Attributes:
+        at: Where.
+        is_in_value: Whether a value is open there, so that what follows may be quoted in it.
+    """
+
+    def __init__(self, reason: str, at: int, *, is_in_value: bool = False) -> None:
+        super().__init__(reason)
+        self.at = at
+        self.is_in_value = is_in_value
+
+
 class TurnScan:
     """What has been read of one text so far.
 
     Attributes:
         text: The turn without the tokens that end it.
         tools: OpenAI-style function dicts.
-        budget: How many values may still be read.
 
     Args:
         text, tools: As the attributes.
@@ -57,7 +69,6 @@ class TurnScan:
     def __init__(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> None:
         self.text = text
         self.tools = tools or ()
-        self.budget = ReadingBudget()
         self._content: list[str] = []
         self._written: list[str] = []  # the content, and what is no call
         self._has_invalid = False
@@ -109,7 +120,7 @@ class TurnScan:
         """What the schema of `function` says of its parameters."""
         if function not in self._types:
             self._types[function] = ArgumentTypes(
-                self.tools, function, self.budget, untyped_as_json=untyped_as_json
+                self.tools, function, untyped_as_json=untyped_as_json
             )
         return self._types[function]
 
@@ -220,6 +231,32 @@ class TurnScan:
         self._written.append(raw)
         self._has_invalid = True
         return self.skip_end(stop)
+
+    def add_json_call(
+        self, start: int, stop: int, value: object, *keys: str, has_id: bool = False
+    ) -> int:
+        """Record the call that a JSON value describes, valid or not; return `stop`.
+
+        Args:
+            start, stop: Of its text.
+            value: What the JSON says; `keys` as in `call_of`.
+            has_id: Whether its format lets the model give the call an id.
+        """
+        try:
+            call = call_of(value, *keys)
+        except ValueError as error:
+            return self.add_invalid(start, stop, str(error))
+        return self.add_call(start, stop, call.name, call.arguments, call.id if has_id else None)
+
+    def add_faulty(
+        self, start: int, fault: FaultyCall, stop: int | None, tags: re.Pattern[str], end: str
+    ) -> int:
+        """Record a faulty call up to `stop`; None: up to the next of `tags`, past an `end`."""
+        tag = tags.search(self.text, max(fault.at, start + 1)) if stop is None else None
+        if tag is not None:
+            stop = tag.end() if tag[0] == end else tag.start()
+        stop = len(self.text) if stop is None else stop
+        return self.add_invalid(start, stop, str(fault))
 
     def _add(self, start: int, call: ToolCall | InvalidToolCall) -> None:
         if len(self._calls) == MAX_CALLS:

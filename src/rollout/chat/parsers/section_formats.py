@@ -7,9 +7,9 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
 from rollout.chat.parsers.json_calls import arguments_of, is_cut, value_at
-from rollout.chat.parsers.markup import CallMarkup, FaultyCall, without_own_lines
+from rollout.chat.parsers.markup import CallMarkup, without_own_lines
 from rollout.chat.parsers.registry import register_tool_parser
-from rollout.chat.parsers.scan import TaggedParser
+from rollout.chat.parsers.scan import FaultyCall, TaggedParser
 
 if TYPE_CHECKING:
     from rollout.chat.parsers.scan import TurnScan
@@ -106,17 +106,8 @@ class SectionParser(TaggedParser):
                 raise FaultyCall(f"expected a call in the section: {seen!r}", start + 1)
             return self.read_one(scan, opening)
         except FaultyCall as fault:
-            return self._add_invalid(scan, start, fault)
-
-    def _add_invalid(self, scan: TurnScan, start: int, fault: FaultyCall) -> int:
-        stop = self.end_of_faulty(scan, fault)
-        if stop is not None:
-            return scan.add_invalid(start, stop, str(fault))
-        tag = self._next.search(scan.text, fault.at)
-        if tag is None:
-            return scan.add_invalid(start, len(scan.text), str(fault))
-        stop = tag.end() if tag[0] == self.end_call else tag.start()
-        return scan.add_invalid(start, stop, str(fault))
+            stop = self.end_of_faulty(scan, fault)
+            return scan.add_faulty(start, fault, stop, self._next, self.end_call)
 
     @abstractmethod
     def end_of_faulty(self, scan: TurnScan, fault: FaultyCall) -> int | None:
