@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rollout.errors import ToolError
 from rollout.observe.tally import Tally
 from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
-from rollout.tools.argument_checks import SchemaCheck, quote_all
+from rollout.tools.schemas import SchemaCheck, quote_all
 from rollout.tools.function_tools import FunctionTool
 from rollout.tools.langchain import LangChainTool, is_langchain_tool
 from rollout.tools.policy import ToolGate, ToolPolicy
