@@ -198,12 +198,9 @@ def _make_check(tool: Tool) -> Callable[[Any, Mapping[str, Any]], dict[str, Any]
 def _key_by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
     homes: dict[str, list[str]] = {}
     for tool in tools:
-        source: Any = getattr(tool, "origin", None) or (
-            tool if isinstance(tool, FunctionTool) else type(tool)
-        )
-        is_text = isinstance(source, str)
-        home = source if is_text else f"{source.__module__}.{source.__qualname__}"
-        homes.setdefault(tool.name, []).append(home)
+        home: Any = tool if isinstance(tool, FunctionTool) else type(tool)
+        origin = getattr(tool, "origin", f"{home.__module__}.{home.__qualname__}")
+        homes.setdefault(tool.name, []).append(origin)
     collisions = [f"{name!r} ({', '.join(at)})" for name, at in homes.items() if len(at) > 1]
     if collisions:
         raise ToolError(
