@@ -10,7 +10,7 @@ import rollout
 from rollout.config.checks import BuiltinTools
 from rollout.errors import ConfigError, ToolError
 from rollout.testing import Scenario, tool_call
-from rollout.tools.shipped import SHIPPED
+from rollout.tools.loading import SHIPPED
 from rollout.types import Message, Prompt
 
 pytestmark = pytest.mark.anyio

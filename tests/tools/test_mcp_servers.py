@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -17,8 +18,8 @@ import anyio
 import httpx2
 import psutil
 import pytest
-from anyio.abc import Process
-from hypothesis import given
+from anyio.abc import ByteReceiveStream, Process
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rollout
@@ -28,7 +29,7 @@ from rollout.errors import ToolError
 from rollout.testing import Scenario
 from rollout.testing import tool_call as said_call
 from rollout.tools import Tool, ToolContext, ToolResult, connect_mcp
-from rollout.tools.mcp_transports import LineReader, bound_bodies
+from rollout.tools.mcp_transports import bound_bodies, read_lines
 from rollout.types import ToolCall
 
 pytestmark = pytest.mark.process
@@ -249,15 +250,37 @@ async def test_http_body_that_is_compressed_all_the_same_is_refused() -> None:
 LINES = st.lists(st.binary(max_size=40).filter(lambda line: b"\n" not in line), max_size=6)
 
 
+class Pieces(ByteReceiveStream):
+    """A byte stream of these pieces."""
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        self.pieces = pieces
+
+    async def receive(self, max_bytes: int = 65536) -> bytes:
+        if not self.pieces:
+            raise anyio.EndOfStream
+        return self.pieces.pop(0)
+
+    async def aclose(self) -> None:
+        pass
+
+
+def read_all(pieces: list[bytes], most: int) -> list[bytes]:
+    async def read() -> list[bytes]:
+        return [line async for line in read_lines(Pieces(pieces), most)]
+
+    return anyio.run(read, backend="asyncio")
+
+
 @given(lines=LINES, sizes=st.lists(st.integers(1, 9)), most=st.integers(1, 30))
-def test_line_reader_gives_lines_that_are_not_too_long(
+@settings(max_examples=30)
+def test_lines_that_are_not_too_long_are_read(
     lines: list[bytes], sizes: list[int], most: int
 ) -> None:
     text = b"".join(line + b"\n" for line in lines)
-    reader, found, at = LineReader(most), list[bytes](), 0
-    for size in [*sizes, len(text)]:
-        found += reader.read(text[at : at + size])
-        at += size
+    ends = list(itertools.accumulate([0, *sizes]))
+    pieces = [text[start:end] for start, end in itertools.pairwise(ends)] + [text[ends[-1] :]]
+    found = read_all([piece for piece in pieces if piece], most)
     assert found == [line for line in lines if len(line) <= most and line.strip()]
 
 
@@ -271,12 +294,15 @@ def test_line_reader_gives_lines_that_are_not_too_long(
         (b'{"jsonrpc":"2.0","method":"log","params":{"x":"%s","id":5}}', None),
     ],
 )
-def test_line_reader_refuses_a_long_answer_to_its_request(line: bytes, expected: Any) -> None:
-    reader, text = LineReader(1000), line % (b"x" * 5_000_000) + b"\n"
+@pytest.mark.parametrize("size", [1500, 5_000_000])
+def test_long_answer_is_refused_to_its_request(line: bytes, expected: Any, size: int) -> None:
+    text = line % (b"x" * size) + b"\nlast\n"
     pieces = [text[at : at + 65_536] for at in range(0, len(text), 65_536)]
-    found = [json.loads(each) for piece in pieces for each in reader.read(piece)]
-    assert [each["id"] for each in found] == ([] if expected is None else [expected])
-    assert all("has more than 1,000 bytes" in each["error"]["message"] for each in found)
+    *found, last = read_all(pieces, 1000)
+    answers = [json.loads(each) for each in found]
+    assert last == b"last"
+    assert [each["id"] for each in answers] == ([] if expected is None else [expected])
+    assert all("has more than 1,000 bytes" in each["error"]["message"] for each in answers)
 
 
 # A server for each trajectory

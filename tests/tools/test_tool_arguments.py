@@ -8,7 +8,7 @@ import pytest
 
 from rollout.errors import ToolError
 from rollout.tools import function_tool
-from rollout.tools.argument_checks import ArgumentsError, SchemaCheck
+from rollout.tools.schemas import ArgumentsError, SchemaCheck
 
 PARAMETERS = {
     "type": "object",

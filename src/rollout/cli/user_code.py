@@ -15,7 +15,7 @@ from rollout.errors import ConfigError
 from rollout.interactions import Interaction
 from rollout.scheduling.rewards.functions import check_reward
 from rollout.tools.loading import find_tools
-from rollout.tools.shipped import is_shipped, make_shipped
+from rollout.tools.loading import is_shipped, make_shipped
 from rollout.tools.tool import ToolProvider
 from rollout.user_files import UserCodeError, import_module, make_importable, run_file
 

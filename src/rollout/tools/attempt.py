@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import anyio
 import anyio.lowlevel
 
-from rollout.containment import Contained, UnresponsiveError, containment_here
+from rollout.containment import (
+    Contained,
+    UnresponsiveError,
+    containment_here,
+    current_containment,
+)
 from rollout.errors import LimitExceeded, ToolError
 from rollout.limits import call_limit
 from rollout.scopes import find_exception
@@ -17,7 +22,7 @@ from rollout.types import read_message
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
-    from rollout.limits import Deadline, Limit
+    from rollout.limits import Limit
 
 T = TypeVar("T")
 
@@ -54,9 +59,13 @@ async def attempt(
         LimitExceeded: `limit` was over; the action was cancelled, and has ended.
         UnresponsiveError: It was cancelled, and did not end.
     """
-    async with containment_here() as containment:
-        code = Contained[T](containment, what, activity=activity)
-        return cast("T", await conclude(code, code.run(partial(action, *args)), limit))
+    containment = current_containment()
+    if containment is None:  # outside of a runtime
+        async with containment_here():
+            return await attempt(action, *args, limit=limit, what=what, activity=activity)
+    code = Contained[T](containment, what, activity=activity)
+    function = partial(action, *args) if args else action
+    return cast("T", await conclude(code, code.run(function), limit))
 
 
 async def conclude(code: Contained[T], running: Awaitable[object], limit: Limit) -> T | None:
@@ -91,11 +100,6 @@ def describe(error: BaseException) -> str:
         return message
     name = type(leaf).__name__
     return f"{name}: {message}" if message else name
-
-
-def describe_timeout(deadline: Deadline) -> str:
-    """What a call that met its deadline is answered with."""
-    return f"timed out after {deadline.seconds:g} s ({deadline.source})"
 
 
 async def run_side_by_side(jobs: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> None:

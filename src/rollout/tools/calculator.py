@@ -16,11 +16,9 @@ if TYPE_CHECKING:
 
 Number = int | float
 
-MAX_EXPRESSION = 1000
-MAX_DEPTH = 50
+MAX_EXPRESSION, MAX_DEPTH = 1000, 50
 #: Bits of an exact integer: some 1200 digits.
 MAX_BITS = 4096
-
 _SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "^": "**"})
 #: Python refuses numbers such as 007.
 _LEADING_ZEROS = re.compile(r"(?<![\w.])0+(?=[0-9])")
@@ -41,10 +39,8 @@ def calculate(expression: str) -> Number:
         CalculationError: It is no such expression, divides by zero, has no real value, or passes
             a bound: 1000 characters, 50 levels of nesting, integers of 4096 bits.
     """
-    if len(expression) > MAX_EXPRESSION:
-        raise CalculationError(
-            f"the expression has {len(expression)} characters; at most {MAX_EXPRESSION}"
-        )
+    if (size := len(expression)) > MAX_EXPRESSION:
+        raise CalculationError(f"the expression has {size} characters; at most {MAX_EXPRESSION}")
     text = _LEADING_ZEROS.sub("", " ".join(expression.translate(_SPELLINGS).split()))
     try:
         return _evaluate(ast.parse(text, mode="eval").body, MAX_DEPTH)
@@ -89,9 +85,8 @@ def _evaluate(node: ast.expr, depth: int) -> Number:
 
 
 def _divide(left: Number, right: Number) -> Number:
-    if isinstance(left, int) and isinstance(right, int) and right and left % right == 0:
-        return left // right
-    return left / right
+    are_exact = isinstance(left, int) and isinstance(right, int)
+    return left // right if are_exact and right and left % right == 0 else left / right
 
 
 def _raise_power(left: Number, right: Number) -> Number:
@@ -105,13 +100,8 @@ def _raise_power(left: Number, right: Number) -> Number:
 
 
 _OPERATIONS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: _divide,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: _raise_power,
+    **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: _divide},
+    **{ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: _raise_power},
 }
 
 

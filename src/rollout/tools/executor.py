@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from rollout.errors import ToolError
 from rollout.observe.tally import Tally
 from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
-from rollout.tools.argument_checks import SchemaCheck, quote_all
+from rollout.tools.schemas import SchemaCheck, quote_all
 from rollout.tools.function_tools import FunctionTool
 from rollout.tools.langchain import LangChainTool, is_langchain_tool
 from rollout.tools.policy import ToolGate, ToolPolicy
 from rollout.tools.processes import ToolProcesses
 from rollout.tools.tool import Tool, ToolContext
-from rollout.tools.trajectory_tools import ToolRuntime, TrajectoryTools
+from rollout.tools.trajectory_tools import ToolSettings, TrajectoryTools
 
 if TYPE_CHECKING:
     from rollout.tools.truncate import TruncateSide
@@ -65,12 +65,11 @@ class ToolExecutor:
             type(tool).is_offered is not Tool.is_offered for tool in self._tools.values()
         )
         self._warned: set[str] = set()
+        self._threads = threads
         self._processes = ToolProcesses(max_processes=max_processes, cleanup_s=cleanup_s)
-        self._runtime = ToolRuntime(
+        self._settings = ToolSettings(
             checks={name: _make_check(tool) for name, tool in self._tools.items()},
             gates={name: ToolGate(name, tool.policy) for name, tool in self._tools.items()},
-            threads=threads,
-            processes=self._processes,
             tally=tally or Tally(),
             max_parallel_calls=max_parallel_calls,
             max_response_length=max_response_length,
@@ -105,7 +104,7 @@ class ToolExecutor:
             await tool.prepare()
         found = [getattr(tool, "function_ref", None) for tool in self._tools.values()]
         if refs := [ref for ref in found if ref is not None]:
-            await self._processes.prepare(refs, self._runtime.tool_s)
+            await self._processes.prepare(refs, self._settings.tool_s)
 
     def schemas(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """Schemas of the tools offered, in the order of `names`; None takes all.
@@ -147,13 +146,13 @@ class ToolExecutor:
         context = ToolContext(
             uid=uid,
             member=member,
-            threads=self._runtime.threads,
+            threads=self._threads,
             prompt=prompt,
             processes=self._processes,
             extra={} if extra is None else extra,
             sandbox=sandbox or TrajectorySandbox(),
         )
-        return TrajectoryTools(self._runtime, tools, context, kwargs)
+        return TrajectoryTools(self._settings, tools, context, kwargs)
 
     async def close(self) -> None:
         """End the processes of isolated tools; shielded, bounded."""
@@ -199,12 +198,9 @@ def _make_check(tool: Tool) -> Callable[[Any, Mapping[str, Any]], dict[str, Any]
 def _key_by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
     homes: dict[str, list[str]] = {}
     for tool in tools:
-        source: Any = getattr(tool, "origin", None) or (
-            tool if isinstance(tool, FunctionTool) else type(tool)
-        )
-        is_text = isinstance(source, str)
-        home = source if is_text else f"{source.__module__}.{source.__qualname__}"
-        homes.setdefault(tool.name, []).append(home)
+        home: Any = tool if isinstance(tool, FunctionTool) else type(tool)
+        origin = getattr(tool, "origin", f"{home.__module__}.{home.__qualname__}")
+        homes.setdefault(tool.name, []).append(origin)
     collisions = [f"{name!r} ({', '.join(at)})" for name, at in homes.items() if len(at) > 1]
     if collisions:
         raise ToolError(

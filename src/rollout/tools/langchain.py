@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rollout.errors import MediaError, ToolError
 from rollout.lazy import derives_from
 from rollout.media.parts import media_part
-from rollout.tools.results import ToolResult
+from rollout.tools.results import ToolResult, split_media
 from rollout.tools.schemas import inline_references
 from rollout.tools.tool import METHOD_KWARGS, Tool, ToolContext, ToolSession
 
@@ -82,12 +82,13 @@ class _LangChainSession(ToolSession):
         blocks = [content] if isinstance(content, str) else content
         media = [media_part("a content block of LangChain's", block) for block in blocks]
         texts = [block for block, each in zip(blocks, media, strict=True) if each is None]
+        images, videos = split_media(media)
         return ToolResult(
             "".join(map(_read_text, texts)),
             data=getattr(message, "artifact", None),
             is_error=getattr(message, "status", "success") == "error",
-            images=tuple(each for each in media if each is not None and each.kind == "image"),
-            videos=tuple(each for each in media if each is not None and each.kind == "video"),
+            images=images,
+            videos=videos,
         )
 
 

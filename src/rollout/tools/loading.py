@@ -1,4 +1,4 @@
-"""Tools from Python files."""
+"""Tools by name: those that are shipped, and those at the top level of Python files."""
 
 from __future__ import annotations
 
@@ -8,18 +8,55 @@ from typing import TYPE_CHECKING
 
 from rollout.errors import ToolError
 from rollout.lazy import lazy_exports
+from rollout.tools.calculator import calculator
+from rollout.tools.finish_tool import finish, submit
+from rollout.tools.sandbox_tools import EditTool, PythonTool, ShellTool
+from rollout.tools.search_tool import SearchTool
 from rollout.tools.tool import Tool, ToolProvider
 from rollout.user_files import UserCodeError, run_file
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
     from types import ModuleType
 
+#: The shipped tools that need no settings.
+SHIPPED: Mapping[str, Callable[[], Tool]] = {
+    "calculator": lambda: calculator,
+    "edit": EditTool,
+    "finish": lambda: finish,
+    "python": PythonTool,
+    "shell": ShellTool,
+    "submit": lambda: submit,
+}
 _IMPORTS_VERL = re.compile(rb"^\s*(from|import)\s+verl\b", re.MULTILINE)
 #: What reads verl's own registry of functions lives above; it is imported for files that use verl.
 _import_reader = lazy_exports(
     {"__name__": __name__},
     {"rollout.integrations.verl.function_tools": ("forget_functions", "find_functions")},
 )
+
+
+def is_shipped(names: str) -> bool:
+    """Whether these names, separated by commas, all are shipped tools that need no settings."""
+    return all(name in SHIPPED for name in names.split(","))
+
+
+def make_shipped(
+    names: Sequence[str], *, search_url: str = "", max_pictures: int = 0
+) -> list[Tool]:
+    """One tool for each name.
+
+    Args:
+        names: Keys of `SHIPPED`, or ``search``.
+        search_url: Of the retriever that the search asks.
+        max_pictures: Of a program's call, which the model is shown; see `PythonTool`.
+    """
+    with_settings: dict[str, Callable[[], Tool]] = {
+        "python": lambda: PythonTool(max_pictures=max_pictures),
+        "shell": lambda: ShellTool(max_pictures=max_pictures),
+        "search": lambda: SearchTool(search_url),
+    }
+    return [{**SHIPPED, **with_settings}[name]() for name in names]
 
 
 def load_tools(path: str | Path) -> list[Tool | ToolProvider]:

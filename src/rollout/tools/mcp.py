@@ -40,43 +40,6 @@ QUOTED_LINES, QUOTED_BYTES = 10, 16_384
 OpenTransport = Callable[[Any, Callable[[], None]], AbstractAsyncContextManager[Any]]
 
 
-class _Link:
-    """One connection to a server from its start to its end.
-
-    Attributes:
-        client: The SDK's; None until the server has answered.
-        fault: What became of the server.
-        ended: It is of no more use.
-        pending: Calls that wait for its answer.
-        doubted: A call was given up, and the server may be the reason.
-    """
-
-    def __init__(self) -> None:
-        self.client: Any = None
-        self.fault, self.pending = "ended", 0
-        self.ended, self.doubted = anyio.Event(), anyio.Event()
-
-    async def watch(self, ping_s: float) -> None:
-        """End it once the server answers no ping.
-
-        It is pinged while calls wait for it, every `ping_s`, and at once when one was given up.
-        """
-        from mcp import MCPError
-
-        while True:
-            with anyio.move_on_after(ping_s):
-                await self.doubted.wait()
-            if not (self.pending or self.doubted.is_set()):
-                continue
-            self.doubted = anyio.Event()
-            with anyio.move_on_after(ping_s) as scope:
-                with suppress(MCPError):  # an answer as well: newer servers know no ping
-                    await self.client.session.send_ping()
-            if scope.cancelled_caught:
-                self.fault = f"was silent for {ping_s:g} s, even to a ping"
-                self.ended.set()
-
-
 class _Connection:
     """A connection to a server, kept up by a task of its own; the arguments are `connect_mcp`'s.
 
@@ -98,10 +61,12 @@ class _Connection:
         self._start_timeout_s, self._ping_s, self._max_bytes = start_timeout_s, ping_s, max_bytes
         self.tools: list[Any] = []
         self.users = 0
-        self._link: _Link | None = None
-        self._fault = ""
-        #: Set where there is a link, or making one has failed.
+        self._client: Any = None  # the SDK's, while the server can be called
+        self._fault, self._pending = "", 0  # what became of the server; calls that wait for it
+        #: Set where there is a client, or connecting has failed.
         self._tried = anyio.Event()
+        #: Set where the server is of no more use, or a call was given up that it may have frozen.
+        self._ended, self._doubted = anyio.Event(), anyio.Event()
         self._scope, self._left = anyio.CancelScope(), anyio.Event()
 
     async def keep(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
@@ -114,14 +79,13 @@ class _Connection:
         try:
             with self._scope:
                 while True:
-                    link = _Link()
-                    await self._serve(link, task_status)
-                    if is_first and link.client is None:
-                        raise ToolError(f"MCP server {self._label!r}: {link.fault}")
+                    was_there = await self._serve(task_status)
+                    if is_first and not was_there:
+                        raise ToolError(f"MCP server {self._label!r}: {self._fault}")
                     is_first, task_status = False, anyio.TASK_STATUS_IGNORED
-                    backoff_s = BACKOFF_S if link.client else min(2 * backoff_s, MAX_BACKOFF_S)
+                    backoff_s = BACKOFF_S if was_there else min(2 * backoff_s, MAX_BACKOFF_S)
                     text = "MCP server %r: %s; connecting again"
-                    logger.warning(text, self._label, link.fault)
+                    logger.warning(text, self._label, self._fault)
                     await anyio.sleep(backoff_s)
         finally:
             self._left.set()
@@ -131,50 +95,69 @@ class _Connection:
         self._scope.cancel()
         await self._left.wait()
 
-    async def _serve(self, link: _Link, task_status: TaskStatus[None]) -> None:
-        """One link from its start to its end; where it could not be made, its fault says why."""
+    async def _serve(self, task_status: TaskStatus[None]) -> bool:
+        """Connect, and stay until the server ends; False where it could not be reached."""
         from mcp import Client
 
+        self._ended, self._doubted = anyio.Event(), anyio.Event()
+        client, fault = None, "it ended while starting"
         with tempfile.TemporaryFile("w+", errors="replace") as errors:
-            fault = "it ended while starting"
             # The deadline is lifted once the server has answered: a scope around the start alone
             # could not be left before those that the client opens within it.
             scope = anyio.CancelScope(deadline=anyio.current_time() + self._start_timeout_s)
             try:
                 with scope:
-                    async with Client(self._open_transport(errors, link.ended.set)) as client:
-                        page = await client.list_tools()
-                        tools = list(page.tools)
-                        while page.next_cursor:
-                            page = await client.list_tools(cursor=page.next_cursor)
-                            tools += page.tools
-                        scope.deadline, link.client = math.inf, client
-                        self.tools, self._link = tools, link
+                    transport = self._open_transport(errors, self._ended.set)
+                    async with Client(transport) as starting:
+                        self.tools = await _list_tools(starting)
+                        client = self._client = starting
+                        self._fault, scope.deadline = "ended", math.inf
                         self._tried.set()
                         task_status.started()
                         async with open_task_group() as tasks:
-                            tasks.start_soon(link.watch, self._ping_s)
-                            await link.ended.wait()
+                            tasks.start_soon(self._watch, client)
+                            await self._ended.wait()
                         scope.cancel()  # a frozen server may block a farewell
             except Exception as error:
                 leaf = unwrap_group(error) if isinstance(error, BaseExceptionGroup) else error
                 fault = f"{type(leaf).__name__}: {leaf}"
             finally:
-                self._lose(link)
-            if link.client is None:
+                self._lose(client)
+            if client is None:
                 if scope.cancelled_caught:
                     fault = f"no answer within start_timeout_s = {self._start_timeout_s:g} s"
-                self._fault = link.fault = fault + _read_last_lines(errors)
+                self._fault = fault + _read_last_lines(errors)
                 self._tried.set()
+        return client is not None
 
-    def _lose(self, link: _Link) -> None:
-        """The link is of no more use."""
-        link.ended.set()
-        if self._link is link:
-            self._link, self._tried = None, anyio.Event()
+    async def _watch(self, client: Any) -> None:
+        """End the connection once the server answers no ping.
+
+        It is pinged while calls wait for it, every `ping_s`, and at once when one was given up.
+        """
+        from mcp import MCPError
+
+        while True:
+            with anyio.move_on_after(self._ping_s):
+                await self._doubted.wait()
+            if not (self._pending or self._doubted.is_set()):
+                continue
+            self._doubted = anyio.Event()
+            with anyio.move_on_after(self._ping_s) as scope:
+                with suppress(MCPError):  # an answer as well: newer servers know no ping
+                    await client.session.send_ping()
+            if scope.cancelled_caught:
+                self._fault = f"was silent for {self._ping_s:g} s, even to a ping"
+                self._ended.set()
+
+    def _lose(self, client: Any) -> None:
+        """A client is of no more use."""
+        if self._client is client and client is not None:
+            self._client, self._tried = None, anyio.Event()
+            self._ended.set()
 
     async def call(self, name: str, arguments: Mapping[str, Any], *, may_repeat: bool) -> Any:
-        """Call a tool of the server's; waits for a link that is being made again.
+        """Call a tool of the server's; waits for a connection that is being made again.
 
         Raises:
             ToolError: The server refused the call, or cannot be reached again; or it ended or
@@ -184,17 +167,17 @@ class _Connection:
         from mcp import MCPError
 
         while True:
-            if self._link is None:
+            if self._client is None:
                 await self._tried.wait()
-            link = self._link
-            if link is None:
+            client = self._client
+            if client is None:
                 raise ToolError(
                     f"the MCP server is not there ({self._fault}), and is being started again; "
                     "not called"
                 )
-            link.pending += 1
+            self._pending += 1
             try:
-                return await link.client.call_tool(name, dict(arguments))
+                return await client.call_tool(name, dict(arguments))
             except MCPError as error:
                 if "Server-sent event exceeded" in error.message:
                     raise ToolError(describe_long_answer(self._max_bytes)) from None
@@ -203,16 +186,26 @@ class _Connection:
             except (anyio.ClosedResourceError, anyio.BrokenResourceError):
                 pass
             except anyio.get_cancelled_exc_class():
-                link.doubted.set()
+                self._doubted.set()
                 raise
             finally:
-                link.pending -= 1
-            self._lose(link)
+                self._pending -= 1
+            fault = self._fault
+            self._lose(client)
             if not may_repeat:
                 raise ToolError(
-                    f"the MCP server {link.fault} during this call, and is being started again; "
+                    f"the MCP server {fault} during this call, and is being started again; "
                     "whether the call took effect is unknown"
                 )
+
+
+async def _list_tools(client: Any) -> list[Any]:
+    page = await client.list_tools()
+    tools = list(page.tools)
+    while page.next_cursor:
+        page = await client.list_tools(cursor=page.next_cursor)
+        tools += page.tools
+    return tools
 
 
 def _read_last_lines(errors: Any) -> str:

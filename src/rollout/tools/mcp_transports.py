@@ -1,24 +1,23 @@
 """Transports to MCP servers for the `mcp` SDK, of which no message is read that is too long.
 
-The SDK's own reader of a command's output has no bound, and takes time that grows with the square
-of a line's length.
+Over HTTP it is the SDK's, whose bodies are bounded. The SDK's reader of a command's output has no
+bound, and takes time that grows with the square of a line's length; so that one is ours.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import anyio
+from anyio.streams.buffered import BufferedByteReceiveStream
 
 from rollout.limits import cleanup_scope
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
     from anyio.abc import Process
     from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
@@ -28,7 +27,10 @@ LEAVE_S, END_S = 2.0, 1.0
 #: Seconds for a connection, and for sending a request, over HTTP.
 CONNECT_S = 30.0
 #: What reading and writing raise once the other side is gone, or ours is closed.
-_GONE = (anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError, OSError)
+_GONE = (
+    *(anyio.EndOfStream, anyio.IncompleteRead, OSError),
+    *(anyio.ClosedResourceError, anyio.BrokenResourceError),
+)
 #: Bytes of each end of a line that is too long, in one of which its id stands.
 _ENDS = 4096
 #: The id of a message: some servers write it first, others last.
@@ -52,37 +54,37 @@ def write_refusal(request_id: Any, text: str) -> bytes:
     return json.dumps({"jsonrpc": "2.0", "id": request_id, "error": error}).encode()
 
 
-class LineReader:
-    """Bytes to lines; a refusal takes the place of one that is too long and answers a request."""
+async def read_lines(source: Any, max_bytes: int) -> AsyncIterator[bytes]:
+    """The lines of a byte stream, until it ends; a refusal in place of a long answer.
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._line, self._tail, self._size = bytearray(), b"", 0
-
-    def read(self, piece: bytes) -> Iterator[bytes]:
-        """The lines that end in `piece`, which follows those before."""
-        *ended, rest = piece.split(b"\n")
-        for end in ended:
-            self._add(end)
-            line = bytes(self._line)
-            if self._size > self._max_bytes:
-                request_id = _ID.search(line + self._tail)
-                line = b""
+    A line of more than `max_bytes` that answers no request is left out.
+    """
+    stream = BufferedByteReceiveStream(source)
+    with suppress(*_GONE):
+        while True:
+            try:
+                line = await stream.receive_until(b"\n", max_bytes + 1)
+                ends = line if len(line) > max_bytes else b""
+            except anyio.DelimiterNotFound:
+                line, ends = b"", await _skip_line(stream)
+            if ends:
+                line, request_id = b"", _ID.search(ends)
                 if request_id is not None:
-                    text = describe_long_answer(self._max_bytes)
+                    text = describe_long_answer(max_bytes)
                     line = write_refusal(json.loads(request_id[1] or request_id[2]), text)
             if line.strip():
                 yield line
-            self._line, self._tail, self._size = bytearray(), b"", 0
-        self._add(rest)
 
-    def _add(self, piece: bytes) -> None:
-        self._size += len(piece)
-        if self._size <= self._max_bytes:
-            self._line += piece
-        else:  # only its ends stay
-            self._line = self._line[:_ENDS] + piece[: max(0, _ENDS - len(self._line))]
-            self._tail = (self._tail + piece)[-_ENDS:]
+
+async def _skip_line(stream: BufferedByteReceiveStream) -> bytes:
+    """Read a line of which only the ends are kept."""
+    line, tail, newline = bytearray(), b"", b""
+    while not newline:
+        piece, newline, rest = (await stream.receive(2**30)).partition(b"\n")
+        line += piece[: max(0, _ENDS - len(line))]
+        tail = (tail + piece)[-_ENDS:]
+    stream.feed_data(rest)
+    return bytes(line) + tail
 
 
 @asynccontextmanager
@@ -140,11 +142,10 @@ async def _read(
     import mcp_types
     from mcp.shared.message import SessionMessage
 
-    assert process.stdout is not None
-    lines, validate = LineReader(max_bytes), mcp_types.jsonrpc_message_adapter.validate_json
-    with received, suppress(*_GONE):
-        while True:
-            for line in lines.read(await process.stdout.receive()):
+    validate = mcp_types.jsonrpc_message_adapter.validate_json
+    async with aclosing(read_lines(process.stdout, max_bytes)) as lines:
+        with received:
+            async for line in lines:
                 message: Any
                 try:
                     message = SessionMessage(validate(line, by_name=False))
@@ -170,15 +171,13 @@ async def _write(
 
 async def _end(process: Process) -> None:
     """End the server and what it has started; bounded."""
+    from mcp.os.posix.utilities import terminate_posix_process_tree
+
     assert process.stdin is not None
     with cleanup_scope(LEAVE_S), suppress(*_GONE):
         await process.stdin.aclose()
         await process.wait()
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, number)
-        with cleanup_scope(END_S):
-            await process.wait()
+    await terminate_posix_process_tree(process, END_S)
     with cleanup_scope(END_S):
         await process.aclose()
 

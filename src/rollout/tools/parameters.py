@@ -1,7 +1,11 @@
-"""The parameters of a tool function: what the model reads of them, and what a call may give."""
+"""The parameters of a tool function: what the model reads of them, and what a call may give.
+
+pydantic reads the annotations: a `TypeAdapter` a parameter writes its schema and checks its values.
+"""
 
 from __future__ import annotations
 
+import enum
 import inspect
 import json
 import logging
@@ -10,13 +14,18 @@ import typing
 from typing import Annotated, Any, Literal
 
 import docstring_parser
-import msgspec
 import pydantic
 from pydantic.fields import FieldInfo
+from pydantic.json_schema import GenerateJsonSchema
 
 from rollout.errors import ToolError
-from rollout.tools.argument_checks import MAX_EXPECTED, ArgumentsError, quote_all, show
-from rollout.tools.schemas import write_schema
+from rollout.tools.schemas import (
+    MAX_EXPECTED,
+    ArgumentsError,
+    inline_references,
+    quote_all,
+    show,
+)
 from rollout.tools.tool import ToolContext
 
 if typing.TYPE_CHECKING:
@@ -26,33 +35,63 @@ logger = logging.getLogger("rollout")
 
 #: Faults of pydantic's that only mean another type.
 _EXPECTED = {
-    "int_type": "int",
-    "float_type": "float",
-    "string_type": "str",
-    "bool_type": "bool",
-    "list_type": "list",
-    "tuple_type": "list",
-    "dict_type": "dict",
-    "model_type": "dict",
-    "dataclass_type": "dict",
-    "none_required": "null",
+    **{f"{name}_type": name for name in ("int", "float", "bool", "list", "dict")},
+    **{"string_type": "str", "tuple_type": "list", "none_required": "null"},
+    **{"model_type": "dict", "dataclass_type": "dict"},
 }
+_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
 #: As `transformers.utils.get_json_schema` reads them at the end of a parameter's description.
 _CHOICES = re.compile(r"\(choices:\s*(?P<values>\[.*?\])\)\s*\Z", re.IGNORECASE | re.DOTALL)
 
 
-class Parameter(msgspec.Struct, frozen=True):
-    """One argument that the model may give.
+class _SchemaWriter(GenerateJsonSchema):
+    """Writes types as `transformers.utils.get_json_schema` does, where that knows them."""
 
-    Attributes:
-        adapter: Reads its values.
-        schema: What the model reads about it.
-        is_required: Whether a call must give it.
-    """
+    def nullable_schema(self, schema: Any) -> dict[str, Any]:
+        return {**self.generate_inner(schema["schema"]), "nullable": True}
 
-    adapter: pydantic.TypeAdapter[Any]
-    schema: dict[str, Any]
-    is_required: bool
+    def union_schema(self, schema: Any) -> dict[str, Any]:
+        written = super().union_schema(schema)
+        parts = written.get("anyOf", [])
+        if not parts or any(part.keys() != {"type"} for part in parts):
+            return written
+        return {"type": _one_or_all(sorted({part["type"] for part in parts}))}
+
+    def literal_schema(self, schema: Any) -> dict[str, Any]:
+        values = [v.value if isinstance(v, enum.Enum) else v for v in schema["expected"]]
+        return _write_choices(values) or super().literal_schema(schema)
+
+    def enum_schema(self, schema: Any) -> dict[str, Any]:
+        values = [member.value for member in schema["members"]]
+        return _write_choices(values) or super().enum_schema(schema)
+
+    def list_schema(self, schema: Any) -> dict[str, Any]:
+        return _drop(super().list_schema(schema), items={})
+
+    def tuple_schema(self, schema: Any) -> dict[str, Any]:
+        written = _drop(super().tuple_schema(schema), items={})
+        size = len(written.get("prefixItems", ()))
+        return _drop(written, minItems=size, maxItems=size) if size else written
+
+    def dict_schema(self, schema: Any) -> dict[str, Any]:
+        return _drop(super().dict_schema(schema), additionalProperties=True)
+
+
+def _write_choices(values: list[Any]) -> dict[str, Any]:
+    """The schema of these values; empty where they are no JSON scalars."""
+    if not all(type(value) in _TYPES for value in values):
+        return {}
+    names = list(dict.fromkeys(_TYPES[type(value)] for value in values))
+    return {"type": _one_or_all(names), "enum": values}
+
+
+def _one_or_all(names: list[str]) -> str | list[str]:
+    return names[0] if len(names) == 1 else names
+
+
+def _drop(schema: dict[str, Any], **defaults: Any) -> dict[str, Any]:
+    """The schema without keys that only write down what counts anyway."""
+    return {k: v for k, v in schema.items() if not (k in defaults and v == defaults[k])}
 
 
 class Parameters:
@@ -69,6 +108,7 @@ class Parameters:
         context_name: The parameter that receives the `ToolContext`, or None.
         takes_others: Whether the function takes arguments of other names too, as ``**kwargs``; they
             are the schema's to check.
+        schema: The JSON Schema of the arguments object.
 
     Raises:
         ToolError: It lists everything that must be written first.
@@ -76,7 +116,8 @@ class Parameters:
 
     def __init__(self, function: Callable[..., Any], tool: str, *, is_documented: bool) -> None:
         self._tool = tool
-        self._by_name: dict[str, Parameter] = {}
+        self._adapters: dict[str, pydantic.TypeAdapter[Any]] = {}
+        self.schema: dict[str, Any] = {"type": "object", "properties": {}}
         self.context_name: str | None = None
         self.takes_others = False
         self.description, descriptions = parse_docstring(function.__doc__)
@@ -100,7 +141,7 @@ class Parameters:
             else:
                 hint = Any if raw.annotation is raw.empty else hints[name]
                 try:
-                    self._by_name[name] = _make_parameter(raw, hint, descriptions.get(name, ""))
+                    self._add(raw, hint, descriptions.get(name, ""))
                 except (TypeError, ValueError, pydantic.PydanticUserError) as error:
                     why = str(error).partition(". ")[0]
                     faults.append(
@@ -109,7 +150,8 @@ class Parameters:
                     )
         if faults:
             raise ToolError(f"function tool {tool!r}: " + "; ".join(faults))
-        undescribed = [n for n, each in self._by_name.items() if "description" not in each.schema]
+        properties = self.schema["properties"]
+        undescribed = [name for name in properties if "description" not in properties[name]]
         if is_documented and undescribed:
             logger.warning(
                 "function tool %r: the model sees no description of %s: write one under `Args:` in "
@@ -117,18 +159,37 @@ class Parameters:
                 *(tool, quote_all(undescribed)),
             )
 
+    def _add(self, raw: inspect.Parameter, hint: Any, description: str) -> None:
+        """Add a parameter.
+
+        Raises:
+            TypeError: The type, or one within it, contains itself.
+            pydantic.PydanticUserError: JSON has no word for it.
+        """
+        choices = _CHOICES.search(description)
+        if choices is not None:
+            hint = Literal[tuple(json.loads(choices["values"]))]
+            description = description[: choices.start()].strip()
+        for text in getattr(hint, "__metadata__", ()):
+            if isinstance(text, str):
+                hint = Annotated[hint, pydantic.Field(description=text)]
+        adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(hint)
+        schema = inline_references(adapter.json_schema(schema_generator=_SchemaWriter))
+        if description:
+            schema["description"] = description
+        if raw.default is raw.empty:
+            self.schema.setdefault("required", []).append(raw.name)
+        else:
+            try:
+                schema["default"] = adapter.dump_python(raw.default, mode="json", warnings="none")
+            except ValueError:  # an object that JSON has no word for: just optional
+                schema.pop("default", None)
+        self._adapters[raw.name], self.schema["properties"][raw.name] = adapter, schema
+
     @property
     def names(self) -> set[str]:
         """Names of all that a call may give."""
-        return set(self._by_name)
-
-    @property
-    def schema(self) -> dict[str, Any]:
-        """The JSON Schema of the arguments object."""
-        properties = {name: each.schema for name, each in self._by_name.items()}
-        required = [name for name, each in self._by_name.items() if each.is_required]
-        schema: dict[str, Any] = {"type": "object", "properties": properties}
-        return {**schema, "required": required} if required else schema
+        return set(self._adapters)
 
     def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The given arguments as the function's types (an Enum member, a dataclass, …).
@@ -140,26 +201,41 @@ class Parameters:
         """
         checked: dict[str, Any] = {}
         faults: list[str] = []
+        unknown: list[str] = []
         for name, value in arguments.items():
-            parameter = self._by_name.get(name)
-            if parameter is not None:
+            adapter = self._adapters.get(name)
+            if adapter is not None:
                 try:
-                    checked[name] = _read_value(parameter.adapter, value)
+                    checked[name] = _read_value(adapter, value)
                 except pydantic.ValidationError as error:
-                    faults.append(_describe_fault(name, parameter, value, error))
+                    faults.append(self._describe_fault(name, value, error))
             elif self.takes_others:
                 checked[name] = value
-        missing = [
-            n for n, each in self._by_name.items() if each.is_required and n not in arguments
-        ]
-        unknown = [n for n in arguments if n not in self._by_name and not self.takes_others]
-        faults += [f"missing {quote_all(missing)}"] if missing else []
+            else:
+                unknown.append(name)
+        missing = [name for name in self.schema.get("required", ()) if name not in arguments]
+        if missing:
+            faults.append(f"missing {quote_all(missing)}")
         if unknown:
-            taken = quote_all(self._by_name) or "none"
+            taken = quote_all(self._adapters) or "none"
             faults.append(f"unknown {quote_all(unknown)} (it takes {taken})")
         if faults:
             raise ArgumentsError(self._tool, faults)
         return checked
+
+    def _describe_fault(self, name: str, value: Any, error: pydantic.ValidationError) -> str:
+        """What is wrong with one argument, in words for a model."""
+        first, *others = error.errors(include_url=False, include_context=False)
+        if any(each["loc"] and each["loc"][:-1] == first["loc"][:-1] for each in others):
+            schema = self.schema["properties"][name]  # a union's
+            return f"{name} = {show(value)}: expected {show(schema, MAX_EXPECTED)}"
+        steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"]]
+        found, expected = first["input"], _EXPECTED.get(first["type"])
+        problem = first["msg"][:1].lower() + first["msg"][1:]
+        if expected is not None:
+            kind = "null" if found is None else type(found).__name__
+            problem = f"expected {expected}, got {kind}"
+        return f"{name}{''.join(steps)} = {show(found)}: {problem}"
 
 
 def _read_value(adapter: pydantic.TypeAdapter[Any], value: Any) -> Any:
@@ -178,21 +254,6 @@ def _read_value(adapter: pydantic.TypeAdapter[Any], value: Any) -> Any:
         return adapter.validate_json(text, strict=True)
 
 
-def _describe_fault(
-    name: str, parameter: Parameter, value: Any, error: pydantic.ValidationError
-) -> str:
-    """What is wrong with one argument, in words for a model."""
-    first, *others = error.errors(include_url=False, include_context=False)
-    if any(each["loc"][:-1] == first["loc"][:-1] and each["loc"] for each in others):  # a union's
-        return f"{name} = {show(value)}: expected {show(parameter.schema, MAX_EXPECTED)}"
-    steps = [f"[{s}]" if isinstance(s, int) else f".{s}" for s in first["loc"]]
-    found, expected = first["input"], _EXPECTED.get(first["type"])
-    problem = first["msg"][:1].lower() + first["msg"][1:]
-    if expected is not None:
-        problem = f"expected {expected}, got {'null' if found is None else type(found).__name__}"
-    return f"{name}{''.join(steps)} = {show(found)}: {problem}"
-
-
 def _find_fault(raw: inspect.Parameter, *, is_documented: bool) -> str:
     """Why a parameter cannot be one of a tool, by its form alone; "" where it can."""
     name = raw.name
@@ -208,27 +269,6 @@ def _find_fault(raw: inspect.Parameter, *, is_documented: bool) -> str:
     if is_documented and raw.annotation is raw.empty:
         return f"parameter {name!r} has no type: write `{name}: str` or what it is"
     return ""
-
-
-def _make_parameter(raw: inspect.Parameter, hint: Any, description: str) -> Parameter:
-    choices = _CHOICES.search(description)
-    if choices is not None:
-        hint = Literal[tuple(json.loads(choices["values"]))]
-        description = description[: choices.start()].strip()
-    texts = [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, str)]
-    for text in texts:
-        hint = Annotated[hint, pydantic.Field(description=text)]
-    adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(hint)
-    schema = write_schema(adapter)
-    if description:
-        schema["description"] = description
-    is_required = raw.default is raw.empty
-    if not is_required:
-        try:
-            schema["default"] = adapter.dump_python(raw.default, mode="json", warnings="none")
-        except ValueError:  # an object that JSON has no word for: just optional
-            schema.pop("default", None)
-    return Parameter(adapter, schema, is_required)
 
 
 def parse_docstring(text: str | None) -> tuple[str, dict[str, str]]:

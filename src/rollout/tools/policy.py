@@ -15,6 +15,7 @@ import msgspec
 from rollout.config.checks import Count, Natural, Positive, validate
 from rollout.errors import ToolError
 from rollout.scopes import release_token
+from rollout.tools.results import error_result
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -84,25 +85,20 @@ class ToolGate:
 
     def __init__(self, name: str, policy: ToolPolicy) -> None:
         self.name, self.policy = name, policy
-        slots = policy.max_concurrency
-        self._slots = None if slots is None else anyio.CapacityLimiter(slots)
+        #: Whether calls may wait for a slot.
+        self.has_queue = policy.max_concurrency is not None or policy.rate_limit_per_s is not None
+        self._slots = anyio.CapacityLimiter(policy.max_concurrency or math.inf)
         self._starting = anyio.Lock()
         self._next_start = 0.0
         self._results: OrderedDict[bytes, ToolResult] = OrderedDict()
         self._failures, self._last_failure, self._refuses_until = 0, "", -math.inf
-
-    @property
-    def has_queue(self) -> bool:
-        """Whether calls may wait for a slot."""
-        return self._slots is not None or self.policy.rate_limit_per_s is not None
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
         """One of `max_concurrency` slots, once the rate allows another start."""
         borrower = object()
         try:
-            if self._slots is not None:
-                await self._slots.acquire_on_behalf_of(borrower)
+            await self._slots.acquire_on_behalf_of(borrower)
             if self.policy.rate_limit_per_s is not None:
                 async with self._starting:
                     await anyio.sleep_until(self._next_start)
@@ -110,47 +106,41 @@ class ToolGate:
                     self._next_start = now + 1 / self.policy.rate_limit_per_s
             yield
         finally:
-            if self._slots is not None:
-                release_token(self._slots, borrower)
+            release_token(self._slots, borrower)
 
-    def make_cache_key(
-        self, arguments: Mapping[str, Any], kwargs: Mapping[str, Any]
-    ) -> bytes | None:
-        """What the result of a call is kept under; None where it is not kept."""
-        if not self.policy.cache_size:
-            return None
-        try:
-            return msgspec.json.encode((arguments, kwargs), order="deterministic")
-        except Exception:  # kwargs may hold any object
-            return None
+    def find_result(self, arguments: Any, kwargs: Mapping[str, Any]) -> ToolResult | None:
+        """The result of a call without running it: of an earlier one like it, or the breaker's."""
+        key = self._make_key(arguments, kwargs)
+        if key in self._results:
+            self._results.move_to_end(key)
+            return self._results[key]
+        return self.find_refusal()
 
-    def find_cached(self, key: bytes | None) -> ToolResult | None:
-        """The result of an earlier call like this one."""
-        if key is None or key not in self._results:
+    def find_refusal(self) -> ToolResult | None:
+        """The breaker's answer where a call may not run now."""
+        if not self._failures or anyio.current_time() >= self._refuses_until:
             return None
-        self._results.move_to_end(key)
-        return self._results[key]
-
-    def cache(self, key: bytes | None, result: ToolResult) -> None:
-        """Keep a result for later calls; the one used longest ago makes room."""
-        if key is None or result.is_error:
-            return
-        self._results[key] = result
-        if len(self._results) > self.policy.cache_size:
-            self._results.popitem(last=False)
-
-    def describe_refusal(self) -> str | None:
-        """Why a call may not run now; None where it may."""
-        if anyio.current_time() >= self._refuses_until:
-            return None
-        return (
+        return error_result(
             f"{self.name!r} is not available: its last {self._failures} calls failed (the last "
             f"one: {self._last_failure}); not called"
         )
 
-    def note_success(self) -> None:
-        """A call was answered."""
+    def _make_key(self, arguments: Any, kwargs: Mapping[str, Any]) -> bytes:
+        """What the result of a call is kept under; empty where it is not kept."""
+        if not self.policy.cache_size:
+            return b""
+        try:
+            return msgspec.json.encode((arguments, kwargs), order="deterministic")
+        except Exception:  # kwargs may hold any object
+            return b""
+
+    def note_success(self, arguments: Any, kwargs: Mapping[str, Any], result: ToolResult) -> None:
+        """A call was answered: keep its result; the one used longest ago makes room."""
         self._failures = 0
+        if not result.is_error and (key := self._make_key(arguments, kwargs)):
+            self._results[key] = result
+            if len(self._results) > self.policy.cache_size:
+                self._results.popitem(last=False)
 
     def note_failure(self, failure: str) -> None:
         """A call raised, or timed out."""

@@ -103,23 +103,21 @@ def normalise_result(value: Any) -> ToolResult:
     Raises:
         MediaError: It holds an image, a video or audio within other values, or bytes.
     """
+    if isinstance(value, str):
+        return ToolResult(value)
+    if isinstance(value, ToolResult):
+        return check_result(value)
     if type(value) is tuple and len(value) == 2 and isinstance(value[1], float):
         result, reward = value
         if isinstance(result, ToolResult | str):
-            result = normalise_result(result)
-            return check_result(msgspec.structs.replace(result, reward=reward))
-    if isinstance(value, ToolResult):
-        return check_result(value)
-    if isinstance(value, str):
-        return ToolResult(value)
+            return check_result(msgspec.structs.replace(normalise_result(result), reward=reward))
     if value is None:
         return ToolResult(NO_OUTPUT)
     if isinstance(value, numbers.Number):  # bool and NumPy scalars included
         try:
             return ToolResult(str(value))
         except ValueError as error:  # Python refuses to write out thousands of digits
-            text = f"the tool returned a number that cannot be written out: {error}"
-            return error_result(text)
+            return error_result(f"the tool returned a number that cannot be written out: {error}")
     if isinstance(value, bytes | bytearray) and not is_media_file(value):
         return ToolResult(value.decode(errors="replace"))
     return _show_media(value) or _write_json(value)
@@ -135,12 +133,18 @@ def _show_media(value: Any) -> ToolResult | None:
     if not isinstance(value, list) or not all(map(_is_part, value)):
         return None
     media = [media_part(f"part {at} of the tool's answer", part) for at, part in enumerate(value)]
-    images = [each for each in media if each is not None and each.kind == "image"]
-    videos = [each for each in media if each is not None and each.kind == "video"]
-    if not (images or videos):
+    if not any(media):
         return None
     texts = [part["text"] for part in value if part.get("type") == "text"]
+    images, videos = split_media(media)
     return ToolResult("\n".join(texts), images=images, videos=videos)
+
+
+def split_media(parts: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """The images, and the videos, among what `media_part` found."""
+    found = [part for part in parts if part is not None]
+    images = [part for part in found if part.kind == "image"]
+    return images, [part for part in found if part.kind == "video"]
 
 
 def _is_part(value: object) -> bool:
@@ -154,13 +158,12 @@ def _write_json(value: Any) -> ToolResult:
     try:
         check_answer("the tool's answer", value)
         encoded = msgspec.json.encode(value, enc_hook=_convert_plain)
-        text = msgspec.json.format(encoded, indent=0).decode()
+        return ToolResult(msgspec.json.format(encoded, indent=0).decode(), data=value)
     except MediaError:
         raise
     except Exception as error:  # an iterator or a property of the value may raise anything
         kind = type(value).__name__
         return error_result(f"the tool returned {kind}, which is not JSON ({error}); {_EXPECTED}")
-    return ToolResult(text, data=value)
 
 
 def _convert_plain(value: Any) -> Any:

@@ -1,84 +1,172 @@
-"""JSON Schemas of Python types: self-contained, without ``$ref``, as transformers writes them."""
+"""JSON Schemas of tools: their OpenAI form, without references, and calls checked against them."""
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-from pydantic.json_schema import GenerateJsonSchema
+import jsonschema_rs
+import msgspec
 
 from rollout.errors import ToolError
 
-if TYPE_CHECKING:
-    import pydantic
+#: Characters of a wrong argument, and of what is said about it, that the model sees.
+MAX_SHOWN, MAX_EXPECTED = 80, 240
+#: Faults of one call that are listed.
+MAX_FAULTS = 8
 
+#: Keywords beside which a missing `additionalProperties` does not mean that all are listed.
+_OPEN = frozenset(
+    (
+        *("$ref", "allOf", "anyOf", "oneOf", "if", "patternProperties", "unevaluatedProperties"),
+        *("additionalProperties", "propertyNames"),
+    )
+)
 #: Keys whose values are data or names, not schemas: copied as they are.
 _VERBATIM = frozenset({"const", "default", "enum", "examples", "required"})
 #: Keys that are left out. A discriminator maps tags to references; the tags stand in the
 #: alternatives as well.
 _DROPPED = frozenset({"title", "discriminator", "$defs", "definitions"})
-_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
 
 
-class _SchemaWriter(GenerateJsonSchema):
-    """Writes types as `transformers.utils.get_json_schema` does, where that knows them."""
+class ArgumentsError(ToolError):
+    """A call's arguments are not what the tool takes; the text lists every fault."""
 
-    def nullable_schema(self, schema: Any) -> dict[str, Any]:
-        return {**self.generate_inner(schema["schema"]), "nullable": True}
-
-    def union_schema(self, schema: Any) -> dict[str, Any]:
-        written = super().union_schema(schema)
-        parts = written.get("anyOf", [])
-        if not parts or any(part.keys() != {"type"} for part in parts):
-            return written
-        return {"type": _one_or_all(sorted({part["type"] for part in parts}))}
-
-    def literal_schema(self, schema: Any) -> dict[str, Any]:
-        values = [v.value if isinstance(v, enum.Enum) else v for v in schema["expected"]]
-        return _write_choices(values) or super().literal_schema(schema)
-
-    def enum_schema(self, schema: Any) -> dict[str, Any]:
-        values = [member.value for member in schema["members"]]
-        return _write_choices(values) or super().enum_schema(schema)
-
-    def list_schema(self, schema: Any) -> dict[str, Any]:
-        return _drop(super().list_schema(schema), items={})
-
-    def tuple_schema(self, schema: Any) -> dict[str, Any]:
-        written = _drop(super().tuple_schema(schema), items={})
-        size = len(written.get("prefixItems", ()))
-        return _drop(written, minItems=size, maxItems=size) if size else written
-
-    def dict_schema(self, schema: Any) -> dict[str, Any]:
-        return _drop(super().dict_schema(schema), additionalProperties=True)
+    def __init__(self, tool: str, faults: Iterable[str]) -> None:
+        listed = list(faults)
+        if len(listed) > MAX_FAULTS:
+            listed[MAX_FAULTS:] = [f"and {len(listed) - MAX_FAULTS} more"]
+        super().__init__(f"invalid arguments for {tool!r}: {'; '.join(listed)}")
 
 
-def _write_choices(values: list[Any]) -> dict[str, Any]:
-    """The schema of these values; empty where they are no JSON scalars."""
-    if not all(type(value) in _TYPES for value in values):
-        return {}
-    names = list(dict.fromkeys(_TYPES[type(value)] for value in values))
-    return {"type": _one_or_all(names), "enum": values}
+class SchemaCheck:
+    """Checks arguments against the `parameters` of a tool's schema.
 
+    Where these list `properties` and say nothing about further ones, there are none.
 
-def _one_or_all(names: list[str]) -> str | list[str]:
-    return names[0] if len(names) == 1 else names
-
-
-def _drop(schema: dict[str, Any], **defaults: Any) -> dict[str, Any]:
-    """The schema without keys that only write down what counts anyway."""
-    return {k: v for k, v in schema.items() if not (k in defaults and v == defaults[k])}
-
-
-def write_schema(adapter: pydantic.TypeAdapter[Any]) -> dict[str, Any]:
-    """The JSON Schema of values of this type.
+    Args:
+        tool: Its name, for messages.
+        parameters: A JSON Schema, draft 2020-12; None takes any arguments.
 
     Raises:
-        TypeError: The type, or one within it, contains itself.
-        pydantic.PydanticUserError: JSON has no word for it.
+        ToolError: It is no JSON Schema.
     """
-    return inline_references(adapter.json_schema(schema_generator=_SchemaWriter))
+
+    def __init__(self, tool: str, parameters: Mapping[str, Any] | None) -> None:
+        self._tool = tool
+        self._schema: dict[str, Any] = _allow_null(dict(parameters or {}))
+        if "properties" in self._schema and not _OPEN & self._schema.keys():
+            self._schema["additionalProperties"] = False
+        self.names = tuple(self._schema.get("properties", ()))
+        try:
+            self._validator = jsonschema_rs.Draft202012Validator(
+                self._schema, retriever=_refuse_remote
+            )
+        except (jsonschema_rs.ValidationError, jsonschema_rs.ReferencingError, ValueError) as error:
+            path = _write_path(getattr(error, "instance_path", ()))
+            text = getattr(error, "message", str(error)).partition("\n")[0]
+            raise ToolError(
+                f"tool {tool!r}: parameters{path} of its schema: {text:.{MAX_EXPECTED}}; expected "
+                f"a JSON Schema"
+            ) from None
+
+    def check(self, arguments: Any) -> dict[str, Any]:
+        """Return right arguments as they are.
+
+        Raises:
+            ArgumentsError: It names each missing, unknown and wrong one.
+        """
+        found = read_object(self._tool, arguments)
+        try:
+            errors = list(self._validator.iter_errors(found))
+        except ValueError:  # tools_kwargs may hold what JSON has no word for
+            plain = msgspec.to_builtins(found, enc_hook=lambda value: f"<{type(value).__name__}>")
+            errors = list(self._validator.iter_errors(plain))
+        if errors:
+            raise ArgumentsError(self._tool, dict.fromkeys(map(self._describe, errors)))
+        return found
+
+    def _describe(self, error: Any) -> str:
+        keyword, path = error.kind.name, _write_path(error.instance_path).removeprefix(".")
+        where = f" in {path}" if path else ""
+        if keyword == "required":
+            return f"missing {error.kind.property!r}{where}"
+        if keyword == "additionalProperties":
+            taken = "" if where else f" (it takes {quote_all(self.names) or 'none'})"
+            return f"unknown {quote_all(error.kind.unexpected)}{where}{taken}"
+        if keyword not in ("anyOf", "oneOf"):
+            return f"{path or 'arguments'}: {error.message:.{MAX_EXPECTED}}"
+        schema: Any = self._schema
+        for step in error.schema_path:
+            schema = schema[step]
+        found = f"{path or 'arguments'} = {show(error.instance)}"
+        return f"{found}: expected one of {show(schema, MAX_EXPECTED)}"
+
+
+def read_object(tool: str, arguments: Any) -> dict[str, Any]:
+    """The arguments as a dict.
+
+    Raises:
+        ArgumentsError: They are no object.
+    """
+    if not isinstance(arguments, Mapping):
+        raise ArgumentsError(tool, [f"{show(arguments)} is no object of arguments"])
+    return dict(arguments)
+
+
+def _allow_null(schema: Any) -> Any:
+    """The schema with ``nullable``, which OpenAPI and transformers write, in JSON Schema's way."""
+    if isinstance(schema, list):
+        return [_allow_null(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    schema = {key: _allow_null(each) for key, each in schema.items()}
+    if schema.get("nullable") is not True:  # a property may have that name
+        return schema
+    del schema["nullable"]
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _refuse_remote(uri: str) -> Any:
+    raise ValueError(f"{uri} is not fetched; write the schema out")
+
+
+def _write_path(steps: Iterable[Any]) -> str:
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
+
+
+def quote_all(names: Iterable[str]) -> str:
+    """The names, quoted, with commas between them."""
+    return ", ".join(repr(name) for name in names)
+
+
+def show(value: Any, limit: int = MAX_SHOWN) -> str:
+    """`value` as JSON, or the name of its type, cut to `limit` characters."""
+    try:
+        text = msgspec.json.encode(value).decode()
+    except Exception:  # it came from tools_kwargs and may be any object
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= limit else f"{text[:limit]}…"
+
+
+def as_openai_schema(schema: Any, what: str) -> dict[str, Any]:
+    """A tool's schema in OpenAI's form; the function alone gets its envelope.
+
+    Raises:
+        ToolError: It is neither; the text begins with `what`.
+    """
+    if isinstance(schema, Mapping) and "function" not in schema and "name" in schema:
+        # The function alone, or in the form of OpenAI's Responses API.
+        inner = {key: value for key, value in schema.items() if key != "type"}
+        schema = {"type": "function", "function": inner}
+    function = schema.get("function") if isinstance(schema, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not name:
+        raise ToolError(
+            f"{what} = {schema!r:.200}: expected "
+            "{'type': 'function', 'function': {'name': ..., 'parameters': {...}}}"
+        )
+    return schema if isinstance(schema, dict) else dict(schema)
 
 
 def inline_references(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,27 +197,8 @@ def _inline(schema: Any, definitions: dict[str, Any], within: tuple[str, ...]) -
             inlined = {**_inline(definitions[name], definitions, (*within, name)), **inlined}
         elif key == "properties":  # its keys are names, one of which may be "title" or "default"
             inlined[key] = {n: _inline(each, definitions, within) for n, each in value.items()}
+        elif key in _VERBATIM:
+            inlined[key] = value
         elif key not in _DROPPED:
-            is_data = key in _VERBATIM
-            inlined[key] = value if is_data else _inline(value, definitions, within)
+            inlined[key] = _inline(value, definitions, within)
     return inlined
-
-
-def as_openai_schema(schema: Any, what: str) -> dict[str, Any]:
-    """A tool's schema in OpenAI's form; the function alone gets its envelope.
-
-    Raises:
-        ToolError: It is neither; the text begins with `what`.
-    """
-    if isinstance(schema, Mapping) and "function" not in schema and "name" in schema:
-        # The function alone, or in the form of OpenAI's Responses API.
-        inner = {key: value for key, value in schema.items() if key != "type"}
-        schema = {"type": "function", "function": inner}
-    function = schema.get("function") if isinstance(schema, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str) or not name:
-        raise ToolError(
-            f"{what} = {schema!r:.200}: expected "
-            "{'type': 'function', 'function': {'name': ..., 'parameters': {...}}}"
-        )
-    return schema if isinstance(schema, dict) else dict(schema)

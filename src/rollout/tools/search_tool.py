@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import urllib.error
 import urllib.request
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rollout.config.checks import is_http_url
 from rollout.errors import ToolError
+from rollout.tools.function_tools import FunctionTool
 from rollout.tools.policy import ToolPolicy, TransientError
 from rollout.tools.results import ToolResult
-from rollout.tools.tool import Tool, ToolContext, ToolSession
-
-if TYPE_CHECKING:
-    from rollout.types import ToolCall
 
 #: Bytes of an answer that are read.
 MAX_ANSWER = 16 * 2**20
 
 
-class SearchTool(Tool):
+class SearchTool(FunctionTool[..., ToolResult]):
     """Answers a query with the passages of a retriever; `ToolResult.data` lists its documents.
 
     The retriever takes ``POST {"queries": [query], "topk": n, "return_scores": true}`` and answers
@@ -39,9 +35,6 @@ class SearchTool(Tool):
         ToolError: An argument is wrong.
     """
 
-    stateful = False
-    policy = ToolPolicy(retries=2)
-
     def __init__(
         self,
         url: str,
@@ -57,7 +50,7 @@ class SearchTool(Tool):
             fault = f"top_k = {top_k}, max_top_k = {max_top_k}; expected 1 ≤ top_k ≤ max_top_k"
         if fault:
             raise ToolError(f"search tool {name!r}: {fault}")
-        self.url, self.name, self.top_k, self.timeout_s = url, name, top_k, timeout_s
+        self.url, self.top_k, self.timeout_s = url, top_k, timeout_s
         count = {"type": "integer", "description": "How many passages.", "default": top_k}
         properties = {
             "query": {"type": "string", "description": "What to look for, in a few words."},
@@ -65,26 +58,22 @@ class SearchTool(Tool):
         }
         description = description or "Search for passages about the query, the best first."
         parameters = {"type": "object", "properties": properties, "required": ["query"]}
-        function = {"name": name, "description": description, "parameters": parameters}
-        self.schema = {"type": "function", "function": function}
+        schema = {"name": name, "description": description, "parameters": parameters}
+        super().__init__(self.search, name=name, schema=schema, policy=ToolPolicy(retries=2))
 
-    async def open(self, context: ToolContext) -> ToolSession:
-        """See `Tool.open`."""
-        return _SearchSession(self, context)
-
-    def _search(self, query: str, count: int) -> list[Any]:
-        """What the retriever finds.
+    def search(self, query: str, top_k: int | None = None) -> ToolResult:
+        """The passages that the retriever finds.
 
         Raises:
             TransientError: It does not answer.
             ToolError: It refuses, or its answer is none of a retriever.
         """
-        body = {"queries": [query], "topk": count, "return_scores": True}
+        body = {"queries": [query], "topk": top_k or self.top_k, "return_scores": True}
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.url, json.dumps(body).encode(), headers)
         try:
             with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
-                return list(json.loads(answer.read(MAX_ANSWER))["result"][0])
+                found = list(json.loads(answer.read(MAX_ANSWER))["result"][0])
         except urllib.error.HTTPError as error:
             error.close()
             kind = TransientError if error.code >= 500 or error.code == 429 else ToolError
@@ -93,16 +82,7 @@ class SearchTool(Tool):
             raise TransientError(f"the retriever does not answer: {error}") from error
         except (ValueError, LookupError, TypeError) as error:
             raise ToolError(f"the retriever gave no list of results ({error!r:.100})") from error
-
-
-class _SearchSession(ToolSession):
-    def __init__(self, tool: SearchTool, context: ToolContext) -> None:
-        self._tool, self._threads = tool, context.threads
-
-    async def execute(self, call: ToolCall) -> ToolResult:
-        query, count = call.arguments["query"], call.arguments.get("top_k", self._tool.top_k)
-        found = await self._threads.run(self._tool.name, self._tool._search, query, count)
-        text = "\n\n".join(map(_show_passage, found, itertools.count(1)))
+        text = "\n\n".join(_show_passage(each, number) for number, each in enumerate(found, 1))
         return ToolResult(text or "No passage was found.", data=found)
 
 

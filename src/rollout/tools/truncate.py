@@ -8,6 +8,7 @@ TruncateSide = Literal["left", "right", "middle"]
 
 #: What stands in place of the removed text, by the side that lost it; as in verl.
 MARKERS = {"left": "(truncated)...", "right": "...(truncated)", "middle": "...(truncated)..."}
+#: Our names of sides by verl's, which are those of the side kept.
 _SEED_SIDES: dict[str, TruncateSide] = {"left": "right", "right": "left", "middle": "middle"}
 
 
@@ -44,13 +45,10 @@ def truncate_text(
     if len(units) <= limit:
         return text
     tail = {"left": limit, "right": 0, "middle": limit // 2}[side]
-    ends = units[: limit - tail], units[len(units) - tail :]
-    # A character of several tokens may be cut: what is left of it is none.
-    if unit == "tokens":
-        head, end = (str(tokenizer.decode(ids)).strip("\ufffd") if ids else "" for ids in ends)
-    else:
-        head, end = ends
-    return f"{head}{MARKERS[side]}{end}"
+    ends = [units[: limit - tail], units[len(units) - tail :]]
+    if unit == "tokens":  # what is left of a character that was cut is none
+        ends = [str(tokenizer.decode(ids)).strip("\ufffd") if ids else "" for ids in ends]
+    return MARKERS[side].join(ends)
 
 
 def truncate_side(side: str, convention: str) -> TruncateSide:
@@ -63,5 +61,4 @@ def truncate_side(side: str, convention: str) -> TruncateSide:
         raise ValueError(f"side = {side!r}: expected 'left', 'right' or 'middle'")
     if convention not in ("rollout", "seed"):
         raise ValueError(f"convention = {convention!r}: expected 'rollout' or 'seed'")
-    swapped = _SEED_SIDES[side]
-    return swapped if convention == "seed" else _SEED_SIDES[swapped]
+    return _SEED_SIDES[side] if convention == "seed" else _SEED_SIDES[_SEED_SIDES[side]]
