@@ -230,35 +230,6 @@ async def test_policy_fail_replica_dies_its_request_fails_and_it_is_started_agai
         assert pool.statistics()[0].starts == 2
 
 
-async def test_replica_never_starts_again_waiting_requests_learn_why(
-    cores: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with pool_of(token_s=1.0).serving() as pool:
-
-        async def refuse(self: object) -> None:
-            raise MemoryError("no room on the card")
-
-        monkeypatch.setattr(fake_core.CountingCore, "start", refuse)
-        cores[0].on_death()
-        died_at = anyio.current_time()
-        await anyio.sleep(0.1)
-        with pytest.raises(EngineError) as caught:
-            await ask(pool, 1, 1)
-        assert str(caught.value) == (
-            "no engine is left: engine-0: MemoryError: no room on the card"
-        )
-        assert caught.value.reason == "no_engine"
-        assert anyio.current_time() - died_at == 300.0
-        with pytest.raises(EngineError):  # later ones need not wait again
-            await ask(pool, 1, 1)
-        assert anyio.current_time() - died_at == 300.0
-        (replica,) = pool.statistics()
-        assert (replica.state, replica.last_error) == (
-            "restarting",
-            "engine-0: MemoryError: no room on the card",
-        )
-
-
 async def test_open_first_start_fails_error_names_replica_and_cause() -> None:
     with pytest.raises(EngineError) as caught:
         async with pool_of("BrokenCore", replicas=3).serving():

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio  # noqa: TID251  (the callers of these tests run it)
-import signal
 import subprocess
 import sys
-import threading
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -18,8 +15,6 @@ import rollout
 from rollout import Outcome, Prompt, RolloutBatch, RolloutConfig, RolloutRuntime
 from rollout.config import (
     LengthsConfig,
-    LimitsConfig,
-    RecoveryConfig,
     SamplingConfig,
     SchedulingConfig,
 )
@@ -51,34 +46,6 @@ def engines() -> list[psutil.Process]:
     ]
 
 
-async def disturbed(disturb: Any, config: RolloutConfig) -> tuple[RolloutBatch, RolloutRuntime]:
-    """Generate, and call `disturb` with the engine's process once tokens are on their way."""
-    async with rollout.open_rollout(config) as runtime, anyio.create_task_group() as tasks:
-
-        async def act() -> None:
-            while runtime.statistics().replicas[0].in_flight < 4:
-                await anyio.sleep(0.02)
-            await anyio.sleep(0.3)
-            disturb(engines()[0])
-
-        tasks.start_soon(act)
-        with anyio.fail_after(90):
-            batch = await runtime.generate([PROMPT], step=1)
-    assert engines() == []
-    return batch, runtime
-
-
-@pytest.mark.slow
-def test_engine_killed_without_recovery_members_fail_and_the_batch_ends() -> None:
-    config = embedded(
-        scheduling=SchedulingConfig(samples_per_prompt=4, max_retries=0, max_failures=None),
-        recovery=RecoveryConfig(policy="fail"),
-    )
-    batch, _ = anyio.run(disturbed, lambda process: process.kill(), config, backend="asyncio")
-    assert {(t.outcome, t.reason) for t in batch.trajectories} == {(Outcome.FAILED, "engine")}
-    assert all(t.reward is None and not t.trainable for t in batch.trajectories)
-
-
 @pytest.mark.slow
 def test_asyncio_timeout_and_task_cancel_pass_through_and_the_runtime_stays_usable() -> None:
     async def main() -> RolloutBatch:
@@ -98,58 +65,6 @@ def test_asyncio_timeout_and_task_cancel_pass_through_and_the_runtime_stays_usab
 
     assert len(asyncio.run(main()).trajectories) == 4
     assert engines() == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["trio", "asyncio"])
-def test_closing_while_starting_leaves_no_process(backend: str) -> None:
-    async def main() -> None:
-        async def leave_when_it_starts(scope: anyio.CancelScope) -> None:
-            while not engines():
-                await anyio.sleep(0.01)
-            scope.cancel()
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(leave_when_it_starts, tasks.cancel_scope)
-            async with rollout.open_rollout(embedded()):
-                pytest.fail("it was to be cancelled before its model is loaded")
-
-    anyio.run(main, backend=backend)
-    assert engines() == []
-
-
-DRIVER = """
-import anyio, rollout
-from test_real_processes import PROMPT, embedded
-async def main():
-    async with rollout.open_rollout(embedded()) as runtime:
-        print("ready", flush=True)
-        while True:
-            await runtime.generate([PROMPT])
-anyio.run(main)
-"""
-
-
-def test_driver_killed_in_mid_batch_no_engine_is_left_after_five_seconds() -> None:
-    driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        cwd=Path(__file__).parent,
-        text=True,
-    )
-    assert driver.stdout is not None
-    try:
-        assert driver.stdout.readline() == "ready\n"
-        left = psutil.Process(driver.pid).children(recursive=True)
-        assert len(left) == 1
-        driver.send_signal(signal.SIGKILL)
-        _, alive = psutil.wait_procs(left, timeout=5)
-        assert alive == []
-    finally:
-        driver.kill()
-        driver.wait()
-        driver.stdout.close()
 
 
 STUCK = """
@@ -212,19 +127,3 @@ def test_cancelled_trajectories_keep_all_that_the_engine_had_sampled() -> None:
     assert {t.outcome for t in batch.trajectories} == {Outcome.CANCELLED}
     assert min(lengths) > 0
     assert (sum(lengths), replica.tokens.late) == (replica.tokens.taken, 0)
-
-
-@pytest.mark.slow
-def test_limits_hold_with_the_real_engine() -> None:
-    async def main() -> RolloutBatch:
-        lengths = LengthsConfig(prompt=128, response=1024)
-        config = embedded(lengths=lengths, limits=LimitsConfig(batch_s=1.0))
-        async with rollout.open_rollout(config) as runtime:
-            return await runtime.generate([PROMPT])
-
-    batch = anyio.run(main)
-    cut = [t for t in batch.trajectories if t.outcome is Outcome.DEADLINE]
-    assert cut
-    assert all(t.limit_source == "limits.batch_s" for t in cut)
-    assert all(t.metrics["total_s"] < 20.0 for t in cut)
-    assert threading.active_count() < 20

@@ -18,8 +18,9 @@ from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.pool import EnginePool
-from rollout.engine.routing import STRATEGIES, Dispatch, sessions
-from rollout.engine.routing.replicas import PREFILL_WEIGHT, PROMPT_LOAD
+from rollout.engine.routing import STRATEGIES, Dispatch
+from rollout.engine.routing import router as routing
+from rollout.engine.routing.router import PREFILL_WEIGHT, PROMPT_LOAD
 from rollout.errors import ConfigError
 from rollout.testing import run_virtual
 
@@ -125,7 +126,7 @@ def test_forget_a_trajectory_it_is_new_again() -> None:
 
 
 def test_assign_the_oldest_trajectories_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "MAX_SESSIONS", 3)
+    monkeypatch.setattr(routing, "MAX_SESSIONS", 3)
     router = router_of("a")
     for number in range(10):
         send(router, f"s{number}", group_id="g", prompt_tokens=5)

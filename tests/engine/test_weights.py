@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -16,7 +17,7 @@ import torch
 import faulty_cores
 import rollout
 from harness import Recorder
-from rollout.config import SchedulingConfig, SimulatedEngine
+from rollout.config import CustomEngine, InProcessPlacement, SchedulingConfig, SimulatedEngine
 from rollout.engine.core import SamplingParams
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
@@ -30,6 +31,12 @@ from rollout.testing import Scenario, hold_clock
 pytestmark = [pytest.mark.anyio, pytest.mark.rollout(ceiling_s=3000)]
 
 W8 = DiskWeights("w8")
+FATAL = DiskWeights("fatal")
+#: What engines say that refuse weights, and that break of them.
+REFUSED, BROKEN = (
+    "FileNotFoundError: no weights in {}",
+    "the engine is broken: half of {} is in place",
+)
 
 
 @pytest.fixture
@@ -49,28 +56,48 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 def pool_of(replicas: int = 2, placement: InProcess | None = None, **options: Any) -> EnginePool:
     """A token a second, and seconds of loading."""
-    spec = CoreSpec("faulty_cores:UpdatableCore", {"token_s": 1.0, "load_s": 2.25, **options})
+    start_timeout_s = options.pop("start_timeout_s", 5)
+    options = {"token_s": 1.0, "load_s": 2.25, **options}
     return EnginePool(
         placement=placement or InProcess(max_read=11),
-        specs=[spec] * replicas,
+        specs=[
+            CoreSpec("faulty_cores:UpdatableCore", {**options, "index": index})
+            for index in range(replicas)
+        ],
         router=Router(),
-        start_timeout_s=5,
+        start_timeout_s=start_timeout_s,
     )
 
 
-async def ask(pool: EnginePool, last: int, count: int, into: Generation, **sampling: Any) -> None:
+async def ask(
+    pool: EnginePool, last: int, count: int, into: Generation | None = None, **sampling: Any
+) -> Generation:
+    """A generation, which says what one undisturbed request would have said."""
+    generation = Generation() if into is None else into
     await pool.generate(
-        into,
+        generation,
         session_id=f"s{last}",
         prompt_ids=array("i", [5, last]).tobytes(),
         sampling=SamplingParams(max_new_tokens=count, **sampling),
     )
+    check_counted(generation, last, count)
+    return generation
 
 
 def check_counted(generation: Generation, last: int, count: int) -> None:
-    """It says what one undisturbed request would have said."""
     assert list(generation.ids) == list(range(last + 1, last + 1 + count))
     assert sum(tokens for _, tokens in generation.versions) == count
+
+
+async def all_serve(pool: EnginePool) -> None:
+    """After what was lost has been started again."""
+    await anyio.sleep(0.25)
+    while {replica.state for replica in pool.statistics()} != {"serving"}:
+        await anyio.sleep(0.25)
+
+
+def version_runs(generations: list[Generation]) -> list[list[int]]:
+    return [[version for version, _ in each.versions] for each in generations]
 
 
 async def comes_back(pool: EnginePool) -> None:
@@ -102,8 +129,6 @@ async def test_update_every_token_has_the_version_that_sampled_it(
             while not late.ids:
                 await anyio.sleep(0.01)
             assert anyio.current_time() - start == pytest.approx(done_s + 1, abs=0.05)
-        check_counted(running, 100, 6)
-        check_counted(late, 200, 2)
         assert running.versions == versions
         assert late.versions == [[8, 2]]
         assert len(running.parts) == (len(versions) if mode == "abort_and_resume" else 1)
@@ -123,49 +148,55 @@ async def test_update_engine_dies_while_it_loads_it_comes_back_with_the_new_ones
             tasks.start_soon(pool.update_weights, 8, W8, mode)
             await anyio.sleep(5.0 if mode == "wait" else 1.0)
             cores[0].on_death()
-        for number, generation in enumerate(generations):
-            check_counted(generation, 100 * (number + 1), 5)
-            assert [version for version, _ in generation.versions] in ([0], [0, 8])
+        assert all(versions in ([0], [0, 8]) for versions in version_runs(generations))
         await comes_back(pool)
         assert [core.loaded for core in cores] == [[], ["w8"], ["w8"]]
         assert {r.weight_version for r in pool.router.replicas} == {8}
 
 
 @pytest.mark.parametrize("mode", UPDATE_MODES)
-async def test_update_one_refuses_it_serves_again_once_it_has_them(
-    cores: list[Any], mode: Any
+@pytest.mark.parametrize("how", ["picky", "fragile"])
+async def test_update_one_refuses_or_breaks_of_it_it_serves_again_once_it_has_them(
+    cores: list[Any], mode: Any, how: str
 ) -> None:
-    async with pool_of(2).serving() as pool:
-        cores[0]._name = "picky"
-        generations = [Generation() for _ in range(4)]
+    async with pool_of(2, start_timeout_s=60).serving() as pool:
+        cores[0]._name = how
+        running = [Generation() for _ in range(4)]
         async with anyio.create_task_group() as tasks:
-            for number, generation in enumerate(generations):
+            for number, generation in enumerate(running):
                 tasks.start_soon(ask, pool, 100 * (number + 1), 8, generation)
             await anyio.sleep(1.5)
             await pool.update_weights(8, DiskWeights("odd"), mode)
-        for number, generation in enumerate(generations):
-            check_counted(generation, 100 * (number + 1), 8)
-            assert [version for version, _ in generation.versions] in ([0], [0, 8])
+            assert pool.weight_version == 8
+        assert all(versions in ([0], [0, 8]) for versions in version_runs(running))
         await comes_back(pool)
         assert [core.loaded for core in cores] == [[], ["odd"], ["odd"]]
         assert pool.recoveries.failed == 0
 
 
 @pytest.mark.parametrize("mode", UPDATE_MODES)
-async def test_update_all_refuse_requests_go_on_under_the_old_ones(
-    cores: list[Any], mode: Any
+@pytest.mark.parametrize(("name", "said", "starts"), [("bad", REFUSED, 1), ("fatal", BROKEN, 2)])
+async def test_update_no_replica_can_load_the_call_names_each_and_all_have_the_old_ones(
+    cores: list[Any], mode: Any, name: str, said: str, starts: int
 ) -> None:
-    async with pool_of(2).serving() as pool:
+    async with pool_of(3, start_timeout_s=60).serving() as pool:
         await pool.update_weights(3, DiskWeights("w3"))
-        generation = Generation()
+        running = [Generation() for _ in range(3)]
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(ask, pool, 100, 5, generation)
+            for number, generation in enumerate(running):
+                tasks.start_soon(ask, pool, 100 * (number + 1), 6, generation)
             await anyio.sleep(1.5)
-            with pytest.raises(EngineError, match=r"engine-[01]: .*no weights in bad"):
-                await pool.update_weights(8, DiskWeights("bad"), mode)
-        check_counted(generation, 100, 5)
-        assert generation.versions == [[3, 5]]
-        assert [r.starts for r in pool.statistics()] == [1, 1]
+            with pytest.raises(EngineError) as caught:
+                await pool.update_weights(8, DiskWeights(name), mode)
+            for number in range(3):
+                assert f"engine-{number}: {said.format(name)}" in str(caught.value)
+            assert pool.weight_version == 3
+            assert (await ask(pool, 900, 2)).versions == [[3, 2]]
+        assert version_runs(running) == [[3]] * 3
+        await all_serve(pool)
+        assert [core.loaded for core in cores] == [["w3"]] * 3 * starts
+        assert {replica.weight_version for replica in pool.router.replicas} == {3}
+        assert pool.recoveries.failed == 0
 
 
 @pytest.mark.parametrize("mode", UPDATE_MODES)
@@ -238,7 +269,6 @@ async def test_update_abort_is_lost_it_is_sent_again(
             tasks.start_soon(ask, pool, 100, 6, generation)
             await anyio.sleep(1.5)
             await pool.update_weights(8, W8)
-        check_counted(generation, 100, 6)
         assert generation.versions == [[0, 2], [8, 4]]
 
 
@@ -251,7 +281,6 @@ async def test_update_with_state_beyond_the_tokens_begins_anew_and_says_so(
             tasks.start_soon(lambda: ask(pool, 100, 4, generation, presence_penalty=0.5))
             await anyio.sleep(2.5)
             await pool.update_weights(8, W8)
-        check_counted(generation, 100, 4)
         assert generation.versions == [[8, 4]]
         assert generation.restarts == ["it was interrupted (sampling.presence_penalty)"]
 
@@ -351,6 +380,140 @@ async def test_update_with_tensors_replica_that_moves_away_waits_for_the_next_we
         await pool.update_weights(9, W8)
         await comes_back(pool)
         assert [core.loaded[-1:] for core in cores[1:]] == [["w8"], ["w8"]]
+
+
+# Weights that break the engines which load them.
+
+
+async def test_update_breaks_every_replica_they_serve_what_they_started_with_and_take_the_next(
+    cores: list[Any],
+) -> None:
+    async with pool_of(2, start_timeout_s=60).serving() as pool:
+        for _ in range(2):  # the second time while none serves
+            with pytest.raises(EngineError, match="half of fatal is in place"):
+                await pool.update_weights(8, FATAL)
+            assert pool.weight_version == 0
+        assert (await ask(pool, 100, 2)).versions == [[0, 2]]
+        await all_serve(pool)
+        await pool.update_weights(9, DiskWeights("w9"))
+        assert pool.weight_version == 9
+        assert (await ask(pool, 200, 2)).versions == [[9, 2]]
+        assert {replica.weight_version for replica in pool.router.replicas} == {9}
+
+
+async def test_update_one_refuses_and_one_breaks_the_call_names_both(cores: list[Any]) -> None:
+    async with pool_of(2, start_timeout_s=60).serving() as pool:
+        for core in cores:
+            core._name = ("fragile", "picky")[core.index]
+        with pytest.raises(EngineError) as caught:
+            await pool.update_weights(8, DiskWeights("odd"))
+        assert f"engine-0: {BROKEN.format('odd')}" in str(caught.value)
+        assert "engine-1: FileNotFoundError: no weights in odd" in str(caught.value)
+        assert (await ask(pool, 100, 2)).versions == [[0, 2]]
+        await all_serve(pool)
+        assert [core.loaded for core in cores] == [[]] * 3
+
+
+async def test_update_every_replica_dies_while_it_loads_the_call_raises(cores: list[Any]) -> None:
+    """Of whatever reason: nobody has the weights."""
+    async with pool_of(2, start_timeout_s=60).serving() as pool, anyio.create_task_group() as tasks:
+
+        async def kill() -> None:
+            await anyio.sleep(1)
+            for core in cores[:2]:
+                core.on_death()
+
+        tasks.start_soon(kill)
+        with pytest.raises(EngineError) as caught:
+            await pool.update_weights(8, DiskWeights("w8"))
+        assert "engine-0: " in str(caught.value)
+        assert "engine-1: " in str(caught.value)
+        assert pool.weight_version == 0
+        assert (await ask(pool, 100, 2)).versions == [[0, 2]]
+
+
+async def test_update_while_none_serves_returns_once_one_has_the_weights(cores: list[Any]) -> None:
+    async with pool_of(1, start_timeout_s=60).serving() as pool:
+        cores[0].on_death()
+        await anyio.sleep(0.5)
+        start = anyio.current_time()
+        await pool.update_weights(8, DiskWeights("w8"))
+        assert anyio.current_time() - start == pytest.approx(0.5 + 2.25, abs=0.1)
+        assert cores[1].loaded == ["w8"]
+
+
+async def test_update_in_place_breaks_the_engine_twice_its_request_is_not_blamed(
+    cores: list[Any],
+) -> None:
+    async with pool_of(1, start_timeout_s=60).serving() as pool:
+        generation = Generation()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask, pool, 100, 12, generation)
+            for _ in range(3):
+                await anyio.sleep(2.5)
+                with pytest.raises(EngineError, match="half of fatal is in place"):
+                    await pool.update_weights(8, FATAL, "in_place")
+        assert generation.versions == [[0, 12]]
+        assert pool.recoveries.failed == 0
+
+
+async def test_update_too_slow_in_place_its_request_is_not_blamed(cores: list[Any]) -> None:
+    async with pool_of(1, start_timeout_s=60).serving() as pool:
+        generation = Generation()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask, pool, 100, 200, generation)
+            for life in range(2):
+                await anyio.sleep(2.5)
+                cores[life]._load_s = 1000.0
+                with pytest.raises(EngineError, match="are not loaded after"):
+                    await pool.update_weights(8, DiskWeights("w8"), "in_place")
+        assert generation.versions == [[0, 200]]
+
+
+async def test_update_with_tensors_breaks_every_replica_the_old_files_are_loaded_again(
+    cores: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = tmp_path / "old", tmp_path / "fatal"
+    old.mkdir()
+    new.mkdir()
+    tensors = {"w": torch.ones(1)}
+    async with pool_of(1, load_s=0.0, start_timeout_s=60).serving() as pool:
+        with hold_clock():
+            await pool.update_weights(8, TensorWeights(tensors, directory=str(old)))
+            with pytest.raises(EngineError, match="is in place"):
+                await pool.update_weights(9, TensorWeights(tensors, directory=str(new)))
+        assert pool.weight_version == 8
+        assert (await ask(pool, 100, 1)).versions == [[8, 1]]
+        assert cores[1].loaded == cores[0].loaded
+        assert (len(os.listdir(old)), len(os.listdir(new))) == (1, 0)
+
+
+async def test_runtime_weights_break_every_engine_its_batch_is_of_the_old_version() -> None:
+    scenario = Scenario(seed=3, timing={"base_s": 0.1}).reply("", filler=100)
+    simulated = scenario.config().engine
+    assert isinstance(simulated, SimulatedEngine)
+    engine = CustomEngine(
+        core="faulty_cores:FragileSimulation", options=dict(simulated.scenario), replicas=2
+    )
+    recorder = Recorder()
+    config = scenario.config(engine=engine, placement=InProcessPlacement())
+    async with recorder.open_rollout(config) as runtime:
+        async with anyio.create_task_group() as tasks:
+
+            async def update() -> None:
+                await anyio.sleep(3)
+                with pytest.raises(EngineError) as caught:
+                    await runtime.update_weights(version=8, source=DiskWeights("fatal"))
+                assert "engine-0: " in str(caught.value)
+                assert "engine-1: " in str(caught.value)
+
+            tasks.start_soon(update)
+            prompt = rollout.Prompt(messages=[{"role": "user", "content": "hello"}], uid="p")
+            batch = await runtime.generate([prompt], samples=8)
+        assert runtime.engines.weight_version == 0
+    assert {trajectory.outcome for trajectory in batch.trajectories} == {rollout.Outcome.COMPLETED}
+    mask = batch.tensors["response_mask"].bool()
+    assert set(batch.tensors["weight_versions"][mask].tolist()) == {0}
 
 
 @pytest.mark.parametrize("mode", UPDATE_MODES)

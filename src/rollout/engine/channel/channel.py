@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -94,6 +94,8 @@ class Channel:
         self._numbers = itertools.count()
         self._media = MediaSender(frames)
         self._handled = 0
+        self._mark = frames.arrivals, self._handled  # a step ago
+        self._silent_s = 0.0
 
     @property
     def aborting(self) -> int:
@@ -180,12 +182,11 @@ class Channel:
         self.lose(reason, "closed")
 
     async def run(self) -> None:
-        """Read, write and watch for silence until the session is lost."""
+        """Read and write until the session is lost."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._read)
             tasks.start_soon(self._write)
             tasks.start_soon(self._media.run)
-            tasks.start_soon(self._watch_silence)
             await self.lost.wait()
             tasks.cancel_scope.cancel()
 
@@ -210,22 +211,13 @@ class Channel:
         except CONNECTION_ERRORS as error:
             self.lose(f"the connection broke ({type(error).__name__}: {error})", "connection")
 
-    async def _watch_silence(self) -> None:
-        """Lose a session of which nothing has been heard for `heartbeat_timeout_s`.
-
-        Silence is counted in steps in which nothing arrived and nothing was handled. Where our
-        own loop was blocked, however long, that is one step, and in the next one the reader takes
-        what has arrived meanwhile.
-        """
-        timeout_s = self._settings.heartbeat_timeout_s
-        step_s = min(self._settings.heartbeat_s, timeout_s) / 2
-        steps = 0
-        while steps * step_s < timeout_s:
-            before = self._frames.arrivals, self._handled
-            await anyio.sleep(step_s)
-            is_silent = before == (self._frames.arrivals, self._handled)
-            steps = steps + 1 if is_silent else 0
-        self.lose(f"silent for {steps * step_s:.1f} s", "connection")
+    def count_silence(self, step_s: float) -> None:
+        """Count a step in which nothing arrived and nothing was handled; see `watch_silence`."""
+        mark = self._frames.arrivals, self._handled
+        self._silent_s = self._silent_s + step_s if mark == self._mark else 0.0
+        self._mark = mark
+        if self._silent_s >= self._settings.heartbeat_timeout_s:
+            self.lose(f"silent for {self._silent_s:.1f} s", "connection")
 
     def _handle(self, message: FromServer) -> None:
         match message:
@@ -268,6 +260,21 @@ class Channel:
             done.set()
 
 
+async def watch_silence(channels: Collection[Channel], settings: ChannelSettings) -> None:
+    """Lose sessions of which nothing has been heard for `heartbeat_timeout_s`, until cancelled.
+
+    Silence is counted in steps in which nothing arrived and nothing was handled. Where our own loop
+    was blocked, however long, that is one step, and in the next one the reader takes what has
+    arrived meanwhile. One task counts for all: a timer for each of thousands would cost more than
+    their reports.
+    """
+    step_s = min(settings.heartbeat_s, settings.heartbeat_timeout_s) / 2
+    while True:
+        await anyio.sleep(step_s)
+        for channel in tuple(channels):
+            channel.count_silence(step_s)
+
+
 @asynccontextmanager
 async def connect_channel(
     name: str,
@@ -277,6 +284,7 @@ async def connect_channel(
     settings: ChannelSettings | None = None,
     expectations: ClientExpectations | None = None,
     timeout_s: float = CONNECT_S,
+    watched: dict[Channel, None] | None = None,
 ) -> AsyncIterator[Channel]:
     """Connect, shake hands, and serve one session until the block is left.
 
@@ -287,6 +295,8 @@ async def connect_channel(
         settings: How the channel is run; None takes the defaults.
         expectations: What the engine must agree with.
         timeout_s: For the connection and the handshake.
+        watched: Gets the channel while the block lasts, where one task of the caller's watches the
+            silence of many; None: this one is watched by itself.
 
     Raises:
         ChannelError: No connection, or the handshake failed.
@@ -307,9 +317,14 @@ async def connect_channel(
         channel = Channel(name, frames, info, settings)
         async with open_task_group() as tasks:
             tasks.start_soon(channel.run)
+            if watched is None:
+                watched = {}
+                tasks.start_soon(watch_silence, watched, settings)
+            watched[channel] = None
             try:
                 yield channel
             finally:
+                del watched[channel]
                 channel.close()
     finally:
         if frames is not None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import anyio
 import attrs
 
+from rollout.engine.channel.channel import watch_silence
 from rollout.engine.channel.messages import ChannelSettings, ClientExpectations
 from rollout.engine.channel.operations import ALL_TAGS, TAGS_OF_LEVEL
 from rollout.engine.pool.load_windows import LoadWindow
@@ -115,6 +116,7 @@ class EnginePool:
             router=router,
             channel=settings or ChannelSettings(),
             expectations=expectations,
+            watched={},
             connecting=anyio.CapacityLimiter(MAX_CONNECTING),
             start_timeout_s=start_timeout_s,
             backoff_s=backoff_s,
@@ -276,6 +278,7 @@ class EnginePool:
         try:
             async with open_task_group() as tasks:
                 self._tasks, self._requests.is_open = tasks, True
+                tasks.start_soon(watch_silence, self._settings.watched, self._settings.channel)
                 try:
                     for replica in self._replicas.values():
                         tasks.start_soon(replica.run)

@@ -127,6 +127,7 @@ class ReplicaSettings:
     Attributes:
         channel: How channels are run.
         expectations: Gives what the driver assumes about the model; awaited before each connect.
+        watched: Channels whose silence the pool watches.
         connecting: How many handshakes run at once: those of thousands of replicas would all be
             late.
         start_timeout_s: From the start of the engine's process until it answers.
@@ -141,6 +142,7 @@ class ReplicaSettings:
     router: Router
     channel: ChannelSettings
     expectations: Callable[[], Awaitable[ClientExpectations]]
+    watched: dict[Channel, None]
     connecting: anyio.CapacityLimiter
     start_timeout_s: float
     backoff_s: float
@@ -281,6 +283,7 @@ class Replica:
                 settings=settings.channel,
                 expectations=await settings.expectations(),
                 timeout_s=timeout_s,
+                watched=settings.watched,
             )
             return await stack.enter_async_context(connecting)
 

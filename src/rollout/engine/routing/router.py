@@ -1,23 +1,84 @@
-"""The router: one synchronous decision for each request, and the counts for it."""
+"""The router: which replica gets which request. One synchronous decision each, and its counts.
+
+The load of a replica is the number of tokens that its requests are expected to compute. Loads and
+prices lie in NumPy rows with a column for each replica, so that a decision is one sum, one product
+and one search, and does not walk over objects.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from rollout.engine.routing.replicas import Dispatch, ReplicaSet
-from rollout.engine.routing.sessions import Sessions
-from rollout.engine.routing.statistics import SAME_FIELDS, ReplicaLoad, RouterStatistics
+import attrs
+import msgspec
+import numpy as np
+
+from rollout.engine.routing.records import Dispatch, ReplicaLoad, ReplicaState, RouterStatistics
 from rollout.errors import ConfigError
 
 if TYPE_CHECKING:
     from rollout.engine.core import EngineLoad
-    from rollout.engine.routing.replicas import ReplicaState
 
 STRATEGIES = ("estimated_seconds", "least_requests", "round_robin")
+
+#: A prompt token that must be computed counts as so many tokens to generate: the request waits for
+#: it, the replica's other requests wait meanwhile, and it pushes other prefixes out of the cache.
+PREFILL_WEIGHT = 1.5
+#: The part of that which stays in the load while the request runs.
+PROMPT_LOAD = 0.5
+#: Seconds of a decoding step, before any replica has reported.
+STEP_S = 0.02
+#: A step takes twice as long with this many requests as with one. A replica with a large batch is
+#: thus not taken for a slow one, and a token of another request costs this share of a step.
+DOUBLING_BATCH = 200.0
+#: What a measured speed keeps at each report of a replica.
+SPEED_MEMORY = 0.8
+#: Replicas within this share of the median speed count as equally fast: noise breaks no tie.
+SPEED_TOLERANCE = 0.15
+SPEED_RANGE = (0.05, 20.0)
+#: Reports nearer to each other than this say little about speed.
+MIN_REPORT_S = 0.2
+#: Seconds between two comparisons of all speeds.
+COMPARISON_S = 1.0
+#: Expected tokens of a request before any has ended, and how many requests the mean remembers.
+FIRST_NEW_TOKENS, MEAN_REQUESTS = 256, 512
+#: Orders replicas of equal load by whose turn it is, and no others.
+TIE = 1e-9
 #: More than turns add to a number of requests.
 TIE_SLACK = 0.01
+#: Holders of a group's prompt that are remembered, the latest: more of them decide nothing.
+MAX_HOLDERS = 8
+#: Trajectories that are remembered; a later turn of an older one is placed like a first one.
+MAX_SESSIONS = 100_000
 #: Replicas that `repr` names.
 SHOWN = 8
+#: Fields of a `ReplicaLoad` that are those of a `ReplicaState`.
+SAME_FIELDS = sorted({field.name for field in attrs.fields(ReplicaLoad)} - {"load_s", "speed"})
+
+
+class _Group(msgspec.Struct, eq=False):
+    """Trajectories with one prompt."""
+
+    prompt_tokens: int  # of the shortest prompt that one of them began with
+    #: Where trajectories began or moved last, with the epoch of the cache that got the prompt.
+    holders: dict[ReplicaState, int] = msgspec.field(default_factory=dict)
+    members: int = 0  # that are remembered
+
+
+class _Session(msgspec.Struct, eq=False, gc=False):
+    """A trajectory: where its last request went, and how much of it is in the cache there."""
+
+    group_id: str
+    replica: ReplicaState
+    cache_epoch: int = 0
+    tokens: int = 0
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether its replica still has its prefix."""
+        return self.replica.is_offered and self.cache_epoch == self.replica.cache_epoch
 
 
 class Router:
@@ -34,6 +95,9 @@ class Router:
         move_margin_s: With ``estimated_seconds``, a trajectory moves when another replica should
             be done by more than this many seconds sooner, its lost prefix computed again.
 
+    Attributes:
+        replicas: Those that are offered, in the order in which they were added first.
+
     Raises:
         ConfigError: There is no such strategy.
     """
@@ -49,31 +113,40 @@ class Router:
             known = ", ".join(map(repr, STRATEGIES))
             fault = f"router.strategy = {strategy!r}: expected one of {known}"
             raise ConfigError(fault, (fault,))
+        self.replicas: tuple[ReplicaState, ...] = ()
         self._strategy = strategy
-        by_requests = strategy == "least_requests"
-        self._margin = move_margin + TIE_SLACK if by_requests else move_margin_s
-        self._replica_set = ReplicaSet(by_requests=by_requests)
-        self._sessions = Sessions()
+        self._by_requests = strategy == "least_requests"
+        self._margin = move_margin + TIE_SLACK if self._by_requests else move_margin_s
         self._weight_version: int | None = None
-        self._now = 0.0
-        self._decisions = self._moves = self._refusals = 0
+        self._now = self._compared_at = 0.0
+        self._decisions = self._moves = self._refusals = self._ended = 0
+        self._mean_new_tokens = float(FIRST_NEW_TOKENS)
+        self._token_s = STEP_S / DOUBLING_BATCH  # of a replica of median speed, in a large batch
+        self._turn = 0.0
+        self._open_count = 0
+        self._states: dict[str, ReplicaState] = {}
+        self._by_slot: list[ReplicaState] = []
+        # Numbers of all replicas, by slot.
+        self._loads = np.empty(0)  # in flight, by weight; infinite where a replica gets nothing
+        self._paces = np.empty(0)  # measured steps per second, as if alone; 0: not known
+        self._prices = np.empty(0)  # seconds for a token
+        self._scores = np.empty(0)
+        #: In the order of their last requests.
+        self._sessions: OrderedDict[str, _Session] = OrderedDict()
+        self._groups: dict[str, _Group] = {}
 
     def __repr__(self) -> str:
-        replicas = self._replica_set.offered
-        shown = [f"{r.name} {r.in_flight}/{r.capacity} {r.state}" for r in replicas[:SHOWN]]
-        if len(replicas) > SHOWN:
-            shown.append(f"and {len(replicas) - SHOWN} more")
+        shown = [f"{r.name} {r.in_flight}/{r.capacity} {r.state}" for r in self.replicas[:SHOWN]]
+        if len(self.replicas) > SHOWN:
+            shown.append(f"and {len(self.replicas) - SHOWN} more")
         return f"<Router {self._strategy}: {', '.join(shown) or 'no replicas'}>"
-
-    @property
-    def replicas(self) -> tuple[ReplicaState, ...]:
-        """The replicas that are offered, in the order in which they were added first."""
-        return self._replica_set.offered
 
     @property
     def has_room(self) -> bool:
         """Whether any replica may get a request now."""
-        return self._replica_set.open_count > 0
+        return self._open_count > 0
+
+    # Replicas.
 
     def add(
         self, name: str, capacity: int, *, weight: float = 1.0, weight_version: int = 0
@@ -88,14 +161,26 @@ class Router:
         Raises:
             ValueError: It is offered already; nothing has changed.
         """
-        if self._replica_set.find(name) is not None:
+        replica = self._states.get(name)
+        if replica is not None and replica.is_offered:
             raise ValueError(f"replica {name!r} is routed to already")
         if capacity < 1 or not weight > 0:
             raise ValueError(
                 f"replica {name!r}: capacity = {capacity}, weight = {weight}; expected at least "
                 "1 and more than 0"
             )
-        replica = self._replica_set.add(name, capacity, weight)
+        if replica is None:
+            replica = self._states[name] = ReplicaState(name, len(self._by_slot), capacity)
+            self._by_slot.append(replica)
+            self._loads = np.append(self._loads, math.inf)
+            self._paces = np.append(self._paces, 0.0)
+            self._prices = np.append(self._prices, self._token_s)
+            self._scores = np.empty(len(self._loads))
+        replica.capacity, replica.weight = capacity, weight
+        replica.is_offered, replica.is_draining = True, False
+        replica.kv_used, replica.last_report, replica.was_idle = 0.0, None, True
+        replica.cache_epoch += 1
+        self._list_offered()
         self._check_weights(replica, weight_version)
         return replica
 
@@ -107,7 +192,10 @@ class Router:
         Raises:
             KeyError: There is no such replica.
         """
-        self._replica_set.remove(name)
+        replica = self._get(name)
+        replica.is_offered = False
+        self._list_offered()
+        self._refresh(replica)
 
     def drain(self, name: str) -> None:
         """Give a replica nothing new until `resume`; what it has in flight continues.
@@ -117,20 +205,20 @@ class Router:
         Raises:
             KeyError: There is no such replica.
         """
-        replica = self._replica_set.get(name)
+        replica = self._get(name)
         replica.is_draining = True
-        self._replica_set.refresh(replica)
+        self._refresh(replica)
 
     def resume(self, name: str) -> None:
         """End `drain`; raises as that does."""
-        replica = self._replica_set.get(name)
+        replica = self._get(name)
         replica.is_draining = False
-        self._replica_set.refresh(replica)
+        self._refresh(replica)
 
     def require_weights(self, version: int | None) -> None:
         """From now on only replicas with this version of the weights get work; None: all do."""
         self._weight_version = version
-        for replica in self._replica_set.offered:
+        for replica in self.replicas:
             self._check_weights(replica, replica.weight_version)
 
     def set_weights(self, name: str, version: int) -> None:
@@ -139,7 +227,7 @@ class Router:
         Raises:
             KeyError: There is no such replica.
         """
-        replica = self._replica_set.get(name)
+        replica = self._get(name)
         if version != replica.weight_version:
             replica.cache_epoch += 1
         self._check_weights(replica, version)
@@ -147,7 +235,36 @@ class Router:
     def _check_weights(self, replica: ReplicaState, version: int) -> None:
         replica.weight_version = version
         replica.is_stale = self._weight_version not in (None, version)
-        self._replica_set.refresh(replica)
+        self._refresh(replica)
+
+    def _find(self, name: str) -> ReplicaState | None:
+        """The replica that is offered under this name."""
+        replica = self._states.get(name)
+        return replica if replica is not None and replica.is_offered else None
+
+    def _get(self, name: str) -> ReplicaState:
+        replica = self._find(name)
+        if replica is None:
+            raise KeyError(f"no replica {name!r} is routed to")
+        return replica
+
+    def _list_offered(self) -> None:
+        self.replicas = tuple(replica for replica in self._by_slot if replica.is_offered)
+
+    def _refresh(self, replica: ReplicaState) -> None:
+        """Write a replica's load, or that it gets nothing; call after any change of it."""
+        is_open = (
+            replica.in_flight < replica.capacity
+            and replica.is_offered
+            and not (replica.is_draining or replica.is_stale)
+        )
+        self._open_count += is_open - replica.is_open
+        replica.is_open = is_open
+        load = replica.in_flight if self._by_requests else replica.tokens
+        load = load / replica.weight + replica.turn * TIE
+        self._loads[replica.slot] = load if is_open else math.inf
+
+    # Requests.
 
     def assign(
         self,
@@ -170,10 +287,12 @@ class Router:
         Returns:
             The request with its `replica`; hand it to `release` when it is gone.
         """
-        replicas, sessions = self._replica_set, self._sessions
-        dispatch = Dispatch(session_id, prompt_tokens, replicas.expect_tokens(max_new_tokens))
-        sessions.recall(dispatch, group_id)
-        replica = self._choose(dispatch, None if avoid is None else replicas.find(avoid))
+        expected = max(1, round(self._mean_new_tokens))
+        if max_new_tokens is not None:
+            expected = min(expected, max_new_tokens)
+        dispatch = Dispatch(session_id, prompt_tokens, expected)
+        self._recall(dispatch, group_id)
+        replica = self._choose(dispatch, None if avoid is None else self._find(avoid))
         if replica is None:
             self._refusals += 1
             return None
@@ -184,16 +303,18 @@ class Router:
             dispatch.fresh_tokens -= dispatch.shared_tokens
         self._moves += replica is not dispatch.pinned and dispatch.pinned is not None
         self._decisions += 1
-        replicas.send(dispatch)
-        sessions.note(dispatch, group_id)
+        # Start-time fair queueing (Goyal et al. 1996): a replica that was passed over catches up
+        # by one turn.
+        self._turn = max(self._turn, replica.turn)
+        replica.turn = self._turn + 1 / replica.weight
+        replica.served += 1
+        replica.in_flight += 1
+        dispatch.load = dispatch.new_tokens + PROMPT_LOAD * dispatch.fresh_tokens
+        replica.tokens += dispatch.load
+        dispatch.is_counted = True
+        self._refresh(replica)
+        self._remember(dispatch, group_id)
         return dispatch
-
-    def _choose(self, dispatch: Dispatch, avoid: ReplicaState | None) -> ReplicaState | None:
-        if self._strategy == "round_robin":
-            pinned = dispatch.pinned
-            may_stay = pinned is not None and pinned.is_open and pinned is not avoid
-            return pinned if may_stay else self._replica_set.choose_next(avoid)
-        return self._replica_set.choose(dispatch, self._margin, avoid)
 
     def release(self, dispatch: Dispatch, *, generated: int | None = None) -> None:
         """A request is gone.
@@ -207,41 +328,178 @@ class Router:
         """
         if not dispatch.is_counted:
             raise ValueError(f"{dispatch!r} is not in flight")
-        self._replica_set.end(dispatch, generated)
+        replica = dispatch.replica
+        dispatch.is_counted = False
+        replica.in_flight -= 1
+        replica.tokens -= dispatch.load
+        if replica.in_flight == 0:
+            replica.tokens, replica.was_idle = 0.0, True
         if generated is not None:
-            self._sessions.grow(dispatch, generated)
-
-    def report(self, name: str, load: EngineLoad, *, now: float | None = None) -> None:
-        """Take in what a replica says of itself; a report of one that is not offered is ignored."""
-        replica = self._replica_set.find(name)
-        self._now = max(self._now, 0.0 if now is None else now)
-        if replica is not None:
-            self._replica_set.report(replica, load, self._now)
+            self._ended += 1
+            # The first few, being the first to end, are the short ones: they count less.
+            count = min(self._ended + 4, MEAN_REQUESTS)
+            self._mean_new_tokens += (generated - self._mean_new_tokens) / count
+            session = self._sessions.get(dispatch.session_id)
+            if session is not None and session.replica is replica:
+                session.tokens = dispatch.prompt_tokens + generated
+        self._refresh(replica)
 
     def forget(self, session_id: str) -> None:
-        """The trajectory has ended; nothing is kept for it."""
-        self._sessions.forget(session_id)
+        """The trajectory has ended; nothing is kept for it, nor for its group after the last."""
+        session = self._sessions.pop(session_id, None)
+        if session is None or not session.group_id:
+            return
+        group = self._groups[session.group_id]
+        group.members -= 1
+        if group.members == 0:
+            del self._groups[session.group_id]
+
+    def _recall(self, dispatch: Dispatch, group_id: str) -> None:
+        """Fill in where the trajectory was last, and which replicas have its prefix."""
+        session = self._sessions.get(dispatch.session_id)
+        if session is not None and session.replica.is_offered:
+            dispatch.pinned = session.replica
+            if session.is_warm:
+                dispatch.warm_tokens = min(session.tokens, dispatch.prompt_tokens)
+        group, trunk = self._groups.get(group_id), self._sessions.get(group_id)
+        if group is not None:
+            dispatch.shared_tokens = min(group.prompt_tokens, dispatch.prompt_tokens)
+            dispatch.holders = [
+                replica for replica, epoch in group.holders.items() if epoch == replica.cache_epoch
+            ]
+        elif trunk is not None:  # a branch of a trajectory that is in no group
+            dispatch.shared_tokens = min(trunk.tokens, dispatch.prompt_tokens)
+            dispatch.holders = [trunk.replica] if trunk.is_warm else []
+
+    def _remember(self, dispatch: Dispatch, group_id: str) -> None:
+        """Note where a request went."""
+        session = self._sessions.get(dispatch.session_id)
+        if session is None:
+            session = self._sessions[dispatch.session_id] = _Session(group_id, dispatch.replica)
+            if group_id:
+                tokens = dispatch.prompt_tokens
+                group = self._groups.setdefault(group_id, _Group(tokens))
+                group.prompt_tokens = min(group.prompt_tokens, tokens)
+                group.members += 1
+            if len(self._sessions) > MAX_SESSIONS:
+                self.forget(next(iter(self._sessions)))
+        else:
+            self._sessions.move_to_end(dispatch.session_id)
+        replica = session.replica = dispatch.replica
+        session.cache_epoch = replica.cache_epoch
+        session.tokens = dispatch.prompt_tokens
+        if session.group_id and not (replica is dispatch.pinned and dispatch.warm_tokens):
+            holders = self._groups[session.group_id].holders
+            holders.pop(replica, None)
+            holders[replica] = replica.cache_epoch
+            if len(holders) > MAX_HOLDERS:
+                del holders[next(iter(holders))]
+
+    def _choose(self, dispatch: Dispatch, avoid: ReplicaState | None) -> ReplicaState | None:
+        """The replica with the least load, its prefix counted; None: none may get a request.
+
+        The pinned one, unless another is better by more than the margin.
+        """
+        scores, prices, pinned = self._scores, self._prices, dispatch.pinned
+        if self._strategy == "round_robin":
+            if pinned is not None and pinned.is_open and pinned is not avoid:
+                return pinned
+            able = [each for each in self.replicas if each.is_open and each is not avoid]
+            return min(able, key=lambda each: each.turn, default=None)
+        if not len(scores):
+            return None
+        if self._by_requests:
+            np.copyto(scores, self._loads)
+        else:
+            steps = dispatch.new_tokens * (1 + DOUBLING_BATCH)  # the request's own time
+            np.add(self._loads, steps + PREFILL_WEIGHT * dispatch.prompt_tokens, scores)
+            np.multiply(scores, prices, scores)
+            for holder in dispatch.holders:
+                if holder is not pinned:
+                    saved = PREFILL_WEIGHT * dispatch.shared_tokens
+                    scores[holder.slot] -= saved * prices[holder.slot]
+            if pinned is not None:
+                scores[pinned.slot] -= PREFILL_WEIGHT * dispatch.warm_tokens * prices[pinned.slot]
+        if avoid is not None:
+            scores[avoid.slot] = math.inf
+        slot = int(scores.argmin())
+        least = scores[slot]
+        if least == math.inf:
+            return None
+        if pinned is not None and scores[pinned.slot] <= least + self._margin:
+            return pinned
+        return self._by_slot[slot]
+
+    # Measured speeds.
+
+    def report(self, name: str, load: EngineLoad, *, now: float | None = None) -> None:
+        """Take in what a replica says of itself; a report of one that is not offered is ignored.
+
+        Args:
+            now: When the report came. An engine that says when it measured is believed instead,
+                because what waited to be read says nothing of the engine's speed.
+        """
+        replica = self._find(name)
+        now = self._now = max(self._now, 0.0 if now is None else now)
+        if replica is None:
+            return
+        at = load.measured_at_s or now
+        replica.kv_used = min(max(load.kv_used, 0.0), 1.0)
+        if replica.last_report is not None:
+            last, last_at = replica.last_report
+            if 0 <= at - last_at < MIN_REPORT_S:
+                return
+            self._measure(replica, last, load, at - last_at)
+        replica.last_report, replica.was_idle = (load, at), replica.in_flight == 0
+        if now - self._compared_at >= COMPARISON_S:
+            self._compared_at = now
+            self._compare_speeds()
+
+    def _measure(
+        self, replica: ReplicaState, last: EngineLoad, load: EngineLoad, seconds: float
+    ) -> None:
+        tokens = load.generated_tokens - last.generated_tokens
+        if seconds < 0 or tokens < 0:  # the counters of another engine than before
+            return
+        replica.tokens_per_s = tokens / seconds
+        if replica.was_idle or not (tokens and last.running and load.running):
+            return
+        batch = (last.running + load.running) / 2
+        pace = tokens / batch / seconds * (1 + batch / DOUBLING_BATCH)
+        before = self._paces[replica.slot] or pace
+        self._paces[replica.slot] = SPEED_MEMORY * before + (1 - SPEED_MEMORY) * pace
+
+    def _compare_speeds(self) -> None:
+        """Price a token on each replica by its speed beside the median of those offered."""
+        paces = self._paces
+        known = [paces[each.slot] for each in self.replicas if paces[each.slot]]
+        usual = float(np.median(known)) if known else 1 / STEP_S
+        speeds = np.where(paces > 0, np.clip(paces / usual, *SPEED_RANGE), 1.0)
+        speeds[np.abs(speeds - 1) <= SPEED_TOLERANCE] = 1.0
+        self._token_s = 1 / (usual * DOUBLING_BATCH)
+        self._prices = self._token_s / speeds
 
     def statistics(self) -> RouterStatistics:
         """A snapshot of everything that decisions are made from."""
-        known = self._replica_set
+        counted = [each for each in self._by_slot if each.is_offered or each.in_flight]
+        prices = self._prices
         replicas = tuple(
             ReplicaLoad(
                 **{name: getattr(each, name) for name in SAME_FIELDS},
-                load_s=known.load_s(each),
-                speed=known.speed(each),
+                load_s=float(each.tokens * prices[each.slot]),
+                speed=float(self._token_s / prices[each.slot]),
             )
-            for each in known.counted
+            for each in counted
         )
         return RouterStatistics(
             strategy=self._strategy,
             decisions=self._decisions,
             moves=self._moves,
             refusals=self._refusals,
-            in_flight=sum(each.in_flight for each in known.counted),
+            in_flight=sum(each.in_flight for each in counted),
             sessions=len(self._sessions),
-            groups=self._sessions.group_count,
-            mean_new_tokens=known.mean_new_tokens,
-            token_s=known.token_s,
+            groups=len(self._groups),
+            mean_new_tokens=self._mean_new_tokens,
+            token_s=self._token_s,
             replicas=replicas,
         )

@@ -1,0 +1,160 @@
+"""What the router keeps of each replica and of each request, and what it shows of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import cast
+
+import attrs
+import msgspec
+
+from rollout.engine.core import EngineLoad
+
+
+@attrs.define(eq=False)
+class ReplicaState:
+    """Counts and measurements of one replica; they stay while it is gone, in case it comes back.
+
+    Attributes:
+        slot: Its column in the rows.
+        capacity: Requests that it accepts at once, running and queued.
+        weight: Its share of the load beside replicas of weight 1.
+        weight_version: Version of the model's weights that it has.
+        in_flight: Requests sent and not known to be gone, cancelled ones included.
+        served: Requests assigned since the start.
+        is_offered: It exists and may be reached.
+        is_draining: It gets nothing new for now.
+        is_stale: Its weights are not the ones that are required.
+        is_open: It may get a request now.
+        tokens: Tokens that the requests in flight are expected to compute.
+        kv_used: Share of its KV cache in use, by the last report.
+        tokens_per_s: Tokens that it generated per second between its last two reports.
+        turn: When it should be chosen next among equals; a request moves it on by 1 ÷ weight.
+        cache_epoch: Grows when it loses its prefix cache.
+        last_report: The last report and when it was made; None after a start.
+        was_idle: It had nothing in flight for a while since that report.
+    """
+
+    name: str
+    slot: int
+    capacity: int
+    weight: float = 1.0
+    weight_version: int = 0
+    in_flight: int = 0
+    served: int = 0
+    is_offered: bool = True
+    is_draining: bool = False
+    is_stale: bool = False
+    is_open: bool = False
+    tokens: float = 0.0
+    kv_used: float = 0.0
+    tokens_per_s: float = 0.0
+    turn: float = 0.0
+    cache_epoch: int = 0
+    last_report: tuple[EngineLoad, float] | None = None
+    was_idle: bool = True
+
+    @property
+    def state(self) -> str:
+        """In a word: "gone", "draining", "stale", "full" or "serving"."""
+        if not self.is_offered:
+            return "gone"
+        if self.is_draining:
+            return "draining"
+        if self.is_stale:
+            return "stale"
+        return "serving" if self.in_flight < self.capacity else "full"
+
+
+class Dispatch(msgspec.Struct, eq=False, gc=False):
+    """One request between its assignment to a replica and its end.
+
+    Attributes:
+        session_id: The trajectory.
+        prompt_tokens: Length of its prompt, whatever of it is cached.
+        new_tokens: How many tokens it is expected to generate.
+        pinned: The replica of the trajectory's last request; None for a new one, and where that
+            replica is no longer offered. It may be full, draining or stale.
+        warm_tokens: Tokens of the prompt that `pinned` has in its cache.
+        holders: Replicas that have the prompt of the trajectory's group in their cache.
+        shared_tokens: Length of that prompt.
+        replica: The replica that it was assigned to.
+        fresh_tokens: Tokens of the prompt that this replica has to compute.
+        load: What it adds to the replica's `tokens`.
+        is_counted: Whether it is in flight.
+    """
+
+    session_id: str
+    prompt_tokens: int
+    new_tokens: int
+    pinned: ReplicaState | None = None
+    warm_tokens: int = 0
+    holders: Collection[ReplicaState] = ()
+    shared_tokens: int = 0
+    replica: ReplicaState = cast("ReplicaState", None)
+    fresh_tokens: int = 0
+    load: float = 0.0
+    is_counted: bool = False
+
+    def __repr__(self) -> str:
+        where = self.replica.name if self.replica else "no replica yet"
+        return f"<Dispatch {self.session_id} to {where}>"
+
+
+@attrs.frozen
+class ReplicaLoad:
+    """One replica as the router sees it.
+
+    Attributes:
+        state: "serving", "full", "draining", "stale" (other weights than required) or "gone"
+            (still with requests in flight).
+        weight: Its share of the load beside replicas of weight 1.
+        in_flight: Requests sent and not known to be gone.
+        capacity: Requests that it accepts at once.
+        served: Requests assigned since the start.
+        tokens: Tokens that its requests in flight are expected to compute.
+        load_s: Estimated seconds until it has computed them.
+        speed: How fast it is beside the median replica; 1 until that is known.
+        tokens_per_s: Tokens that it generated per second, by its last two reports.
+        kv_used: Share of its KV cache in use, by its last report.
+    """
+
+    name: str
+    state: str
+    weight: float
+    in_flight: int
+    capacity: int
+    served: int
+    tokens: float
+    load_s: float
+    speed: float
+    tokens_per_s: float
+    kv_used: float
+
+
+@attrs.frozen
+class RouterStatistics:
+    """The router now.
+
+    Attributes:
+        decisions: Requests assigned since the start.
+        moves: Of these, requests of a trajectory that went elsewhere than the one before.
+        refusals: Requests for which no replica had room.
+        in_flight: Requests sent and not known to be gone, over all replicas.
+        sessions: Trajectories that are remembered.
+        groups: Groups of which a trajectory is remembered.
+        mean_new_tokens: What a request is expected to generate.
+        token_s: Seconds that a replica of median speed needs for a token.
+        replicas: One entry for each replica, in the order in which they were added.
+    """
+
+    strategy: str
+    decisions: int
+    moves: int
+    refusals: int
+    in_flight: int
+    sessions: int
+    groups: int
+    mean_new_tokens: float
+    token_s: float
+    replicas: tuple[ReplicaLoad, ...]
