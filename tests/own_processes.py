@@ -6,13 +6,14 @@ import os
 import secrets
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import anyio
 import psutil
+
+from forked import python_program
 
 #: Inherited by whatever a process starts; one for each process that runs tests.
 MARK = "ROLLOUT_TEST_RUN"
@@ -44,12 +45,11 @@ async def kill_and_wait(process: psutil.Process) -> None:
 @contextmanager
 def python_process(program: str, directory: Path) -> Iterator[subprocess.Popen[str]]:
     """A Python program in a session of its own, which ends with it, its forks included."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", program],
+    process = python_program(
+        program,
+        cwd=directory,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        cwd=directory,
-        text=True,
         start_new_session=True,
     )
     assert process.stdout is not None

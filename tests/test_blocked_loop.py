@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
+
+from forked import rollout_command
 
 pytestmark = pytest.mark.process
 BLOCKED_RUN = """
@@ -48,15 +49,13 @@ def test_signal_while_the_loop_is_blocked_prints_its_stack_and_what_is_waited_fo
     (tmp_path / "tools.py").write_text(BLOCKING_TOOL.replace("BLOCKING", blocking))
     (tmp_path / "config.py").write_text(BLOCKED_RUN)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "sum"}\n')
-    main = "from rollout.cli import main; raise SystemExit(main())"
-    command = [sys.executable, "-c", main, "run", "config.py", "--prompts", "prompts.jsonl"]
-    with subprocess.Popen(
-        [*command, "--out", "out", "--tools", "tools.py"],
+    arguments = ("--prompts", "prompts.jsonl", "--out", "out", "--tools", "tools.py")
+    with rollout_command(
+        *("run", "config.py", *arguments),
         cwd=tmp_path,
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        text=True,
     ) as process:
         guard = threading.Timer(120, process.kill)
         guard.start()

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import rollout
+from forked import rollout_command
 from own_processes import marked
 from rollout import Outcome, RolloutBatch
 from rollout.agents import agent_names
@@ -599,22 +600,19 @@ def test_cli_check_of_unreadable_config_exits_with_2(
 
 
 @contextmanager
-def rollout_process(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def rollout_process(
+    folder: Path, *arguments: str, is_fork: bool = True
+) -> Iterator[subprocess.Popen[str]]:
     """``rollout …`` on its own; nothing that it started may be left."""
     mark = f"ROLLOUT_TEST={folder}"
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "from rollout.cli import main; raise SystemExit(main())",
-            *arguments,
-        ],
-        cwd=folder,
-        env={**os.environ, "ROLLOUT_TEST": str(folder)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    environment = {**os.environ, "ROLLOUT_TEST": str(folder)}
+    options: Any = {"cwd": folder, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    if is_fork:
+        process = rollout_command(*arguments, env=environment, **options)
+    else:
+        main = "from rollout.cli import main; raise SystemExit(main())"
+        command = [sys.executable, "-c", main, *arguments]
+        process = subprocess.Popen(command, env=environment, text=True, **options)
     try:
         yield process
         assert marked(mark) == []
@@ -700,7 +698,7 @@ def test_cli_signal_after_saving_ends_without_a_traceback(
 ) -> None:
     (folder / "tools.py").write_text(TOOLS + LATE[moment])
     arguments = ["run", "config.py", "--prompts", "prompts.jsonl", "--out", "out", *CODE]
-    with rollout_process(folder, *arguments) as process:
+    with rollout_process(folder, *arguments, is_fork=False) as process:
         wait_for(process, "here")
         process.send_signal(signum)
         output, errors = process.communicate(timeout=END_S)
@@ -777,15 +775,14 @@ def test_cli_signal_before_the_batch_begins_ends_it(folder: Path, signum: signal
 
 
 def test_cli_reader_that_leaves_changes_nothing(folder: Path) -> None:
-    command = f"{sys.executable} -c 'from rollout.cli import main; raise SystemExit(main())'"
-    done = subprocess.run(
-        ["bash", "-c", f"{command} check config.py | true; exit ${{PIPESTATUS[0]}}"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    reading, writing = os.pipe()
+    os.close(reading)
+    with rollout_command(
+        "check", "config.py", cwd=folder, stdout=writing, stderr=subprocess.PIPE
+    ) as process:
+        os.close(writing)
+        _, errors = process.communicate()
+    assert (process.returncode, errors) == (0, "")
 
 
 def test_cli_demo_without_its_packages_says_what_to_install(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from forked import python_script
 from slow_cases import slow_but
 
 pytestmark = pytest.mark.process
@@ -69,18 +69,18 @@ def run_example(name: str, overrides: tuple[str, ...]) -> None:
         pytest.skip("torchvision is not installed")
     place = ROOT / "examples" / name
     paths = [str(place), os.environ.get("PYTHONPATH", "")]
-    said = subprocess.run(
-        [sys.executable, str(place / "run.py"), *overrides],
+    with python_script(
+        place / "run.py",
+        *overrides,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert said.returncode == 0, said.stderr
-    assert said.stdout.strip()
-    assert SAYS.get(name, said.stdout.splitlines()[-1]) in said.stdout.splitlines()
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        output, errors = process.communicate(timeout=600)
+    assert process.returncode == 0, errors
+    assert output.strip()
+    assert SAYS.get(name, output.splitlines()[-1]) in output.splitlines()
 
 
 def test_every_example_directory_has_a_run() -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from forked import rollout_command
 from rollout import Outcome, RolloutBatch, RolloutError, Trajectory, load_trajectories
 from rollout.batch import collate
 from rollout.batch.storage import FILES, JOURNAL, META, TENSORS, TRAJECTORIES
@@ -267,13 +268,8 @@ def test_cli_run_overwriting_leaves_the_earlier_batch_until_a_trajectory_has_end
 
 @contextmanager
 def rollout_process(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    code = "from rollout.cli import main; raise SystemExit(main())"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+    process = rollout_command(
+        *arguments, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     try:
         yield process
@@ -324,20 +320,11 @@ def test_cli_run_whose_output_cannot_be_written_saves_all_the_same(
     folder: Path, stream: str
 ) -> None:
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                "from rollout.cli import main; raise SystemExit(main())",
-                *RUN,
-            ],
-            cwd=folder,
-            text=True,
-            check=False,
-            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: full},
-        )
-    assert done.returncode == 0
-    assert "Traceback" not in f"{done.stdout}{done.stderr}"
+        streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: full}
+        with rollout_command(*RUN, cwd=folder, **streams) as process:
+            written = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert "Traceback" not in f"{written}"
     assert len(RolloutBatch.load(folder / "out")) == 4
 
 

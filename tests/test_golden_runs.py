@@ -9,6 +9,7 @@ import pytest
 from golden.differences import first_difference
 from golden.record import names_of, read_runs
 from golden.runs import KINDS, play
+from slow_cases import slow_but
 
 recorded_runs = cache(read_runs)
 NAMES = [name for kind in KINDS for name in names_of(kind)]
@@ -31,6 +32,6 @@ def test_golden_run_replays_on_trio(name: str) -> None:
     assert_replays(name, "trio", schedule_seed=sum(map(ord, name)))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(NAMES, *(next(iter(names_of(kind))) for kind in KINDS)))
 def test_golden_run_replays_on_asyncio(name: str) -> None:
     assert_replays(name, "asyncio")

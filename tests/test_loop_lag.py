@@ -18,6 +18,7 @@ import anyio
 import pytest
 
 import rollout
+from forked import python_program
 from rollout import Prompt, function_tool
 from rollout.clocks import monotonic
 from rollout.observe.loop_lag import BLOCKED_S, LoopLag, Repeats
@@ -65,7 +66,9 @@ async def test_virtual_clock_has_no_watchdog_and_no_figure() -> None:
     assert "loop_lag_s/max" not in batch.metrics
 
 
-def test_blocked_by_garbage_collections_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_blocked_by_garbage_collections_says_so(
+    caplog: pytest.LogCaptureFixture, thawed_heap: None
+) -> None:
     async def main() -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(LoopLag().watch)
@@ -213,8 +216,11 @@ anyio.run(main, backend=sys.argv[1])
 def idle_process(backend: str, *prefix: str) -> Iterator[subprocess.Popen[str]]:
     """A process with an open runtime and nothing to do, until it is sent a line."""
     command = [*prefix, sys.executable, "-c", IDLE, backend]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    streams: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with (
+        subprocess.Popen(command, text=True, **streams)
+        if prefix
+        else python_program(IDLE, backend, **streams)
     ) as process:
         try:
             assert process.stdout is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ from rollout.agents import AssistantTurn
 from rollout.agents.turn import SampledTokens
 from rollout.chat import Transcript
 from rollout.chat.transcript import Span
-from rollout.config import RolloutConfig
+from rollout.config import RolloutConfig, reference
 from rollout.config.checks import options_of
-from rollout.config.reference import configuration_reference
 from rollout.config.section_type import annotations_of, is_section
 from rollout.types import InvalidToolCall, Message, ToolCall
 
 DOCS = Path("docs")
+configuration_reference = cache(reference.configuration_reference)
 
 
 def test_configuration_reference_is_what_the_classes_say() -> None:

@@ -8,7 +8,6 @@ import os
 import pty
 import re
 import struct
-import sys
 import termios
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
+from forked import rollout_command
 from rollout.batch import collate
 from rollout.chat import Transcript
 from rollout.cli.check_template import check_template
@@ -94,22 +94,20 @@ def test_group_table_breaks_no_word_at_80_columns() -> None:
 
 def in_terminal(columns: int, *arguments: str, cwd: Path) -> str:
     """What ``rollout …`` shows in a terminal of so many columns."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(cwd)
-        code = "from rollout.cli import main; raise SystemExit(main())"
-        environment = {**os.environ, "NO_COLOR": "1", "TERM": "dumb"}
-        environment.pop("COLUMNS", None)
-        os.execve(sys.executable, [sys.executable, "-c", code, *arguments], environment)
+    terminal, inner = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    shown = b""
-    try:
-        while piece := os.read(terminal, 65536):
-            shown += piece
-    except OSError:  # how Linux says that the other side is closed
-        pass
+    environment = {**os.environ, "NO_COLOR": "1", "TERM": "dumb"}
+    environment.pop("COLUMNS", None)
+    streams = {"stdin": inner, "stdout": inner, "stderr": inner}
+    with rollout_command(*arguments, cwd=cwd, env=environment, **streams):
+        os.close(inner)
+        shown = b""
+        try:
+            while piece := os.read(terminal, 65536):
+                shown += piece
+        except OSError:  # how Linux says that the other side is closed
+            pass
     os.close(terminal)
-    os.waitpid(pid, 0)
     return shown.decode().replace("\r\n", "\n")
 
 
