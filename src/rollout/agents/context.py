@@ -6,6 +6,8 @@ import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import anyio
+
 from rollout.agents.conversation import Conversation
 from rollout.agents.conversation_log import ConversationLog
 from rollout.agents.identity import Ending, Identity
@@ -170,6 +172,11 @@ class AgentContext:
     def tools(self) -> TrajectoryTools:
         """The tools offered to the model; `schemas` lists them."""
         return self._state.tools
+
+    @property
+    def tools_asked_for(self) -> TrajectoryTools | None:
+        """The same; None where nobody has asked for them yet."""
+        return self._state.tools_asked_for
 
     @property
     def sandbox(self) -> TrajectorySandbox:
@@ -450,16 +457,24 @@ class AgentContext:
         for each in (conversations := list(self._main.all())):
             await each.settle()
         if any(row.transcript.generated_length for each in conversations for row in each.rows):
-            self.tool_rewards.extend(await self.tools.calc_rewards())
-            if self.reward is None:
-                self.reward = self.tools.reward
+            tools = self._state.tools_asked_for
+            if tools is not None:
+                self.tool_rewards.extend(await tools.calc_rewards())
+                if self.reward is None:
+                    self.reward = tools.reward
 
     async def close(self) -> None:
         """End the tools and the simulated user; shielded, bounded, never raises."""
         for each in self._main.all():
             self.services.engines.forget(each.session_id)
-        await self.tools.close()
-        interaction, self._interaction = self._interaction, None
-        if interaction is not None:
-            cleanup_s = self.services.config.limits.cleanup_s
-            await finish(interaction, self.identity.session_id, cleanup_s)
+        self._state.is_over = True
+        tools, interaction = self._state.tools_asked_for, self._interaction
+        if tools is None and interaction is None:
+            return
+        with anyio.CancelScope(shield=True):
+            if tools is not None:
+                await tools.close()
+            self._interaction = None
+            if interaction is not None:
+                cleanup_s = self.services.config.limits.cleanup_s
+                await finish(interaction, self.identity.session_id, cleanup_s)

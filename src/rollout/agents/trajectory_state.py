@@ -59,6 +59,7 @@ class TrajectoryState:
         limit: The trajectory's own, in which all others are opened.
         log: Remembers its answers; None where nothing does.
         idle_since: When its last generation, or its last user's answer, ended; 0 before.
+        is_over: Whether its agent has ended, and its tools were closed.
     """
 
     turn_scores = ListOnDemand()
@@ -83,6 +84,7 @@ class TrajectoryState:
         "generations",
         "identity",
         "idle_since",
+        "is_over",
         "limit",
         "log",
         "resumes",
@@ -105,6 +107,7 @@ class TrajectoryState:
         self.log = log
         self.clock = loop_clock()
         self._tools: TrajectoryTools | None = None
+        self.is_over = False
         self._sandbox: TrajectorySandbox | None = None
         self._extra: dict[str, Any] = dict(prompt.extra) if prompt.extra else NOT_MADE
         self.reward: Any = None
@@ -174,6 +177,7 @@ class TrajectoryState:
                 prompt=self._prompt,
                 sandbox=self.sandbox,
             )
+            self._tools.is_closed = self.is_over
         return self._tools
 
     @property
