@@ -24,8 +24,7 @@ from rollout.engine.pool.pool import EnginePool
 from rollout.engine.pool.requests import Request
 from rollout.limits import NEVER, Limit
 from rollout.scheduling import trajectory as trajectory_module
-from rollout.scheduling.batch_call import StreamCall
-from rollout.scheduling.calls import Call
+from rollout.scheduling.batch_call import BatchCall
 from rollout.scheduling.rewards import score as rewarding_module
 from rollout.scheduling.scheduler import Scheduler
 from rollout.scheduling.trajectory import TrajectoryRun
@@ -210,35 +209,35 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("outcome counted twice", "statistics: finished = ")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = Call._count
+    real = Scheduler.count_end
 
-    def count(self: Call, ended: Any, **options: Any) -> None:
-        self._tally.outcomes[ended.trajectory.outcome] += ended.trajectory.member
-        real(self, ended, **options)
+    def count_end(self: Scheduler, member: Any, trajectory: Any) -> None:
+        self.tally.outcomes[trajectory.outcome] += trajectory.member
+        real(self, member, trajectory)
 
-    patch.setattr(Call, "_count", count)
+    patch.setattr(Scheduler, "count_end", count_end)
 
 
 @bug("outcome delivered twice", "too often")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = StreamCall._deliver
+    real = BatchCall._deliver
 
-    async def deliver(self: StreamCall, ended: Any) -> None:
-        await real(self, ended)
-        await real(self, ended)
+    async def deliver(self: BatchCall, *ended: Any) -> None:
+        await real(self, *ended)
+        await real(self, *ended)
 
-    patch.setattr(StreamCall, "_deliver", deliver)
+    patch.setattr(BatchCall, "_deliver", deliver)
 
 
 @bug("outcome never delivered", "was not delivered")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = StreamCall._deliver
+    real = BatchCall._deliver
 
-    async def deliver(self: StreamCall, ended: Any) -> None:
-        if ended.trajectory.outcome != "deadline":
-            await real(self, ended)
+    async def deliver(self: BatchCall, member: Any, trajectory: Any) -> None:
+        if trajectory.outcome != "deadline":
+            await real(self, member, trajectory)
 
-    patch.setattr(StreamCall, "_deliver", deliver)
+    patch.setattr(BatchCall, "_deliver", deliver)
 
 
 @bug("failure with a reward", "with the reward 0.0; expected None")

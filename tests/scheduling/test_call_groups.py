@@ -91,7 +91,7 @@ class World:
         )
         if outcome is Outcome.DEADLINE:
             trajectory.limit_source = GROUP_S
-        groups.record_end(Ended(0, member, trajectory))
+        groups.record_end(Ended(member, trajectory))
         if not group.is_complete and groups.can_judge(group):
             self.judge(groups, group)
 

@@ -152,10 +152,15 @@ def raising(_: Group) -> bool:
 async def test_groups_that_accept_says_nothing_of_are_given_to_nobody_and_stay(
     accept: Callable[[Group], Any], surplus: Any
 ) -> None:
-    given = source()
-    async with rollout.open_rollout(config()) as runtime:
+    given, asked = source(), set[str]()
+
+    def note_and_accept(group: Group) -> Any:
+        asked.add(group.uid)
+        return accept(group)
+
+    async with rollout.open_rollout(config(scheduling={"max_in_flight": 8})) as runtime:
         got = []
-        wrong = GroupPolicy(accept=accept, surplus=surplus)
+        wrong = GroupPolicy(accept=note_and_accept, surplus=surplus)
         with pytest.raises((ZeroDivisionError, PromptError)) as caught:
             async with runtime.stream_groups(given, policy=wrong) as groups:
                 got += [group.uid async for group in groups]
@@ -164,9 +169,13 @@ async def test_groups_that_accept_says_nothing_of_are_given_to_nobody_and_stay(
             await runtime.collect(given, 2, policy=wrong)
         assert caught.value.partial.trajectories == []  # type: ignore[union-attr]
         completed = runtime.statistics().outcomes[Outcome.COMPLETED]
-        batch = await runtime.collect(given, 1)
-        assert uids(batch) == ["p0"]
-        assert runtime.statistics().outcomes[Outcome.COMPLETED] == completed  # not run again
+        batch = await runtime.collect(given, 8)
+        assert uids(batch) == [f"p{at}" for at in range(8)]
+        assert asked
+        # Those that it was asked of are not run again; of members that end in one moment, the
+        # others were surplus by then.
+        again = runtime.statistics().outcomes[Outcome.COMPLETED] - completed
+        assert again == len({*uids(batch)} - asked)
 
 
 async def test_batch_of_says_nothing_of_time_and_refuses_what_are_no_groups() -> None:

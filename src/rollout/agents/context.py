@@ -7,6 +7,8 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import anyio
+
 from rollout.agents.conversation import Conversation
 from rollout.agents.history import History, open_row
 from rollout.agents.segments import Row, check_purpose
@@ -129,6 +131,11 @@ class AgentContext(Conversation):
     def tools(self) -> TrajectoryTools:
         """The tools offered to the model; `schemas` lists them."""
         return self._state.tools
+
+    @property
+    def used_tools(self) -> TrajectoryTools | None:
+        """The same; None where nobody has asked for them yet."""
+        return self._state.used_tools
 
     @property
     def sandbox(self) -> TrajectorySandbox:
@@ -584,11 +591,16 @@ class AgentContext(Conversation):
         state = self._state
         for each in self.all():
             self.services.engines.forget(each.session_id)
-        if state.used_tools is not None:
-            await state.used_tools.close()
-        user, state.interaction = state.interaction, None
-        if user is not None:
-            await close_user(user, self.identity, self.services.config.limits.cleanup_s)
+        state.is_over = True
+        tools = state.used_tools
+        if tools is None and state.interaction is None:
+            return
+        with anyio.CancelScope(shield=True):
+            if tools is not None:
+                await tools.close()
+            user, state.interaction = state.interaction, None
+            if user is not None:
+                await close_user(user, self.identity, self.services.config.limits.cleanup_s)
 
 
 def open_context(

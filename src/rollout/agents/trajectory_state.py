@@ -52,6 +52,7 @@ class TrajectoryState:
         user_name: Of the simulated user who takes part; None where nobody does.
         interaction: The simulated user, once the trajectory has begun.
         idle_since: When its last generation, or its last user's answer, ended; 0 before.
+        is_over: Whether its agent has ended, and its tools were closed.
         extra, reward, turn_scores, tool_rewards, ending, generations, generation_s, cached_tokens,
             resumes, restarts, discarded_tokens, cut_prompt_tokens, sampled_placeholders,
             truncated_tokens: As in `AgentContext`.
@@ -82,6 +83,7 @@ class TrajectoryState:
         self._tools: TrajectoryTools | None = None
         self._sandbox: TrajectorySandbox | None = None
         self._tool_calls = 0
+        self.is_over = False
         if prompt.tools is not None or prompt.tools_kwargs or services.tools.opens_first:
             names = self.tools.names  # now, since what the prompt says of them may be wrong
         else:
@@ -129,6 +131,7 @@ class TrajectoryState:
                 prompt=self._prompt,
                 sandbox=self.sandbox,
             )
+            self._tools.is_closed = self.is_over
         return self._tools
 
     @property

@@ -227,14 +227,14 @@ class CallLog(RunLog):
         if not self._has_group_reward:
             self._put_ends([(member, trajectory)])
 
-    def is_rewarded(self, ended: Sequence[Ended]) -> bool:
+    def is_rewarded(self, members: Sequence[Member]) -> bool:
         """See `RunLog`."""
-        return all(log.is_finished for log in list_logs(ended))
+        return all(log.is_finished for log in list_logs(members))
 
     def note_rewards(self, ended: Sequence[Ended]) -> None:
         """See `RunLog`."""
         if self._has_group_reward:
-            self._put_ends([(member, trajectory) for _, member, trajectory in ended])
+            self._put_ends(ended)
 
     def _put_ends(self, members: Iterable[tuple[Member, Trajectory]]) -> None:
         """Write the ends of members that no process has written, in one record."""
@@ -257,10 +257,10 @@ class CallLog(RunLog):
             log.number = number
 
     async def wait_written(
-        self, ended: Sequence[Ended], deadline: float, is_over: Callable[[], bool]
+        self, members: Sequence[Member], deadline: float, is_over: Callable[[], bool]
     ) -> JournalError | None:
         """See `RunLog`."""
-        for log in list_logs(ended):
+        for log in list_logs(members):
             if not await self._journal.wait_written(log.number, deadline, is_over):
                 return self._get_failure()
         return None

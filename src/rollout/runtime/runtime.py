@@ -22,11 +22,7 @@ from rollout.runtime.collation import Collation, attach
 from rollout.runtime.explain import explain
 from rollout.runtime.measuring import BatchWatch, BatchWindow, RuntimeStatistics
 from rollout.scheduling.admission import Admission, Progress
-from rollout.scheduling.batch_call import (
-    BatchCall,
-    StreamCall,
-    make_groups,
-)
+from rollout.scheduling.batch_call import BatchCall, make_groups
 from rollout.scheduling.call_arguments import check_call, check_groups, check_target
 from rollout.scheduling.group_call import get_result, make_group_call
 from rollout.scheduling.prompts import check_names, check_prompts
@@ -94,7 +90,7 @@ class RolloutRuntime:
             runner,
             services.threads,
             run_seed,
-            self.admission.limiter,
+            self.admission,
             lambda job: self._tasks.start_soon(job),  # noqa: PLW0108  (there is no group yet)
             RunLog() if journal is None else CallLog(journal, has_group_reward=has_group_reward),
         )
@@ -146,14 +142,15 @@ class RolloutRuntime:
             prompts, samples, step, validate, layout, trim
         )
         call = BatchCall(self._scheduler, groups, step=step, deadline=deadline)
-        rows = call.rows
         with self._watched(call, validate) as window:
             try:
                 async with self._sleep.awake(), call.running():
                     await call.wait()
             except Exception as error:
+                rows = call.list_trajectories()
                 attach(error, await self._collation.batch(rows, window, layout, trim))
                 raise
+            rows = call.list_trajectories()
             try:
                 batch = await self._collation.batch(rows, window, layout, trim)
             except Exception as error:  # too little memory, say, which less may have room in
@@ -185,7 +182,7 @@ class RolloutRuntime:
         received and are not referenced any more.
         """
         groups, step, deadline = await self._new_groups(prompts, samples, step, validate)
-        call = StreamCall(self._scheduler, groups, step=step, deadline=deadline)
+        call = BatchCall(self._scheduler, groups, step=step, deadline=deadline, is_stream=True)
         with self._watched(call, validate) as window:
             async with self._sleep.awake():
                 try:
@@ -194,10 +191,11 @@ class RolloutRuntime:
                 except anyio.ClosedResourceError:
                     if not call.is_closed:
                         raise  # else its receiver was closed with the runtime
-            if call.error is not None:
+            error = None if call.was_left else call.find_error()
+            if error is not None:
                 rows = call.list_trajectories()
-                attach(call.error, await self._collation.batch(rows, window))
-                raise call.error
+                attach(error, await self._collation.batch(rows, window))
+                raise error
 
     async def collect(
         self,
@@ -377,7 +375,7 @@ class RolloutRuntime:
         """
         self._refuse_when_closed()
         await self.engines.update_weights(version, source, mode)
-        self._scheduler.notify()  # there is room for groups whose weights must not be old
+        self._scheduler.change()  # there is room for groups whose weights must not be old
         if self._journal is not None:
             self._journal.note_version(int(version))
 

@@ -49,6 +49,7 @@ class Admission:
 
     Attributes:
         limiter: Members take their slot from it; its total is the number allowed now.
+        on_change: Called when that has changed.
     """
 
     def __init__(self, most: int, *, is_adaptive: bool) -> None:
@@ -56,6 +57,7 @@ class Admission:
         self._controller = AdmissionController(most)
         self._is_adaptive = is_adaptive
         self._pauses = 0
+        self.on_change: Callable[[], object] = lambda: None
 
     @property
     def allowed(self) -> int:
@@ -87,6 +89,7 @@ class Admission:
 
     def _apply(self) -> None:
         self.limiter.total_tokens = 0 if self._pauses else self._controller.allowed
+        self.on_change()
 
 
 @attrs.frozen

@@ -13,11 +13,11 @@ from rollout.chat.trajectory import Trajectory
 from rollout.scheduling.calls import Call
 from rollout.scheduling.endings import CLOSED
 from rollout.scheduling.groups import Groups, Wanted
-from rollout.scheduling.member_group import Ended, MemberGroup, cancel_members
+from rollout.scheduling.member_group import Ended, Member, MemberGroup, cancel_members
 from rollout.scheduling.scheduler import LOST
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from rollout.errors import JournalError
     from rollout.limits import Deadline
@@ -42,21 +42,25 @@ def make_groups(
     groups = []
     for number, (prompt, uid) in enumerate(zip(prompts, uids, strict=True)):
         group = MemberGroup(number, named(prompt, uid))
-        row = number * samples
-        group.add_members(samples, step=step, run_seed=run_seed, validate=validate, row=row)
+        group.add_members(samples, step=step, run_seed=run_seed, validate=validate)
         groups.append(group)
     return groups
 
 
 class BatchCall(Call):
-    """A call of `generate`.
+    """A call of `generate` or `stream`.
+
+    Args:
+        groups: Made by `make_groups`.
+        is_stream: Whether trajectories are sent as they end.
 
     Attributes:
         members: All of them, in the order of their rows.
-        rows: The trajectory of each, once it has ended.
+        received: Where the trajectories of a stream come out: `STREAM_BUFFER` wait there for a
+            slow receiver, and then members wait, with their slots.
+        was_left: Whether its caller left it before its end, and learns of no error.
     """
 
-    name = "generate"
     surplus_reason = LOST
 
     def __init__(
@@ -66,46 +70,79 @@ class BatchCall(Call):
         *,
         step: int,
         deadline: Deadline,
+        is_stream: bool = False,
     ) -> None:
+        self.name = "stream" if is_stream else "generate"
         self.members = [member for group in groups for member in group.waiting]
-        self.rows: list[Trajectory | None] = [None] * len(self.members)
         samples, count = len(groups[0].waiting) if groups else 1, len(self.members)
         wanted = Groups(Wanted(groups=len(groups), members=samples))
         super().__init__(scheduler, wanted, step=step, deadline=deadline, count=count)
-        self.waits_for_groups = self.counts_with_group = scheduler.rewards_groups
+        self.was_left = False
+        #: Finds the trajectories that have ended; those that were sent while they are referenced.
+        self._found: dict[Member, Callable[[], Trajectory | None]] = {}
         self._unwritten: JournalError | None = None
         for group in sorted(groups, key=lambda group: -group.prompt.priority):
             group.call = self
             self.groups.adopt(group)
+        self.groups.stop_pulling()
 
-    async def run(self) -> None:
-        """See `Call.run`."""
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """See `Call.running`."""
+        self._send, self.received = anyio.create_memory_object_stream[Trajectory](STREAM_BUFFER)
+        async with super().running():
+            with self.received:  # members wait for it
+                yield
+
+    async def _run(self) -> None:
         self._tally.admitted += len(self.members)
         for member in self.members:
             member.batch = self.batch
-        await super().run()
+        with self._send:
+            try:
+                await super()._run()
+            finally:
+                self.was_left = self._is_leaving and not self.is_closed
 
     async def wait(self) -> None:
-        """Wait until every member has been delivered; no member has a slot then.
+        """Wait until every member has ended; no member has a slot then.
 
         Raises:
-            LimitExceeded: More members failed than `scheduling.max_failures` allows, or the time
-                was over and `scheduling.on_deadline` is "raise"; every member has been delivered.
-            JournalError: The journal could not be written until then.
-            RolloutError: `close` was called; every member has been delivered.
+            BaseException: As `find_error` says; every member has been delivered, unless a task of
+                the library's own failed.
         """
         await self._has_ended.wait()
         if not self._has_crashed:
-            ended = [Ended(m.row, m, self.rows[m.row]) for m in self.members]  # type: ignore[arg-type]
-            await self._wait_until_written(ended)
-        error = self._find_error()
+            await self._wait_until_written(self.members)
+        error = self.find_error()
         if error is not None:
             raise error
 
+    def find_error(self) -> BaseException | None:
+        """Find the error that a call ends with which nobody left before its end, if any.
+
+        It is that of the journal, of a runtime that was closed, or a `LimitExceeded`: more members
+        failed than `scheduling.max_failures` allows, or the time was over and
+        `scheduling.on_deadline` is "raise".
+        """
+        if self._unwritten is not None or self.failure is not None:
+            return self._unwritten or self.failure
+        if self._bad.are_too_many:
+            return self._bad.make_error()
+        if self._met_deadline and self._config.on_deadline == "raise":
+            return self.deadline.error()
+        return None
+
+    def list_trajectories(self) -> list[Trajectory]:
+        """Those that have ended and are still referenced, in the order of their rows."""
+        found = [self._found[each]() for each in self.members if each in self._found]
+        return [trajectory for trajectory in found if trajectory is not None]
+
     def close(self) -> None:
-        """Cancel every member because the runtime closes; trajectories are delivered as usual."""
+        """Cancel every member because the runtime closes; a stream gives nothing more."""
         super().close()
         cancel_members(self._list_unrewarded(), CLOSED)
+        self.received.close()
 
     @property
     def _has_crashed(self) -> bool:
@@ -118,106 +155,48 @@ class BatchCall(Call):
             return True
         return self.groups.is_complete and not self._judging and not self._has_tasks
 
-    async def _return_groups(self, left: Leftovers) -> None:
-        await super()._return_groups(left)
+    @property
+    def _waits_for_groups(self) -> bool:
+        return self.scheduler.rewards_groups
+
+    async def _leave(self, left: Leftovers) -> None:
+        await super()._leave(left)
         self.scheduler.count_lost([each for each in self.members if not each.is_finished])
 
     def _fail(self, error: BaseException) -> None:
         self.cancel(None, None, "failure_budget")
 
-    def _find_error(self) -> BaseException | None:
-        """Find the error that a batch ends with which nobody left before its end, if any."""
-        if self._unwritten is not None or self.failure is not None:
-            return self._unwritten or self.failure
-        if self._bad.are_too_many:
-            return self._bad.make_error()
-        if self._met_deadline and self._config.on_deadline == "raise":
-            return self.deadline.error()
-        return None
-
-    async def _wait_until_written(self, ended: Sequence[Ended]) -> bool:
+    async def _wait_until_written(self, members: Sequence[Member]) -> bool:
         """Wait for the journal; False where it cannot be written, which is an error in the end."""
         unwritten = await self._log.wait_written(
-            ended, self.deadline.at, lambda: self.is_closed or self._is_leaving
+            members, self.deadline.at, lambda: self.is_closed or self._is_leaving
         )
         self._unwritten = unwritten or self._unwritten
         return unwritten is None
 
     async def _hand_over(self, group: MemberGroup, wanted: Sequence[Ended]) -> None:
-        if self.counts_with_group:
-            for ended in wanted:
-                self._count(ended)
         if self._events.tells_all:
             self._emit_group_ended(wanted)
         self.groups.settle(group, "accepted")
+        self.groups.take()
         group.ended = []  # else members, their groups and trajectories refer to each other
-        if self.waits_for_groups:
-            for ended in wanted:
-                await self._deliver(ended)
+        if self._waits_for_groups:
+            for member, trajectory in wanted:
+                await self._deliver(member, trajectory)
 
-    async def _deliver_alone(self, ended: Ended) -> None:
-        if not self.waits_for_groups:
-            await self._deliver(ended)
+    async def _deliver_alone(self, member: Member, trajectory: Trajectory) -> None:
+        if not self._waits_for_groups:
+            await self._deliver(member, trajectory)
 
-    async def _deliver(self, ended: Ended) -> None:
-        """Put a trajectory into its row of the batch."""
-        self.rows[ended.row] = ended.trajectory
-
-
-class StreamCall(BatchCall):
-    """A call of `stream`.
-
-    Attributes:
-        received: Where its trajectories come out: `STREAM_BUFFER` wait there for a slow receiver,
-            and then members wait, with their slots.
-        error: What the call ends with, unless its caller left it before; None: no error.
-    """
-
-    name = "stream"
-    error: BaseException | None = None
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """See `Call.running`."""
-        self._send, self.received = anyio.create_memory_object_stream[Trajectory](STREAM_BUFFER)
-        #: Trajectories that were sent, while somebody refers to them; the others are in `rows`.
-        self._sent: dict[int, weakref.ref[Trajectory]] = {}
-        async with super().running():
-            try:
-                yield
-            finally:
-                self.received.close()
-
-    async def run(self) -> None:
-        """See `Call.run`."""
-        with self._send:
-            try:
-                await super().run()
-            finally:
-                if self.is_closed or not self._is_leaving:
-                    self.error = self._find_error()
-
-    def close(self) -> None:
-        """Cancel every member because the runtime closes; deliver no more trajectories."""
-        super().close()
-        self.received.close()
-
-    def list_trajectories(self) -> list[Trajectory]:
-        """Those that have ended and are still referenced, in the order of their rows."""
-        found = {row: find() for row, find in self._sent.items()}
-        found |= {row: each for row, each in enumerate(self.rows) if each is not None}
-        return [trajectory for _, trajectory in sorted(found.items()) if trajectory is not None]
-
-    async def _deliver(self, ended: Ended) -> None:
-        row, member, trajectory = ended
-        self.rows[row] = trajectory
-        if not await self._wait_until_written([ended]):
+    async def _deliver(self, member: Member, trajectory: Trajectory) -> None:
+        """Keep a trajectory for the batch, or send it."""
+        self._found[member] = lambda: trajectory
+        if self.name == "generate" or not await self._wait_until_written([member]):
             return
-        self._sent[row] = weakref.ref(trajectory)
         try:
             await self._send.send(trajectory)
         except anyio.BrokenResourceError:  # the receiver has left
             return
-        self.rows[row] = None
+        self._found[member] = weakref.ref(trajectory)
         if member.log is not None:
             member.log.delivered()

@@ -19,8 +19,7 @@ from rollout.limits import Deadline
 from rollout.scheduling.endings import CLOSED, BadEndings
 from rollout.scheduling.finished import explain_cut, make_unstarted
 from rollout.scheduling.member_group import GROUP_S, Ended, Stage, cancel_members
-from rollout.scheduling.selection import Selection
-from rollout.scheduling.trajectory_events import emit_ended, emit_group_ended
+from rollout.scheduling.trajectory_events import emit_group_ended
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
@@ -54,15 +53,10 @@ class Call:
         began: When it was made, on the loop's clock.
         failure: What it ends with; None while all is well.
         is_closed: Whether it was ended because the runtime is being closed.
-        waits_for_groups: Whether a member that has ended waits for its group.
-        counts_with_group: Whether its outcome is counted only with the rewards of that.
         surplus_reason: Of members that still run when the call ends.
-        selection: What it took of what it had run.
     """
 
     name = ""
-    waits_for_groups = True
-    counts_with_group = False
     surplus_reason = SURPLUS
 
     def __init__(
@@ -75,12 +69,10 @@ class Call:
         group_s: float | None = None,
         count: int | None = None,
     ) -> None:
-        self.step, self.batch = step, 0
-        self.began = anyio.current_time()
+        self.step, self.batch, self.began = step, 0, anyio.current_time()
         self.groups, self.scheduler, self.deadline = groups, scheduler, deadline
         self.failure: BaseException | None = None
         self.is_closed = False
-        self.selection = Selection(by_group=scheduler.rewards_groups)
         self._config, self._log = scheduler.config.scheduling, scheduler.log
         self._events, self._tally = scheduler.events, scheduler.tally
         self._bad = BadEndings(self._tally, self._config, count)
@@ -89,7 +81,7 @@ class Call:
         #: Groups that are complete and not judged; and calls of group rewards.
         self._judging = 0
         self._rewards: dict[MemberGroup, anyio.CancelScope] = {}
-        self._changed, self._has_ended = anyio.Event(), anyio.Event()
+        self._has_ended = anyio.Event()
 
     # Its life.
 
@@ -99,24 +91,24 @@ class Call:
 
         It runs in a task of the runtime's, so that no scope is open around the caller's block.
         """
-        self.scheduler.start(self.run)
+        self.scheduler.add_call(self)
+        self.scheduler.start(self._run)
         try:
             yield
         finally:
             self._is_leaving = True
-            self.change()
+            self.scheduler.change()
             with anyio.CancelScope(shield=True):
                 await self._has_ended.wait()
 
-    async def run(self) -> None:
+    async def _run(self) -> None:
         """Admit members until the call is left or done; then end what is not carried."""
-        self.scheduler.add_call(self)
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._guard, self._watch_deadlines)
-                tasks.start_soon(self._guard, self.admit)
+                tasks.start_soon(self._guard, self._admit)
                 while not self._is_done:
-                    await self._changed.wait()
+                    await self.scheduler.wait_change()
                 tasks.cancel_scope.cancel()
         except anyio.get_cancelled_exc_class():  # with the runtime's tasks
             self.is_closed = True
@@ -127,7 +119,6 @@ class Call:
                 await self._wind_up()
             self.scheduler.remove_call(self)
             self._has_ended.set()
-            self.change()
 
     @property
     def _is_done(self) -> bool:
@@ -147,16 +138,16 @@ class Call:
         for scope in self._rewards.values():
             scope.cancel()
         while self._judging:
-            await self._changed.wait()
+            await self.scheduler.wait_change()
         left = self.groups.take_leftovers(is_over=self.is_closed)
         cancel_members(left.surplus, self.surplus_reason)
-        await self._return_groups(left)
+        await self._leave(left)
         self._bad.log()
 
-    async def _return_groups(self, left: Leftovers) -> None:
-        """Wait for members that end, and leave the rest to the next call."""
+    async def _leave(self, left: Leftovers) -> None:
+        """Wait for members that end; calls of groups leave the rest to the next call."""
         while self._has_tasks:
-            await self._changed.wait()
+            await self.scheduler.wait_change()
 
     @property
     def _has_tasks(self) -> bool:
@@ -172,10 +163,15 @@ class Call:
     def list_unfinished(self) -> dict[Member, bool]:
         """Members without an outcome, and True for those that wait for others of their group."""
         found = dict.fromkeys(self._list_members(), False)
-        if self.waits_for_groups:
+        if self._waits_for_groups:
             found |= {each.member: True for group in self.groups.open for each in group.ended}
         members = sorted(found, key=lambda each: (each.identity.group, each.identity.member))
         return {member: found[member] for member in members}
+
+    @property
+    def _waits_for_groups(self) -> bool:
+        """Whether a member that has ended waits for its group."""
+        return True
 
     def cancel(self, uid: str | None, member: int | None, reason: str) -> int:
         """Cancel the members that match; all of them: nothing further starts either."""
@@ -185,7 +181,7 @@ class Call:
         members = [*self._list_members(), *self._list_unrewarded()]
         chosen = [each for each in members if each.can_cancel(uid, member)]
         cancel_members(chosen, reason)
-        self.change()
+        self.scheduler.change()
         return len(chosen)
 
     def close(self) -> None:
@@ -194,16 +190,11 @@ class Call:
         self.end_with(RolloutError(CLOSED_MEANWHILE))
         cancel_members(self._list_members(), CLOSED)
 
-    def change(self) -> None:
-        """Wake the tasks that wait for a change of this call."""
-        self._changed.set()
-        self._changed = anyio.Event()
-
     def end_with(self, error: BaseException) -> None:
         """End the call with this error, whatever it has."""
         self.failure = self.failure or error
         self.groups.stop()
-        self.change()
+        self.scheduler.change()
 
     def _list_running(self) -> list[Member]:
         """Members that have a slot here and no outcome."""
@@ -215,33 +206,44 @@ class Call:
         return [*self._list_running(), *waiting]
 
     def _list_unrewarded(self) -> list[Member]:
-        """Members that have ended, and whose group has no reward yet."""
-        if not self.scheduler.rewards_groups:
-            return []
-        return [
-            each.member
-            for group in self.groups.open
-            if self.scheduler.wants_reward(group, group.ended)
-            for each in group.ended
-            if each.trajectory.trainable
-        ]
+        """Members that have ended, and whose group is still to get its reward."""
+        groups = [group for group in self.groups.open if self._wants_reward(group, group.ended)]
+        ended = (each for group in groups for each in group.ended)
+        return [each.member for each in ended if each.trajectory.trainable]
+
+    def _wants_reward(self, group: MemberGroup, ended: Sequence[Ended]) -> bool:
+        """Whether `group_reward` is still to be called for these members."""
+        is_open = self.scheduler.rewards_groups and group.stage < Stage.REWARDED
+        return is_open and not self._log.is_rewarded([each.member for each in ended])
 
     # Admission.
 
-    async def admit(self) -> None:
-        """Give slots to members, one after the other, and run them, until no more will come."""
-        while (member := await self._find_next_member()) is not None:
+    async def _admit(self) -> None:
+        """Give slots to members, one after the other, and run them, while the call is open."""
+        while True:
+            member = await self._find_next_member()
             recorded = self._log.find_trajectory(member)
             if recorded is not None:
-                await self._finish_recorded(member, recorded)
+                await anyio.lowlevel.checkpoint()
+                member.refills = self.groups.wanted.refills
+                self._tally.add_calls(recorded.metrics)
+                await self._finish_unstarted(member, recorded)
             elif await self.scheduler.take_slot(member):
                 self._begin(member)
             else:
                 await anyio.lowlevel.checkpoint()
-                await self._finish_unstarted(member)
+                if member.group.is_complete or member.is_finished:
+                    continue
+                if member.is_carried:  # its agent runs: it was cancelled, and ends as others do
+                    self.groups.begin(member)
+                    continue
+                ending = explain_cut(member, member.deadline_met or self.deadline)
+                await self._finish_unstarted(member, make_unstarted(member, ending))
 
-    async def _find_next_member(self) -> Member | None:
-        return self.groups.next_member()
+    async def _find_next_member(self) -> Member:
+        while (member := self.groups.next_member()) is None:
+            await self.scheduler.wait_change()
+        return member
 
     def _begin(self, member: Member) -> None:
         """Start a member that has a slot, or let a carried one continue."""
@@ -249,44 +251,33 @@ class Call:
         if group.deadline is None and self._group_s is not None:
             group.deadline = Deadline.after(self._group_s, GROUP_S)
             group.paused_s = self.scheduler.engines.paused_s()
-            self.change()  # for `_watch_deadlines`
+            self.scheduler.change()  # for `_watch_deadlines`
         if member.is_finished:  # it was carried, and ended while it waited here
             self.scheduler.release_slot(member)
             return
         member.batch = self.batch
         self.groups.begin(member)
         if not member.is_carried:
-            self._note_admitted(member)
+            self._note_admitted()
         self.scheduler.run_member(member)
 
-    def _note_admitted(self, member: Member) -> None:
+    def _note_admitted(self) -> None:
         """Count a member as admitted, where that was not done for all at once."""
 
-    async def _finish_recorded(self, member: Member, trajectory: Trajectory) -> None:
-        """End a member with its trajectory from the journal; its agent is not run."""
-        await anyio.lowlevel.checkpoint()
-        member.refills = self.groups.wanted.refills
-        self._note_admitted(member)
-        self._tally.add_calls(trajectory.metrics)
-        await self.finish_member(member, trajectory, may_wait=False)
-
-    async def _finish_unstarted(self, member: Member) -> None:
-        """End a member that was cancelled, or whose time was over, before it got a slot."""
-        if member.group.is_complete or member.is_finished:
-            return
-        if member.is_carried:  # its agent runs: it was cancelled, and ends as others do
-            self.groups.begin(member)
-            return
-        self._note_admitted(member)
-        ending = explain_cut(member, member.deadline_met or self.deadline)
-        await self.finish_member(member, make_unstarted(member, ending), may_wait=False)
+    async def _finish_unstarted(self, member: Member, trajectory: Trajectory) -> None:
+        """End a member whose agent does not run: it was cancelled, or is in the journal."""
+        self._note_admitted()
+        judge = self._note_end(member, trajectory)
+        if judge is not None:  # in a task of its own, as this loop must not wait for rewards
+            self.scheduler.start(partial(self._guard, judge))
+        await self._deliver_alone(member, trajectory)
 
     async def _watch_deadlines(self) -> None:
         """End what runs when the call's time is over, and the agents of a group at its own."""
         pause_s = 0.0
         while (now := anyio.current_time()) < self.deadline.at:
             first = math.inf
-            for group in self.groups.open:
+            for group in self.groups.open if self._group_s is not None else ():
                 if group.deadline is None:
                     continue
                 deadline = group.deadline.later(self.scheduler.engines.paused_s() - group.paused_s)
@@ -298,56 +289,45 @@ class Call:
                 cancel_members(agents, deadline=deadline)
             until = min(self.deadline.at, max(first, now + pause_s))
             with anyio.CancelScope(deadline=until) as scope:
-                await self._changed.wait()
+                await self.scheduler.wait_change()
             pause_s = LEAST_WAIT_S if scope.cancelled_caught else 0.0
         self._met_deadline = True
         self.groups.stop()
         left = [*self._list_members(), *self._list_unrewarded()]
         cancel_members([m for m in left if m.cancel_reason is None], deadline=self.deadline)
-        self.change()
+        self.scheduler.change()
 
     # Ends of members.
 
-    async def finish_member(
-        self, member: Member, trajectory: Trajectory, *, may_wait: bool = True
-    ) -> None:
-        """Note the end of a member, and complete its group where that was the last one wanted.
+    async def finish_member(self, member: Member, trajectory: Trajectory) -> None:
+        """Note the end of a member, and judge its group where that was the last one wanted."""
+        judge = self._note_end(member, trajectory)
+        if judge is not None:
+            await judge()
+        await self._deliver_alone(member, trajectory)
 
-        Args:
-            may_wait: Whether its group is judged here; else in a task of its own, as the loop that
-                admits members must not wait for rewards.
-        """
-        group, ended = member.group, Ended(member.row, member, trajectory)
+    def _note_end(
+        self, member: Member, trajectory: Trajectory
+    ) -> Callable[[], Awaitable[None]] | None:
+        """Count an outcome, and write it to the journal; return what judges a complete group."""
+        group, ended = member.group, Ended(member, trajectory)
         member.concluding_since = anyio.current_time()
         is_surplus, again = group.is_complete, self.groups.record_end(ended)
         is_wanted = not is_surplus and again is None
-        if not (is_wanted and self.counts_with_group):
-            self._count(ended, is_wanted=is_wanted, is_again=again is not None)
-        if not group.is_complete and self.groups.can_judge(group):
-            judge = self._complete(group)
-            if may_wait:
-                await judge()
-            else:
-                self.scheduler.start(partial(self._guard, judge))
-        await self._deliver_alone(ended)
-
-    def _count(self, ended: Ended, *, is_wanted: bool = True, is_again: bool = False) -> None:
-        """Count an outcome, write it to the journal, and emit its event."""
-        _, member, trajectory = ended
-        member.is_finished = True
         if trajectory.limit_source == self.deadline.source:
             self._met_deadline = True
             if self._config.on_deadline == "drop":
                 trajectory.trainable = False
         if is_wanted:
             self._log.note_end(member, trajectory)  # first: it fails what it cannot write
-        self._tally.outcomes[trajectory.outcome] += 1
-        if self._events.is_on:
-            emit_ended(self._events, member, trajectory)
-        self._note_end(trajectory, is_wanted=is_wanted, is_again=is_again)
+        self.scheduler.count_end(member, trajectory)
+        self._count(trajectory, is_wanted=is_wanted, is_again=again is not None)
+        if not is_wanted or not self.groups.can_judge(group):
+            return None
+        return self._complete(group)
 
-    def _note_end(self, trajectory: Trajectory, *, is_wanted: bool, is_again: bool) -> None:
-        """Note a trajectory in the counts of the call.
+    def _count(self, trajectory: Trajectory, *, is_wanted: bool, is_again: bool = False) -> None:
+        """Note a trajectory in the counts of the call, which ends where too many have failed.
 
         Args:
             is_wanted: Whether it may be taken, and counts for `scheduling.max_failures`: it is no
@@ -355,8 +335,6 @@ class Call:
             is_again: Whether its member is restarted.
         """
         self._bad.add(trajectory, is_wanted=is_wanted)
-        self.selection.note_end(trajectory)
-        self.selection.refilled += is_again
         if is_wanted:
             self._check_failures(trajectory)
 
@@ -369,7 +347,7 @@ class Call:
         """Have the call end with this error."""
         raise NotImplementedError
 
-    async def _deliver_alone(self, ended: Ended) -> None:
+    async def _deliver_alone(self, member: Member, trajectory: Trajectory) -> None:
         """Deliver a trajectory that does not wait for its group."""
 
     # Groups.
@@ -396,13 +374,12 @@ class Call:
                 self.end_with(self.groups.make_refused_error())
         finally:
             self._judging -= 1
-            self.change()
+            self.scheduler.change()
 
     async def _reward(self, group: MemberGroup, wanted: Sequence[Ended]) -> bool:
         """Ask for a group's reward, if it needs one; False where the call ends before that."""
         before = [each.trajectory.outcome for each in group.ended]
-        was_rewarded = group.stage >= Stage.REWARDED
-        if self.scheduler.wants_reward(group, wanted):
+        if self._wants_reward(group, wanted):
             if self._ends_rewards:
                 return False
             with anyio.CancelScope() as scope:
@@ -413,17 +390,20 @@ class Call:
                     del self._rewards[group]
             if scope.cancelled_caught:
                 return False
-        if not was_rewarded:
+        if group.stage < Stage.REWARDED:
             group.stage = Stage.REWARDED
-            self.selection.note_rewards(each.trajectory for each in wanted)
+            self._note_rewards(wanted)
         self._log.note_rewards(group.ended)  # it fails those that it cannot write
-        for outcome, (_, member, trajectory) in zip(before, group.ended, strict=True):
-            if outcome is not trajectory.outcome and member.is_finished:
+        for outcome, (_, trajectory) in zip(before, group.ended, strict=True):
+            if outcome is not trajectory.outcome:
                 self._tally.outcomes[outcome] -= 1
                 self._tally.outcomes[trajectory.outcome] += 1
                 self._bad.add(trajectory, is_new=False)
                 self._check_failures(trajectory)
         return True
+
+    def _note_rewards(self, wanted: Sequence[Ended]) -> None:
+        """These have the reward of their group, if there is any."""
 
     async def _hand_over(self, group: MemberGroup, wanted: Sequence[Ended]) -> None:
         """Deliver a group that has its rewards, or refuse it."""

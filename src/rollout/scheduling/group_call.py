@@ -17,12 +17,13 @@ from rollout.scheduling.calls import Call
 from rollout.scheduling.endings import describe_ending
 from rollout.scheduling.groups import Groups, Staleness, Wanted
 from rollout.scheduling.member_group import Stage, cancel_members
-from rollout.scheduling.selection import call_accept, find_accept
+from rollout.scheduling.selection import Selection, call_accept, find_accept
 from rollout.scopes import find_propagating
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
+    from rollout.chat.trajectory import Trajectory
     from rollout.errors import JournalError
     from rollout.scheduling.group_queue import PromptSource
     from rollout.scheduling.groups import Leftovers
@@ -48,6 +49,7 @@ class GroupCall(Call):
         source: Where its prompts come from.
         is_replayed: It returned in an earlier process: what it delivered then is all it has.
         taken_names: Uids of groups that it has adopted.
+        selection: What it took of what it had run.
     """
 
     def __init__(
@@ -65,18 +67,20 @@ class GroupCall(Call):
         self.name = "stream_groups" if groups.wanted.groups is None else "collect"
         self.is_replayed = is_replayed
         self.taken_names: set[str] = set()
-        self._pull_wait = anyio.CancelScope()
+        self.selection = Selection(by_group=scheduler.rewards_groups)
         self._has_noted_end = False
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """See `Call.running`."""
-        self._queue.add_call(self)
+        self._queue.restore_groups(self.step)
+        self.source.calls += 1
         try:
             async with super().running():
                 yield
         finally:
-            self._queue.remove_call(self)
+            self.source.calls -= 1
+            self.source.release()
 
     # What its consumer gets.
 
@@ -86,10 +90,11 @@ class GroupCall(Call):
         Raises:
             BaseException: What the call ends with.
         """
+        hint_at = anyio.current_time() + HINT_S
         while True:
             group = self.groups.take()
             if group is not None:
-                self.change()
+                self.scheduler.change()
                 await self.record_delivery([group])
                 result = get_result(group)
                 self.selection.note_accepted(result.trajectories)
@@ -100,10 +105,12 @@ class GroupCall(Call):
                 if not self._is_leaving:  # else its caller has left, and learns nothing
                     self.note_source_end()
                 return None
-            with anyio.move_on_after(HINT_S) as scope:
-                await self._changed.wait()
-            if scope.cancelled_caught and self.groups.waits_for:
-                self._tally.hint("update_weights", self.groups.waits_for)
+            with anyio.CancelScope(deadline=hint_at) as scope:
+                await self.scheduler.wait_change()
+            if scope.cancelled_caught:
+                hint_at += HINT_S
+                if self.groups.waits_for:
+                    self._tally.hint("update_weights", self.groups.waits_for)
 
     async def receive_all(self) -> list[MemberGroup]:
         """Return as many accepted groups as are wanted, or what there is; `find_error` says why.
@@ -111,7 +118,7 @@ class GroupCall(Call):
         `record_delivery` must follow, or `take_back`.
         """
         while not (self.groups.is_complete or self.failure is not None):
-            await self._changed.wait()
+            await self.scheduler.wait_change()
         self.groups.stop()
         taken = self.groups.take_all()
         for group in taken:
@@ -149,8 +156,8 @@ class GroupCall(Call):
     def take_back(self, groups: Sequence[MemberGroup]) -> None:
         """Return groups that the caller did not get to this call, or to the next one."""
         if not self.groups.take_back(groups):
-            self._leave_to_next_call(groups)
-        self.change()
+            self._queue.keep(groups)
+        self.scheduler.change()
 
     def note_missing(self, missing: int) -> None:
         """Record that the caller gets so many groups fewer than it wanted, and no error."""
@@ -169,7 +176,7 @@ class GroupCall(Call):
 
     # Its end.
 
-    async def _return_groups(self, left: Leftovers) -> None:
+    async def _leave(self, left: Leftovers) -> None:
         for group in left.groups:
             if not group.is_complete:  # else its members end in this call, which waits
                 group.call = None
@@ -178,24 +185,14 @@ class GroupCall(Call):
             self.selection.note_cut_off(member.tokens)
         carried = [group for group in left.groups if group.is_carried]
         others = [group for group in left.groups if not group.is_carried]
-        self._leave_to_next_call(carried)  # at once: `cancel` finds them while others clean up
-        await super()._return_groups(left)
-        self._leave_to_next_call(others)
-
-    def _leave_to_next_call(self, groups: Sequence[MemberGroup]) -> None:
-        for group in groups:
-            group.call = None
-        self._queue.keep(groups)
+        self._queue.keep(carried)  # at once: `cancel` finds them while others clean up
+        await super()._leave(left)
+        self._queue.keep(others)
 
     def close(self) -> None:
         """End it because the runtime is being closed."""
         super().close()
         self._is_leaving = True
-
-    def change(self) -> None:
-        """Wake the tasks that wait for a change of this call."""
-        super().change()
-        self._pull_wait.cancel()
 
     def _fail(self, error: BaseException) -> None:
         """End the call with this error, unless it has all it wants: what else runs is surplus."""
@@ -204,30 +201,24 @@ class GroupCall(Call):
 
     # Where members come from.
 
-    async def admit(self) -> None:
-        """See `Call.admit`; of a resumed call, the source is brought first where it stood then."""
+    async def _admit(self) -> None:
+        # Of a resumed call, the source is brought first where it stood then.
         for _ in range(self._log.count_pulls(self.step)):
             if not self.source.is_over and self.source.failure is None:
                 self.source.ask(self.step)
             while self.source.is_pulling:
-                await self._changed.wait()
-        await super().admit()
+                await self.scheduler.wait_change()
+        await super()._admit()
 
-    async def _find_next_member(self) -> Member | None:
-        source = self.source
-        while True:
-            member = self.groups.next_member()
-            if member is not None:
-                return member
+    async def _find_next_member(self) -> Member:
+        while (member := self.groups.next_member()) is None:
             if self.groups.wants_group and self._adopt_one():
                 continue
             self._check_source()
-            with anyio.CancelScope() as self._pull_wait:
-                if self.groups.wants_group and not (source.is_over or source.is_pulling):
-                    await self.scheduler.wait_for_slot()
-                    if not self._pull_wait.cancel_called:  # else nothing may be as it was
-                        source.ask(self.step)
-                await anyio.sleep_forever()
+            if self.groups.wants_group and self.scheduler.has_free_slot and not self.source.is_over:
+                self.source.ask(self.step)
+            await self.scheduler.wait_change()
+        return member
 
     def _adopt_one(self) -> bool:
         found = self._queue.pop_group(self)
@@ -243,7 +234,7 @@ class GroupCall(Call):
         between, group.between = group.between, []
         for ended in between:  # their outcomes were counted when they ended
             is_again = self.groups.record_end(ended) is not None
-            self._note_end(ended.trajectory, is_wanted=not is_again, is_again=is_again)
+            self._count(ended.trajectory, is_wanted=not is_again, is_again=is_again)
         if self.groups.can_judge(group):
             self.scheduler.start(partial(self._guard, self._complete(group)))
         return True
@@ -258,12 +249,20 @@ class GroupCall(Call):
             return
         elif source.is_over or self.is_replayed:
             self.groups.stop_pulling()
-            self.change()
+            self.scheduler.change()
 
-    def _note_admitted(self, member: Member) -> None:
+    def _note_admitted(self) -> None:
         self._tally.admitted += 1
 
     # What becomes of groups.
+
+    def _count(self, trajectory: Trajectory, *, is_wanted: bool, is_again: bool = False) -> None:
+        self.selection.note_end(trajectory)
+        self.selection.refilled += is_again
+        super()._count(trajectory, is_wanted=is_wanted)
+
+    def _note_rewards(self, wanted: Sequence[Ended]) -> None:
+        self.selection.note_rewards(each.trajectory for each in wanted)
 
     async def _hand_over(self, group: MemberGroup, wanted: Sequence[Ended]) -> None:
         result = Group.of(group.uid, group.prompt, [each.trajectory for each in wanted])

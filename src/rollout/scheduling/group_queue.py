@@ -27,12 +27,10 @@ from rollout.types import Prompt
 from rollout.worker_threads import may_leave_loop
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rollout.containment import Containment
-    from rollout.observe.tally import Tally
+    from rollout.scheduling.group_call import GroupCall
     from rollout.scheduling.member_group import RecordedGroup
-    from rollout.scheduling.run_log import RunLog
+    from rollout.scheduling.scheduler import Scheduler
     from rollout.worker_threads import WorkerThreads
 
 logger = logging.getLogger("rollout.scheduling")
@@ -51,20 +49,15 @@ class Numbered(Protocol):
 
 
 Source = Iterable[Prompt] | AsyncIterable[Prompt] | Numbered
-#: A `GroupCall`, whose module imports this one.
-GroupUser = Any
 
 
 class GroupQueue:
     """Groups that were pulled and that no call has, and the sources of more.
 
     Args:
-        log: The journal.
+        scheduler: Has the calls, the journal and the tasks.
         threads: Where sources that may block are pulled.
         containment: Has the tasks of async sources.
-        tally: Counts those that do not end.
-        start: Starts a task of the runtime's.
-        samples: Members of a group.
 
     Attributes:
         leftovers: Groups that were pulled and not used, in the order in which they were; the next
@@ -73,37 +66,29 @@ class GroupQueue:
 
     def __init__(
         self,
-        log: RunLog,
+        scheduler: Scheduler,
         threads: WorkerThreads,
         containment: Containment,
-        tally: Tally,
-        start: Callable[..., object],
         *,
         run_seed: int,
-        samples: int,
     ) -> None:
         self.leftovers: list[MemberGroup] = []
-        self.threads, self.containment, self.tally, self.start = threads, containment, tally, start
-        self._log, self._run_seed, self._samples = log, run_seed, samples
-        self._pulled = log.pull_count
+        self.scheduler, self.threads, self.containment = scheduler, threads, containment
+        self._run_seed, self._log = run_seed, scheduler.log
+        self._samples = scheduler.config.scheduling.samples_per_prompt
+        self._pulled = self._log.pull_count
         self._sources: dict[int, PromptSource] = {}
         #: What the journal says that the calls which run had before; they take it first of all.
         self._delivered_before: list[MemberGroup] = []
 
     # Calls.
 
-    def add_call(self, call: GroupUser) -> None:
-        """Note a call that begins, and queue the groups that the journal has for its step."""
-        self._delivered_before += map(_restore, self._log.take_delivered(call.step))
-        self.keep(map(_restore, self._log.take_left(call.step)))
-        call.source.users[call] = None
+    def restore_groups(self, step: int) -> None:
+        """Queue the groups that the journal has for a call of this step, which begins."""
+        self._delivered_before += map(_restore, self._log.take_delivered(step))
+        self.keep(map(_restore, self._log.take_left(step)))
 
-    def remove_call(self, call: GroupUser) -> None:
-        """Note that a call has ended."""
-        del call.source.users[call]
-        self._release(call.source)
-
-    def pop_group(self, call: GroupUser) -> MemberGroup | None:
+    def pop_group(self, call: GroupCall) -> MemberGroup | None:
         """Take the group that was pulled first, of all that a call may have.
 
         One with a uid of its own that the call has already is left for a later call.
@@ -125,9 +110,10 @@ class GroupQueue:
     def keep(self, groups: Iterable[MemberGroup]) -> None:
         """Queue groups for the next call, in the order in which they were pulled."""
         for group in groups:
+            group.call = None
             insort(self.leftovers, group, key=attrgetter("number"))
 
-    def name_members(self, group: MemberGroup, call: GroupUser) -> None:
+    def name_members(self, group: MemberGroup, call: GroupCall) -> None:
         """Make the members of a group that has none yet, with a uid that is new in the call."""
         if not (group.is_begun or group.waiting):
             uid, count = group.uid, 1
@@ -144,11 +130,10 @@ class GroupQueue:
     def find_source(self, data: Any) -> PromptSource:
         """Return a caller's source where it was left; one that is over begins again."""
         source = self._sources.pop(id(data), None) or PromptSource(data, self)
+        idle = [each for each in self._sources.values() if not (each.calls or each.is_pulling)]
         self._sources[id(data)] = source  # the last of them
-        idle = [each for each in self._sources.values() if not (each.users or each.is_pulling)]
         for each in idle[: max(0, len(self._sources) - MAX_SOURCES)]:
-            if each is not source:
-                self.forget(each)
+            self.forget(each)
         return source
 
     def forget(self, source: PromptSource) -> None:
@@ -174,17 +159,6 @@ class GroupQueue:
             self._pulled += 1
             source.pulled.append(MemberGroup(number, named(prompt, f"prompt-{number}")))
 
-    def note_pull(self, source: PromptSource) -> None:
-        """A pull has ended; what no call wants any more is left to the next one."""
-        self._release(source)
-        for call in tuple(source.users):
-            call.change()
-
-    def _release(self, source: PromptSource) -> None:
-        if not source.users:
-            self.keep(source.pulled)
-            source.pulled.clear()
-
 
 def _restore(before: RecordedGroup) -> MemberGroup:
     if before.call is None:  # no member of it began
@@ -202,7 +176,7 @@ class PromptSource:
         data: That.
         count: Prompts that were pulled.
         pulled: Prompts that no call has taken yet, as groups.
-        users: Open calls that have it.
+        calls: Open calls that have it.
         is_over: Whether it has no more, or was closed.
         failure: What it raised, until a call ends with that.
         is_pulling: Whether a pull is under way.
@@ -211,9 +185,8 @@ class PromptSource:
 
     def __init__(self, data: Any, queue: GroupQueue) -> None:
         self.data, self._queue = data, queue
-        self.count = self.step = 0
+        self.count = self.step = self.calls = 0
         self.pulled: deque[MemberGroup] = deque()
-        self.users: dict[GroupUser, None] = {}
         self.is_over = self.is_pulling = False
         self.failure: BaseException | None = None
         self._iterator: Any = None
@@ -225,6 +198,12 @@ class PromptSource:
     def _is_async(self) -> bool:
         return isinstance(self.data, AsyncIterable)
 
+    def release(self) -> None:
+        """What was pulled and no call wants any more is left to the next one."""
+        if not self.calls:
+            self._queue.keep(self.pulled)
+            self.pulled.clear()
+
     def ask(self, step: int) -> None:
         """Start a pull of one prompt for a call of this step, unless one is under way."""
         if self.is_pulling:
@@ -233,7 +212,7 @@ class PromptSource:
         if self._task is not None:
             self._wanted.set()
         else:
-            self._queue.start(self._run_task if self._is_async else self._pull)
+            self._queue.scheduler.start(self._run_task if self._is_async else self._pull)
 
     def close(self) -> None:
         """Pull no more, and drop the reference to what the caller gave."""
@@ -263,7 +242,8 @@ class PromptSource:
                 self.failure.__cause__ = error
         finally:
             self.is_pulling = False
-            self._queue.note_pull(self)
+            self.release()
+            self._queue.scheduler.change()
 
     async def _next(self) -> tuple[Any, bool]:
         """Return one prompt, and whether it is known to be the last."""
@@ -306,7 +286,7 @@ class PromptSource:
         try:
             await task.run(self._pull_until_over)
         except UnresponsiveError as error:
-            self._queue.tally.unresponsive += 1
+            self._queue.scheduler.tally.unresponsive += 1
             logger.warning("%s", error)
         finally:
             self._task = self._iterator = None

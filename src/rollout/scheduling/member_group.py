@@ -57,7 +57,6 @@ class Member:
     """One trajectory to be run, from admission to its outcome.
 
     Attributes:
-        row: Its index in its call.
         refills: How often it was restarted because it had failed.
         log: Its part of the journal; None where there is none.
         running: Its agent or the call of its reward, while there is one.
@@ -76,7 +75,6 @@ class Member:
     prompt: Prompt
     identity: Identity
     group: MemberGroup
-    row: int = 0
     refills: int = 0
     log: MemberLog | None = None
     running: Running | None = None
@@ -130,9 +128,8 @@ def cancel_members(
 
 
 class Ended(NamedTuple):
-    """A member that has ended, its row, and its trajectory."""
+    """A member that has ended, and its trajectory."""
 
-    row: int
     member: Member
     trajectory: Trajectory
 
@@ -240,10 +237,8 @@ class MemberGroup:
         """Whether an earlier process gave it to its caller."""
         return self.before is not None and self.before.delivered_in is not None
 
-    def add_members(
-        self, count: int, *, step: int, run_seed: int, validate: bool = False, row: int = 0
-    ) -> None:
-        """Make its members, all of which wait; `row` is that of the first."""
+    def add_members(self, count: int, *, step: int, run_seed: int, validate: bool = False) -> None:
+        """Make its members, all of which wait."""
         self.is_shared = count > 1
         for member in range(count):
             identity = Identity(
@@ -254,7 +249,7 @@ class MemberGroup:
                 run_seed=run_seed,
                 validate=validate,
             )
-            self.waiting.append(Member(self.prompt, identity, self, row=row + member))
+            self.waiting.append(Member(self.prompt, identity, self))
 
     def join(self, call: Any) -> None:
         """Give the group to this call, in which it has no deadline yet."""

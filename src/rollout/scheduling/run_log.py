@@ -86,7 +86,7 @@ class RunLog:
     def note_end(self, member: Member, trajectory: Trajectory) -> None:
         """Record a trajectory; with a group reward, `note_rewards` does that for its group."""
 
-    def is_rewarded(self, ended: Sequence[Ended]) -> bool:
+    def is_rewarded(self, members: Sequence[Member]) -> bool:
         """Whether an earlier process rewarded these members of a group."""
         return False
 
@@ -94,7 +94,7 @@ class RunLog:
         """Record the members of a group, which have all their rewards."""
 
     async def wait_written(
-        self, ended: Sequence[Ended], deadline: float, is_over: Callable[[], bool]
+        self, members: Sequence[Member], deadline: float, is_over: Callable[[], bool]
     ) -> JournalError | None:
         """Wait until the ends of these members are recorded; return why they cannot be.
 
@@ -115,6 +115,6 @@ class RunLog:
         return None
 
 
-def list_logs(ended: Sequence[Ended]) -> list[Any]:
+def list_logs(members: Sequence[Member]) -> list[Any]:
     """Return the logs of members that have one."""
-    return [each.member.log for each in ended if each.member.log is not None]
+    return [each.log for each in members if each.log is not None]

@@ -11,18 +11,19 @@ from rollout.containment import enter_containment
 from rollout.scheduling.endings import CLOSED
 from rollout.scheduling.finished import make_unstarted
 from rollout.scheduling.group_queue import GroupQueue
-from rollout.scheduling.member_group import Ended, Stage, cancel_members
+from rollout.scheduling.member_group import Ended, cancel_members
 from rollout.scheduling.trajectory import TrajectoryRun, limit_trajectory, run_trajectory
 from rollout.scheduling.trajectory_events import emit_ended
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from typing import Any
+    from collections.abc import Callable, Iterable, Sequence
 
     from rollout.chat.trajectory import Trajectory
     from rollout.config import RolloutConfig
-    from rollout.scheduling.member_group import Member, MemberGroup
+    from rollout.scheduling.admission import Admission
+    from rollout.scheduling.calls import Call
+    from rollout.scheduling.member_group import Member
     from rollout.scheduling.run_log import RunLog
     from rollout.scheduling.trajectory import TrajectoryRunner
     from rollout.worker_threads import WorkerThreads
@@ -40,17 +41,14 @@ class Scheduler:
     the memory of `scheduling.max_in_flight` trajectories plus its results.
 
     Args:
-        limiter: Bounds the trajectories in flight.
+        admission: Bounds the trajectories in flight.
         start: Starts a task of the runtime's: carried members outlive the call that started them.
 
     Attributes:
-        start: That.
         calls: Those that are open.
         live: Members that have a task.
         queue: Groups that no call has.
         log: The journal.
-        rewarding: The reward functions.
-        rewards_groups: Whether groups have a reward.
     """
 
     def __init__(
@@ -59,7 +57,7 @@ class Scheduler:
         runner: TrajectoryRunner,
         threads: WorkerThreads,
         run_seed: int,
-        limiter: anyio.CapacityLimiter,
+        admission: Admission,
         start: Callable[..., object],
         log: RunLog,
     ) -> None:
@@ -67,40 +65,41 @@ class Scheduler:
         self.config, self.engines, self.log, self.start = config, services.engines, log, start
         self.events, self.tally = services.events, services.tally
         self.rewarding = runner.rewarding
-        self.rewards_groups = self.rewarding.functions.group is not None
-        self.calls: dict[Any, None] = {}
+        self.calls: dict[Call, None] = {}
         self.live: dict[Member, None] = {}
-        self.queue = GroupQueue(
-            log,
-            threads,
-            services.containment,
-            services.tally,
-            start,
-            run_seed=run_seed,
-            samples=config.scheduling.samples_per_prompt,
-        )
-        self._runner, self._limiter = runner, limiter
+        self._runner, self._limiter = runner, admission.limiter
         self._containment, self._is_closing = services.containment, False
-        #: Set, and replaced, when a member or a call has ended.
         self._changed = anyio.Event()
+        admission.on_change = self.change
+        self.queue = GroupQueue(self, threads, services.containment, run_seed=run_seed)
+
+    @property
+    def rewards_groups(self) -> bool:
+        """Whether groups have a reward."""
+        return self.rewarding.functions.group is not None
+
+    def change(self) -> None:
+        """Wake what waits for a change: a member or a call ended, a prompt came, a slot is free."""
+        self._changed.set()
+
+    async def wait_change(self) -> None:
+        """Wait until something has changed since the caller last looked, without awaiting since."""
+        if self._changed.is_set():
+            self._changed = anyio.Event()
+        await self._changed.wait()
 
     # Calls.
 
-    def add_call(self, call: Any) -> None:
+    def add_call(self, call: Call) -> None:
         """Note a call that begins; while the runtime is being closed it ends at once."""
         self.calls[call] = None
         if self._is_closing:
             call.close()
 
-    def remove_call(self, call: Any) -> None:
+    def remove_call(self, call: Call) -> None:
         """Note that a call has ended."""
         del self.calls[call]
-        self._change()
-
-    def notify(self) -> None:
-        """Something has changed for all calls, such as the weights' version."""
-        for call in tuple(self.calls):
-            call.change()
+        self.change()
 
     async def close(self) -> None:
         """End the calls, which are other tasks', and what is carried. Shielded by the caller."""
@@ -108,23 +107,16 @@ class Scheduler:
         for call in tuple(self.calls):
             call.close()
         while self.calls:
-            await self._changed.wait()
+            await self.wait_change()
         await self.discard_carried(CLOSED)
         self.queue.close()
 
-    def _change(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
-
-    # Rewards of groups.
-
-    def wants_reward(self, group: MemberGroup, ended: Sequence[Ended]) -> bool:
-        """Whether `group_reward` is still to be called for these members."""
-        if group.stage >= Stage.REWARDED or not self.rewards_groups:
-            return False
-        return not self.log.is_rewarded(ended)
-
     # Slots.
+
+    @property
+    def has_free_slot(self) -> bool:
+        """Whether one more trajectory could run now."""
+        return self._limiter.available_tokens > 0
 
     async def take_slot(self, member: Member) -> bool:
         """Wait for a slot; False where the member was cancelled, or its time is over."""
@@ -141,16 +133,11 @@ class Scheduler:
         self.tally.running += 1
         return True
 
-    async def wait_for_slot(self) -> None:
-        """Return when a trajectory could run."""
-        borrower = object()
-        await self._limiter.acquire_on_behalf_of(borrower)
-        self._limiter.release_on_behalf_of(borrower)
-
     def release_slot(self, member: Member) -> None:
         """Let another member have its slot."""
         self.tally.running -= 1
         self._limiter.release_on_behalf_of(member)
+        self.change()
 
     # Tasks.
 
@@ -173,53 +160,44 @@ class Scheduler:
         enter_containment(self._containment)
         try:
             trajectory = await run_trajectory(self._runner, run)
-            call = member.group.call
-            if call is None:
+            if member.group.call is None:
                 self._finish_between_calls(member, trajectory)
             else:
-                await call.finish_member(member, trajectory)
-        except (Exception, KeyboardInterrupt) as error:  # a bug of ours, or Ctrl-C
-            self._lose(member)
-            if member.group.call is None:
+                await member.group.call.finish_member(member, trajectory)
+        except BaseException as error:  # a bug of ours, Ctrl-C, or a cancelled runtime
+            if not member.is_finished:
+                self.count_lost([member])
+            member.group.forget(member)
+            if member.group.call is None or not isinstance(error, Exception | KeyboardInterrupt):
                 raise
             member.group.call.end_with(error)
-        except BaseException:  # the runtime's tasks are cancelled
-            self._lose(member)
-            raise
         finally:
             del self.live[member]
             if member.is_carried:
                 self.tally.carried -= 1
+                self.change()
             else:
                 self.release_slot(member)
-            if member.group.call is not None:
-                member.group.call.change()
-            self._change()
 
     def _finish_between_calls(self, member: Member, trajectory: Trajectory) -> None:
         """Note the end of a member whose group no call has."""
-        member.is_finished = True
         member.group.forget(member)
-        member.group.between.append(Ended(0, member, trajectory))
+        member.group.between.append(Ended(member, trajectory))
         self.log.note_end(member, trajectory)
+        self.count_end(member, trajectory)
+
+    def count_end(self, member: Member, trajectory: Trajectory) -> None:
+        """Count the outcome of a member, and tell readers of events."""
+        member.is_finished = True
         self.tally.outcomes[trajectory.outcome] += 1
         if self.events.is_on:
             emit_ended(self.events, member, trajectory)
 
-    def _lose(self, member: Member) -> None:
-        """Note that a member's task has failed, so that there is no trajectory."""
-        if not member.is_finished:
-            self.count_lost([member])
-        member.group.forget(member)
-
-    def count_lost(self, members: Sequence[Member]) -> None:
+    def count_lost(self, members: Iterable[Member]) -> None:
         """Count members of which nobody gets a trajectory."""
         ending = Ending(outcome=Outcome.CANCELLED, reason=LOST)
-        self.tally.outcomes[Outcome.CANCELLED] += len(members)
         for member in members:
-            member.is_finished = True
-            if self.events.is_on:
-                emit_ended(self.events, member, make_unstarted(member, ending))
+            self.count_end(member, make_unstarted(member, ending))
 
     # Carried members.
 
@@ -249,21 +227,19 @@ class Scheduler:
 
     def cancel(self, uid: str | None, member: int | None, reason: str) -> int:
         """Cancel the carried members that match; they stay in their groups. How many there are."""
-        waiting = [each for group in self.queue.leftovers for each in group.waiting]
-        chosen = [each for each in waiting if each.is_carried and each.can_cancel(uid, member)]
+        chosen = [each for each in self.carried if each.can_cancel(uid, member)]
         cancel_members(chosen, reason)
         return len(chosen)
 
     async def discard_carried(self, reason: str = DISCARDED) -> int:
         """End every carried member, and drop its group; how many there were."""
-        leftovers = self.queue.leftovers
-        groups = [group for group in leftovers if group.is_carried]
-        leftovers[:] = [group for group in leftovers if not group.is_carried]
-        if reason == DISCARDED:
-            for group in groups:
+        groups = [group for group in self.queue.leftovers if group.is_carried]
+        for group in groups:
+            self.queue.leftovers.remove(group)
+            if reason == DISCARDED:
                 self.log.note_dropped(group)
         carried = [member for group in groups for member in group.waiting if member.is_carried]
         cancel_members(carried, reason)
         while not all(member.is_finished for member in carried):
-            await self._changed.wait()
+            await self.wait_change()
         return len(carried)

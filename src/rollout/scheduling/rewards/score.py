@@ -288,6 +288,6 @@ def _copy_group(ended: Sequence[Ended]) -> Group:
 
 def _end_cancelled(ended: Sequence[Ended]) -> None:
     """End those that were cancelled while they waited for their reward."""
-    for _, member, trajectory in ended:
+    for member, trajectory in ended:
         if member.cancel_reason is not None and trajectory.trainable:
             end_without_reward(trajectory, Outcome.CANCELLED, member.cancel_reason, None, None)
