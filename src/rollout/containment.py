@@ -149,7 +149,7 @@ class Contained(Generic[T]):
             UnresponsiveError: It did not end within `cleanup_s` of its cancellation.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
-        self._body = StoppableCoroutine(_call(function), self._park)
+        self._body = StoppableCoroutine(self._call(function), self._park)
         if self.around is not None:
             self.around.inner[self] = None
         self._containment.start(self)
@@ -203,27 +203,32 @@ class Contained(Generic[T]):
         """The code's task: runs it, reports how it ended, and parks where it was stopped."""
         activity = self._activity  # noqa: F841  (see `observe.blocking_code`)
         _around.set(self)
-        raised: BaseException | None = None
         assert self._body is not None
         try:
             with self.scope:
-                try:
-                    self.value = await self._body
-                except BaseException as error:
-                    raised = error
-                    raise
-            self.was_cancelled = self.scope.cancelled_caught
+                await self._body
         except BaseException as error:
-            self.error = error
-            if isinstance(error, RuntimeError) and error is not raised:
+            if error is not self.error and isinstance(error, RuntimeError):
                 # It left scopes open, which would end more than its task.
-                self.error = raised
-                self.was_cancelled = raised is not None and self.scope.cancel_called
+                self.was_cancelled = self.error is not None and self.scope.cancel_called
                 self._report()
                 with suppress(UnresponsiveError):
                     await self._park()
-        self._body = None  # which holds this object, and so what the code returned
-        self._report()
+            else:
+                self.error = error
+        else:
+            self.was_cancelled = self.scope.cancelled_caught
+            self.error = None  # it was this scope's cancellation
+        finally:
+            self._body = None  # which holds this object, and so what the code returned
+            self._report()
+
+    async def _call(self, function: Callable[[], Awaitable[T]]) -> None:
+        try:
+            self.value = await function()
+        except BaseException as error:
+            self.error = error
+            raise
 
     def stop(self, now: float) -> None:
         """Report the code as unresponsive, and never resume it."""
@@ -250,10 +255,6 @@ class Contained(Generic[T]):
         with anyio.CancelScope(shield=True):
             await self._containment.closing.wait()
         raise UnresponsiveError(f"{self.what} was stopped")
-
-
-async def _call(function: Callable[[], Awaitable[T]]) -> T:
-    return await function()
 
 
 @contextmanager
@@ -390,7 +391,7 @@ async def contain(what: str, function: Callable[[], Awaitable[T]]) -> T:
         BaseException: What it raised.
     """
     async with containment_here() as containment:
-        code = Contained[T](containment, what)
+        code: Contained[T] = Contained(containment, what)
         value = await code.run(function)
         if code.error is not None:
             raise code.error
