@@ -16,10 +16,11 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import anyio
+import anyio.lowlevel
 
 from rollout.bridge import loop_clock
 from rollout.scopes import open_task_group
-from rollout.wait_places import describe_place
+from rollout.wait_places import await_frames, describe_place
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
@@ -75,31 +76,6 @@ class StoppableCoroutine(Generator[Any, Any, Any]):
         return self.coroutine.send(None)
 
 
-def await_frames(coroutine: Any) -> list[FrameType]:
-    """The frames of what waits for each other, from this coroutine in; also of a running one.
-
-    They end where an async generator is iterated: Python does not say what such a step waits for.
-    """
-    frames: list[FrameType | None] = []
-    while coroutine is not None:
-        frames.append(getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None))
-        coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
-    return [frame for frame in frames if frame is not None]
-
-
-@contextmanager
-def note_where_it_waits(find_frames: Callable[[], list[FrameType]]) -> Iterator[None]:
-    """Have contained code be placed by these frames, of another thread, while it waits here."""
-    code = _around.get()
-    if code is not None:
-        code.find_frames_elsewhere = find_frames
-    try:
-        yield
-    finally:
-        if code is not None:
-            code.find_frames_elsewhere = list
-
-
 class Contained(Generic[T]):
     """One piece of foreign code, in a task of its own.
 
@@ -116,25 +92,25 @@ class Contained(Generic[T]):
         stopped_within: The first code that it waited for and that was unresponsive.
         around, inner: The code that waits for it; and what it waits for.
         since: When it began, on the loop's clock.
+        reported: Set when nobody waits for it any more; another one after `pause`.
         find_frames_elsewhere: The frames of code in another thread that it waits for.
     """
 
     def __init__(self, containment: Containment, what: str, activity: object = None) -> None:
-        self.what, self.since = what, containment.clock()
-        self.scope = anyio.CancelScope()
+        self.what, self.since, self.around = what, containment.clock(), _around.get()
+        self.scope, self.reported = anyio.CancelScope(), anyio.Event()
         self.value: T | None = None
         self.error: BaseException | None = None
         self.was_cancelled = False
         self.unresponsive: UnresponsiveError | None = None
         self.stopped_within: UnresponsiveError | None = None
-        self.around = _around.get()
         self.inner: dict[Contained[Any], None] = {}
         self.find_frames_elsewhere: Callable[[], list[FrameType]] = list
         self._containment, self._activity = containment, activity
         #: When it was cancelled; afresh where code that it waits for was stopped.
         self._cancelled_at = math.inf
         self._body: StoppableCoroutine | None = None  # while its task runs
-        self._reported, self._continued = anyio.Event(), anyio.Event()
+        self._continued: anyio.Event | None = None  # while it is paused
 
     def cancel(self) -> None:
         """Cancel the code."""
@@ -143,7 +119,9 @@ class Contained(Generic[T]):
 
     @property
     def ends_at(self) -> float:
-        """When the code is, or was, cancelled."""
+        """When the code is, or was, cancelled; infinite where nobody waits for it."""
+        if self.reported.is_set():
+            return math.inf
         return self._cancelled_at if self._cancelled_at < math.inf else self.scope.deadline
 
     def find_inner(self) -> Iterator[Contained[Any]]:
@@ -171,11 +149,11 @@ class Contained(Generic[T]):
             UnresponsiveError: It did not end within `cleanup_s` of its cancellation.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
-        self._body = StoppableCoroutine(_call(function), self._park)
+        self._body = StoppableCoroutine(self._call(function), self._park)
         if self.around is not None:
             self.around.inner[self] = None
         self._containment.start(self)
-        reported = self._reported  # `pause` makes another one
+        reported = self.reported  # `pause` makes another one
         try:
             await reported.wait()
         except BaseException as error:
@@ -184,9 +162,8 @@ class Contained(Generic[T]):
                 raise
             with anyio.CancelScope(shield=True):
                 await reported.wait()
-            if self.unresponsive is not None:
-                raise self.unresponsive from None
-            raise
+            if self.unresponsive is None:
+                raise
         if self.unresponsive is not None:
             raise self.unresponsive
         return self.value
@@ -196,9 +173,9 @@ class Contained(Generic[T]):
 
         Both parts run in one task, to which whatever the first one has open belongs.
         """
-        self.scope.deadline = math.inf
         self._report()
-        self._reported = anyio.Event()
+        self.around = None
+        self._continued = anyio.Event()
         with anyio.CancelScope(shield=True):
             await self._continued.wait()
 
@@ -208,46 +185,50 @@ class Contained(Generic[T]):
         Raises:
             UnresponsiveError: It did not end within `cleanup_s` of its cancellation.
         """
-        self.around = None
-        self._containment.running[self] = None
+        assert self._continued is not None
+        self.reported = anyio.Event()
         self._continued.set()
         with anyio.CancelScope(shield=True):
-            await self._reported.wait()
+            await self.reported.wait()
         if self.unresponsive is not None:
             raise self.unresponsive
 
     def end(self) -> None:
         """Cancel the code, also where it is paused: the runtime closes."""
         self.cancel()
-        self._continued.set()
+        if self._continued is not None:
+            self._continued.set()
 
     async def serve(self) -> None:
         """The code's task: runs it, reports how it ended, and parks where it was stopped."""
         activity = self._activity  # noqa: F841  (see `observe.blocking_code`)
         _around.set(self)
-        raised: BaseException | None = None
         assert self._body is not None
         try:
             with self.scope:
-                try:
-                    self.value = await self._body
-                except BaseException as error:
-                    raised = error
-                    raise
+                await self._body
         except BaseException as error:
-            is_torn = isinstance(error, RuntimeError) and error is not raised
-            if self.unresponsive is None:
-                self.error = raised if is_torn else error
-                self.was_cancelled = is_torn and raised is not None and self.scope.cancel_called
+            if error is not self.error and isinstance(error, RuntimeError):
+                # It left scopes open, which would end more than its task.
+                self.was_cancelled = self.error is not None and self.scope.cancel_called
                 self._report()
-            if is_torn:  # scopes that it left open would end more than its task
                 with suppress(UnresponsiveError):
                     await self._park()
+            else:
+                self.error = error
         else:
             self.was_cancelled = self.scope.cancelled_caught
-            self._report()
+            self.error = None  # it was this scope's cancellation
         finally:
             self._body = None  # which holds this object, and so what the code returned
+            self._report()
+
+    async def _call(self, function: Callable[[], Awaitable[T]]) -> None:
+        try:
+            self.value = await function()
+        except BaseException as error:
+            self.error = error
+            raise
 
     def stop(self, now: float) -> None:
         """Report the code as unresponsive, and never resume it."""
@@ -266,12 +247,9 @@ class Contained(Generic[T]):
         self._report()
 
     def _report(self) -> None:
-        self._containment.running.pop(self, None)
-        if not self._containment.running:
-            self._containment.all_reported.set()
         if self.around is not None:
             self.around.inner.pop(self, None)
-        self._reported.set()
+        self.reported.set()
 
     async def _park(self) -> None:
         with anyio.CancelScope(shield=True):
@@ -279,8 +257,17 @@ class Contained(Generic[T]):
         raise UnresponsiveError(f"{self.what} was stopped")
 
 
-async def _call(function: Callable[[], Awaitable[T]]) -> T:
-    return await function()
+@contextmanager
+def note_where_it_waits(find_frames: Callable[[], list[FrameType]]) -> Iterator[None]:
+    """Have contained code be placed by these frames, of another thread, while it waits here."""
+    code = _around.get()
+    if code is not None:
+        code.find_frames_elsewhere = find_frames
+    try:
+        yield
+    finally:
+        if code is not None:
+            code.find_frames_elsewhere = list
 
 
 class Containment:
@@ -289,49 +276,46 @@ class Containment:
     Attributes:
         cleanup_s: How long after its cancellation code is reported as unresponsive.
         clock: The loop's.
-        running: Code that somebody waits for, in the order in which it began.
+        present: Code whose task has not ended, in the order in which it began.
         closing: Set when the runtime closes.
-        all_reported: Set when nobody waits for code any more.
         is_delayed: Set when closing waits for code that cannot be stopped.
     """
 
     def __init__(self, cleanup_s: float) -> None:
         self.cleanup_s, self.clock = cleanup_s, loop_clock()
-        self.running: dict[Contained[Any], None] = {}
-        self.closing, self.is_delayed, self.all_reported = (anyio.Event() for _ in range(3))
-        self._present: dict[Contained[Any], None] = {}  # also what was stopped
+        self.present: dict[Contained[Any], None] = {}
+        self.closing, self.is_delayed = anyio.Event(), anyio.Event()
         self._tasks: TaskGroup
 
     def start(self, code: Contained[Any]) -> None:
         """Start the task of a piece of code."""
-        self.running[code] = self._present[code] = None
+        self.present[code] = None
         self._tasks.start_soon(self._serve, code, name=code.what)
 
     async def _serve(self, code: Contained[Any]) -> None:
         try:
             await code.serve()
         finally:
-            self._present.pop(code, None)
+            del self.present[code]
 
     def describe_rest(self) -> str:
         """The code that has not ended, with the lines at which it waits."""
-        return ", ".join(f"{code.what} at {code.place()}" for code in self._present)
+        return ", ".join(f"{code.what} at {code.place()}" for code in self.present)
 
-    async def hold(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Own the tasks, until `closing` is set and all of them have ended."""
+    async def own_tasks(self, *, task_status: TaskStatus[None]) -> None:
+        """Own the tasks until `closing` is set; then end what is left, and wait for it."""
         with anyio.CancelScope(shield=True):
             async with open_task_group() as watching:
                 watching.start_soon(self._stop_late_code)
-                watching.start_soon(self._name_rest)
                 try:
                     async with anyio.create_task_group() as self._tasks:
                         task_status.started()
                         await self.closing.wait()
-                        for code in tuple(self._present):
+                        watching.start_soon(self._name_rest)
+                        for code in self.present:
                             code.end()
-                        while self.running:
-                            self.all_reported = anyio.Event()
-                            await self.all_reported.wait()
+                        for code in tuple(self.present):
+                            await code.reported.wait()
                         self._tasks.cancel_scope.cancel()  # also what code has left running
                 except* RuntimeError:
                     pass  # the loop complains about scopes that stopped code has left open
@@ -340,25 +324,23 @@ class Containment:
         """Stop code whose time to end is over; what began last first, as others wait for it."""
         while True:
             # Code that is cancelled from now on has `cleanup_s` to end: it is seen in time.
-            first = min((code.ends_at for code in self.running), default=math.inf)
+            first = min((code.ends_at for code in self.present), default=math.inf)
             due = min(first, self.clock()) + self.cleanup_s
             await anyio.sleep_until(due)
             # Where the loop was late, so was the code: it gets that time too.
             late_s = self.clock() - due
             await anyio.sleep(late_s)
             now = self.clock() - late_s
-            for code in reversed(tuple(self.running)):
+            for code in reversed(self.present):
                 if code.ends_at + self.cleanup_s <= now:
                     code.stop(now)
 
     async def _name_rest(self) -> None:
         """Log each second what closing waits for: code that shields itself, or awaits a thread."""
-        await self.closing.wait()
         while True:
             await anyio.sleep(1.0)
-            if self._present and not self.running:
-                self.is_delayed.set()
-                logger.warning("closing waits for %s", self.describe_rest())
+            self.is_delayed.set()
+            logger.warning("closing waits for %s", self.describe_rest())
 
 
 @asynccontextmanager
@@ -369,7 +351,7 @@ async def open_containment(cleanup_s: float) -> AsyncIterator[Containment]:
     async with open_task_group() as tasks:
         try:
             with anyio.CancelScope(shield=True):
-                await tasks.start(containment.hold)
+                await tasks.start(containment.own_tasks)
             yield containment
         finally:
             _containment.reset(token)
@@ -409,7 +391,7 @@ async def contain(what: str, function: Callable[[], Awaitable[T]]) -> T:
         BaseException: What it raised.
     """
     async with containment_here() as containment:
-        code = Contained[T](containment, what)
+        code: Contained[T] = Contained(containment, what)
         value = await code.run(function)
         if code.error is not None:
             raise code.error

@@ -11,8 +11,8 @@ import anyio.lowlevel
 from rollout.containment import (
     Contained,
     UnresponsiveError,
-    containment_here,
     current_containment,
+    open_containment,
 )
 from rollout.errors import LimitExceeded, ToolError
 from rollout.limits import call_limit
@@ -61,11 +61,10 @@ async def attempt(
     """
     containment = current_containment()
     if containment is None:  # outside of a runtime
-        async with containment_here():
+        async with open_containment(5.0):
             return await attempt(action, *args, limit=limit, what=what, activity=activity)
-    code = Contained[T](containment, what, activity=activity)
-    function = partial(action, *args) if args else action
-    return cast("T", await conclude(code, code.run(function), limit))
+    code: Contained[T] = Contained(containment, what, activity)
+    return cast("T", await conclude(code, code.run(partial(action, *args)), limit))
 
 
 async def conclude(code: Contained[T], running: Awaitable[object], limit: Limit) -> T | None:

@@ -25,9 +25,8 @@ from rollout.function_refs import (
     check_top_level,
     function_ref,
 )
-from rollout.tools.schemas import SchemaCheck
 from rollout.tools.parameters import Parameters
-from rollout.tools.schemas import as_openai_schema
+from rollout.tools.schemas import SchemaCheck, as_openai_schema
 from rollout.tools.tool import METHOD_KWARGS, Tool, ToolContext, ToolSession
 
 if TYPE_CHECKING:
