@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Collection, Iterable, Mapping
 
-    from rollout.agents.rendering import Rendered
     from rollout.agents.turn import AssistantTurn, TurnReader
     from rollout.engine.pool.generation import Generation
     from rollout.media import PlacedMedia
@@ -62,6 +61,26 @@ class Messages(Sequence[Message]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (self._list,)  # who gets it elsewhere has no tokenizer
+
+
+class Rendered(NamedTuple):
+    """Messages in tokens.
+
+    Attributes:
+        ids: What they add to a transcript.
+        messages: The messages themselves.
+        opens_reasoning: Whether the turn after them begins inside reasoning.
+        is_raw: The ids are not what the template makes of the messages.
+        cut_tokens: Tokens that a prompt has lost at its beginning.
+        media: Images and videos with their positions among the ids.
+    """
+
+    ids: array[int]
+    messages: list[Message]
+    opens_reasoning: bool
+    is_raw: bool = False
+    cut_tokens: int = 0
+    media: tuple[PlacedMedia, ...] = ()
 
 
 class SampledTurn(NamedTuple):

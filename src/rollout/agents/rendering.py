@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from rollout.agents.history import Rendered
 from rollout.agents.identity import RejectedPrompt
 from rollout.agents.long_texts import is_long, room_beside
 from rollout.agents.media_intake import may_show
 from rollout.agents.segments import check_ids
+from rollout.agents.turn import TurnReader
 from rollout.chat.encoding import TooManyTokens
 from rollout.chat.messages import as_messages, has_media, media_of, template_messages
 from rollout.chat.reasoning import opens_reasoning
@@ -23,10 +25,8 @@ if TYPE_CHECKING:
 
     from rollout.agents.history import History
     from rollout.agents.services import Services
-    from rollout.agents.turn import TurnReader
     from rollout.chat.drift import Drift
     from rollout.chat.transcript import Transcript
-    from rollout.media import PlacedMedia
 
 #: Messages as agents give them.
 Given = Sequence[Message | Mapping[str, Any]]
@@ -34,26 +34,6 @@ Given = Sequence[Message | Mapping[str, Any]]
 Schemas = Sequence[Mapping[str, Any]]
 #: Tokens that may still be appended, and the path of the length that bounds them.
 Room = tuple[int, str]
-
-
-class Rendered(NamedTuple):
-    """Messages in tokens.
-
-    Attributes:
-        ids: What they add to a transcript.
-        messages: The messages themselves.
-        opens_reasoning: Whether the turn after them begins inside reasoning.
-        is_raw: The ids are not what the template makes of the messages.
-        cut_tokens: Tokens that a prompt has lost at its beginning.
-        media: Images and videos with their positions among the ids.
-    """
-
-    ids: array[int]
-    messages: list[Message]
-    opens_reasoning: bool
-    is_raw: bool = False
-    cut_tokens: int = 0
-    media: tuple[PlacedMedia, ...] = ()
 
 
 class Renderer:
@@ -342,3 +322,13 @@ def _get_role(message: Message | Mapping[str, Any]) -> object:
     if isinstance(message, Mapping):
         return message.get("role")
     return getattr(message, "role", None)
+
+
+def get_renderer(services: Services, tools: tuple[str, ...]) -> Renderer:
+    """What renders where these tools are offered; one for all that offer the same."""
+    renderer: Renderer | None = services.renderers.get(tools)
+    if renderer is None:
+        schemas = services.tools.schemas(tools)
+        reader = TurnReader(services.template, services.parser, schemas)
+        renderer = services.renderers[tools] = Renderer(services, reader)
+    return renderer
