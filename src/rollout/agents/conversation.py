@@ -220,8 +220,7 @@ class Conversation:
         rendered = await renderer.render_opening("begin_with", messages)
         if self.transcript and (is_main or row.seeds):
             raise AgentError(f"begin_with: {self.session_id} has begun already")
-        if row.parent is not None:
-            row = open_row(row.parent, rendered.ids, row.purpose)
+        row = open_row(row.parent, rendered.ids, row.purpose, row.position)
         self._renderer, self._log = renderer, History(row, renderer.reader)
         self._log.begin(rendered, renderer.prompt_room)
         self._ends_at_lengths = False
@@ -314,7 +313,9 @@ class Conversation:
     def _open_beside(
         self, rendered: Rendered, purpose: str, identity: Identity, renderer: Renderer
     ) -> Self:
-        log = History(open_row(self.rows[-1], rendered.ids, purpose), renderer.reader)
+        parent = self.rows[-1]
+        row = open_row(parent, rendered.ids, purpose, len(parent.transcript))
+        log = History(row, renderer.reader)
         log.begin(rendered, renderer.prompt_room)
         opened = self._make(log, identity, renderer, "")
         self._opened += (opened,)

@@ -163,6 +163,8 @@ class History:
     @property
     def calls(self) -> TurnCalls:
         """The calls that the next results answer: those of the last turn, whoever gave it."""
+        if self.turn_start is not None:
+            return NO_CALLS
         found = []
         for at in range(len(self._added) - 1, -1, -1):
             if self.turns.get(at) == SILENT:
@@ -347,12 +349,9 @@ class History:
 SILENT = SampledTurn()
 
 
-def open_row(parent: Row, ids: Sequence[int], purpose: str) -> Row:
-    """A row beside another one, from whose end it departs; a "branch" or a "compaction" where
-    their tokens do.
-    """
-    position = len(parent.transcript)
-    if purpose in (BRANCH, COMPACTION):
+def open_row(parent: Row | None, ids: Sequence[int], purpose: str, position: int) -> Row:
+    """A row that departs from another one there; a "branch" or a "compaction" where they differ."""
+    if parent is not None and purpose in (BRANCH, COMPACTION):
         position = common_length(ids, parent.transcript.prefix.ids)
     return Row(Transcript(), purpose, parent, position)
 
