@@ -148,7 +148,7 @@ class AgentContext(Conversation):
 
     @property
     def sandbox_asked_for(self) -> TrajectorySandbox | None:
-        """The same; None where nobody has asked for it yet."""
+        """The same; None where nobody has used it yet."""
         return self._state.used_sandbox
 
     @property
@@ -351,7 +351,7 @@ class AgentContext(Conversation):
         counts as an answer where it follows a turn of the model's.
 
         Args:
-            prompt_ids: The whole transcript so far, and what the model is told next.
+            prompt_ids: The transcript so far, and what the model reads next.
             sampling: Fields of `sampling` that differ in this generation, or all of it.
 
         Raises:
@@ -443,7 +443,7 @@ class AgentContext(Conversation):
         """A conversation of its own for the block, as a context that an agent loop could run on.
 
         Several may be open at once, each used by one task; the trajectory's limits hold for all.
-        Leaving the block closes it; what was said stays, as a segment.
+        Leaving the block closes it; it stays, as a segment.
 
         Args:
             messages: With which it begins; null keys are dropped as from a prompt's.
@@ -524,7 +524,7 @@ class AgentContext(Conversation):
         )
 
     async def score(self) -> None:
-        """Ask the tools for their final rewards, once all is said; not where nothing was generated.
+        """Ask the tools for their final rewards, at the end; not where nothing was generated.
 
         Raises:
             LimitExceeded: As `settle`.

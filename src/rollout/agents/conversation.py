@@ -103,7 +103,7 @@ class Conversation:
 
     @property
     def renderer(self) -> Renderer:
-        """Renders and parses what is said in it."""
+        """Renders its messages and parses its turns."""
         return self._renderer
 
     @property
@@ -191,7 +191,7 @@ class Conversation:
             raise AgentError(f"{what}: expected a finite number") from None
 
     def _refuse_more(self) -> None:
-        """Take no more of it; what was said stays."""
+        """Take no more of it; what there is stays."""
         if self._generation is None:
             self._end_turn()
         self._is_closed = True
@@ -251,7 +251,7 @@ class Conversation:
             position: How many tokens; None: all there are. The end of a prompt, of a turn or of
                 what answered it, or within a turn, which the branch then continues.
             purpose: Of its segment.
-            messages: What the model is told there first, as by `answer`.
+            messages: What the model reads there first, as by `answer`.
             is_ordered: As for `answer`.
 
         Raises:
@@ -407,10 +407,10 @@ class Conversation:
         await self._settle()
 
     async def compact(self, messages: Given) -> None:
-        """Continue with these messages in place of all that was said: the next row begins so.
+        """Continue with these messages in place of all before: the next row begins with them.
 
         It is a segment of purpose "compaction", which departs from the last row where their tokens
-        do. What was said before stays in that row.
+        do. What was before stays in that row.
 
         Args:
             messages: At least one; as long as a prompt, or longer where the model has spoken in
@@ -431,11 +431,11 @@ class Conversation:
     def keep_room(self, tokens: int) -> None:
         """Keep so many tokens free, from now on: turns and observations have that much less room.
 
-        While any are kept, a length that the conversation runs into raises `LimitExceeded` and is
-        its agent's to judge.
+        While any are reserved, a length that it runs into raises `LimitExceeded`, for its agent to
+        judge.
 
         Args:
-            tokens: 0 keeps none.
+            tokens: 0 reserves none.
         """
         self._reserved_tokens = tokens
         self._ends_at_lengths = self.purpose == MAIN and not tokens
@@ -550,7 +550,7 @@ class Conversation:
     async def wait_written(self) -> None:
         """Wait until a journal, where there is one, has the last turn."""
         if self._state.log is not None:
-            await self._state.log.kept()
+            await self._state.log.wait_written()
 
     def _read_turn(self) -> AssistantTurn:
         return self._log.end_turn(self._renderer.reader, self._cut_by)

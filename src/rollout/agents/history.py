@@ -1,4 +1,4 @@
-"""What was said in a conversation: its messages, and the tokens that they stand for."""
+"""The history of a conversation: its messages, and the tokens that they stand for."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class History:
 
     @property
     def is_renderable(self) -> bool:
-        """Whether all of it is in messages, and the model has said something."""
+        """Whether all of it is in messages, and the model has generated."""
         return self.turn_start is None and not self.has_raw_ids and bool(self.turns)
 
     @property

@@ -301,7 +301,7 @@ def _fill(text: str, values: Texts, quoted: Callable[[str], str] = str) -> str:
         AgentError: It has ``{prompt}``, and the prompt is no text.
     """
 
-    def value_of(found: re.Match[str]) -> str:
+    def replace(found: re.Match[str]) -> str:
         if found.group(1) not in values:
             raise AgentError(
                 "ProgramAgent: {prompt}: the last message shows an image or a video; expected a "
@@ -310,7 +310,7 @@ def _fill(text: str, values: Texts, quoted: Callable[[str], str] = str) -> str:
             )
         return quoted(values[found.group(1)])
 
-    return _PLACEHOLDER.sub(value_of, text)
+    return _PLACEHOLDER.sub(replace, text)
 
 
 def _check_path(what: str, path: Any) -> None:

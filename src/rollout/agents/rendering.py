@@ -134,7 +134,7 @@ class Renderer:
 
         Args:
             ids: At least one.
-            messages: Those that it stands for; of those that cannot be read, none are kept.
+            messages: Those that it stands for; those that cannot be read are dropped.
 
         Raises:
             AgentError: They are no ids, or none.
@@ -197,7 +197,7 @@ class Renderer:
         return await self._run(is_much, messages, self._observation, messages, after, room, before)
 
     async def render_again(self, history: History, reserved: int) -> Transcript:
-        """Render a whole conversation again, as a serving stack gets it.
+        """Render a conversation again from its start, as a serving stack gets it.
 
         Raises:
             TemplateError: The template refuses the conversation.
@@ -248,7 +248,7 @@ class Renderer:
         raise refusal
 
     async def find_drift(self, history: History) -> Drift:
-        """See `ChatTemplate.drift`; beside the loop, since it renders a whole conversation."""
+        """See `ChatTemplate.drift`; beside the loop, since it renders the conversation again."""
         return await self._services.texts.run(
             True,
             self._services.template.drift,

@@ -129,7 +129,7 @@ class TrajectoryState:
 
     @property
     def used_tools(self) -> TrajectoryTools | None:
-        """The same; None where nobody has asked for them yet."""
+        """The same; None where nobody has used them yet."""
         return self._tools
 
     @property
@@ -146,7 +146,7 @@ class TrajectoryState:
 
     @property
     def used_sandbox(self) -> TrajectorySandbox | None:
-        """The same; None where nobody has asked for it yet."""
+        """The same; None where nobody has used it yet."""
         return self._sandbox
 
     def check_sandbox(self) -> None:
@@ -279,7 +279,7 @@ class TrajectoryState:
             tally.reused_tokens += min(generation.cached_tokens, known_tokens)
 
     def count_cut(self, tokens: int) -> None:
-        """The prompt has lost so many tokens, to fit; said once, then counted."""
+        """The prompt has lost so many tokens, to fit: warn once, then count."""
         self.cut_prompt_tokens = tokens
         tally = self.services.tally
         if not tally.cut_prompts:

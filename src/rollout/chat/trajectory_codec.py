@@ -170,9 +170,7 @@ def unpack_trajectory(
             token_rewards=None if each.token_rewards is None else array("f", each.token_rewards),
             session_id=each.session_id,
             seeds=each.seeds,
-            messages=(
-                conversation if each.messages is None else unpack_messages(each.messages)
-            ),
+            messages=(conversation if each.messages is None else unpack_messages(each.messages)),
         )
         for each, transcript in zip(record.segments, transcripts, strict=True)
     ]

@@ -16,11 +16,12 @@ from rollout.chat.trajectory_codec import (
     unpack_trajectory,
 )
 from rollout.errors import JournalError
-from rollout.journal.values import UNENCODABLE, Unwritable
+from rollout.journal.values import REFUSE, UNENCODABLE, Unwritable
 from rollout.types import Cause, Outcome, format_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any
 
     from rollout.chat.trajectory import Trajectory
     from rollout.types import Prompt
@@ -34,20 +35,42 @@ UNWRITABLE = "journal"
 def pack_end(trajectory: Trajectory, unwritable: Unwritable) -> bytes:
     """Pack a finished trajectory, without its prompt.
 
-    One that holds what cannot be written fails by that, and loses its messages and all values.
+    One that holds what cannot be written fails by that, and loses it: what is no plain data in its
+    `extra` and `metrics`; where that is not enough, all of these, its messages and scores.
     """
-    try:
-        return _encode(trajectory, unwritable)
-    except UNENCODABLE as error:
-        why = str(error) if isinstance(error, NotPlainError) else format_error(error)
-        trajectory.cause = Cause.of(JournalError(why))
-    trajectory.outcome, trajectory.reason = Outcome.FAILED, UNWRITABLE
-    trajectory.limit_source, trajectory.trainable, trajectory.reward = None, False, None
-    trajectory.extra, trajectory.metrics, trajectory.messages = {}, {}, []
-    trajectory.turn_scores, trajectory.tool_rewards = [], []
-    for segment in trajectory.segments:
-        segment.reward, segment.token_rewards, segment.messages = None, None, []
+    for is_last in (False, True):
+        try:
+            return _encode(trajectory, unwritable)
+        except UNENCODABLE as error:
+            _fail(trajectory, error)
+        trajectory.extra = {} if is_last else _keep_plain(trajectory.extra)
+        trajectory.metrics = {} if is_last else _keep_plain(trajectory.metrics)
+        if is_last:
+            trajectory.messages, trajectory.turn_scores, trajectory.tool_rewards = [], [], []
+            for segment in trajectory.segments:
+                segment.messages = []
     return _encode(trajectory, unwritable)
+
+
+def _fail(trajectory: Trajectory, error: Exception) -> None:
+    why = str(error) if isinstance(error, NotPlainError) else format_error(error)
+    trajectory.outcome, trajectory.reason = Outcome.FAILED, UNWRITABLE
+    trajectory.limit_source, trajectory.cause = None, Cause.of(JournalError(why))
+    trajectory.trainable, trajectory.reward = False, None
+    for segment in trajectory.segments:
+        segment.reward = segment.token_rewards = None
+
+
+def _keep_plain(items: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {key: value for key, value in items.items() if _is_plain({key: value})}
+
+
+def _is_plain(items: Mapping[Any, Any]) -> bool:
+    try:
+        encoder.encode(REFUSE.pack_items(items, ""))
+    except UNENCODABLE:
+        return False
+    return True
 
 
 def _encode(trajectory: Trajectory, unwritable: Unwritable) -> bytes:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import attrs
 
-from rollout.agents.agent_loop import AgentLoop, class_of, get_agent, make_agent
+from rollout.agents.agent_loop import AgentLoop, find_class, get_agent, make_agent
 from rollout.agents.context import AgentContext, open_context
 from rollout.agents.conversation import list_segments
 from rollout.agents.generating import find_natural_ending
@@ -273,7 +273,7 @@ async def _close(run: TrajectoryRun) -> None:
 
 
 def _agent_name(agent: Registered) -> str:
-    kind = class_of(agent)
+    kind = find_class(agent)
     name = getattr(agent, "__name__", "") if kind is AgentLoop else kind.__name__
     return f"agent {name or type(agent).__name__}"
 
