@@ -245,6 +245,7 @@ class Conversation:
         is_ordered: bool = False,
     ) -> Self:
         """A conversation that continues this one differently, from its end or an earlier position.
+
         Its transcript begins with this one's first tokens, which are context there: mask 0.
 
         Args:
