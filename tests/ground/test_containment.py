@@ -104,7 +104,8 @@ SPOILERS: dict[str, Callable[[Any], object]] = {
     "main cut": lambda context: setattr(context.main, "cut_by", 3),
     **{
         f"shared {name}": functools.partial(spoil, name)
-        for name in ("turn_scores", "generations", "prompt", "state", "tools", "sandbox", "main")
+        for name, kind in vars(AgentContext).items()
+        if isinstance(kind, property) and kind.fset is None
     },
 }
 

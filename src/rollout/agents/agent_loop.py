@@ -98,7 +98,7 @@ def make_agent(registered: Registered) -> AgentLoop:
     return agent
 
 
-def class_of(registered: Registered) -> type[AgentLoop]:
+def find_class(registered: Registered) -> type[AgentLoop]:
     """The class of what is registered, as far as it is known before an agent is made."""
     if isinstance(registered, AgentLoop):
         return type(registered)

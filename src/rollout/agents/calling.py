@@ -34,7 +34,7 @@ async def _find_results(conversation: Conversation, calls: Calls) -> list[ToolRe
     if conversation._renderer is not state.renderer:
         schemas = conversation._renderer.reader.schemas
         offered = {str(schema["function"]["name"]) for schema in schemas}
-    question = None if log is None else log.asked(conversation.transcript.prefix, calls)
+    question = None if log is None else log.describe_calls(conversation.transcript.prefix, calls)
     if question is not None and log is not None and log.has_answers:
         known = await log.recall_answers(question, session)
         if known is not None:
@@ -50,7 +50,7 @@ async def _find_results(conversation: Conversation, calls: Calls) -> list[ToolRe
     if question is not None and log is not None:
         took_s, stateful = tools.seconds - before, tools.find_stateful(calls)
         if log.note_answers(question, session, turns, results, took_s, stateful):
-            await log.room()
+            await log.wait_written()
     return results
 
 

@@ -64,7 +64,7 @@ class CompactingAgent(ToolAgent):
 
     async def call_tools(self, context: AgentContext, turn: AssistantTurn) -> list[ToolResult]:
         """Run a turn's calls; their answers stand in a new row where the last one has no room."""
-        results = await context.main.run_tools(turn.calls)
+        results = await context.run_tools(turn.calls)
         pairs = list(zip(turn.calls, results, strict=True))
         words = "\n".join(f"{_call(call)}: {result.text}" for call, result in pairs)
         await self._say(context, [answer(*pair) for pair in pairs], _RESULTS.format(results=words))
@@ -80,7 +80,7 @@ class CompactingAgent(ToolAgent):
     async def _say(self, context: AgentContext, messages: list[Message], in_words: str) -> None:
         """Answer the model's turn, or say so after a summary."""
         try:
-            await context.main.answer(messages)
+            await context.answer(messages)
         except LimitExceeded as error:
             self._check(context, error)
             await self._compact(context, in_words)
@@ -90,7 +90,7 @@ class CompactingAgent(ToolAgent):
 
     def _keep_room(self, context: AgentContext) -> None:
         room = context.config.compaction_room if self._may_compact(context) else 0
-        context.main.keep_room(room)
+        context.keep_room(room)
 
     def _check(self, context: AgentContext, error: LimitExceeded) -> None:
         """Return where a summary helps."""
@@ -103,8 +103,8 @@ class CompactingAgent(ToolAgent):
         Raises:
             LimitExceeded: There is no room for that either.
         """
-        main, config = context.main, context.config
-        main.keep_room(0)
+        config = context.config
+        context.keep_room(0)
         self._compactions += 1
         context.observe([Message(role="user", content=config.compaction_prompt)])
         notes = await context.generate()

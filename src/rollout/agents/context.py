@@ -2,44 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from array import array
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import msgspec
 
+from rollout.agents.calling import answer_calls
 from rollout.agents.conversation import Conversation
-from rollout.agents.history import History, open_row
-from rollout.agents.segments import Row, check_purpose
+from rollout.agents.generating import generate_turn
+from rollout.agents.history import History
+from rollout.agents.prompt_sampling import replace_sampling
+from rollout.agents.segments import Row, check_ids
 from rollout.agents.simulated_user import (
     USER,
     close_user,
     emit_user_ended,
+    find_user_name,
     make_user,
     read_user_turn,
     start_user,
 )
 from rollout.agents.trajectory_state import TrajectoryState
+from rollout.agents.turn import SampledTokens, answer, read_calls
 from rollout.agents.turn_options import DEFAULT_OPTIONS, TurnOptions
 from rollout.chat.drift import worst
 from rollout.chat.messages import template_messages
 from rollout.chat.reward_values import BadRewardError, as_reward
 from rollout.chat.trajectory import BRANCH, MAIN, SUBAGENT
-from rollout.chat.transcript import Transcript
+from rollout.chat.transcript import Transcript, common_length
 from rollout.containment import contain
 from rollout.errors import AgentError
 from rollout.types import without_padding
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Mapping, Sequence
     from typing import Self
 
     from rollout.agents.gateway_door import GatewayDoor
     from rollout.agents.identity import Ending, Identity
-    from rollout.agents.rendering import Given, Rendered, Renderer, Schemas
+    from rollout.agents.rendering import Given, Renderer
     from rollout.agents.services import Services
-    from rollout.agents.turn import AssistantTurn, SampledTokens
+    from rollout.agents.turn import AssistantTurn
     from rollout.agents.turn_log import TurnLog
     from rollout.chat.drift import Drift
     from rollout.config import AgentConfig
@@ -48,8 +54,10 @@ if TYPE_CHECKING:
     from rollout.limits import Clock, Deadline
     from rollout.observe.event_stream import EventStream
     from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
-    from rollout.tools import TrajectoryTools
-    from rollout.types import Message, Outcome, Prompt
+    from rollout.tools import ToolResult, TrajectoryTools
+    from rollout.types import InvalidToolCall, Message, Outcome, Prompt, ToolCall
+
+    Calls = Sequence[ToolCall | InvalidToolCall | Mapping[str, Any]]
 
 
 class AgentContext(Conversation):
@@ -74,8 +82,6 @@ class AgentContext(Conversation):
         group_id: str = "",
     ) -> None:
         super().__init__(state, log, identity, renderer, sampling, group_id=group_id)
-        self._opened: tuple[Self, ...] = ()
-        self._opened_count = 0
         self.pinned_calls = 0
 
     # The trajectory.
@@ -148,7 +154,7 @@ class AgentContext(Conversation):
 
     @property
     def sandbox_asked_for(self) -> TrajectorySandbox | None:
-        """The same; None where nobody has asked for it yet."""
+        """The same; None where nobody has used it yet."""
         return self._state.used_sandbox
 
     @property
@@ -163,7 +169,7 @@ class AgentContext(Conversation):
     @property
     def has_interaction(self) -> bool:
         """Whether a simulated user takes part."""
-        return self.is_main and self._state.user_name is not None
+        return self.is_main and find_user_name(self._state) is not None
 
     @property
     def events(self) -> EventStream:
@@ -304,69 +310,118 @@ class AgentContext(Conversation):
             rendered = state.renderer.read_prompt(ids, given)
         if rendered.cut_tokens:
             state.count_cut(rendered.cut_tokens)
-        state.interaction = make_user(state.services, state.user_name)
+        state.interaction = make_user(state)
         self._log.begin(rendered)
         if state.interaction is not None:
-            await start_user(state.interaction, self)
+            await start_user(state.interaction, state)
 
-    async def begin_with(self, messages: Given, *, tools: Schemas | None = None) -> None:
-        """Begin with these messages in place of the prompt's, or of those that it was opened with.
-
-        A length that the conversation runs into from now on is its agent's to judge, and ends
-        nothing by itself.
-
-        Args:
-            messages: At least one.
-            tools: Schemas offered in place of the trajectory's tools; None: those, or what it was
-                opened with.
-
-        Raises:
-            LimitExceeded: They are more than fits; nothing has begun.
-            AgentError: They cannot be rendered, or it has begun.
-        """
-        is_main, row = self.purpose == MAIN, self.rows[0]
-        renderer = self._renderer
-        if is_main or tools is not None:
-            renderer = self._state.make_renderer(tools)
-        rendered = await renderer.render_opening("begin_with", messages)
-        if self.transcript and (is_main or row.seeds):
-            raise AgentError(f"begin_with: {self.session_id} has begun already")
-        if row.parent is not None:
-            row = open_row(row.parent, rendered.ids, row.purpose)
-        self._renderer, self._log = renderer, History(row, renderer.reader)
-        self._log.begin(rendered, renderer.prompt_room)
-        self._ends_at_lengths = False
+    # What the model and its tools do.
 
     async def generate(
         self, options: TurnOptions = DEFAULT_OPTIONS, **sampling: Any
     ) -> AssistantTurn:
-        """As `Conversation.generate`; begins the trajectory where nobody has."""
+        """Have the model generate; its tokens are in the transcript then, also when cut short.
+
+        It begins the trajectory where nobody has.
+
+        Args:
+            options: What is particular to this turn.
+            sampling: Fields of `sampling` that differ in this turn, such as ``temperature=0.2``;
+                None says nothing.
+
+        Raises:
+            LimitExceeded: A length leaves no room for a token, `agent.max_assistant_turns` is
+                reached, or a deadline fired; let it pass.
+            EngineError: The engine failed or was lost, or a field has a value that cannot be.
+            AgentError: It is generating already, or has not begun; a field is unknown.
+        """
         if not self.transcript:
             await self.begin()
-        return await super().generate(options, **sampling)
+        self._check_idle("generate")
+        if sampling:
+            base = options.sampling or self._sampling
+            drawn = replace_sampling(base, sampling, self._state.services)
+            seed = options.seed if sampling.get("seed") is None else drawn.seed
+            options = msgspec.structs.replace(options, sampling=drawn, seed=seed)
+        self.check_turns()
+        return await generate_turn(self, options)
 
     async def generate_ids(
         self,
         prompt_ids: Sequence[int],
         sampling: Mapping[str, Any] | SamplingParams | None = None,
     ) -> SampledTokens:
-        """As `Conversation.generate_ids`; where nobody has begun, the ids are the prompt."""
+        """Have the model continue these tokens, for code that keeps ids rather than messages.
+
+        What they have beyond the transcript is appended as an observation, as by `observe_ids`, and
+        counts as an answer where it follows a turn of the model's.
+
+        Args:
+            prompt_ids: The transcript so far, and what the model reads next.
+            sampling: Fields of `sampling` that differ in this generation, or all of it.
+
+        Raises:
+            LimitExceeded: As `generate`.
+            EngineError: The engine failed or was lost.
+            AgentError: The ids do not begin with the transcript, or are none; an argument is wrong;
+                it is generating already, or has not begun. Nothing has been appended.
+        """
         if not self.transcript:
             await self.begin(ids=prompt_ids)
-        return await super().generate_ids(prompt_ids, sampling)
+        self._check_idle("generate_ids")
+        drawn = None
+        if sampling is not None:
+            drawn = self._state.read_sampling("generate_ids", sampling)
+        self.check_turns()
+        await self._settle()
+        vocab_size, known = self._state.services.engines.info.vocab_size, self.transcript.prefix
+        ids, length = check_ids(prompt_ids, vocab_size, "generate_ids"), known.length
+        if ids[:length].tobytes() != known.packed():
+            raise AgentError(
+                f"generate_ids: {len(ids)} ids that differ from the transcript's {length} at "
+                f"{common_length(ids, known.ids)}; expected the transcript, and what follows it"
+            )
+        if len(ids) > length:
+            is_answer = self._log.unanswered_ids is not None
+            self._observe_ids(ids[length:])
+            self._user_turns += is_answer
+        await self.generate(TurnOptions(sampling=drawn))
+        *_, span = self.transcript.generated_spans()
+        return SampledTokens(
+            ids=self.transcript.span_ids(span),
+            log_probs=array("f", span.log_probs),
+            versions=span.versions,
+            finish_reason=str(span.finish_reason),
+            cut_by=self.cut_by,
+        )
+
+    async def call_tools(self, calls: Calls) -> list[ToolResult]:
+        """Run the calls side by side and append what they answer; results in the order of calls.
+
+        Args:
+            calls: Of a turn; or dicts, ``{"name": …, "arguments": …}`` or as OpenAI writes them,
+                with arguments that are a mapping or JSON of one.
+
+        Raises:
+            LimitExceeded: A deadline fired, or the answers leave no room for another token.
+            SandboxError: The trajectory's sandbox could not be opened, or was lost.
+            AgentError: A call is none; nothing has run.
+        """
+        calls = read_calls("call_tools", calls)
+        results = await self.run_tools(calls)
+        messages: Given = [answer(*each) for each in zip(calls, results, strict=True)]
+        await self.answer(self._order(messages, is_checked=False), is_ordered=True)
+        return results
+
+    async def run_tools(self, calls: Calls) -> list[ToolResult]:
+        """Run the calls as `call_tools` does; nothing is appended."""
+        calls = read_calls("run_tools", calls)
+        self._check_idle("run_tools")
+        await self._settle()
+        with self._noting_limits():
+            return await answer_calls(self, calls)
 
     # Conversations that are opened from it.
-
-    @property
-    def opened(self) -> Sequence[Self]:
-        """The conversations opened from it, in their order."""
-        return self._opened
-
-    def all(self) -> Iterator[Self]:
-        """It and those opened from it, each before its own, in the order of their opening."""
-        yield self
-        for each in self._opened:
-            yield from each.all()
 
     async def branch(
         self,
@@ -376,91 +431,12 @@ class AgentContext(Conversation):
         messages: Given | None = None,
         is_ordered: bool = False,
     ) -> Self:
-        """A conversation that continues this one differently, from its end or an earlier position.
-
-        It begins the trajectory where nobody has.
-        Its transcript begins with this one's first tokens, which are context there: mask 0.
-
-        Args:
-            position: How many tokens; None: all there are. The end of a prompt, of a turn or of
-                what answered it, or within a turn, which the branch then continues.
-            purpose: Of its segment.
-            messages: What the model is told there first, as by `answer`.
-            is_ordered: As for `answer`.
-
-        Raises:
-            AgentError: It cannot be continued there.
-            LimitExceeded: The messages leave no room for one more token; nothing is opened.
-            TemplateError: As `answer`; nothing is opened.
-        """
-        check_purpose(purpose)
+        """As `Conversation.branch`; begins the trajectory where nobody has."""
         if not self.transcript:
             await self.begin()
-        identity = self._next_identity()
-        if self._generation is None:
-            self._check_idle("branch")
-            await self._settle()
-        position = len(self.transcript) if position is None else position
-        log = self._log.fork(position, purpose, self._renderer.reader)
-        opened = self._make(log, identity, self._renderer, self._group_id or self._session_id)
-        if messages is not None:
-            await opened.answer(messages, is_ordered=is_ordered)
-        self._opened += (opened,)
-        return opened
-
-    async def subagent(
-        self, messages: Given, *, purpose: str = SUBAGENT, tools: Schemas | None = None
-    ) -> Self:
-        """A conversation of its own, which begins with these messages.
-
-        Where the model has spoken in them, they may be longer than a prompt. A "branch" or a
-        "compaction" departs from this one where their tokens do, all others from its end.
-
-        Args:
-            messages: At least one; null keys are dropped as from a prompt's.
-            purpose: Of its segment.
-            tools: Schemas offered in place of the trajectory's tools; None: this one's.
-
-        Raises:
-            LimitExceeded: They are more than fits.
-            AgentError: They cannot be rendered.
-        """
-        check_purpose(purpose)
-        identity = self._next_identity()
-        renderer = self._renderer if tools is None else self._state.make_renderer(tools)
-        rendered = await renderer.render_opening("subagent", without_padding(messages))
-        return self._open_beside(rendered, purpose, identity, renderer)
-
-    def subagent_ids(self, prompt_ids: Sequence[int], *, purpose: str = SUBAGENT) -> Self:
-        """As `subagent`, with tokens in place of messages; `generate_ids` continues it.
-
-        Raises:
-            LimitExceeded: They are more than fits.
-            AgentError: They are no ids.
-        """
-        check_purpose(purpose)
-        rendered = self._renderer.read_opening(prompt_ids, "subagent_ids")
-        return self._open_beside(rendered, purpose, self._next_identity(), self._renderer)
-
-    def _next_identity(self) -> Identity:
-        self._opened_count += 1
-        return self._identity.opened(self._opened_count - 1)
-
-    def _open_beside(
-        self, rendered: Rendered, purpose: str, identity: Identity, renderer: Renderer
-    ) -> Self:
-        log = History(open_row(self.rows[-1], rendered.ids, purpose), renderer.reader)
-        log.begin(rendered, renderer.prompt_room)
-        opened = self._make(log, identity, renderer, "")
-        self._opened += (opened,)
-        return opened
-
-    def _make(self, log: History, identity: Identity, renderer: Renderer, group_id: str) -> Self:
-        """Make a conversation with this one's settings."""
-        kind = type(self)
-        made = kind(self._state, log, identity, renderer, self._sampling, group_id=group_id)
-        made.history, made._turn = self.history, self._turn
-        return made
+        return await super().branch(
+            position, purpose=purpose, messages=messages, is_ordered=is_ordered
+        )
 
     @asynccontextmanager
     async def open_segment(
@@ -473,7 +449,7 @@ class AgentContext(Conversation):
         """A conversation of its own for the block, as a context that an agent loop could run on.
 
         Several may be open at once, each used by one task; the trajectory's limits hold for all.
-        Leaving the block closes it; what was said stays, as a segment.
+        Leaving the block closes it; it stays, as a segment.
 
         Args:
             messages: With which it begins; null keys are dropped as from a prompt's.
@@ -485,7 +461,7 @@ class AgentContext(Conversation):
             LimitExceeded: The messages are more than fits.
             AgentError: They cannot be rendered, or an argument is wrong.
         """
-        offered = None if tools is None else self._list_schemas(tools)
+        offered = None if tools is None else self._state.list_schemas(tools)
         drawn = self.sampling
         if sampling is not None:
             drawn = self._state.read_sampling("open_segment", sampling)
@@ -497,25 +473,6 @@ class AgentContext(Conversation):
             for each in opened.all():
                 each._refuse_more()
                 self.services.engines.forget(each.session_id)
-
-    def _list_schemas(self, tools: Sequence[str | Mapping[str, Any]]) -> Schemas:
-        """The schemas of tools that are named, or given as schemas."""
-        if isinstance(tools, str) or not isinstance(tools, Sequence):
-            raise AgentError(f"open_segment: tools = {tools!r:.80}; expected a list")
-        own = dict(zip(self.tools.names, self.tools.schemas, strict=True))
-        schemas: list[Mapping[str, Any]] = []
-        for tool in tools:
-            schema = own.get(tool) if isinstance(tool, str) else tool
-            function = schema.get("function") if isinstance(schema, Mapping) else None
-            if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-                known = ", ".join(map(repr, own)) or "none"
-                raise AgentError(
-                    f"open_segment: the tool {tool!r:.80} is none of the trajectory's ({known}) "
-                    "and no schema; expected a name, or "
-                    "{'type': 'function', 'function': {'name': ...}}"
-                )
-            schemas.append(schema)  # type: ignore[arg-type]
-        return schemas
 
     # The simulated user.
 
@@ -551,7 +508,7 @@ class AgentContext(Conversation):
         state.idle_since = now = state.clock()
         if self.events.is_on:
             emit_user_ended(self.events, self.identity, began, now)
-        return turn, read_user_turn(self, state.user_name, turn)
+        return turn, read_user_turn(state, turn)
 
     # How it ends.
 
@@ -573,7 +530,7 @@ class AgentContext(Conversation):
         )
 
     async def score(self) -> None:
-        """Ask the tools for their final rewards, once all is said; not where nothing was generated.
+        """Ask the tools for their final rewards, at the end; not where nothing was generated.
 
         Raises:
             LimitExceeded: As `settle`.

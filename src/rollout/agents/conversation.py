@@ -7,40 +7,31 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from rollout.agents.calling import answer_calls
-from rollout.agents.generating import generate_turn
-from rollout.agents.prompt_sampling import replace_sampling
+from rollout.agents.history import History, open_row
 from rollout.agents.rendering import make_room_error
-from rollout.agents.segments import check_ids
-from rollout.agents.turn import AssistantTurn, SampledTokens, answer, read_calls
-from rollout.agents.turn_options import DEFAULT_OPTIONS, TurnOptions
+from rollout.agents.segments import check_ids, check_purpose, spread_rewards
 from rollout.chat.reasoning import opens_reasoning
 from rollout.chat.result_order import message_ids, result_order
 from rollout.chat.reward_values import BadRewardError, finite_number
-from rollout.chat.trajectory import MAIN
-from rollout.chat.transcript import common_length
+from rollout.chat.trajectory import BRANCH, MAIN, SUBAGENT, Parent, Segment
 from rollout.containment import UnresponsiveError
 from rollout.errors import AgentError, LimitExceeded
 from rollout.types import without_padding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from typing import Self
 
-    from rollout.agents.history import History, Messages
+    from rollout.agents.history import Messages, Rendered
     from rollout.agents.identity import Identity
-    from rollout.agents.rendering import Given, Renderer, Room
+    from rollout.agents.rendering import Given, Renderer, Room, Schemas
     from rollout.agents.segments import Row
     from rollout.agents.trajectory_state import TrajectoryState
+    from rollout.agents.turn import AssistantTurn
     from rollout.chat.transcript import Transcript
     from rollout.engine.core import SamplingParams
     from rollout.engine.pool.generation import Generation
     from rollout.limits import Limit
-    from rollout.tools import ToolResult
-    from rollout.types import InvalidToolCall, ToolCall
-
-    Calls = Sequence[ToolCall | InvalidToolCall | Mapping[str, Any]]
 
 
 class Conversation:
@@ -70,6 +61,8 @@ class Conversation:
         self._state, self._log, self._renderer = state, log, renderer
         self._identity, self._group_id, self._sampling = identity, group_id, sampling
         self._session_id = identity.session_id
+        self._opened: tuple[Self, ...] = ()
+        self._opened_count = 0
         self._turn: Limit = state.limit
         self._generation: Generation | None = None  # under way
         self._unsettled: tuple[Given | array[int], ...] = ()  # observations still to be encoded
@@ -110,7 +103,7 @@ class Conversation:
 
     @property
     def renderer(self) -> Renderer:
-        """Renders and parses what is said in it."""
+        """Renders its messages and parses its turns."""
         return self._renderer
 
     @property
@@ -198,10 +191,143 @@ class Conversation:
             raise AgentError(f"{what}: expected a finite number") from None
 
     def _refuse_more(self) -> None:
-        """Take no more of it; what was said stays."""
+        """Take no more of it; what there is stays."""
         if self._generation is None:
             self._end_turn()
         self._is_closed = True
+
+    # How it begins, and how others are opened from it.
+
+    async def begin_with(self, messages: Given, *, tools: Schemas | None = None) -> None:
+        """Begin with these messages in place of the prompt's, or of those that it was opened with.
+
+        A length that the conversation runs into from now on is its agent's to judge, and ends
+        nothing by itself.
+
+        Args:
+            messages: At least one.
+            tools: Schemas offered in place of the trajectory's tools; None: those, or what it was
+                opened with.
+
+        Raises:
+            LimitExceeded: They are more than fits; nothing has begun.
+            AgentError: They cannot be rendered, or it has begun.
+        """
+        is_main, row = self.purpose == MAIN, self.rows[0]
+        renderer = self._renderer
+        if is_main or tools is not None:
+            renderer = self._state.make_renderer(tools)
+        rendered = await renderer.render_opening("begin_with", messages)
+        if self.transcript and (is_main or row.seeds):
+            raise AgentError(f"begin_with: {self.session_id} has begun already")
+        row = open_row(row.parent, rendered.ids, row.purpose, row.position)
+        self._renderer, self._log = renderer, History(row, renderer.reader)
+        self._log.begin(rendered, renderer.prompt_room)
+        self._ends_at_lengths = False
+
+    @property
+    def opened(self) -> Sequence[Self]:
+        """The conversations opened from it, in their order."""
+        return self._opened
+
+    def all(self) -> Iterator[Self]:
+        """It and those opened from it, each before its own, in the order of their opening."""
+        yield self
+        for each in self._opened:
+            yield from each.all()
+
+    async def branch(
+        self,
+        position: int | None = None,
+        *,
+        purpose: str = BRANCH,
+        messages: Given | None = None,
+        is_ordered: bool = False,
+    ) -> Self:
+        """A conversation that continues this one differently, from its end or an earlier position.
+
+        Its transcript begins with this one's first tokens, which are context there: mask 0.
+
+        Args:
+            position: How many tokens; None: all there are. The end of a prompt, of a turn or of
+                what answered it, or within a turn, which the branch then continues.
+            purpose: Of its segment.
+            messages: What the model reads there first, as by `answer`.
+            is_ordered: As for `answer`.
+
+        Raises:
+            AgentError: It cannot be continued there.
+            LimitExceeded: The messages leave no room for one more token; nothing is opened.
+            TemplateError: As `answer`; nothing is opened.
+        """
+        check_purpose(purpose)
+        identity = self._next_identity()
+        if self._generation is None:
+            self._check_idle("branch")
+            await self._settle()
+        position = len(self.transcript) if position is None else position
+        log = self._log.fork(position, purpose, self._renderer.reader)
+        opened = self._make(log, identity, self._renderer, self._group_id or self._session_id)
+        if messages is not None:
+            await opened.answer(messages, is_ordered=is_ordered)
+        self._opened += (opened,)
+        return opened
+
+    async def subagent(
+        self, messages: Given, *, purpose: str = SUBAGENT, tools: Schemas | None = None
+    ) -> Self:
+        """A conversation of its own, which begins with these messages.
+
+        Where the model has spoken in them, they may be longer than a prompt. A "branch" or a
+        "compaction" departs from this one where their tokens do, all others from its end.
+
+        Args:
+            messages: At least one; null keys are dropped as from a prompt's.
+            purpose: Of its segment.
+            tools: Schemas offered in place of the trajectory's tools; None: this one's.
+
+        Raises:
+            LimitExceeded: They are more than fits.
+            AgentError: They cannot be rendered.
+        """
+        check_purpose(purpose)
+        identity = self._next_identity()
+        renderer = self._renderer if tools is None else self._state.make_renderer(tools)
+        rendered = await renderer.render_opening("subagent", without_padding(messages))
+        return self._open_beside(rendered, purpose, identity, renderer)
+
+    def subagent_ids(self, prompt_ids: Sequence[int], *, purpose: str = SUBAGENT) -> Self:
+        """As `subagent`, with tokens in place of messages; `generate_ids` continues it.
+
+        Raises:
+            LimitExceeded: They are more than fits.
+            AgentError: They are no ids.
+        """
+        check_purpose(purpose)
+        rendered = self._renderer.read_opening(prompt_ids, "subagent_ids")
+        return self._open_beside(rendered, purpose, self._next_identity(), self._renderer)
+
+    def _next_identity(self) -> Identity:
+        self._opened_count += 1
+        return self._identity.opened(self._opened_count - 1)
+
+    def _open_beside(
+        self, rendered: Rendered, purpose: str, identity: Identity, renderer: Renderer
+    ) -> Self:
+        parent = self.rows[-1]
+        row = open_row(parent, rendered.ids, purpose, len(parent.transcript))
+        log = History(row, renderer.reader)
+        log.begin(rendered, renderer.prompt_room)
+        opened = self._make(log, identity, renderer, "")
+        self._opened += (opened,)
+        return opened
+
+    def _make(self, log: History, identity: Identity, renderer: Renderer, group_id: str) -> Self:
+        """Make a conversation with this one's settings."""
+        kind = type(self)
+        made = kind(self._state, log, identity, renderer, self._sampling, group_id=group_id)
+        made.history, made._turn = self.history, self._turn
+        return made
 
     # What the model reads and did not write.
 
@@ -282,10 +408,10 @@ class Conversation:
         await self._settle()
 
     async def compact(self, messages: Given) -> None:
-        """Continue with these messages in place of all that was said: the next row begins so.
+        """Continue with these messages in place of all before: the next row begins with them.
 
         It is a segment of purpose "compaction", which departs from the last row where their tokens
-        do. What was said before stays in that row.
+        do. What was before stays in that row.
 
         Args:
             messages: At least one; as long as a prompt, or longer where the model has spoken in
@@ -306,11 +432,11 @@ class Conversation:
     def keep_room(self, tokens: int) -> None:
         """Keep so many tokens free, from now on: turns and observations have that much less room.
 
-        While any are kept, a length that the conversation runs into raises `LimitExceeded` and is
-        its agent's to judge.
+        While any are reserved, a length that it runs into raises `LimitExceeded`, for its agent to
+        judge.
 
         Args:
-            tokens: 0 keeps none.
+            tokens: 0 reserves none.
         """
         self._reserved_tokens = tokens
         self._ends_at_lengths = self.purpose == MAIN and not tokens
@@ -409,82 +535,23 @@ class Conversation:
         with self._noting_limits():
             self._state.check_turns()
 
-    async def generate(
-        self, options: TurnOptions = DEFAULT_OPTIONS, **sampling: Any
-    ) -> AssistantTurn:
-        """Have the model generate; its tokens are in the transcript then, also when cut short.
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """The block answers the last turn, within the turn's deadline.
 
-        Args:
-            options: What is particular to this turn.
-            sampling: Fields of `sampling` that differ in this turn, such as ``temperature=0.2``;
-                None says nothing.
+        While the trajectory is carried to another call the block runs on, and its time does not
+        count.
 
         Raises:
-            LimitExceeded: A length leaves no room for a token, `agent.max_assistant_turns` is
-                reached, or a deadline fired; let it pass.
-            EngineError: The engine failed or was lost, or a field has a value that cannot be.
-            AgentError: It is generating already, or has not begun; a field is unknown.
+            LimitExceeded: The deadline passed.
         """
-        self._check_idle("generate")
-        if sampling:
-            base = options.sampling or self._sampling
-            drawn = replace_sampling(base, sampling, self._state.services)
-            seed = options.seed if sampling.get("seed") is None else drawn.seed
-            options = msgspec.structs.replace(options, sampling=drawn, seed=seed)
-        self.check_turns()
-        return await generate_turn(self, options)
-
-    async def generate_ids(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Mapping[str, Any] | SamplingParams | None = None,
-    ) -> SampledTokens:
-        """Have the model continue these tokens, for code that keeps ids rather than messages.
-
-        What they have beyond the transcript is appended as an observation, as by `observe_ids`, and
-        counts as an answer where it follows a turn of the model's.
-
-        Args:
-            prompt_ids: The whole transcript so far, and what the model is told next.
-            sampling: Fields of `sampling` that differ in this generation, or all of it.
-
-        Raises:
-            LimitExceeded: As `generate`.
-            EngineError: The engine failed or was lost.
-            AgentError: The ids do not begin with the transcript, or are none; an argument is wrong;
-                it is generating already, or has not begun. Nothing has been appended.
-        """
-        self._check_idle("generate_ids")
-        drawn = None
-        if sampling is not None:
-            drawn = self._state.read_sampling("generate_ids", sampling)
-        self.check_turns()
-        await self._settle()
-        vocab_size, known = self._state.services.engines.info.vocab_size, self.transcript.prefix
-        ids, length = check_ids(prompt_ids, vocab_size, "generate_ids"), known.length
-        if ids[:length].tobytes() != known.packed():
-            raise AgentError(
-                f"generate_ids: {len(ids)} ids that differ from the transcript's {length} at "
-                f"{common_length(ids, known.ids)}; expected the transcript, and what follows it"
-            )
-        if len(ids) > length:
-            is_answer = self._log.unanswered_ids is not None
-            self._observe_ids(ids[length:])
-            self._user_turns += is_answer
-        await self.generate(TurnOptions(sampling=drawn))
-        *_, span = self.transcript.generated_spans()
-        return SampledTokens(
-            ids=self.transcript.span_ids(span),
-            log_probs=array("f", span.log_probs),
-            versions=span.versions,
-            finish_reason=str(span.finish_reason),
-            cut_by=self.cut_by,
-        )
+        with self._turn.open(None, ""):
+            yield
 
     async def wait_written(self) -> None:
         """Wait until a journal, where there is one, has the last turn."""
         if self._state.log is not None:
-            await self._state.log.kept()
+            await self._state.log.wait_written()
 
     def _read_turn(self) -> AssistantTurn:
         return self._log.end_turn(self._renderer.reader, self._cut_by)
@@ -498,43 +565,22 @@ class Conversation:
         if self._log.add_row(await self._renderer.render_again(self._log, self._reserved_tokens)):
             self._known_tokens = 0
 
-    # What tools answer.
 
-    async def call_tools(self, calls: Calls) -> list[ToolResult]:
-        """Run the calls side by side and append what they answer; results in the order of calls.
-
-        Args:
-            calls: Of a turn; or dicts, ``{"name": …, "arguments": …}`` or as OpenAI writes them,
-                with arguments that are a mapping or JSON of one.
-
-        Raises:
-            LimitExceeded: A deadline fired, or the answers leave no room for another token.
-            SandboxError: The trajectory's sandbox could not be opened, or was lost.
-            AgentError: A call is none; nothing has run.
-        """
-        calls = read_calls("call_tools", calls)
-        results = await self.run_tools(calls)
-        messages: Given = [answer(*each) for each in zip(calls, results, strict=True)]
-        await self.answer(self._order(messages, is_checked=False), is_ordered=True)
-        return results
-
-    async def run_tools(self, calls: Calls) -> list[ToolResult]:
-        """Run the calls as `call_tools` does; nothing is appended."""
-        calls = read_calls("run_tools", calls)
-        self._check_idle("run_tools")
-        await self._settle()
-        with self._noting_limits():
-            return await answer_calls(self, calls)
-
-    @contextmanager
-    def answering(self) -> Iterator[None]:
-        """The block answers the last turn, within the turn's deadline.
-
-        While the trajectory is carried to another call the block runs on, and its time does not
-        count.
-
-        Raises:
-            LimitExceeded: The deadline passed.
-        """
-        with self._turn.open(None, ""):
-            yield
+def list_segments(conversations: Iterable[Conversation]) -> list[Segment]:
+    """The tree of their rows; each conversation comes after the one that it departs from."""
+    rows = [(each, row) for each in conversations for row in each.rows]
+    positions = {id(row): at for at, (_, row) in enumerate(rows)}
+    return [
+        Segment(
+            transcript=row.transcript,
+            parent=None if row.parent is None else Parent(positions[id(row.parent)], row.position),
+            purpose=row.purpose,
+            trainable=each.trainable,
+            reward=each._reward,
+            session_id=each.session_id,
+            seeds=row.seeds,
+            messages=each.messages if row.messages is None else row.messages,
+            token_rewards=spread_rewards(row),
+        )
+        for each, row in rows
+    ]

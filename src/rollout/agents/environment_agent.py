@@ -108,16 +108,16 @@ class EnvironmentAgent(AgentLoop):
             observation, score, is_done, info = _stepped(stepped)
             scores.append(score)
             context.turn_scores.append(score)
-            context.main.reward_turn(score)
+            context.reward_turn(score)
             context.reward = sum(scores)
             context.extra.update(info)
             if is_done or has_reached_turn_limit(context):
                 return
             said = _messages(observation, "step")
-            await context.main.answer(said or [Message(role="user", content="")])
+            await context.answer(said or [Message(role="user", content="")])
 
     async def _step(self, environment: Any, context: AgentContext, turn: AssistantTurn) -> Any:
-        with context.main.answering():
+        with context.answering():
             step = partial(environment.step, self.action_of(turn))
             what = f"step of {type(environment).__name__}"
             return await contain(what, partial(_call, context, environment, "step", step))

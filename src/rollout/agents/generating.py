@@ -105,7 +105,7 @@ async def generate_turn(conversation: Conversation, options: TurnOptions) -> Ass
                         conversation._read_turn()
         turn = conversation._read_turn()
         if is_noted and state.log is not None:
-            await state.log.room()
+            await state.log.wait_written()
         if conversation._renderer.reader.schemas:  # tools could be called
             services.tally.turns_with_tools += 1
             services.tally.turns_with_calls += bool(turn.calls)

@@ -1,4 +1,4 @@
-"""What was said in a conversation: its messages, and the tokens that they stand for."""
+"""The history of a conversation: its messages, and the tokens that they stand for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Collection, Iterable, Mapping
 
-    from rollout.agents.rendering import Rendered
     from rollout.agents.turn import AssistantTurn, TurnReader
     from rollout.engine.pool.generation import Generation
     from rollout.media import PlacedMedia
@@ -62,6 +61,26 @@ class Messages(Sequence[Message]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (self._list,)  # who gets it elsewhere has no tokenizer
+
+
+class Rendered(NamedTuple):
+    """Messages in tokens.
+
+    Attributes:
+        ids: What they add to a transcript.
+        messages: The messages themselves.
+        opens_reasoning: Whether the turn after them begins inside reasoning.
+        is_raw: The ids are not what the template makes of the messages.
+        cut_tokens: Tokens that a prompt has lost at its beginning.
+        media: Images and videos with their positions among the ids.
+    """
+
+    ids: array[int]
+    messages: list[Message]
+    opens_reasoning: bool
+    is_raw: bool = False
+    cut_tokens: int = 0
+    media: tuple[PlacedMedia, ...] = ()
 
 
 class SampledTurn(NamedTuple):
@@ -138,12 +157,14 @@ class History:
 
     @property
     def is_renderable(self) -> bool:
-        """Whether all of it is in messages, and the model has said something."""
+        """Whether all of it is in messages, and the model has generated."""
         return self.turn_start is None and not self.has_raw_ids and bool(self.turns)
 
     @property
     def calls(self) -> TurnCalls:
         """The calls that the next results answer: those of the last turn, whoever gave it."""
+        if self.turn_start is not None:
+            return NO_CALLS
         found = []
         for at in range(len(self._added) - 1, -1, -1):
             if self.turns.get(at) == SILENT:
@@ -328,12 +349,9 @@ class History:
 SILENT = SampledTurn()
 
 
-def open_row(parent: Row, ids: Sequence[int], purpose: str) -> Row:
-    """A row beside another one, from whose end it departs; a "branch" or a "compaction" where
-    their tokens do.
-    """
-    position = len(parent.transcript)
-    if purpose in (BRANCH, COMPACTION):
+def open_row(parent: Row | None, ids: Sequence[int], purpose: str, position: int) -> Row:
+    """A row that departs from another one there; a "branch" or a "compaction" where they differ."""
+    if parent is not None and purpose in (BRANCH, COMPACTION):
         position = common_length(ids, parent.transcript.prefix.ids)
     return Row(Transcript(), purpose, parent, position)
 

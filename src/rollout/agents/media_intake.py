@@ -5,12 +5,10 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import anyio
-import attrs
 import msgspec
 import numpy as np
 
@@ -21,7 +19,7 @@ from rollout.media.reading import find_url, read_media
 from rollout.media.video import check_decoded
 from rollout.tools.results import ToolResult, error_result
 from rollout.types import Message
-from rollout.worker_threads import WorkerThreads, may_leave_loop
+from rollout.worker_threads import WorkerThreads, is_async, may_leave_loop
 
 if TYPE_CHECKING:
     from rollout.config import MediaConfig
@@ -37,16 +35,6 @@ _MOST_LISTS = 32
 _SEQUENCES = (list, tuple, Sequence)
 #: By what threads that were left behind are counted.
 _NAME = "rollout.media"
-
-
-@attrs.define(eq=False)
-class _Reading:
-    """Messages that several trajectories begin with, and what came of reading their media."""
-
-    messages: Given
-    lock: anyio.Lock = attrs.field(factory=anyio.Lock)
-    result: Given | None = None
-    error: MediaError | None = None
 
 
 class MediaIntake:
@@ -73,7 +61,9 @@ class MediaIntake:
         self._placeholders = tuple(sorted(ids))
         self._fetcher = fetcher
         self._threads = WorkerThreads(max_threads=limits.max_threads, max_abandoned=sys.maxsize)
-        self._readings: OrderedDict[int, _Reading] = OrderedDict()
+        #: Lists that several trajectories begin with, and what came of reading their media; each
+        #: holds its list, so that no other one gets its id.
+        self._readings: OrderedDict[int, tuple[Given, anyio.Lock, list[Any]]] = OrderedDict()
         #: The same content is held once, wherever it comes from.
         self._known: WeakValueDictionary[str, Media] = WeakValueDictionary()
 
@@ -114,24 +104,23 @@ class MediaIntake:
         if self.processor is None or isinstance(messages, str) or not may_show(messages):
             return messages  # what is no text is refused where the text is made
         if not is_shared:
-            return self._counted(await self._prepared(messages), before)
-        reading = self._readings.get(id(messages))
-        if reading is None or reading.messages is not messages:
-            reading = self._readings[id(messages)] = _Reading(messages)
-            if len(self._readings) > _MOST_LISTS:
-                self._readings.popitem(last=False)
-        async with reading.lock:
-            if reading.result is None and reading.error is None:
+            return self._check_sum(await self._read_messages(messages), before)
+        known = self._readings.setdefault(id(messages), (messages, anyio.Lock(), []))
+        self._readings.move_to_end(id(messages))
+        if len(self._readings) > _MOST_LISTS:
+            self._readings.popitem(last=False)
+        _, lock, results = known
+        async with lock:
+            if not results:
                 try:
-                    reading.result = await self._prepared(messages)
+                    results.append(await self._read_messages(messages))
                 except MediaError as error:
-                    reading.error = error
-        if reading.error is not None:
-            raise MediaError(str(reading.error)) from None
-        assert reading.result is not None
-        return self._counted(reading.result, before)
+                    results.append(error)
+        if isinstance(results[0], MediaError):
+            raise MediaError(str(results[0])) from None
+        return self._check_sum(results[0], before)
 
-    def _counted(self, messages: Given, before: int) -> Given:
+    def _check_sum(self, messages: Given, before: int) -> Given:
         self._check_count(before + count_media(messages))
         return messages
 
@@ -143,24 +132,20 @@ class MediaIntake:
             result: What it answered.
             before: How many images and videos the conversation has already.
         """
-        if not result.has_media:
-            return result
+        read: dict[str, list[Media]] = {"images": [], "videos": []}
         try:
-            return await self._seen(name, result, before)
+            if result.has_media and self.processor is None:
+                what = f"{name} answered with images or videos"
+                raise MediaError(f"{what}; the model reads text only")
+            if result.has_media:
+                self._check_count(before + len(result.images) + len(result.videos))
+            for kind, media in read.items():
+                for at, value in enumerate(getattr(result, kind)):
+                    source = _make_source(f"{name}: {kind}[{at}]", kind[:-1], value)
+                    media.append(await self._read_medium(source))
         except MediaError as error:
             return error_result(str(error))
-
-    async def _seen(self, name: str, result: ToolResult, before: int) -> ToolResult:
-        if self.processor is None:
-            raise MediaError(f"{name} answered with images or videos; the model reads text only")
-        self._check_count(before + len(result.images) + len(result.videos))
-        read: dict[str, list[Media]] = {}
-        for kind in ("image", "video"):
-            given = getattr(result, f"{kind}s")
-            places = [f"{name}: {kind}s[{at}]" for at in range(len(given))]
-            sources = [_source(w, kind, each) for w, each in zip(places, given, strict=True)]
-            read[f"{kind}s"] = [await self._medium(source) for source in sources]
-        return msgspec.structs.replace(result, **read)
+        return msgspec.structs.replace(result, **read) if result.has_media else result
 
     def close(self) -> None:
         """End the threads; one that works ends by itself."""
@@ -172,18 +157,18 @@ class MediaIntake:
         if most is not None and count > most:
             raise MediaError(f"media.max_count = {most}: the conversation has {count}")
 
-    async def _prepared(self, messages: Given) -> Given:
+    async def _read_messages(self, messages: Given) -> Given:
         own: list[Message | Mapping[str, Any]] = []
         for at, message in enumerate(messages):
             content = get_content(message)
             if isinstance(content, str) or content is None or not isinstance(message, _MESSAGES):
                 own.append(message)
                 continue
-            parts = await self._parts(f"messages[{at}]", content)
+            parts = await self._read_parts(f"messages[{at}]", content)
             own.append(message if parts is None else _with_content(message, parts))
         return own
 
-    async def _parts(self, where: str, content: Any) -> list[Any] | None:
+    async def _read_parts(self, where: str, content: Any) -> list[Any] | None:
         """A content with its media read; None where it has none."""
         given = [content] if is_one(content) else list(content)
         found = [media_part(f"{where}: content[{at}]", part) for at, part in enumerate(given)]
@@ -191,11 +176,11 @@ class MediaIntake:
         if not any(each is not None for each in found):
             return None
         return [
-            part if source is None else await self._medium(source)
+            part if source is None else await self._read_medium(source)
             for part, source in zip(given, found, strict=True)
         ]
 
-    async def _medium(self, source: MediaSource | Media) -> Media:
+    async def _read_medium(self, source: MediaSource | Media) -> Media:
         fault = self._engines_fault(source.kind)
         if fault:
             place = "" if isinstance(source, Media) else f"{source.where}: "
@@ -227,7 +212,11 @@ class MediaIntake:
         assert self._fetcher is not None
         try:
             with anyio.fail_after(self._limits.fetch_s):
-                content = await _called(self._threads, self._fetcher, url)
+                if is_async(self._fetcher):
+                    content = await self._fetcher(url)
+                else:
+                    content = await self._threads.run(_NAME, self._fetcher, url)
+                    content = await content if isinstance(content, Awaitable) else content
         except TimeoutError:
             limit = f"media.fetch_s = {self._limits.fetch_s}"
             raise MediaError(f"{source.where}: {limit}: {url:.200} was not fetched") from None
@@ -242,21 +231,12 @@ class MediaIntake:
 _MESSAGES = (Message, Mapping)
 
 
-def _source(where: str, kind: Any, value: Any) -> MediaSource | Media:
+def _make_source(where: str, kind: Any, value: Any) -> MediaSource | Media:
     """What a tool gave as an image or a video: a part, or what one holds."""
     if isinstance(value, MediaSource):
         return msgspec.structs.replace(value, where=where)
     source = media_part(where, value) if isinstance(value, Mapping | Media) else None
     return source or MediaSource(kind, value, where=where)
-
-
-async def _called(threads: WorkerThreads, fetcher: MediaFetcher, url: str) -> Any:
-    from rollout.worker_threads import is_async
-
-    if is_async(fetcher):
-        return await fetcher(url)
-    answer = await threads.run(_NAME, partial(fetcher, url))
-    return await answer if isinstance(answer, Awaitable) else answer
 
 
 def get_content(message: object) -> Any:

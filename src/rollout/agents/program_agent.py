@@ -6,6 +6,7 @@ import re
 import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -110,11 +111,11 @@ class ProgramAgent(AgentLoop):
         for path in collect:
             _check_path("collect", path)
         _check_words(
-            () if callable(command) else _command_of(command),
-            {} if callable(env) else _mapping("env", env or {}),
+            () if callable(command) else _split_command(command),
+            {} if callable(env) else _check_mapping("env", env or {}),
         )
         if not callable(files):
-            for path in _mapping("files", files or {}):
+            for path in _check_mapping("files", files or {}):
                 _check_path("files", path)
         self._command, self._env, self._files = command, env or {}, files or {}
         self._collect = tuple(collect)
@@ -126,7 +127,7 @@ class ProgramAgent(AgentLoop):
         """Run the program to its end; cancellation and deadlines kill all of its processes."""
         sandbox, in_thread = context.sandbox, context.services.threads.run
         async with context.door.open(context) as address:
-            task = await AgentTask.of(context, await _seen_inside(context, address))
+            task = await AgentTask.of(context, await _map_address(context, address))
             with tempfile.TemporaryDirectory(prefix="rollout-files-") as directory:
                 command, env = await in_thread(
                     "files of a program", self._prepare, task, Path(directory)
@@ -138,7 +139,7 @@ class ProgramAgent(AgentLoop):
             except SandboxTimeout as error:
                 result, is_late = ExecResult(exit_code=137, stdout=error.stdout), True
             output = result.stdout.decode(errors="replace")
-            files, left_out = await self._collected(sandbox)
+            files, left_out = await self._collect_files(sandbox)
             context.extra["program"] = {
                 "exit_code": result.exit_code,
                 "output": output,
@@ -161,67 +162,79 @@ class ProgramAgent(AgentLoop):
                 raise failure
 
     def _prepare(self, task: AgentTask, directory: Path) -> tuple[tuple[str, ...], Texts]:
-        """What runs, and its variables; its files are written to the directory."""
-        env = _mapping("env", _given(self._env, task))
-        files = _mapping("files", _given(self._files, task))
-        values = _values(task)
-        if _shows_media(task) and not any(map(callable, (self._command, self._env, self._files))):
-            del values["prompt"]
-        command = _filled_command(_given(self._command, task), values)
-        own = {name: _filled(str(value), values) for name, value in env.items()}
+        """Make what runs, and its variables; write its files to the directory."""
+        env = _check_mapping("env", _resolve(self._env, task))
+        files = _check_mapping("files", _resolve(self._files, task))
+        values = {
+            "base_url": task.base_url,
+            "root_url": task.root_url,
+            "api_key": task.api_key,
+            "model": task.model,
+            "uid": task.uid,
+        }
+        has_function = any(map(callable, (self._command, self._env, self._files)))
+        content = task.messages[-1]["content"]
+        shows = isinstance(content, list) and any(part["type"] != "text" for part in content)
+        if has_function or not shows:
+            values["prompt"] = text_in(content)
+        given = _resolve(self._command, task)
+        if isinstance(given, str):  # what is put in are words of the shell's, whatever they hold
+            command = _split_command(_fill(given, values, shlex.quote))
+        else:
+            command = tuple(_fill(each, values) for each in _split_command(given))
+        own = {name: _fill(str(value), values) for name, value in env.items()}
         _check_words(command, own)
-        for path, content in _contents(files):
+        for path, data in _read_files(files):
             target = directory / path
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content)
-            target.chmod(0o755 if content.startswith(b"#!") else 0o644)
-        return command, {**_own_environment(task), **own}
+            target.write_bytes(data)
+            target.chmod(0o755 if data.startswith(b"#!") else 0o644)
+        gateway = {
+            "OPENAI_BASE_URL": task.base_url,
+            "OPENAI_API_KEY": task.api_key,
+            "ANTHROPIC_BASE_URL": task.root_url,
+            "ANTHROPIC_API_KEY": task.api_key,
+            "ROLLOUT_MODEL": task.model,
+        }
+        return command, {**gateway, **own}
 
-    async def _collected(
+    async def _collect_files(
         self, sandbox: TrajectorySandbox
     ) -> tuple[dict[str, str | bytes], list[str]]:
-        """What is collected, and what of it is left out."""
+        """Read what is collected; also return what of it is left out."""
         files: dict[str, str | bytes] = {}
         left_out: list[str] = []
-        idle = dict.fromkeys(self._collect)
-        room = self._collected_bytes
-        listed = b""
+        unmatched = dict.fromkeys(self._collect)
+        room, listed = self._collected_bytes, b""
         if self._collect:
             listed = (await sandbox.exec(_LIST, max_output_bytes=_MAX_LIST, keep="head")).stdout
-        found = sorted((entry[3:], entry[:1]) for entry in _text_entries(listed))
-        for path, kind in found:
+        entries = listed.decode(errors="surrogateescape").split("\0")[:-1]
+        for path, kind in sorted((each[3:], each[:1]) for each in entries if _is_word(each)):
             matching = [pattern for pattern in self._collect if _matches(path, pattern)]
             if not matching:
                 continue
             for pattern in matching:
-                idle.pop(pattern, None)
-            content = await _read(sandbox, path, room) if kind == "f" else None
+                unmatched.pop(pattern, None)
+            content = None
+            if kind == "f":
+                with suppress(OSError, SandboxLimit):
+                    content = await sandbox.read_file(path, max_bytes=room)
             if content is None:
                 left_out.append(path)
-            else:
-                room -= len(content)
-                files[path] = _text(content)
-        return files, [*left_out, *idle]
-
-
-def _text_entries(listed: bytes) -> list[str]:
-    """What `_LIST` prints; bytes that are no text cannot have been asked for."""
-    entries = listed.decode(errors="surrogateescape").split("\0")[:-1]
-    return [entry for entry in entries if _is_word(entry)]
+                continue
+            room -= len(content)
+            try:
+                files[path] = content.decode()
+            except UnicodeDecodeError:
+                files[path] = content
+        return files, [*left_out, *unmatched]
 
 
 def _matches(path: str, pattern: str) -> bool:
     return path.startswith(pattern.rstrip("/") + "/") or fnmatchcase(path, pattern)
 
 
-async def _read(sandbox: TrajectorySandbox, path: str, most: int) -> bytes | None:
-    try:
-        return await sandbox.read_file(path, max_bytes=most)
-    except (OSError, SandboxLimit):
-        return None
-
-
-async def _seen_inside(context: AgentContext, address: GatewayAddress) -> GatewayAddress:
+async def _map_address(context: AgentContext, address: GatewayAddress) -> GatewayAddress:
     """The address as programs in the sandbox see it.
 
     Raises:
@@ -239,27 +252,17 @@ async def _seen_inside(context: AgentContext, address: GatewayAddress) -> Gatewa
     return msgspec.structs.replace(address, root_url=root_url)
 
 
-def _own_environment(task: AgentTask) -> dict[str, str]:
-    return {
-        "OPENAI_BASE_URL": task.base_url,
-        "OPENAI_API_KEY": task.api_key,
-        "ANTHROPIC_BASE_URL": task.root_url,
-        "ANTHROPIC_API_KEY": task.api_key,
-        "ROLLOUT_MODEL": task.model,
-    }
-
-
-def _given(value: T | Callable[[AgentTask], T], task: AgentTask) -> T:
+def _resolve(value: T | Callable[[AgentTask], T], task: AgentTask) -> T:
     return value(task) if callable(value) else value
 
 
-def _mapping(what: str, given: Any) -> Mapping[str, Any]:
-    if not isinstance(given, Mapping):
-        raise AgentError(f"ProgramAgent: {what} = {given!r:.80}; expected a mapping")
-    return given
+def _check_mapping(what: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise AgentError(f"ProgramAgent: {what} = {value!r:.80}; expected a mapping")
+    return value
 
 
-def _command_of(command: Any) -> tuple[str, ...]:
+def _split_command(command: Any) -> tuple[str, ...]:
     if isinstance(command, str) and command.strip():
         return ("/bin/sh", "-c", command)
     is_list = isinstance(command, Sequence) and not isinstance(command, str | bytes)
@@ -291,21 +294,14 @@ def _is_word(text: str) -> bool:
         return False
 
 
-def _filled_command(command: Any, values: Texts) -> tuple[str, ...]:
-    if isinstance(command, str):  # what is put in are words of the shell's, whatever they hold
-        command = _filled(command, values, shlex.quote)
-        return _command_of(command)
-    return tuple(_filled(each, values) for each in _command_of(command))
-
-
-def _filled(text: str, values: Texts, quoted: Callable[[str], str] = str) -> str:
-    """The text with placeholders replaced.
+def _fill(text: str, values: Texts, quoted: Callable[[str], str] = str) -> str:
+    """Replace placeholders.
 
     Raises:
         AgentError: It has ``{prompt}``, and the prompt is no text.
     """
 
-    def value_of(found: re.Match[str]) -> str:
+    def replace(found: re.Match[str]) -> str:
         if found.group(1) not in values:
             raise AgentError(
                 "ProgramAgent: {prompt}: the last message shows an image or a video; expected a "
@@ -314,25 +310,7 @@ def _filled(text: str, values: Texts, quoted: Callable[[str], str] = str) -> str
             )
         return quoted(values[found.group(1)])
 
-    return _PLACEHOLDER.sub(value_of, text)
-
-
-def _values(task: AgentTask) -> dict[str, str]:
-    """What placeholders stand for."""
-    return {
-        "base_url": task.base_url,
-        "root_url": task.root_url,
-        "api_key": task.api_key,
-        "model": task.model,
-        "uid": task.uid,
-        "prompt": text_in(task.messages[-1]["content"]),
-    }
-
-
-def _shows_media(task: AgentTask) -> bool:
-    """Whether the last message has more than text."""
-    content = task.messages[-1]["content"]
-    return isinstance(content, list) and any(part["type"] != "text" for part in content)
+    return _PLACEHOLDER.sub(replace, text)
 
 
 def _check_path(what: str, path: Any) -> None:
@@ -341,7 +319,7 @@ def _check_path(what: str, path: Any) -> None:
         raise AgentError(f"ProgramAgent: {what}: {path!r}; expected a relative path without '..'")
 
 
-def _contents(files: Contents) -> Iterator[tuple[str, bytes]]:
+def _read_files(files: Contents) -> Iterator[tuple[str, bytes]]:
     for path, given in files.items():
         _check_path("files", path)
         if isinstance(given, Path):
@@ -356,10 +334,3 @@ def _contents(files: Contents) -> Iterator[tuple[str, bytes]]:
             raise AgentError(
                 f"ProgramAgent: files[{path!r}] = {given!r:.80}; expected text, bytes or a Path"
             )
-
-
-def _text(content: bytes) -> str | bytes:
-    try:
-        return content.decode()
-    except UnicodeDecodeError:
-        return content

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from rollout.agents.history import Rendered
 from rollout.agents.identity import RejectedPrompt
 from rollout.agents.long_texts import is_long, room_beside
 from rollout.agents.media_intake import may_show
 from rollout.agents.segments import check_ids
+from rollout.agents.turn import TurnReader
 from rollout.chat.encoding import TooManyTokens
 from rollout.chat.messages import as_messages
 from rollout.chat.reasoning import opens_reasoning
@@ -23,10 +25,8 @@ if TYPE_CHECKING:
 
     from rollout.agents.history import History
     from rollout.agents.services import Services
-    from rollout.agents.turn import TurnReader
     from rollout.chat.drift import Drift
     from rollout.chat.transcript import Transcript
-    from rollout.media import Media, PlacedMedia
 
 #: Messages as agents give them.
 Given = Sequence[Message | Mapping[str, Any]]
@@ -34,26 +34,6 @@ Given = Sequence[Message | Mapping[str, Any]]
 Schemas = Sequence[Mapping[str, Any]]
 #: Tokens that may still be appended, and the path of the length that bounds them.
 Room = tuple[int, str]
-
-
-class Rendered(NamedTuple):
-    """Messages in tokens.
-
-    Attributes:
-        ids: What they add to a transcript.
-        messages: The messages themselves.
-        opens_reasoning: Whether the turn after them begins inside reasoning.
-        is_raw: The ids are not what the template makes of the messages.
-        cut_tokens: Tokens that a prompt has lost at its beginning.
-        media: Images and videos with their positions among the ids.
-    """
-
-    ids: array[int]
-    messages: list[Message]
-    opens_reasoning: bool
-    is_raw: bool = False
-    cut_tokens: int = 0
-    media: tuple[PlacedMedia, ...] = ()
 
 
 class Renderer:
@@ -154,7 +134,7 @@ class Renderer:
 
         Args:
             ids: At least one.
-            messages: Those that it stands for; of those that cannot be read, none are kept.
+            messages: Those that it stands for; those that cannot be read are dropped.
 
         Raises:
             AgentError: They are no ids, or none.
@@ -217,7 +197,7 @@ class Renderer:
         return await self._run(is_much, messages, self._observation, messages, after, room, before)
 
     async def render_again(self, history: History, reserved: int) -> Transcript:
-        """Render a whole conversation again, as a serving stack gets it.
+        """Render a conversation again from its start, as a serving stack gets it.
 
         Raises:
             TemplateError: The template refuses the conversation.
@@ -267,7 +247,7 @@ class Renderer:
         raise refusal
 
     async def find_drift(self, history: History) -> Drift:
-        """See `ChatTemplate.drift`; beside the loop, since it renders a whole conversation."""
+        """See `ChatTemplate.drift`; beside the loop, since it renders the conversation again."""
         return await self._services.texts.run(
             True,
             self._services.template.drift,
@@ -341,3 +321,13 @@ def _get_role(message: Message | Mapping[str, Any]) -> object:
     if isinstance(message, Mapping):
         return message.get("role")
     return getattr(message, "role", None)
+
+
+def get_renderer(services: Services, tools: tuple[str, ...]) -> Renderer:
+    """What renders where these tools are offered; one for all that offer the same."""
+    renderer: Renderer | None = services.renderers.get(tools)
+    if renderer is None:
+        schemas = services.tools.schemas(tools)
+        reader = TurnReader(services.template, services.parser, schemas)
+        renderer = services.renderers[tools] = Renderer(services, reader)
+    return renderer

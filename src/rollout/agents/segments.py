@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from rollout.chat.trajectory import Parent, Segment
 from rollout.chat.transcript import Transcript
 from rollout.errors import AgentError
 from rollout.types import Message
 from rollout.utf8 import is_name
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from rollout.agents.conversation import Conversation
 
 
 class Row(msgspec.Struct, eq=False):
@@ -40,27 +34,7 @@ class Row(msgspec.Struct, eq=False):
     token_rewards: dict[int, float] = {}
 
 
-def list_segments(conversations: Iterable[Conversation]) -> list[Segment]:
-    """The tree of their rows; each conversation comes after the one that it departs from."""
-    rows = [(each, row) for each in conversations for row in each.rows]
-    positions = {id(row): at for at, (_, row) in enumerate(rows)}
-    return [
-        Segment(
-            transcript=row.transcript,
-            parent=None if row.parent is None else Parent(positions[id(row.parent)], row.position),
-            purpose=row.purpose,
-            trainable=each.trainable,
-            reward=each._reward,
-            session_id=each.session_id,
-            seeds=row.seeds,
-            messages=each.messages if row.messages is None else row.messages,
-            token_rewards=_spread_rewards(row),
-        )
-        for each, row in rows
-    ]
-
-
-def _spread_rewards(row: Row) -> array[float] | None:
+def spread_rewards(row: Row) -> array[float] | None:
     """One for each token after the prompt; None where no token has any."""
     if not row.token_rewards:
         return None

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from rollout.agents.long_texts import LongTexts
 from rollout.agents.media_intake import MediaIntake
-from rollout.agents.rendering import Renderer
-from rollout.agents.turn import TurnReader
 from rollout.chat import ChatTemplate, ToolParser
 from rollout.config import RolloutConfig
 from rollout.containment import Containment
@@ -75,16 +73,9 @@ class Services:
     sandboxes: SandboxPool = attrs.field(init=False)
     #: Parameters of truncated sampling that the runtime has warned of.
     warned: set[str] = attrs.field(init=False, factory=set)
-    _renderers: dict[tuple[str, ...], Renderer] = attrs.field(init=False, factory=dict)
+    #: By the tools that are offered; see `rendering.get_renderer`.
+    renderers: dict[tuple[str, ...], Any] = attrs.field(init=False, factory=dict)
 
     @sandboxes.default
     def _make_sandboxes(self) -> SandboxPool:
         return SandboxPool(self.config.sandbox, self.config.limits.cleanup_s)
-
-    def get_renderer(self, tools: tuple[str, ...]) -> Renderer:
-        """What renders where these tools are offered; one for all that offer the same."""
-        renderer = self._renderers.get(tools)
-        if renderer is None:
-            reader = TurnReader(self.template, self.parser, self.tools.schemas(tools))
-            renderer = self._renderers[tools] = Renderer(self, reader)
-        return renderer

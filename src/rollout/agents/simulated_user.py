@@ -19,10 +19,8 @@ from rollout.types import Message, without_null_keys
 from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
-    from rollout.agents.context import AgentContext
     from rollout.agents.identity import Identity
-    from rollout.agents.services import Services
-    from rollout.config import AgentConfig
+    from rollout.agents.trajectory_state import TrajectoryState
     from rollout.interactions import Interaction, InteractionTurn
     from rollout.observe.event_stream import EventStream
     from rollout.types import Prompt
@@ -33,47 +31,48 @@ logger = logging.getLogger("rollout.agents")
 USER = "respond of the interaction"
 
 
-def find_user_name(prompt: Prompt, config: AgentConfig) -> str | None:
+def find_user_name(state: TrajectoryState) -> str | None:
     """The name of the user who takes part; None where nobody does."""
-    return _get_kwargs(prompt).get("name") or config.interaction
+    return _get_kwargs(state.original_prompt).get("name") or state.config.interaction
 
 
-def make_user(services: Services, name: str | None) -> Interaction | None:
-    """The user of this name; None has none.
+def make_user(state: TrajectoryState) -> Interaction | None:
+    """The user who takes part; None where nobody does.
 
     Raises:
         RejectedPrompt: There is none of this name.
     """
+    name = find_user_name(state)
     if name is None:
         return None
     try:
-        return services.interactions.create(name)
+        return state.services.interactions.create(name)
     except ConfigError as error:
         raise RejectedPrompt("unknown_interaction", str(error)) from None
 
 
-async def start_user(user: Interaction, context: AgentContext) -> None:
+async def start_user(user: Interaction, state: TrajectoryState) -> None:
     """Start a user, with what it learns of its trajectory."""
     await user.start(
         InteractionContext(
-            uid=context.identity.uid,
-            member=context.identity.member,
-            kwargs=dict(_get_kwargs(context.prompt)),
-            ground_truth=context.prompt.ground_truth,
-            extra=context.extra,
-            threads=context.services.threads,
+            uid=state.identity.uid,
+            member=state.identity.member,
+            kwargs=dict(_get_kwargs(state.prompt)),
+            ground_truth=state.prompt.ground_truth,
+            extra=state.extra,
+            threads=state.services.threads,
         )
     )
 
 
-def read_user_turn(context: AgentContext, name: str | None, turn: InteractionTurn) -> list[Message]:
+def read_user_turn(state: TrajectoryState, turn: InteractionTurn) -> list[Message]:
     """Add what a user's turn brings to the trajectory; return the messages with its words."""
     if turn.score is not None:
-        context.turn_scores.append(turn.score)
-    context.extra.update(turn.extra)
+        state.turn_scores.append(turn.score)
+    state.extra.update(turn.extra)
     if turn.is_done:
         return []
-    text = text_of_content(f"interaction {name!r}", turn.text)
+    text = text_of_content(f"interaction {find_user_name(state)!r}", turn.text)
     return [Message(role="user", content=encodable(text), extra=turn.extra)]
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rollout.agents.agent_loop import AgentLoop, register_agent
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
-
     from rollout.agents.context import AgentContext
     from rollout.agents.turn import AssistantTurn
     from rollout.interactions import InteractionTurn
@@ -32,7 +30,7 @@ class ToolAgent(AgentLoop):
     is_shared = True
 
     async def run(self, context: AgentContext) -> None:
-        """Run it until it ends; between two of its steps it holds nothing of the conversation."""
+        """Run it until it ends."""
         await context.begin()
         is_over = False
         while not is_over:
@@ -44,14 +42,12 @@ class ToolAgent(AgentLoop):
             if turn.calls:
                 results = await self.call_tools(context, turn)
                 is_over = any(result.end_trajectory for result in results)
-                del results
             else:
                 is_over = (await self.ask_user(context)).is_done
-            del turn  # while it generates, nobody needs its last one
 
-    def generate(self, context: AgentContext) -> Coroutine[Any, Any, AssistantTurn]:
+    async def generate(self, context: AgentContext) -> AssistantTurn:
         """The model's next turn."""
-        return context.generate()
+        return await context.generate()
 
     async def call_tools(self, context: AgentContext, turn: AssistantTurn) -> list[ToolResult]:
         """Run a turn's calls and append their answers."""

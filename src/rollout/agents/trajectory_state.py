@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from rollout.agents.identity import Ending, Identity, continue_message, named
 from rollout.agents.prompt_sampling import read_sampling
-from rollout.agents.rendering import Renderer
-from rollout.agents.simulated_user import find_user_name
+from rollout.agents.rendering import Renderer, get_renderer
 from rollout.agents.turn import TurnReader
 from rollout.bridge import loop_clock
 from rollout.containment import UnresponsiveError
@@ -22,8 +22,6 @@ from rollout.types import Outcome, Prompt
 from rollout.utf8 import is_encodable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from rollout.agents.services import Services
     from rollout.agents.turn_log import TurnLog
     from rollout.config import AgentConfig
@@ -49,7 +47,6 @@ class TrajectoryState:
         log: Remembers its answers; None where nothing does.
         clock: The loop's time.
         renderer: Where the trajectory's own tools are offered.
-        user_name: Of the simulated user who takes part; None where nobody does.
         interaction: The simulated user, once the trajectory has begun.
         idle_since: When its last generation, or its last user's answer, ended; 0 before.
         is_over: Whether its agent has ended, and its tools were closed.
@@ -73,7 +70,6 @@ class TrajectoryState:
         self.turn_scores: list[float] = []
         self.tool_rewards: list[float] = []
         self.ending: Ending | None = None
-        self.user_name = find_user_name(prompt, services.config.agent)
         self.interaction: Interaction | None = None
         self.generations = self.cached_tokens = self.resumes = self.discarded_tokens = 0
         self.cut_prompt_tokens = self.sampled_placeholders = self.truncated_tokens = 0
@@ -88,7 +84,7 @@ class TrajectoryState:
             names = self.tools.names  # now, since what the prompt says of them may be wrong
         else:
             names = services.tools.names
-        self.renderer = services.get_renderer(names)
+        self.renderer = get_renderer(services, names)
         limit.limit_carry = self._limit_carry
 
     @property
@@ -136,7 +132,7 @@ class TrajectoryState:
 
     @property
     def used_tools(self) -> TrajectoryTools | None:
-        """The same; None where nobody has asked for them yet."""
+        """The same; None where nobody has used them yet."""
         return self._tools
 
     @property
@@ -153,7 +149,7 @@ class TrajectoryState:
 
     @property
     def used_sandbox(self) -> TrajectorySandbox | None:
-        """The same; None where nobody has asked for it yet."""
+        """The same; None where nobody has used it yet."""
         return self._sandbox
 
     def check_sandbox(self) -> None:
@@ -175,6 +171,25 @@ class TrajectoryState:
             return self.renderer
         services = self.services
         return Renderer(services, TurnReader(services.template, services.parser, tuple(tools)))
+
+    def list_schemas(self, tools: Sequence[str | Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """The schemas of tools that are named, or given as schemas."""
+        if isinstance(tools, str) or not isinstance(tools, Sequence):
+            raise AgentError(f"open_segment: tools = {tools!r:.80}; expected a list")
+        own = dict(zip(self.tools.names, self.tools.schemas, strict=True))
+        schemas: list[Mapping[str, Any]] = []
+        for tool in tools:
+            schema = own.get(tool) if isinstance(tool, str) else tool
+            function = schema.get("function") if isinstance(schema, Mapping) else None
+            if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+                known = ", ".join(map(repr, own)) or "none"
+                raise AgentError(
+                    f"open_segment: the tool {tool!r:.80} is none of the trajectory's ({known}) "
+                    "and no schema; expected a name, or "
+                    "{'type': 'function', 'function': {'name': ...}}"
+                )
+            schemas.append(schema)  # type: ignore[arg-type]
+        return schemas
 
     def read_sampling(
         self, what: str, sampling: Mapping[str, Any] | SamplingParams
@@ -267,7 +282,7 @@ class TrajectoryState:
             tally.reused_tokens += min(generation.cached_tokens, known_tokens)
 
     def count_cut(self, tokens: int) -> None:
-        """The prompt has lost so many tokens, to fit; said once, then counted."""
+        """The prompt has lost so many tokens, to fit: warn once, then count."""
         self.cut_prompt_tokens = tokens
         tally = self.services.tally
         if not tally.cut_prompts:

@@ -1,4 +1,4 @@
-"""One turn of a conversation: what the model said, how it is parsed, what answers it."""
+"""One turn of a conversation: what the model generated, how it is parsed, what answers it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BESIDE_ARGUMENTS = frozenset(("name", "id", "type", "index"))
 
 
 class AssistantTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model said in one generation, parsed.
+    """What the model generated in one turn, parsed.
 
     Attributes:
         content: Its text without reasoning, calls and special tokens.
@@ -65,7 +65,7 @@ class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TurnReader(NamedTuple):
-    """Decodes and parses what a model said: of the same tokens it makes the same turn."""
+    """Decodes and parses turns: the same tokens make the same turn."""
 
     template: ChatTemplate
     parser: ToolParser
@@ -74,8 +74,8 @@ class TurnReader(NamedTuple):
     def read_ids(self, ids: array[int], cut_by: str | None, *, in_reasoning: bool) -> AssistantTurn:
         """Read a turn; the calls of one that was cut are dropped.
 
-        Parsers leave out an end token of their format, so that they are given one in the place of
-        another: only an id ends a turn, and spellings in the text before it are content.
+        Parsers leave out an end token of their format, so that they get one in place of another:
+        only an id ends a turn, and spellings in the text before it are content.
         """
         template, text = self.template, self.template.decode(ids)
         own = getattr(self.parser, "stop_tokens", ())

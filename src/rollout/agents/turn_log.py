@@ -25,11 +25,8 @@ class TurnLog(Protocol):
     def has_answers(self) -> bool:
         """Whether there are any to give again."""
 
-    async def room(self) -> None:
-        """Until more can be taken."""
-
-    async def kept(self) -> None:
-        """Until what was noted last is written."""
+    async def wait_written(self) -> None:
+        """Wait until what was noted last is written."""
 
     async def recall_turn(
         self, prefix: TokenPrefix, seed: int, generation: Generation
@@ -45,26 +42,26 @@ class TurnLog(Protocol):
         generation: Generation,
         seconds: float,
     ) -> bool:
-        """A generation is over that continues `prefix`; whether to wait for `room`."""
+        """A generation is over that continues `prefix`; whether to wait until it is written."""
 
-    def asked(
+    def describe_calls(
         self, prefix: TokenPrefix, calls: Sequence[ToolCall | InvalidToolCall]
     ) -> Question | None:
-        """What these calls ask; None where they cannot be remembered."""
+        """The question of these calls; None where they cannot be remembered."""
 
-    async def recall_answers(self, asked: Question, segment: str) -> Answers | None:
+    async def recall_answers(self, question: Question, segment: str) -> Answers | None:
         """What was answered then; None where nothing is known."""
 
     def note_answers(
         self,
-        asked: Question,
+        question: Question,
         segment: str,
         turn: int,
         results: Sequence[ToolResult],
         seconds: float,
         stateful: Sequence[str],
     ) -> bool:
-        """Calls have been answered; whether the trajectory is to wait for `room`.
+        """Calls have been answered; whether to wait until that is written.
 
         Args:
             stateful: Tools that were called and have a state, which no log restores.

@@ -15,7 +15,7 @@ from rollout.gateway.turn_index import Turn
 from rollout.types import InvalidToolCall, ToolCall
 
 if TYPE_CHECKING:
-    from rollout.agents import AssistantTurn, Conversation
+    from rollout.agents import AgentContext, AssistantTurn
     from rollout.engine.pool.generation import Generation
     from rollout.gateway.calls import Finish, GatewayCall
 
@@ -93,7 +93,7 @@ def _collect_tokens(call: GatewayCall, generation: Generation) -> dict[str, Any]
 
 
 def make_turn(
-    turn: AssistantTurn, answer: Answer, call: GatewayCall, conversation: Conversation
+    turn: AssistantTurn, answer: Answer, call: GatewayCall, conversation: AgentContext
 ) -> Turn:
     """What an answer is known by when it comes back; the conversation ends with the turn."""
     sent = answer.valid_calls

@@ -11,7 +11,7 @@ from rollout.gateway.template_messages import convert_observation, prepare_conve
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
-    from rollout.agents import AgentContext, Conversation
+    from rollout.agents import AgentContext
     from rollout.config import GatewayConfig
     from rollout.gateway.turn_index import Request, Turn
 
@@ -27,11 +27,11 @@ class Rows:
         self._config = config
         self._opened = 0
         #: Where the first of several equal turns begins; further ones branch there.
-        self._starts: dict[tuple[object, ...], tuple[Conversation, int]] = {}
+        self._starts: dict[tuple[object, ...], tuple[AgentContext, int]] = {}
         #: Rows that wait for another try, since their turn got no token.
-        self._unused: dict[tuple[object, ...], list[Conversation]] = {}
+        self._unused: dict[tuple[object, ...], list[AgentContext]] = {}
 
-    async def open_turn(self, request: Request) -> Conversation:
+    async def open_turn(self, request: Request) -> AgentContext:
         """A conversation whose next turn is the one that is requested, and nobody else's.
 
         Raises:
@@ -48,11 +48,11 @@ class Rows:
         self._starts[request.start_key] = opened, len(opened.transcript)
         return opened
 
-    def release(self, request: Request, conversation: Conversation) -> None:
+    def release(self, request: Request, conversation: AgentContext) -> None:
         """A turn got no token: the next equal one is generated there."""
         self._unused.setdefault(request.start_key, []).append(conversation)
 
-    async def _open(self, request: Request) -> Conversation:
+    async def _open(self, request: Request) -> AgentContext:
         turn = request.turn
         if turn is not None and request.is_answerable:
             try:
@@ -64,7 +64,7 @@ class Rows:
         except (AgentError, TemplateError) as error:
             raise refuse_messages(request.call, error) from error
 
-    async def _continue(self, request: Request, turn: Turn) -> Conversation:
+    async def _continue(self, request: Request, turn: Turn) -> AgentContext:
         """What follows a generated turn: in its row where nothing else does, else on a branch."""
         messages: Any = convert_observation(request.rest, turn)
         if turn.is_extended:
@@ -73,14 +73,14 @@ class Rows:
         return turn.conversation
 
     async def _branch(
-        self, request: Request, row: Conversation, position: int, messages: Any = None
-    ) -> Conversation:
+        self, request: Request, row: AgentContext, position: int, messages: Any = None
+    ) -> AgentContext:
         self._check_rows()
         purpose = SIDE if request.call.is_side else BRANCH
         branch = await row.branch(position, purpose=purpose, messages=messages, is_ordered=True)
         return self._note_row(branch, request)
 
-    async def _render(self, request: Request) -> Conversation:
+    async def _render(self, request: Request) -> AgentContext:
         """The conversation from its beginning."""
         context, call = self._context, request.call
         messages: Any = await prepare_conversation(context.services, request)
@@ -94,7 +94,7 @@ class Rows:
         opened = await parent.subagent(messages, purpose=purpose, tools=call.tools)
         return self._note_row(opened, request)
 
-    def _note_row(self, opened: Conversation, request: Request) -> Conversation:
+    def _note_row(self, opened: AgentContext, request: Request) -> AgentContext:
         self._opened += 1
         if request.call.is_side and not self._config.train_side_calls:
             opened.trainable = False

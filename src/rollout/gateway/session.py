@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from anyio.abc import TaskGroup
 
-    from rollout.agents import AgentContext, Conversation
+    from rollout.agents import AgentContext
     from rollout.config import GatewayConfig
     from rollout.engine.core import SamplingParams
     from rollout.gateway.calls import Answer
@@ -65,7 +65,7 @@ class _Pending(Generic[T]):
 class _Sample:
     """A turn that a call asked for, in its place."""
 
-    def __init__(self, conversation: Conversation, seed: int, answer_id: str) -> None:
+    def __init__(self, conversation: AgentContext, seed: int, answer_id: str) -> None:
         self.conversation = conversation
         self.start = len(conversation.transcript)
         self.answer: Answer | None = None
@@ -134,8 +134,8 @@ class GatewaySession:
         self._generating = 0
         self._calls = 0
         self._siblings = Counter[tuple[int, int]]()
-        self._answered: set[Conversation] = set()
-        self._cut: set[Conversation] = set()
+        self._answered: set[AgentContext] = set()
+        self._cut: set[AgentContext] = set()
         context.main.history = "append_only"  # clients render nothing
 
     def close(self) -> None:
@@ -281,7 +281,7 @@ class GatewaySession:
             samples.append(_Sample(conversation, *self._seed(conversation, call, number)))
             self._calls += number == 0
 
-    def _seed(self, conversation: Conversation, call: GatewayCall, number: int) -> tuple[int, str]:
+    def _seed(self, conversation: AgentContext, call: GatewayCall, number: int) -> tuple[int, str]:
         """The seed of a turn that begins now, and the id of its answer.
 
         They come from the tokens before it and from how many turns were asked for after the same

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from rollout.agents import Conversation
+from rollout.agents import AgentContext
 from rollout.errors import TemplateError
 from rollout.gateway.calls import (
     ID_LENGTH,
@@ -51,7 +51,7 @@ class Turn:
             assistant's and were not generated here, by their positions.
     """
 
-    conversation: Conversation
+    conversation: AgentContext
     stop: int
     content: int
     reasoning: int | None = None

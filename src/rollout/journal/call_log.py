@@ -249,10 +249,7 @@ class CallLog(RunLog):
                     logs.append(log)
         if not ends:
             return
-        try:
-            number = self._journal.put(kinds.EndRecord(ends))
-        except OverflowError:  # too long together
-            number = max(self._journal.put(kinds.EndRecord([end])) for end in ends)
+        number = self._journal.put(kinds.EndRecord(ends))
         for log in logs:
             log.number = number
 

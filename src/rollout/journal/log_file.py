@@ -11,9 +11,7 @@ import os
 import re
 import struct
 import zlib
-from bisect import bisect_right
 from contextlib import suppress
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from rollout.errors import ConfigError, JournalError
@@ -30,27 +28,12 @@ logger = logging.getLogger("rollout.journal")
 MAGIC = b"rollout journal 8\n"
 MAGIC_PREFIX = b"rollout journal "
 HEAD = struct.Struct("<II")
-#: No record is longer; a length that says otherwise is damaged.
-MAX_RECORD = 1 << 30
-#: What a record may have beside one prompt or trajectory.
-_REST = 1 << 16
 #: The first byte of a record, which is an array.
 _ARRAY = re.compile(rb"[\x90-\x9f\xdc]")
 
 
-def get_size_limit() -> int:
-    """Return how long a packed prompt or trajectory may be."""
-    return MAX_RECORD - _REST
-
-
 def make_frame(payload: bytes) -> bytes:
-    """Frame a record.
-
-    Raises:
-        OverflowError: It is too long.
-    """
-    if len(payload) > MAX_RECORD:
-        raise OverflowError(f"is of {len(payload):,} bytes; expected at most {MAX_RECORD:,}")
+    """Frame a record."""
     return HEAD.pack(len(payload), zlib.crc32(payload)) + payload
 
 
@@ -75,10 +58,9 @@ def read_frames(path: Path) -> Iterator[tuple[int, bytes | None]]:
                 payload = None
                 if len(head) == HEAD.size:
                     length, checksum = HEAD.unpack(head)
-                    if 0 < length <= MAX_RECORD:
-                        payload = file.read(length)
-                        if len(payload) < length or zlib.crc32(payload) != checksum:
-                            payload = None
+                    payload = file.read(length)
+                    if not length or len(payload) < length or zlib.crc32(payload) != checksum:
+                        payload = None
                 if payload is None:
                     file.seek(start)
                     _check_tail(path, start, file.read())
@@ -166,31 +148,23 @@ class LogFile:
                 finally:
                     os.close(descriptor)
 
-    def append(self, frames: Sequence[bytes], *, syncs: bool) -> int:
-        """Append frames, as many as there is room for; return how many that were.
+    def append(self, frames: Sequence[bytes], *, syncs: bool) -> None:
+        """Append frames, all of them or none.
 
         Args:
             syncs: Whether they are to be on the disk when this returns.
 
         Raises:
-            OSError: Not even the first one could be written, or they could not be synced.
+            OSError: They could not be written, or not be synced.
         """
         os.ftruncate(self._descriptor, self.size)  # what a failed write has left
         data = (b"" if self.size else MAGIC) + b"".join(frames)
-        ends = [*accumulate(map(len, frames), initial=len(data) - sum(map(len, frames)))]
-        done, failure = 0, None
-        try:
-            while done < len(data):
-                done += os.write(self._descriptor, data[done:])
-        except OSError as error:
-            failure = error
-        count = bisect_right(ends, done) - 1
-        if failure is not None and count < 1:
-            raise failure
+        done = 0
+        while done < len(data):
+            done += os.write(self._descriptor, data[done:])
         if syncs:
             os.fdatasync(self._descriptor)
-        self.size += ends[count]
-        return count
+        self.size += len(data)
 
     def close(self) -> None:
         """Close the file, which also unlocks it."""

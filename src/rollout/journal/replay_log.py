@@ -108,7 +108,7 @@ class ReplayLog:
         self._note_step(f"{_name_turn(known)}: {len(known.ids) // 4} tokens, {known.finish_reason}")
         return fill_generation(generation, known)
 
-    def asked(
+    def describe_calls(
         self, prefix: TokenPrefix, calls: Sequence[ToolCall | InvalidToolCall]
     ) -> Question | None:
         """See `TurnLog`."""
@@ -118,24 +118,21 @@ class ReplayLog:
             raise self._depart(f"calls tools with what no record can hold: {show_calls(calls)}")
         return question
 
-    async def recall_answers(self, asked: Question, segment: str) -> Answers | None:
+    async def recall_answers(self, question: Question, segment: str) -> Answers | None:
         """See `TurnLog`.
 
         Raises:
             Departed: The record has no such calls.
         """
         calls = self._calls  # between these and their results nothing else runs
-        known = self._take(ResultsRecord, asked, segment)
+        known = self._take(ResultsRecord, question, segment)
         if known is None:
-            raise self._depart(f"calls tools after {asked[0]} tokens: {show_calls(calls)}")
+            raise self._depart(f"calls tools after {question[0]} tokens: {show_calls(calls)}")
         self._note_step(f"calls after {_name_turn(known, -1)}: {show_calls(calls)}")
         await anyio.lowlevel.checkpoint()
         return read_results(known, self._restore)
 
-    async def room(self) -> None:
-        """See `TurnLog`."""
-
-    async def kept(self) -> None:
+    async def wait_written(self) -> None:
         """See `TurnLog`."""
 
     def note_turn(self, *_: Any) -> bool:

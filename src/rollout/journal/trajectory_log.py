@@ -188,21 +188,21 @@ class TrajectoryLog(msgspec.Struct, eq=False):
         self._latest = self._journal.put(record)
         return self._journal.waits
 
-    def asked(
+    def describe_calls(
         self, prefix: TokenPrefix, calls: Sequence[ToolCall | InvalidToolCall]
     ) -> Question | None:
         """See `TurnLog`."""
         return find_calls_question(prefix, calls)
 
-    async def recall_answers(self, asked: Question, segment: str) -> Answers | None:
+    async def recall_answers(self, question: Question, segment: str) -> Answers | None:
         """See `TurnLog`."""
         await anyio.lowlevel.checkpoint()
-        known = self._take(ResultsRecord, asked, segment)
+        known = self._take(ResultsRecord, question, segment)
         return None if known is None else read_results(known, self._journal.media.restore)
 
     def note_answers(
         self,
-        asked: Question,
+        question: Question,
         segment: str,
         turn: int,
         results: Sequence[ToolResult],
@@ -214,18 +214,14 @@ class TrajectoryLog(msgspec.Struct, eq=False):
             packed = [_pack_result(each, at) for at, each in enumerate(results)]
             for medium in (m for each in results for m in chain(each.images, each.videos)):
                 self._journal.put_media({medium.digest: medium.content})
-            where = self.key, self._start, segment, turn, asked
+            where = self.key, self._start, segment, turn, question
             self._latest = self._journal.put(ResultsRecord(*where, packed, seconds, stateful))
         except UNENCODABLE as error:
             self._journal.warn_of_results(error)
             return False
         return self._journal.waits
 
-    async def room(self) -> None:
-        """See `TurnLog`."""
-        await self._journal.wait_written(self._latest)
-
-    async def kept(self) -> None:
+    async def wait_written(self) -> None:
         """See `TurnLog`."""
         await self._journal.wait_written(self._latest)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -16,12 +16,12 @@ from rollout.chat.trajectory_codec import (
     unpack_trajectory,
 )
 from rollout.errors import JournalError
-from rollout.journal.log_file import get_size_limit
 from rollout.journal.values import REFUSE, UNENCODABLE, Unwritable
 from rollout.types import Cause, Outcome, format_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from typing import Any
 
     from rollout.chat.trajectory import Trajectory
     from rollout.types import Prompt
@@ -35,52 +35,30 @@ UNWRITABLE = "journal"
 def pack_end(trajectory: Trajectory, unwritable: Unwritable) -> bytes:
     """Pack a finished trajectory, without its prompt.
 
-    One that holds what cannot be written fails by that, and loses it: first what is no plain data
-    in its `extra` and `metrics`, then these and its messages.
+    One that holds what cannot be written fails by that, and loses it: what is no plain data in its
+    `extra` and `metrics`; where that is not enough, all of these, its messages and scores.
     """
-    for drop in (_drop_values, _drop_messages):
+    for is_last in (False, True):
         try:
             return _encode(trajectory, unwritable)
         except UNENCODABLE as error:
             _fail(trajectory, error)
-            drop(trajectory)
+        trajectory.extra = {} if is_last else _keep_plain(trajectory.extra)
+        trajectory.metrics = {} if is_last else _keep_plain(trajectory.metrics)
+        if is_last:
+            trajectory.messages, trajectory.turn_scores, trajectory.tool_rewards = [], [], []
+            for segment in trajectory.segments:
+                segment.messages = []
     return _encode(trajectory, unwritable)
 
 
-def _encode(trajectory: Trajectory, unwritable: Unwritable) -> bytes:
-    write = unwritable.pack_value
-    packed = encoder.encode(
-        pack_trajectory(trajectory, write, lambda given: [pack_message(m, write) for m in given])
-    )
-    if len(packed) > get_size_limit():
-        raise JournalError(
-            f"the trajectory is packed in {len(packed):,} bytes; expected at most "
-            f"{get_size_limit():,}"
-        )
-    return packed
-
-
 def _fail(trajectory: Trajectory, error: Exception) -> None:
-    if not isinstance(error, JournalError):
-        why = str(error) if isinstance(error, NotPlainError) else format_error(error)
-        error = JournalError(why)
+    why = str(error) if isinstance(error, NotPlainError) else format_error(error)
     trajectory.outcome, trajectory.reason = Outcome.FAILED, UNWRITABLE
-    trajectory.limit_source, trajectory.cause = None, Cause.of(error)
+    trajectory.limit_source, trajectory.cause = None, Cause.of(JournalError(why))
     trajectory.trainable, trajectory.reward = False, None
     for segment in trajectory.segments:
         segment.reward = segment.token_rewards = None
-
-
-def _drop_values(trajectory: Trajectory) -> None:
-    trajectory.extra = _keep_plain(trajectory.extra)
-    trajectory.metrics = _keep_plain(trajectory.metrics)
-
-
-def _drop_messages(trajectory: Trajectory) -> None:
-    trajectory.extra, trajectory.messages = {}, []
-    for segment in trajectory.segments:
-        segment.messages = []
-    trajectory.turn_scores, trajectory.tool_rewards = [], []
 
 
 def _keep_plain(items: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -93,6 +71,13 @@ def _is_plain(items: Mapping[Any, Any]) -> bool:
     except UNENCODABLE:
         return False
     return True
+
+
+def _encode(trajectory: Trajectory, unwritable: Unwritable) -> bytes:
+    write = unwritable.pack_value
+    return encoder.encode(
+        pack_trajectory(trajectory, write, lambda given: [pack_message(m, write) for m in given])
+    )
 
 
 def unpack_end(

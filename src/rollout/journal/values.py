@@ -18,7 +18,6 @@ from rollout.chat.plain_data import (
 )
 from rollout.chat.trajectory_codec import pack_message, unpack_prompt
 from rollout.errors import JournalError
-from rollout.journal.log_file import get_size_limit
 from rollout.medium import Media
 from rollout.types import Message, Prompt, ToolCall, format_error
 
@@ -115,16 +114,11 @@ def pack_prompt(
             if name != "messages":
                 policy = unwritable if name in texts else REFUSE
                 fields[name] = policy.pack_value(getattr(prompt, name), f"{where}.{name}")
-        packed = encoder.encode(fields)
+        return encoder.encode(fields)
     except (NotPlainError, JournalError) as error:
         raise JournalError(str(error)) from None
     except UNENCODABLE as error:
         raise JournalError(f"{where}.messages: {format_error(error)}") from None
-    if len(packed) > get_size_limit():
-        raise JournalError(
-            f"{where} is of {len(packed):,} bytes; expected at most {get_size_limit():,}"
-        )
-    return packed
 
 
 def _pack_message(message: Any, where: str) -> Any:

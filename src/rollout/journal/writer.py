@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
@@ -55,7 +56,7 @@ class JournalWriter:
         """Have a record written; return its number, from 1.
 
         Raises:
-            TypeError, ValueError, OverflowError: It cannot be encoded, or is too long.
+            TypeError, ValueError, OverflowError: It cannot be encoded.
         """
         self._frames.append(make_frame(encoder.encode(record)))
         self.put_count += 1
@@ -91,25 +92,19 @@ class JournalWriter:
         """Write what was put so far."""
         frames, self._frames = self._frames, []
         self._has_work, self._hurry = anyio.Event(), anyio.Event()
-        count, before = 0, self.failure
+        before, self.failure = self.failure, None
+        append = partial(self.file.append, frames, syncs=self._syncs)
         try:
-            while count < len(frames):
-                count += await run_in_thread(self._append, frames[count:])
-                self.failure = None
+            await run_in_thread(append)
+            self.written += len(frames)
         except OSError as error:
-            self.failure = unwritable(self.file.path, error, sum(map(len, frames[count:])))
+            self._frames[:0] = frames
+            self._has_work.set()
+            self.failure = unwritable(self.file.path, error, sum(map(len, frames)))
             if before is None:
                 logger.warning("%s; it is tried again", self.failure)
-        finally:
-            self.written += count
-            self._frames[:0] = frames[count:]
-            if self._frames:
-                self._has_work.set()
-            changed, self._changed = self._changed, anyio.Event()
-            changed.set()
-
-    def _append(self, frames: list[bytes]) -> int:
-        return self.file.append(frames, syncs=self._syncs)
+        changed, self._changed = self._changed, anyio.Event()
+        changed.set()
 
     async def close(self, limit_s: float) -> None:
         """Write what waits, for no longer than this; shielded."""

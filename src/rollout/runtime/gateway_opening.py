@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from rollout.agents.agent_loop import class_of, get_agent
+from rollout.agents.agent_loop import find_class, get_agent
 from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ async def serve_gateway(services: Services) -> AsyncIterator[None]:
     gateway = services.gateway.door = GatewayOnDemand(services)
     async with open_task_group() as tasks:
         tasks.start_soon(gateway.serve)
-        if config.gateway.start == "always" or class_of(get_agent(config.agent.name)).needs_gateway:
+        agent = find_class(get_agent(config.agent.name))
+        if config.gateway.start == "always" or agent.needs_gateway:
             await gateway.start()
         yield

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import anyio
 
 from rollout.agents import AgentLoop, get_agent
-from rollout.agents.agent_loop import class_of
+from rollout.agents.agent_loop import find_class
 from rollout.agents.long_texts import LongTexts
 from rollout.agents.media_intake import MediaFetcher, MediaIntake
 from rollout.agents.prompt_sampling import top_log_probs_fault
@@ -333,7 +333,7 @@ def check_abilities(config: RolloutConfig, info: EngineInfo) -> None:
 
 def needs_sandbox(agent: str, tools: Sequence[Any]) -> bool:
     """Whether the agent of this name, or one of these tools, acts in the trajectory's sandbox."""
-    return class_of(get_agent(agent)).needs_sandbox or any(
+    return find_class(get_agent(agent)).needs_sandbox or any(
         isinstance(tool, Tool) and tool.needs_sandbox for tool in tools
     )
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import attrs
 
-from rollout.agents.agent_loop import AgentLoop, class_of, get_agent, make_agent
+from rollout.agents.agent_loop import AgentLoop, find_class, get_agent, make_agent
 from rollout.agents.context import AgentContext, open_context
+from rollout.agents.conversation import list_segments
 from rollout.agents.generating import find_natural_ending
 from rollout.agents.identity import Ending, RejectedPrompt
 from rollout.agents.prompt_sampling import make_sampling, top_log_probs_fault
-from rollout.agents.segments import list_segments
 from rollout.agents.services import Services
 from rollout.agents.trajectory_state import UNRESPONSIVE
 from rollout.chat.reward_values import BadRewardError, apply_reward, check_reward_value
@@ -272,7 +272,7 @@ async def _close(run: TrajectoryRun) -> None:
 
 
 def _agent_name(agent: Registered) -> str:
-    kind = class_of(agent)
+    kind = find_class(agent)
     name = getattr(agent, "__name__", "") if kind is AgentLoop else kind.__name__
     return f"agent {name or type(agent).__name__}"
 

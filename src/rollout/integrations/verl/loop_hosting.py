@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup
     from anyio.streams.memory import MemoryObjectReceiveStream
 
-    from rollout.agents import AgentContext, Conversation
+    from rollout.agents import AgentContext
     from rollout.agents.turn import SampledTokens
     from rollout.batch.rows import Lengths
     from rollout.integrations.verl.sessions import Sessions
@@ -86,8 +86,8 @@ class HostedClient:
         self._context, self._client = context, client
         self._sessions = sessions
         self._log_probs = log_probs
-        self._opened: list[Conversation] = []
-        self._busy: set[Conversation] = set()
+        self._opened: list[AgentContext] = []
+        self._busy: set[AgentContext] = set()
         self._post = loop_poster()
         self._inbox, self._requests = anyio.create_memory_object_stream[_Request](math.inf)
 
@@ -171,7 +171,7 @@ class HostedClient:
             answer = self._sessions.answer(conversation.session_id)
         return self._output(sampled, answer)
 
-    async def _conversation_of(self, ids: array[int]) -> Conversation:
+    async def _conversation_of(self, ids: array[int]) -> AgentContext:
         """The conversation that these ids continue: the longest one that is idle, or a new one."""
         main = self._context.main
         if not main.transcript:

@@ -89,7 +89,7 @@ CONVERSATION: list[dict[str, Any]] = [
 async def test_history_each_generation_stands_behind_what_its_template_renders(
     family: str,
 ) -> None:
-    path = Path(__file__).parent / "chat_formats" / f"{family}.jinja"
+    path = Path(__file__).parent.parent / "chat_formats" / f"{family}.jinja"
     template = ChatTemplate(simulated_tokenizer(), chat_template=path.read_text("utf-8"))
     opening = "" if template.opens_reasoning else "<think>\n"
     # Behind the answers of tools no template opens it.
