@@ -301,38 +301,6 @@ def test_template_turn_that_the_next_opening_ends_is_ended_once() -> None:
     assert added(OPENING_ENDS, [user], "text<|user|>") == "\nu<s>\n"
 
 
-# Contents that a template treats specially
-
-
-def test_template_content_that_the_template_looks_for_is_rendered_anew() -> None:
-    plain = [{"role": "user", "content": "hello"}]
-    special = [{"role": "user", "content": "<tool_response>hello"}]
-    for messages, role in ((plain, "user"), (special, "tool"), (plain, "user")):
-        assert f"<|im_start|>{role}\n" in added(REASONING, messages, "x")
-
-
-@pytest.mark.parametrize(
-    "test",
-    [
-        "'!?' in message.content",
-        "message.content[:2] == '!?'",
-        "message.content == ''",
-        "message['content'] == '!?'",
-    ],
-)
-def test_template_condition_on_contents_is_obeyed_after_other_contents(test: str) -> None:
-    source = CHATML.replace(
-        "{{ message.content }}", "{% if TEST %}odd{% endif %}{{ message.content }}"
-    )
-    source = source.replace("TEST", test)
-    probe = "" if "== ''" in test else "!?"
-    chat = template(source)
-    for content, is_odd in (("plain", False), (probe, True), ("plain", False)):
-        messages = [{"role": "user", "content": content}]
-        assert ("odd" in added(source, messages, "x")) == is_odd
-        assert ("odd" in chat.decode(chat.prompt_ids(messages))) == is_odd
-
-
 def test_template_that_tells_the_time_is_rendered_for_each_prompt_and_answer() -> None:
     said = "{{ message.content }}{{ strftime_now('%f') if message.role == 'user' }}"
     chat = template(CHATML.replace("{{ message.content }}", said))
@@ -341,20 +309,6 @@ def test_template_that_tells_the_time_is_rendered_for_each_prompt_and_answer() -
     answers = {chat.decode(chat.observation_ids(messages, after=None)) for _ in range(20)}
     assert len(prompts) > 1
     assert len(answers) > 1
-
-
-def test_template_prompt_with_other_tools_is_written_with_those() -> None:
-    chat = template("{% for t in tools %}{{ t|tojson }}{% endfor %}" + CHATML)
-    messages = [{"role": "user", "content": "q"}]
-    for tools in ([{"a": 1, "b": 2}], [{"b": 2, "a": 1}], [{"a": 1}, {"b": 2}], [{"a": "</s>"}]):
-        text = chat.tokenizer.apply_chat_template(
-            messages,
-            chat_template=chat._renderer.source,
-            tools=tools,
-            tokenize=False,
-            add_generation_prompt=True,
-        )
-        assert chat.prompt_text(messages, tools) == text
 
 
 def test_template_names_of_messages_are_never_remembered() -> None:

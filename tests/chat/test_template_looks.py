@@ -17,25 +17,6 @@ LOOKS = {
         "{% set text = message.content %}{{ '[OFF]' if text == '/off' else text }}",
         "/off",
     ),
-    "in a list": ("{{ '[OFF]' if message.content in ['/a', '/b'] else message.content }}", "/b"),
-    "begins with one of": (
-        "{% if message.content.startswith(('/a', '/b')) %}[C]{% endif %}{{ message.content }}",
-        "/b x",
-    ),
-    "first letter": (
-        "{% if message.content[0] == '/' %}[C]{% endif %}{{ message.content }}",
-        "/b x",
-    ),
-    "a name for the flag": (
-        "{% set flag = '/off' %}{{ message.content }}"
-        "{% if flag in message.content %}[O]{% endif %}",
-        "hi /off",
-    ),
-    "flags in a loop": (
-        "{{ message.content }}{% for flag in ['/on', '/off'] %}"
-        "{% if flag in message.content %}[O]{% endif %}{% endfor %}",
-        "hi /off",
-    ),
     "length": (
         "{% if message.content|length > 1000 %}[L]{% endif %}{{ message.content }}",
         "x" * 2000,
@@ -53,69 +34,7 @@ LOOKS = {
     "lower": ("{{ '[O]' if message.content|lower == '/off' else message.content }}", "/OFF"),
     "stripped": ("{{ '[O]' if message.content.strip() == '/off' else message.content }}", " /off"),
     "parts": ("{{ message.content.split('[SEP]')[-1] }}", "a[SEP]b"),
-    "digits": ("{{ '[N]' if message.content.isdigit() else message.content }}", "123"),
-    "upper": ("{{ '[U]' if message.content is upper else message.content }}", "ABC"),
-    "selected": (
-        "{% if messages|selectattr('content','equalto','/off')|list %}[O]{% endif %}"
-        "{{ message.content }}",
-        "/off",
-    ),
-    "joined": (
-        "{% set said = '> ' + message.content %}{% if said == '> /off' %}[O]{% endif %}"
-        "{{ message.content }}",
-        "/off",
-    ),
     "replaced": ("{{ message.content.replace('x', 'y') }}", "a x b"),
-    "what a macro writes": (
-        "{% macro said(c) %}{{ c }}{% endmacro %}{% set t = said(message.content) %}"
-        "{% if t == '/off' %}[O]{% endif %}{{ t }}",
-        "/off",
-    ),
-    "length of what a macro writes": (
-        "{% macro said(c) %}{{ c }}{% endmacro %}{% set t = said(message.content) %}"
-        "{% if t|length > 1000 %}[L]{% endif %}{{ t }}",
-        "x" * 2000,
-    ),
-    "a block": (
-        "{% set t %}{{ message.content }}{% endset %}{% if t == '/off' %}[O]{% endif %}{{ t }}",
-        "/off",
-    ),
-    "number": ("{% if message.content|int > 5 %}[O]{% endif %}{{ message.content }}", "7"),
-    "title": ("{% if message.content|title == 'Off' %}[O]{% endif %}{{ message.content }}", "off"),
-    "length in JSON": (
-        "{% if (messages|tojson)|length > 200 %}[L]{% endif %}{{ message.content }}",
-        "x" * 300,
-    ),
-    "cut with its role": ("{{ (message.role ~ ': ' ~ message.content)[:100] }}", "x" * 300),
-    "cut in a text": ("{{ ('Said: %s' % message.content)[:100] }}", "x" * 300),
-    "length with its role": (
-        "{% set t = [message.role, message.content]|join(': ') %}"
-        "{% if t|length > 100 %}[L]{% endif %}{{ t }}",
-        "x" * 300,
-    ),
-    "equal with its role": (
-        "{% set t = message.role ~ ': ' ~ message.content %}"
-        "{% if t == 'user: stop' %}[O]{% endif %}{{ t }}",
-        "stop",
-    ),
-    "cut of what a macro writes": (
-        "{% macro said(c) %}{{ c }}{% endmacro %}{{ said(message.content)[:100] }}",
-        "x" * 300,
-    ),
-    "cut of a block": (
-        "{% set t %}{{ message.content }}{% endset %}{{ t[:100] }}",
-        "x" * 300,
-    ),
-    "cut in JSON": ("{{ (message.content|tojson)[:100] }}", "x" * 300),
-    "length of what is safe": (
-        "{% if message.content|safe|length > 100 %}[L]{% endif %}{{ message.content }}",
-        "x" * 300,
-    ),
-    "length of all so far": (
-        "{% set ns = namespace(all='') %}{% set ns.all = ns.all ~ message.content %}"
-        "{% if ns.all|length > 100 %}[L]{% endif %}{{ message.content }}",
-        "x" * 300,
-    ),
     "in a text with its role": (
         "{% set t = message.role ~ ': ' ~ message.content %}"
         "{% if message.role ~ ': stop' in t %}[O]{% endif %}{{ t }}",

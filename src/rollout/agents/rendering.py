@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rollout.agents.services import Services
     from rollout.chat.drift import Drift
     from rollout.chat.transcript import Transcript
+    from rollout.media import Media
 
 #: Messages as agents give them.
 Given = Sequence[Message | Mapping[str, Any]]

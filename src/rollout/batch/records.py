@@ -53,7 +53,9 @@ _decode_line = msgspec.json.Decoder(TrajectoryRecord[_SpanLine, list[Message]], 
 def sample_line(sample: Sample) -> bytes:
     """One line of ``samples.jsonl``."""
     where = f"{sample.uid!r} member {sample.member}: extra"
-    return _encode(msgspec.structs.replace(sample, extra=_write(sample.extra, where)))
+    record = msgspec.structs.replace(sample, extra=_write(sample.extra, where))
+    _set_floats(record)
+    return _encode(record)
 
 
 def sample_from_line(line: bytes) -> Sample:
@@ -71,6 +73,7 @@ def trajectory_line(trajectory: Trajectory, decode: Decode | None) -> bytes:
         return write([drop_contents(each) for each in messages], "messages")
 
     record: Any = pack_trajectory(trajectory, write, write_messages)
+    _set_floats(record)
     record.spans = [_write_span(span, decode) for span in record.spans]
     for segment in record.segments:
         if segment.spans is not None:
@@ -137,6 +140,14 @@ def _read_spans(lines: Sequence[_SpanLine]) -> list[Span]:
                 top=(line.top_ids, line.top_log_probs) if line.top_ids else None,
             )
     return list(transcript.spans)
+
+
+def _set_floats(record: Any) -> None:
+    """Whole numbers are written as the floats that they are read as."""
+    record.reward = None if record.reward is None else float(record.reward)
+    record.turn_scores = list(map(float, record.turn_scores))
+    record.tool_rewards = list(map(float, record.tool_rewards))
+    record.metrics = {name: float(value) for name, value in record.metrics.items()}
 
 
 def _write(value: Any, where: str) -> Any:

@@ -20,6 +20,7 @@ import msgspec
 from rollout.chat.encoding import TAG, WrittenText, render_escaped
 from rollout.chat.messages import template_call
 from rollout.chat.reasoning import opens_reasoning
+from rollout.chat.transcript import common_length
 from rollout.errors import TemplateError
 
 if TYPE_CHECKING:
@@ -191,9 +192,7 @@ class ContinuationRenderer:
     def _end_ids(self, turn_end: str, ids: Sequence[int]) -> tuple[int, ...]:
         """The ids of `turn_end` as far as `ids` start with them, at least one of them."""
         end = self._encoder.encode(turn_end)
-        pairs = enumerate(zip(ids, end, strict=False))
-        length = next((at for at, (a, b) in pairs if a != b), min(len(ids), len(end)))
-        return tuple(end[:length]) or tuple(ids[:1])
+        return tuple(end[: common_length(ids, end)]) or tuple(ids[:1])
 
     def _call_end(self, said: str) -> str:
         """What ends a turn that calls a tool: as a text ends, or else its last special token."""
@@ -346,8 +345,7 @@ def _find_opening(text: str, markers: Sequence[str], messages: Sequence[Template
 
 def common_prefix(left: str, right: str, encoder: TextEncoder) -> str:
     """What both texts begin with, in whole special tokens and whole tags."""
-    pairs = zip(left, right, strict=False)
-    length = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+    length = common_length(left, right)
     for text in (left, right):
         places = [
             *encoder.special_token_spellings(text),

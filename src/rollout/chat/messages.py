@@ -60,7 +60,7 @@ def _write_message(message: Message) -> TemplateMessage:
             else {"type": part.kind, part.kind: part}
             for part in message.parts
         ]
-    written = {"role": message.role, "content": content}
+    written: TemplateMessage = {"role": message.role, "content": content}
     if message.tool_calls:
         written["tool_calls"] = [
             template_call(call.id, call.name, dict(call.arguments)) for call in message.tool_calls
@@ -69,7 +69,7 @@ def _write_message(message: Message) -> TemplateMessage:
         written["tool_call_id"] = message.tool_call_id
     if message.name is not None:
         written["name"] = message.name
-    return written | message.fields if message.fields else written
+    return {**written, **message.fields}
 
 
 def _read_message(where: str, message: object) -> Message:

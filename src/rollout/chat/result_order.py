@@ -108,41 +108,31 @@ def result_order(
         TemplateError: Two calls of a turn, or two results, have the same id; a result's is that of
             none of the calls; or a call has no result where others have. Names the id.
     """
-    order = list(range(len(messages)))
-    turn, calls, results = "the turn before them", before, list[int]()
+    turns = [("the turn before them", before, list[int]())]
     for at, message in enumerate(messages):
-        if message.role == "tool":
-            if message.answers:
-                results.append(at)
-        elif message.role == "assistant":
-            _sort(order, turn, calls, results, messages, is_checked)
-            turn, calls, results = f"messages[{at}]", TurnCalls(message.calls), []
-            doubled = _doubled(message.calls) if is_checked else None
-            if doubled is not None:
-                raise TemplateError(f"{turn}: two of its calls have the id {doubled!r}")
-    _sort(order, turn, calls, results, messages, is_checked)
+        if message.role == "assistant":
+            turns.append((f"messages[{at}]", TurnCalls(message.calls), []))
+        elif message.role == "tool" and message.answers:
+            turns[-1][2].append(at)
+    order = list(range(len(messages)))
+    for turn, calls, results in turns:
+        if is_checked:
+            _refuse_doubled(turn, calls, before)
+        if is_checked and results:
+            _check(turn, calls, results, [messages[at].answers for at in results])
+        rank = {call: at for at, call in enumerate(calls.ids)}
+        known = [at for at in results if messages[at].answers in rank]
+        ordered = sorted(known, key=lambda at: rank[messages[at].answers])
+        for place, at in zip(known, ordered, strict=True):
+            order[place] = at
     return None if order == list(range(len(order))) else order
 
 
-def _sort(
-    order: list[int],
-    turn: str,
-    calls: TurnCalls,
-    results: list[int],
-    messages: Sequence[MessageIds],
-    is_checked: bool,
-) -> None:
-    """Put the results of one turn, which stand at these places, into the order of its calls."""
-    if not results:
-        return
-    ids = [messages[at].answers for at in results]
-    if is_checked:
-        _check(turn, calls, results, ids)
-    rank = {call: at for at, call in enumerate(calls.ids)}
-    known = [at for at, each in zip(results, ids, strict=True) if each in rank]
-    ordered = sorted(known, key=lambda at: rank[messages[at].answers])
-    for place, at in zip(known, ordered, strict=True):
-        order[place] = at
+def _refuse_doubled(turn: str, calls: TurnCalls, before: TurnCalls) -> None:
+    ids = calls.ids
+    doubled = next((each for at, each in enumerate(ids) if each and each in ids[:at]), None)
+    if doubled is not None and calls is not before:  # the model may have given two calls one id
+        raise TemplateError(f"{turn}: two of its calls have the id {doubled!r}")
 
 
 def _check(turn: str, calls: TurnCalls, results: Sequence[int], ids: Sequence[str]) -> None:
@@ -162,13 +152,3 @@ def _check(turn: str, calls: TurnCalls, results: Sequence[int], ids: Sequence[st
     if missing:
         names = ", ".join(map(repr, missing))
         raise TemplateError(f"{turn}: no result of the call {names}; expected one of each call")
-
-
-def _doubled(ids: Iterable[str]) -> str | None:
-    """The first of the ids that stands there twice."""
-    seen: set[str] = set()
-    for each in filter(None, ids):
-        if each in seen:
-            return each
-        seen.add(each)
-    return None

@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from rollout.chat.continuation import USER_MARKER, ContinuationRenderer
-from rollout.chat.drift import DRIFT_KINDS, Drift, FullRenderer, FullRendering, compare
+from rollout.chat.drift import DRIFT_KINDS, Drift, FullRenderer, compare
 from rollout.chat.encoding import Renderer, WrittenText, get_encoder, render_escaped
 from rollout.chat.messages import TemplateMessage, list_media, template_messages
 from rollout.chat.reasoning import opens_reasoning
@@ -233,26 +231,15 @@ class ChatTemplate:
                 if with_calls and not drifts:
                     raise
                 continue
-            drifts.append(self._compared(text, self._shown(full, given)))
+            rendering = self._expand_media(WrittenText(full.text), given, (), None).text
+            if rendering != text:  # the vocabulary may not spell every text (NFC, missing bytes)
+                rendering = self.decode(self.encoder.encode(rendering))
+            is_stripped = full.is_reasoning_stripped
+            specials = self.encoder.specials
+            drifts.append(compare(text, rendering, specials, is_reasoning_stripped=is_stripped))
             if drifts[-1].kind == "identical":
                 break
         return min(drifts, key=lambda drift: DRIFT_KINDS.index(drift.kind))
-
-    def _shown(self, full: FullRendering, messages: Sequence[TemplateMessage]) -> FullRendering:
-        """A full rendering with all placeholders of its media."""
-        expanded = self._expand_media(WrittenText(full.text), messages, (), None)
-        return msgspec.structs.replace(full, text=expanded.text)
-
-    def _compared(self, text: str, full: FullRendering) -> Drift:
-        rendering = full.text
-        if text != rendering:  # the vocabulary may not spell every text (NFC, missing bytes)
-            rendering = self.decode(self.encoder.encode(rendering))
-        return compare(
-            text,
-            rendering,
-            self.encoder.specials,
-            is_reasoning_stripped=full.is_reasoning_stripped,
-        )
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, special tokens included."""

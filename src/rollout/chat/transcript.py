@@ -402,8 +402,8 @@ def append_split(
     transcript.append_observation(ids[prompt:], media=after)
 
 
-def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two rows have in common at their beginning."""
+def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many tokens two rows, or letters two texts, have in common at their beginning."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 

@@ -48,8 +48,8 @@ class Glm4Parser(TaggedParser):
                 )
             arguments, stop = _MARKUP.read(scan, opening.end(), name)
         except FaultyCall as fault:
-            stop = _MARKUP.end_of_faulty(scan, fault)
-            return scan.add_faulty(start, fault, stop, _BLOCK, _END_CALL)
+            end = _MARKUP.end_of_faulty(scan, fault)
+            return scan.add_faulty(start, fault, end, _BLOCK, _END_CALL)
         return scan.add_call(start, stop, name, arguments)
 
 

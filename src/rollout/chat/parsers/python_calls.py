@@ -131,7 +131,7 @@ def read_literal(text: str) -> Any:
     if text[:1] in ("[", "{"):
         with suppress(ValueError):  # most are JSON as well, which is read many times faster
             return whole_value(text)
-    if text.count(",") > MAX_VALUES:
+    if text.count(",") >= MAX_VALUES:
         raise ValueError(f"more than {MAX_VALUES:,} values in a call")
     try:
         return _convert(ast.parse(_STRING.sub(_rewrite, text), mode="eval").body)

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.process]
 
 WORDS = "the quick brown fox, 12 jumped over; "
 MEGABYTE = WORDS * (10**6 // len(WORDS))
-QUICKSTART = str(Path(__file__).parents[1] / "conf" / "quickstart.py")
+QUICKSTART = str(Path(__file__).parents[2] / "conf" / "quickstart.py")
 
 
 class Command:

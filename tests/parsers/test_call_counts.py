@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,10 +18,10 @@ from rollout.agents import AgentContext
 from rollout.cli.summary import summary_lines
 from rollout.config import JournalConfig, LimitsConfig, ObserveConfig
 from rollout.errors import EngineError
+from rollout.observe.report import write_report
 from rollout.testing import Scenario, run_virtual, tool_call
 from rollout.tools import Tool, ToolPolicy, ToolResult, ToolSession, TransientError
 from slow_cases import slow_after, slow_but
-from test_report_unsaved import data_of
 
 
 @function_tool
@@ -169,6 +171,13 @@ def prompts(kinds: Sequence[str], agent: str | None = None) -> list[Prompt]:
         Prompt(messages=[{"role": "user", "content": f"task {each}."}], uid=each, agent_name=agent)
         for each in kinds
     ]
+
+
+def data_of(directory: Path) -> Any:
+    """What the page of a run holds."""
+    page = write_report(directory).read_text(encoding="utf-8")
+    (data,) = re.findall(r'<script type="application/json" id="report">(.*?)</script>', page, re.S)
+    return json.loads(data)
 
 
 def counts_of(batch: RolloutBatch, status: int, directory: Path) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from rollout.testing import Scenario
 from rollout.tools import ToolResult
 from slow_cases import slow_after, slow_but
 
-FORMATS = Path(__file__).parent / "chat_formats"
+FORMATS = Path(__file__).parents[1] / "chat_formats"
 
 #: A call of NAME with the argument x, which is written as JSON that is Python too.
 WRITTEN = {
