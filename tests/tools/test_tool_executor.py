@@ -21,6 +21,7 @@ from rollout.tools import (
     Tool,
     ToolContext,
     ToolExecutor,
+    ToolPolicy,
     ToolResult,
     ToolSession,
     TrajectoryTools,
@@ -806,18 +807,19 @@ async def test_sync_function_is_abandoned_when_the_caller_is_cancelled(
 @pytest.mark.anyio
 async def test_run_on_both_backends_answers_alike(executor: Open) -> None:
     log: list[str] = []
-    tools = opened(executor(wait, forever, Recorder("a", log), calculator, tool_s=0.05))
+    short = function_tool("short", policy=ToolPolicy(timeout_s=0.05))(forever.function)
+    tools = opened(executor(wait, short, Recorder("a", log), calculator))
     results = await run(
         tools,
         call("wait", seconds=0),
-        call("forever"),
+        call("short"),
         call("a"),
         call("calculator", expression="6*7"),
         call("calculator", expression="6*"),
     )
     assert results == [
         ToolResult("done"),
-        failed("timed out after 0.05 s (limits.tool_s)"),
+        failed("timed out after 0.05 s (timeout_s of 'short')"),
         ToolResult("a done"),
         ToolResult("42"),
         failed("cannot calculate '6*': invalid syntax"),

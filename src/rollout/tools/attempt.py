@@ -40,14 +40,14 @@ class CallError(Exception):
         return find_exception(cause) or cause
 
 
-async def attempt(
+def attempt(
     action: Callable[..., Awaitable[T]],
     *args: object,
     limit: Limit,
     what: str,
     activity: str | None = None,
-) -> T:
-    """Return what ``action(*args)`` returns; it runs in a task of its own.
+) -> Coroutine[Any, Any, T]:
+    """Await what ``action(*args)`` returns; it runs in a task of its own.
 
     Args:
         action: Runs within `limit`.
@@ -59,16 +59,21 @@ async def attempt(
         LimitExceeded: `limit` was over; the action was cancelled, and has ended.
         UnresponsiveError: It was cancelled, and did not end.
     """
+    function = partial(action, *args)
     containment = current_containment()
-    if containment is None:  # outside of a runtime
-        async with containment_here():
-            return await attempt(action, *args, limit=limit, what=what, activity=activity)
+    if containment is None:
+        return _attempt_outside(function, limit, what)
     code = Contained[T](containment, what, activity=activity)
-    function = partial(action, *args) if args else action
-    return cast("T", await conclude(code, code.run(function), limit))
+    return conclude(code, code.run(function), limit)
 
 
-async def conclude(code: Contained[T], running: Awaitable[object], limit: Limit) -> T | None:
+async def _attempt_outside(function: Callable[[], Awaitable[T]], limit: Limit, what: str) -> T:
+    """`attempt` outside of a runtime."""
+    async with containment_here():
+        return await attempt(function, limit=limit, what=what)
+
+
+async def conclude(code: Contained[T], running: Awaitable[object], limit: Limit) -> T:
     """Return what contained code returns, for whose report `running` waits; as `attempt`."""
     limit.govern(code.scope)
     token = call_limit.set(limit)
@@ -79,7 +84,7 @@ async def conclude(code: Contained[T], running: Awaitable[object], limit: Limit)
         limit.release()
     error = code.error
     if error is None and not code.was_cancelled:
-        return code.value
+        return cast("T", code.value)
     interrupt = None if error is None else find_exception(error, KeyboardInterrupt)
     if interrupt is not None:
         raise interrupt

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from rollout.errors import ToolError
 from rollout.observe.tally import Tally
 from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
-from rollout.tools.schemas import SchemaCheck, quote_all
 from rollout.tools.function_tools import FunctionTool
 from rollout.tools.langchain import LangChainTool, is_langchain_tool
 from rollout.tools.policy import ToolGate, ToolPolicy
 from rollout.tools.processes import ToolProcesses
+from rollout.tools.schemas import SchemaCheck, quote_all
 from rollout.tools.tool import Tool, ToolContext
 from rollout.tools.trajectory_tools import ToolSettings, TrajectoryTools
 
