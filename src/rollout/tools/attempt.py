@@ -110,8 +110,8 @@ def describe(error: BaseException) -> str:
 async def run_side_by_side(jobs: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> None:
     """Run the jobs at the same time and wait for all; each is begun before the next one.
 
-    A KeyboardInterrupt, a `LimitExceeded`, or the `UnresponsiveError` of a job that was given up
-    ends the others and is raised here as itself: raised within a task, it would leave as a group.
+    A KeyboardInterrupt, a `LimitExceeded`, a `ToolError`, or the `UnresponsiveError` of a job that
+    was given up ends the others and is raised here as itself: out of a task it would be a group.
     """
     if len(jobs) == 1:
         await jobs[0]()
@@ -122,7 +122,7 @@ async def run_side_by_side(jobs: Sequence[Callable[[], Coroutine[Any, Any, None]
         async def run(job: Callable[[], Coroutine[Any, Any, None]]) -> None:
             try:
                 await job()
-            except (KeyboardInterrupt, LimitExceeded, UnresponsiveError) as failure:
+            except (KeyboardInterrupt, LimitExceeded, ToolError, UnresponsiveError) as failure:
                 failures.append(failure)
                 group.cancel_scope.cancel()
 

@@ -496,20 +496,14 @@ class TrajectoryTools:
         Raises:
             ToolError: The one that failed decides the trajectory's reward.
         """
-        rewards: dict[str, float | None] = {}
-        failures: list[ToolError] = []
+        judges = self._find_overriding("calc_reward")
+        rewards: dict[str, float | None] = dict.fromkeys(judges)
 
         async def judge(name: str) -> None:
-            try:
-                rewards[name] = await self._calc_reward(name)
-            except ToolError as failure:
-                failures.append(failure)
+            rewards[name] = await self._calc_reward(name)
 
-        judges = self._find_overriding("calc_reward")
         await run_side_by_side([partial(judge, name) for name in judges])
-        if failures:
-            raise failures[0]
-        found = {name: reward for name in judges if (reward := rewards[name]) is not None}
+        found = {name: reward for name, reward in rewards.items() if reward is not None}
         decided = [found[name] for name in found if self._opened[name].decides_reward]
         self.reward = sum(decided) if decided else None
         return list(found.values())
