@@ -407,20 +407,6 @@ async def test_session_open_is_cancelled_with_the_trajectory(executor: Any) -> N
     assert [event for event, _ in tool.log] == ["open"]
 
 
-async def test_session_create_kwargs_come_from_the_prompt(executor: Any) -> None:
-    seen: list[Any] = []
-
-    class Kept(Slow):
-        async def open(self, context: ToolContext) -> ToolSession:
-            seen.append(context.create_kwargs)
-            return await super().open(context)
-
-    built = executor(Kept(0))
-    for kwargs in ({"slow": {"create_kwargs": {"truth": "7"}}}, {"slow": {"create_kwargs": 3}}, {}):
-        await run(opened(built, tools_kwargs=kwargs), call("slow"))
-    assert seen == [{"truth": "7"}, {}, {}]
-
-
 # Invalid calls
 
 

@@ -7,6 +7,7 @@ the result's schema, which is no part of OpenAI's form.
 from __future__ import annotations
 
 import enum
+import inspect
 from collections.abc import Callable
 from typing import Any, Literal, Optional, Union
 
@@ -21,98 +22,71 @@ class Colour(enum.Enum):
     BLUE = "blue"
 
 
-def simple(x: int):  # type: ignore[no-untyped-def]
-    """
-    Test function
-
-    Args:
-         x: The input
-    """
-
-
-def no_arguments():  # type: ignore[no-untyped-def]
-    """
-    Test function
-    """
-
-
-def bare_containers(x: list, y: tuple, z: dict):  # type: ignore[no-untyped-def, type-arg]
-    """
-    Test function
-
-    Args:
-        x: The first input
-        y: The second input
-        z: The third input
-    """
-
-
-def union(x: int | float, y: Union[str, bool]):  # type: ignore[no-untyped-def]  # noqa: UP007
-    """
-    Test function
-
-    Args:
-        x: The input
-        y: Another
-    """
-
-
-def duplicates(x: list | tuple, y: list | tuple | dict | None = None):  # type: ignore[no-untyped-def, type-arg]
-    """
-    Test function
-
-    Args:
-        x: The first input
-        y: The second input
-    """
+Booleanish = Literal[True, False, 0, 1, "y", "n"]
+#: Parameters of functions, each with its type, its description, and its default where it has one.
+PARAMETERS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "simple": {"x": (int, "The input")},
+    "no_arguments": {},
+    "bare_containers": {"x": (list, "First"), "y": (tuple, "Second"), "z": (dict, "Third")},
+    "union": {"x": (int | float, "The input"), "y": (Union[str, bool], "Another")},  # noqa: UP007
+    "duplicates": {
+        "x": (list | tuple, "The first input"),
+        "y": (list | tuple | dict | None, "The second input", None),
+    },
+    "optional": {"x": (int | None, "The input"), "y": (Optional[str], "Another", None)},  # noqa: UP045
+    "default": {"x": (int, "The input", 42)},
+    "nested_list": {"x": (list[list[str | int]], "The input")},
+    "complex": {"x": (list[int | float], "The input"), "y": (int | str | None, "Also", None)},
+    "union_of_complex": {
+        "x": (str | list[str], "The input"),
+        "y": (Literal["a", "b"] | int | None, "Also the input", None),
+    },
+    "of_tuple": {"x": (tuple[int, str], "The input"), "y": (dict[str, float], "A mapping")},
+    "choices": {"unit": (str, 'The unit (Choices: ["celsius", "fahrenheit"])')},
+    "other_choices": {
+        "rating": (int, "The rating to give (choices: [1, 2, 3])"),
+        "enabled": (bool, "Whether it is enabled (choices: [true, false])"),
+    },
+    "literals": {
+        "unit": (Literal["celsius", "fahrenheit"], "The unit"),
+        "booleanish": (Booleanish, "A value that can be regarded as boolean", False),
+        "colour": (Colour, "The colour", Colour.RED),
+        "one": (Literal["x"], "The only choice", "x"),
+    },
+    "multiline": {
+        "x": (int, "The first input\n"),
+        "y": (int, "The second input. This is a longer\n       description, with indentation."),
+    },
+    "everything": {
+        "x": (str, 'The first input. It\'s a big\n       multiline (choices: ["a", "b", "c"])\n'),
+        "y": (list[str | int] | None, "The second input. It's a big list.\n"),
+        "z": (tuple[str | int, str], "The third input, with a default.", (42, "hello")),
+    },
+}
 
 
-def optional(x: int | None, y: Optional[str] = None):  # type: ignore[no-untyped-def]  # noqa: UP045
-    """
-    Test function
+def make(name: str) -> Callable[..., Any]:
+    """A function with these parameters and a docstring in Google's style."""
 
-    Args:
-        x: The input
-        y: Another
-    """
+    def function(*args: Any, **kwargs: Any) -> None: ...
 
-
-def default(x: int = 42):  # type: ignore[no-untyped-def]
-    """
-    Test function
-
-    Args:
-         x: The input
-    """
-
-
-def nested_list(x: list[list[str | int]]):  # type: ignore[no-untyped-def]
-    """
-    Test function
-
-    Args:
-        x: The input
-    """
-
-
-def complex_arguments(x: list[int | float], y: int | str | None = None):  # type: ignore[no-untyped-def]
-    """
-    Test function
-
-    Args:
-        x: The input
-        y: Also the input
-    """
-
-
-def union_of_complex(x: str | list[str], y: Literal["a", "b"] | int | None = None):  # type: ignore[no-untyped-def]
-    """
-    Test function
-
-    Args:
-        x: The input
-        y: Also the input
-    """
+    described = "".join(f"        {n}: {each[1]}\n" for n, each in PARAMETERS[name].items())
+    arguments = f"\n    Args:\n{described}" if described else ""
+    function.__name__ = name
+    function.__doc__ = f"\n    Test function\n{arguments}\n    Returns:\n        The output\n    "
+    function.__annotations__ = {n: each[0] for n, each in PARAMETERS[name].items()}
+    function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(
+                n,
+                inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                annotation=each[0],
+                default=each[2] if len(each) > 2 else inspect.Parameter.empty,
+            )
+            for n, each in PARAMETERS[name].items()
+        ]
+    )
+    return function
 
 
 def returning(x: int) -> int:
@@ -129,109 +103,6 @@ def returning(x: int) -> int:
     return x
 
 
-def returning_none(x: int) -> None:
-    """
-    Test function
-
-    Args:
-        x: The first input
-    """
-
-
-def of_tuple(x: tuple[int, str], y: dict[str, float]):  # type: ignore[no-untyped-def]
-    """
-    Test function
-
-    Args:
-        x: The input
-        y: A mapping
-
-
-    Returns:
-        The output
-    """
-
-
-def choices(temperature_format: str):  # type: ignore[no-untyped-def]
-    """
-    Test function
-
-    Args:
-        temperature_format: The temperature format to use (Choices: ["celsius", "fahrenheit"])
-
-
-    Returns:
-        The temperature
-    """
-
-
-def other_choices(rating: int, enabled: bool):  # type: ignore[no-untyped-def]
-    """
-    Test function
-
-    Args:
-        rating: The rating to give (choices: [1, 2, 3])
-        enabled: Whether it is enabled (choices: [true, false])
-    """
-
-
-def literals(  # type: ignore[no-untyped-def]
-    temperature_format: Literal["celsius", "fahrenheit"],
-    booleanish: Literal[True, False, 0, 1, "y", "n"] = False,
-    colour: Colour = Colour.RED,
-    one: Literal["x"] = "x",
-):
-    """
-    Test function
-
-    Args:
-        temperature_format: The temperature format to use
-        booleanish: A value that can be regarded as boolean
-        colour: The colour
-        one: The only choice
-
-
-    Returns:
-        The temperature
-    """
-
-
-def multiline(x: int, y: int):  # type: ignore[no-untyped-def]
-    """
-    Test function
-
-    Args:
-        x: The first input
-
-        y: The second input. This is a longer description
-           that spans multiple lines with indentation and stuff.
-
-    Returns:
-        God knows what
-    """
-
-
-def everything(  # type: ignore[no-untyped-def]
-    x: str, y: list[str | int] | None, z: tuple[str | int, str] = (42, "hello")
-) -> tuple[int, str]:
-    """
-    Test function with multiple args, and docstring args that we have to strip out.
-
-    Args:
-        x: The first input. It's got a big multiline
-           description and also contains
-           (choices: ["a", "b", "c"])
-
-        y: The second input. It's a big list with a single-line description.
-
-        z: The third input. It's some kind of tuple with a default arg.
-
-    Returns:
-        The output. The return description is also a big multiline
-        description that spans multiple lines.
-    """
-
-
 class Methods:
     def instance(self, x: int):  # type: ignore[no-untyped-def]
         """
@@ -241,30 +112,13 @@ class Methods:
             x: The input
         """
 
-    @staticmethod
-    def static(x: int):  # type: ignore[no-untyped-def]
-        """
-        Test function
-
-        Args:
-            x: The input
-        """
-
-    @classmethod
-    def of_class(cls, x: int):  # type: ignore[no-untyped-def]
-        """
-        Test function
-
-        Args:
-            x: The input
-        """
+    of_class = classmethod(instance)
+    static = staticmethod(returning)
 
 
 FUNCTIONS = [
-    *(simple, no_arguments, bare_containers, union, duplicates, optional, default, nested_list),
-    *(complex_arguments, union_of_complex, returning, returning_none, of_tuple, choices),
-    *(other_choices, literals, multiline, everything),
-    *(Methods().instance, Methods.static, Methods().of_class),
+    *map(make, PARAMETERS),
+    *(returning, Methods().instance, Methods.static, Methods.of_class),
 ]
 
 
@@ -279,21 +133,21 @@ def test_schema_of_a_function_is_that_of_transformers(function: Callable[..., An
 
 
 @pytest.mark.parametrize(
-    ("function", "arguments", "is_right"),
+    ("name", "arguments", "is_right"),
     [
-        (choices, {"temperature_format": "celsius"}, True),
-        (choices, {"temperature_format": "kelvin"}, False),
-        (optional, {"x": None}, True),
-        (of_tuple, {"x": [1, "a"], "y": {"k": 1}}, True),
-        (of_tuple, {"x": [1], "y": {}}, False),
-        (union, {"x": 1, "y": 2}, False),
-        (union_of_complex, {"x": ["a"], "y": None}, True),
+        ("choices", {"unit": "celsius"}, True),
+        ("choices", {"unit": "kelvin"}, False),
+        ("optional", {"x": None}, True),
+        ("of_tuple", {"x": [1, "a"], "y": {"k": 1}}, True),
+        ("of_tuple", {"x": [1], "y": {}}, False),
+        ("union", {"x": 1, "y": 2}, False),
+        ("union_of_complex", {"x": ["a"], "y": None}, True),
     ],
 )
 def test_arguments_of_such_functions_are_checked(
-    function: Callable[..., Any], arguments: dict[str, Any], is_right: bool
+    name: str, arguments: dict[str, Any], is_right: bool
 ) -> None:
-    tool = function_tool(function)
+    tool = function_tool(make(name))
     if is_right:
         tool.check(arguments, {})
         return

@@ -11,8 +11,8 @@ import anyio.lowlevel
 from rollout.containment import (
     Contained,
     UnresponsiveError,
+    containment_here,
     current_containment,
-    open_containment,
 )
 from rollout.errors import LimitExceeded, ToolError
 from rollout.limits import call_limit
@@ -40,14 +40,14 @@ class CallError(Exception):
         return find_exception(cause) or cause
 
 
-async def attempt(
+def attempt(
     action: Callable[..., Awaitable[T]],
     *args: object,
     limit: Limit,
     what: str,
     activity: str | None = None,
-) -> T:
-    """Return what ``action(*args)`` returns; it runs in a task of its own.
+) -> Coroutine[Any, Any, T]:
+    """Await what ``action(*args)`` returns; it runs in a task of its own.
 
     Args:
         action: Runs within `limit`.
@@ -59,15 +59,21 @@ async def attempt(
         LimitExceeded: `limit` was over; the action was cancelled, and has ended.
         UnresponsiveError: It was cancelled, and did not end.
     """
+    function = partial(action, *args)
     containment = current_containment()
-    if containment is None:  # outside of a runtime
-        async with open_containment(5.0):
-            return await attempt(action, *args, limit=limit, what=what, activity=activity)
-    code: Contained[T] = Contained(containment, what, activity)
-    return cast("T", await conclude(code, code.run(partial(action, *args)), limit))
+    if containment is None:
+        return _attempt_outside(function, limit, what)
+    code = Contained[T](containment, what, activity=activity)
+    return conclude(code, code.run(function), limit)
 
 
-async def conclude(code: Contained[T], running: Awaitable[object], limit: Limit) -> T | None:
+async def _attempt_outside(function: Callable[[], Awaitable[T]], limit: Limit, what: str) -> T:
+    """`attempt` outside of a runtime."""
+    async with containment_here():
+        return await attempt(function, limit=limit, what=what)
+
+
+async def conclude(code: Contained[T], running: Awaitable[object], limit: Limit) -> T:
     """Return what contained code returns, for whose report `running` waits; as `attempt`."""
     limit.govern(code.scope)
     token = call_limit.set(limit)
@@ -78,7 +84,7 @@ async def conclude(code: Contained[T], running: Awaitable[object], limit: Limit)
         limit.release()
     error = code.error
     if error is None and not code.was_cancelled:
-        return code.value
+        return cast("T", code.value)
     interrupt = None if error is None else find_exception(error, KeyboardInterrupt)
     if interrupt is not None:
         raise interrupt
@@ -104,8 +110,8 @@ def describe(error: BaseException) -> str:
 async def run_side_by_side(jobs: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> None:
     """Run the jobs at the same time and wait for all; each is begun before the next one.
 
-    A KeyboardInterrupt, a `LimitExceeded`, or the `UnresponsiveError` of a job that was given up
-    ends the others and is raised here as itself: raised within a task, it would leave as a group.
+    A KeyboardInterrupt, a `LimitExceeded`, a `ToolError`, or the `UnresponsiveError` of a job that
+    was given up ends the others and is raised here as itself: out of a task it would be a group.
     """
     if len(jobs) == 1:
         await jobs[0]()
@@ -116,7 +122,7 @@ async def run_side_by_side(jobs: Sequence[Callable[[], Coroutine[Any, Any, None]
         async def run(job: Callable[[], Coroutine[Any, Any, None]]) -> None:
             try:
                 await job()
-            except (KeyboardInterrupt, LimitExceeded, UnresponsiveError) as failure:
+            except (KeyboardInterrupt, LimitExceeded, ToolError, UnresponsiveError) as failure:
                 failures.append(failure)
                 group.cancel_scope.cancel()
 

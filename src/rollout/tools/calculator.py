@@ -100,8 +100,13 @@ def _raise_power(left: Number, right: Number) -> Number:
 
 
 _OPERATIONS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: _divide,
-    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: _raise_power,
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: _divide,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: _raise_power,
 }
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
 from typing import (
     TYPE_CHECKING,
     Any,
     Generic,
     Literal,
     ParamSpec,
-    TypedDict,
     TypeVar,
-    Unpack,
     get_args,
     overload,
 )
@@ -26,10 +23,12 @@ from rollout.function_refs import (
     function_ref,
 )
 from rollout.tools.parameters import Parameters
-from rollout.tools.schemas import SchemaCheck, as_openai_schema
+from rollout.tools.schemas import SchemaCheck, as_openai_schema, read_object
 from rollout.tools.tool import METHOD_KWARGS, Tool, ToolContext, ToolSession
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from rollout.tools.policy import ToolPolicy
     from rollout.types import ToolCall
 
@@ -152,18 +151,18 @@ class FunctionTool(Tool, Generic[P, R]):
         Raises:
             ArgumentsError: It names each missing, unknown and wrong one, and what was expected.
         """
-        if not isinstance(arguments, Mapping):
-            SchemaCheck(self.name, None).check(arguments)
-        known, takes_others = self.parameters.names, self.parameters.takes_others
-        fixed = {
-            name: value
-            for name, value in kwargs.items()
-            if name in known or (takes_others and name not in METHOD_KWARGS)
-        }
+        merged, fixed = read_object(self.name, arguments), {}
+        if kwargs:
+            known, takes_others = self.parameters.names, self.parameters.takes_others
+            fixed = {
+                name: value
+                for name, value in kwargs.items()
+                if name in known or (takes_others and name not in METHOD_KWARGS)
+            }
         if self._schema_check is not None:
             shown = {name: fixed[name] for name in self._schema_check.names if name in fixed}
-            self._schema_check.check({**arguments, **shown})
-        merged = {**arguments, **fixed}
+            self._schema_check.check({**merged, **shown})
+        merged |= fixed
         checked = self.parameters.check(merged)
         return merged if self._is_isolated else checked
 
@@ -242,23 +241,13 @@ def _check_function(function: Any) -> None:
         raise ToolError(f"function tool {function.__name__!r} yields: return one value instead")
 
 
-class _Options(TypedDict, total=False):
-    """Keywords of `function_tool` beside the name; see `FunctionTool`."""
-
-    schema: dict[str, Any] | None
-    policy: ToolPolicy | None
-    backend: Backend
-    isolation: Isolation
-    stateful: bool | None
-
-
 @overload
 def function_tool(function: Callable[P, R], /) -> FunctionTool[P, R]: ...
 
 
 @overload
 def function_tool(
-    positional_name: str | None = None, /, *, name: str | None = None, **options: Unpack[_Options]
+    positional_name: str | None = None, /, *, name: str | None = None, **options: Any
 ) -> Callable[[Callable[P, R]], FunctionTool[P, R]]: ...
 
 

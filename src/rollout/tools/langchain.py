@@ -87,8 +87,8 @@ class _LangChainSession(ToolSession):
             "".join(map(_read_text, texts)),
             data=getattr(message, "artifact", None),
             is_error=getattr(message, "status", "success") == "error",
-            images=images,
-            videos=videos,
+            images=tuple(images),
+            videos=tuple(videos),
         )
 
 

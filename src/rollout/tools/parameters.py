@@ -36,8 +36,10 @@ logger = logging.getLogger("rollout")
 #: Faults of pydantic's that only mean another type.
 _EXPECTED = {
     **{f"{name}_type": name for name in ("int", "float", "bool", "list", "dict")},
-    "string_type": "str", "tuple_type": "list", "none_required": "null",
-    "model_type": "dict", "dataclass_type": "dict",
+    **dict.fromkeys(("model_type", "dataclass_type"), "dict"),
+    "string_type": "str",
+    "tuple_type": "list",
+    "none_required": "null",
 }
 _TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
 #: As `transformers.utils.get_json_schema` reads them at the end of a parameter's description.

@@ -6,7 +6,6 @@ import logging
 import math
 import typing
 from collections import OrderedDict
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -18,7 +17,7 @@ from rollout.scopes import release_token
 from rollout.tools.results import error_result
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import Mapping
 
     from rollout.tools.results import ToolResult
 
@@ -93,20 +92,22 @@ class ToolGate:
         self._results: OrderedDict[bytes, ToolResult] = OrderedDict()
         self._failures, self._last_failure, self._refuses_until = 0, "", -math.inf
 
-    @asynccontextmanager
-    async def slot(self) -> AsyncIterator[None]:
-        """One of `max_concurrency` slots, once the rate allows another start."""
-        borrower = object()
-        try:
-            await self._slots.acquire_on_behalf_of(borrower)
-            if self.policy.rate_limit_per_s is not None:
-                async with self._starting:
-                    await anyio.sleep_until(self._next_start)
-                    now = max(self._next_start, anyio.current_time())
-                    self._next_start = now + 1 / self.policy.rate_limit_per_s
-            yield
-        finally:
-            release_token(self._slots, borrower)
+    async def acquire(self, slot: object) -> None:
+        """Take one of `max_concurrency` slots, once the rate allows another start.
+
+        Cancellation may leave the slot taken: `release` it whatever happens.
+        """
+        await self._slots.acquire_on_behalf_of(slot)
+        if self.policy.rate_limit_per_s is not None:
+            async with self._starting:
+                await anyio.sleep_until(self._next_start)
+                now = max(self._next_start, anyio.current_time())
+                self._next_start = now + 1 / self.policy.rate_limit_per_s
+
+    def release(self, slot: object) -> None:
+        """Give the slot back, where one was taken."""
+        if self.has_queue:
+            release_token(self._slots, slot)
 
     def find_result(self, arguments: Any, kwargs: Mapping[str, Any]) -> ToolResult | None:
         """The result of a call without running it: of an earlier one like it, or the breaker's."""

@@ -66,6 +66,8 @@ class ToolResult(_Text, frozen=True, kw_only=True):
     audio: Sequence[Any] = _NO_MEDIA
 
     def __post_init__(self) -> None:
+        if self.images is self.videos is self.audio is _NO_MEDIA:  # mostly
+            return
         if self.audio is not None and (not isinstance(self.audio, Sized) or len(self.audio)):
             raise MediaError(f"ToolResult.audio: {NO_AUDIO}")
         for kind, media in (("images", self.images), ("videos", self.videos)):

@@ -1,16 +1,16 @@
 """The tools of one trajectory: calls in, one result for each of them out.
 
 The way of a call: `TrajectoryTools.run` checks it, opens its tool at the first use and starts it
-beside the other calls of its turn; `_execute` waits for the tool's `ToolGate` and tries, as often as
+beside the other calls of its turn; `_execute` waits for the tool's `ToolGate` and tries as often as
 the policy says; `attempt` runs the foreign code within the call's limit; `normalise_result` makes
 the `ToolResult` of what it returned, or the error becomes one.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import traceback
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,8 +21,11 @@ import msgspec
 from rollout.containment import Contained, current_containment
 from rollout.errors import LimitExceeded, ToolError
 from rollout.limits import Clock, Deadline, Limit
+from rollout.observe.tally import Tally
 from rollout.tools.attempt import CallError, attempt, conclude, run_side_by_side
+from rollout.tools.call_events import CallEvents
 from rollout.tools.function_tools import FunctionTool
+from rollout.tools.policy import ToolGate
 from rollout.tools.results import (
     ToolResult,
     add_metrics,
@@ -37,11 +40,8 @@ from rollout.utf8 import encodable
 from rollout.wait_places import format_user_frames
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Collection, Coroutine, Sequence
 
-    from rollout.observe.tally import Tally
-    from rollout.tools.call_events import CallEvents
-    from rollout.tools.policy import ToolGate
     from rollout.tools.results import Answers
     from rollout.tools.tool import Tool
 
@@ -66,7 +66,7 @@ class ToolSettings(msgspec.Struct, frozen=True, kw_only=True):
     cleanup_s: float
 
 
-class _Call(msgspec.Struct, eq=False):
+class _Call(msgspec.Struct, eq=False, gc=False):
     """One call of a turn.
 
     Attributes:
@@ -190,8 +190,11 @@ class TrajectoryTools:
         self._check_calls(turn, offered)
         if any(each.checked is not None and each.name not in self._opened for each in turn):
             await self._open_tools(turn, limit)
-        runs = [partial(self._run_call, each, limit) for each in turn if each.checked is not None]
-        await run_side_by_side(runs)
+        pending = [each for each in turn if each.checked is not None]
+        if len(pending) == 1:
+            await self._run_call(pending[0], limit)
+        else:
+            await run_side_by_side([partial(self._run_call, each, limit) for each in pending])
         return [self._bound_text(each.result) for each in turn if each.result is not None]
 
     def recall(
@@ -232,9 +235,7 @@ class TrajectoryTools:
                 self.invalid_in_a_row += 1
                 self._refuse(each, error_result(str(error)))
 
-    def _check(
-        self, call: ToolCall | InvalidToolCall, offered: Collection[str] | None
-    ) -> ToolCall:
+    def _check(self, call: ToolCall | InvalidToolCall, offered: Collection[str] | None) -> ToolCall:
         """The call as its tool gets it.
 
         Raises:
@@ -337,14 +338,18 @@ class TrajectoryTools:
         self._opened[tool.name] = session
         return session
 
-    async def _run_call(self, call: _Call, turn: Limit) -> None:
-        """Run a call; those of sessions with the same `serial` wait for each other, in order."""
-        serial, lock = self._opened[call.name].serial, None
+    def _run_call(self, call: _Call, turn: Limit) -> Coroutine[Any, Any, None]:
+        """Run a call: at once, or where it may have to wait for others before."""
+        serial, gate = self._opened[call.name].serial, self._settings.gates[call.name]
+        if serial is None and not gate.has_queue:
+            return self._answer(call, turn)
+        return self._answer_in_order(call, serial, turn)
+
+    async def _answer_in_order(self, call: _Call, serial: object | None, turn: Limit) -> None:
+        """Calls of sessions with the same `serial` wait for each other, in order."""
+        lock = None
         if serial is not None:
             lock = self._serial.setdefault(id(serial), anyio.Lock(fast_acquire=True))
-        elif not self._settings.gates[call.name].has_queue:
-            await self._answer(call, turn)
-            return
         # The limit of a call lies within the turn's, which counts also while it waits for others.
         with turn.open(None, ""):
             async with lock or nullcontext():
@@ -383,29 +388,29 @@ class TrajectoryTools:
         found = gate.find_result(call.arguments, kwargs)
         if found is not None:
             return found
-        what = f"tool {call.name!r}"
-        activity = f"{what} of trajectory {self._context.uid}/{self._context.member}"
         seconds, source = self._settings.tool_s, "limits.tool_s"
         if policy.timeout_s is not None:
             seconds, source = policy.timeout_s, f"timeout_s of {call.name!r}"
-
-        async def execute() -> ToolResult:
-            return normalise_result(await session.execute(call))
-
-        for tries in itertools.count(1):
-            async with gate.slot() if gate.has_queue else nullcontext():
+        slot, tries = object(), 0
+        while True:
+            tries += 1
+            try:
+                if gate.has_queue:
+                    await gate.acquire(slot)
                 limit = limit or turn.open(seconds, source)
-                try:
-                    result = await attempt(execute, limit=limit, what=what, activity=activity)
-                except LimitExceeded:
-                    if turn.is_over:
-                        raise
-                    failure = CallError(describe_timeout(limit.deadline))
-                except CallError as error:
-                    failure = error
-                else:
-                    gate.note_success(call.arguments, kwargs, result)
-                    return result
+                result = await self._attempt(session, call, limit)
+            except LimitExceeded:
+                if limit is None or turn.is_over:
+                    raise
+                failure = CallError(describe_timeout(limit.deadline))
+            except CallError as error:
+                failure = error
+            else:
+                gate.note_success(call.arguments, kwargs, result)
+                return result
+            finally:
+                gate.release(slot)
+            assert limit is not None
             pause_s = policy.backoff_s * 2 ** (tries - 1)
             is_last = tries > policy.retries or not policy.is_transient(failure.root)
             if is_last or anyio.current_time() + pause_s >= limit.deadline.at:
@@ -413,7 +418,13 @@ class TrajectoryTools:
                     raise failure
                 raise CallError(f"{failure} (after {tries} attempts)") from failure.__cause__
             await anyio.sleep(pause_s)
-        raise AssertionError("unreachable")
+
+    def _attempt(
+        self, session: ToolSession, call: ToolCall, limit: Limit
+    ) -> Coroutine[Any, Any, ToolResult]:
+        what = f"tool {call.name!r}"
+        activity = f"{what} of trajectory {self._context.uid}/{self._context.member}"
+        return attempt(_execute, session, call, limit=limit, what=what, activity=activity)
 
     def _count(self, call: _Call, seconds: float, *, is_refused: bool = False) -> None:
         """Count a call that has its result, or was cancelled, and emit its event: here only.
@@ -485,20 +496,14 @@ class TrajectoryTools:
         Raises:
             ToolError: The one that failed decides the trajectory's reward.
         """
-        rewards: dict[str, float | None] = {}
-        failures: list[ToolError] = []
+        judges = self._find_overriding("calc_reward")
+        rewards: dict[str, float | None] = dict.fromkeys(judges)
 
         async def judge(name: str) -> None:
-            try:
-                rewards[name] = await self._calc_reward(name)
-            except ToolError as failure:
-                failures.append(failure)
+            rewards[name] = await self._calc_reward(name)
 
-        judges = self._find_overriding("calc_reward")
         await run_side_by_side([partial(judge, name) for name in judges])
-        if failures:
-            raise failures[0]
-        found = {name: reward for name in judges if (reward := rewards[name]) is not None}
+        found = {name: reward for name, reward in rewards.items() if reward is not None}
         decided = [found[name] for name in found if self._opened[name].decides_reward]
         self.reward = sum(decided) if decided else None
         return list(found.values())
@@ -551,6 +556,10 @@ class TrajectoryTools:
         self._opened.clear()
         if interruption is not None:
             raise interruption
+
+
+async def _execute(session: ToolSession, call: ToolCall) -> ToolResult:
+    return normalise_result(await session.execute(call))
 
 
 def describe_timeout(deadline: Deadline) -> str:

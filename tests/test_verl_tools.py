@@ -9,18 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from langchain_core.tools import tool as langchain_tool
-from pydantic import BaseModel, Field
 
 import executors
 from rollout.errors import ToolError
 from rollout.integrations.verl.tools import VerlSchema
-from rollout.media.parts import MediaSource
 from rollout.tools import (
     ToolExecutor,
     ToolResult,
     TrajectoryTools,
-    langchain_tools,
     load_tools,
     load_verl_tools,
 )
@@ -254,7 +250,7 @@ def test_verl_file_that_is_none_is_refused(directory: Path, text: str, message: 
         load_verl_tools(directory / "nowhere.yaml")
 
 
-SHOP = Path(__file__).parents[2] / "examples" / "mcp_tools" / "server.py"
+SHOP = Path(__file__).parents[1] / "examples" / "mcp_tools" / "server.py"
 
 
 @pytest.mark.anyio
@@ -497,111 +493,3 @@ def test_verl_schema_reads_what_verls_models_have_by_default() -> None:
     assert bare.parameters.model_dump() == {"type": "object", "properties": {}, "required": []}
     with pytest.raises(AttributeError, match="the tool's schema has no 'nmae'"):
         bare.nmae  # noqa: B018
-
-
-# LangChain
-
-
-class Place(BaseModel):
-    lat: float
-
-
-class Where(BaseModel):
-    city: str = Field(description="The city.")
-    place: Place | None = None
-
-
-@langchain_tool(args_schema=Where)
-def weather(city: str, place: Place | None = None) -> str:
-    """Get the weather."""
-    if city == "Atlantis":
-        raise ValueError("no such city")
-    return f"sunny in {city}"
-
-
-@langchain_tool(response_format="content_and_artifact")
-async def forecast(days: int) -> tuple[str, dict[str, int]]:
-    """Get the forecast."""
-    return "rain", {"days": days}
-
-
-@langchain_tool
-def picture() -> list[Any]:
-    """Draw."""
-    return [{"type": "image", "url": "data:"}]
-
-
-@langchain_tool
-def blocks() -> list[Any]:
-    """Answer in blocks."""
-    return [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
-
-
-class Tree(BaseModel):
-    children: list[Tree]
-
-
-@langchain_tool
-def climb(tree: Tree) -> str:
-    """Climb."""
-    return "up"
-
-
-@pytest.mark.anyio
-async def test_langchain_tools_run_sync_and_async(executor: Callable[..., ToolExecutor]) -> None:
-    built = executor(weather, *langchain_tools([forecast, picture, blocks]))
-    assert built.schemas(["weather"])[0]["function"]["parameters"]["properties"] == {
-        "city": {"type": "string", "description": "The city."},
-        "place": {
-            "anyOf": [
-                {
-                    "type": "object",
-                    "properties": {"lat": {"type": "number"}},
-                    "required": ["lat"],
-                },
-                {"type": "null"},
-            ],
-            "default": None,
-        },
-    }
-    tools = built.open_session(uid="p", member=0)
-    assert await run(
-        tools,
-        ("weather", {"city": "Oslo", "place": {"lat": 60}}),
-        ("forecast", {"days": 3}),
-        ("weather", {"city": "Atlantis"}),
-        ("weather", {"town": "Oslo"}),
-        ("picture", {}),
-        ("blocks", {}),
-    ) == [
-        ToolResult("sunny in Oslo"),
-        ToolResult("rain", data={"days": 3}),
-        ToolResult("ValueError: no such city", is_error=True),
-        ToolResult(
-            "invalid arguments for 'weather': unknown 'town' (it takes 'city', 'place'); missing "
-            "'city'",
-            is_error=True,
-        ),
-        ToolResult(
-            "", images=(MediaSource("image", "data:", where="a content block of LangChain's"),)
-        ),
-        ToolResult("one two"),
-    ]
-
-
-def test_langchain_tool_that_cannot_be_one_is_refused(
-    executor: Callable[..., ToolExecutor],
-) -> None:
-    with pytest.raises(ToolError) as caught:
-        executor(climb)
-    assert str(caught.value) == (
-        "LangChain's 'climb': Tree contains itself; a tool's parameters must have a finite shape"
-    )
-    with pytest.raises(ToolError, match=r"^3 is no tool of LangChain: expected a BaseTool$"):
-        langchain_tools([3])
-
-
-def test_langchain_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "langchain_core.tools", None)
-    with pytest.raises(ToolError, match=r"pip install 'rollout-rl\[langchain\]'$"):
-        langchain_tools([weather])
