@@ -230,13 +230,6 @@ async def test_policy_fail_replica_dies_its_request_fails_and_it_is_started_agai
         assert pool.statistics()[0].starts == 2
 
 
-async def test_open_first_start_fails_error_names_replica_and_cause() -> None:
-    with pytest.raises(EngineError) as caught:
-        async with pool_of("BrokenCore", replicas=3).serving():
-            pytest.fail("opened")
-    assert str(caught.value).endswith(": FileNotFoundError: no weights here")
-
-
 async def test_open_start_takes_too_long_says_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
     async def forever(self: object) -> None:
         await anyio.sleep_forever()
