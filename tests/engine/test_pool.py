@@ -13,6 +13,7 @@ from trio.testing import MockClock
 
 import fake_core
 from fake_core import CountingCore
+from rollout.engine.channel.core_hosting import LAST_ANSWERS_S, watch_core
 from rollout.engine.core import Chunk, GenerationRequest, SamplingParams
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec
@@ -230,13 +231,6 @@ async def test_policy_fail_replica_dies_its_request_fails_and_it_is_started_agai
         assert pool.statistics()[0].starts == 2
 
 
-async def test_open_first_start_fails_error_names_replica_and_cause() -> None:
-    with pytest.raises(EngineError) as caught:
-        async with pool_of("BrokenCore", replicas=3).serving():
-            pytest.fail("opened")
-    assert str(caught.value).endswith(": FileNotFoundError: no weights here")
-
-
 async def test_open_start_takes_too_long_says_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
     async def forever(self: object) -> None:
         await anyio.sleep_forever()
@@ -394,3 +388,37 @@ async def test_request_that_waits_for_a_place_is_placed_where_its_trajectory_con
             clock.carry()
             clock.continue_carried(NEVER)
     assert generation.count == 3
+
+
+# A core that can lose its engine says so, and the pool starts another.
+
+LIFE_S = 10.0
+
+
+class LosableCore(CountingCore):
+    """Loses its engine ten seconds after its start."""
+
+    async def watch(self) -> str:
+        """Why, once it has."""
+        await anyio.sleep(LIFE_S)
+        return "its process ended"
+
+
+async def test_watch_lost_core_ends_after_its_last_words(caplog: pytest.LogCaptureFixture) -> None:
+    lost_at: list[float] = []
+    begun = anyio.current_time()
+    await watch_core(LosableCore(), lambda: lost_at.append(anyio.current_time() - begun))
+    assert lost_at == [LIFE_S + LAST_ANSWERS_S]
+    assert caplog.messages == ["the engine is lost: its process ended"]
+
+
+async def test_watch_core_that_cannot_tell_is_left_alone() -> None:
+    await watch_core(CountingCore(), lambda: pytest.fail("lost"))
+
+
+async def test_core_that_says_it_is_lost_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_core, "LosableCore", LosableCore, raising=False)
+    async with pool_of("LosableCore").serving() as pool:
+        while pool.statistics()[0].starts < 2:
+            await anyio.sleep(0.1)
+        assert (await ask(pool, 7, 3)).ids.tolist() == [8, 9, 10]

@@ -15,7 +15,7 @@ import rollout
 from faulty_cores import POISON
 from harness import Recorder
 from rollout import Outcome, Prompt
-from rollout.config import RecoveryConfig, SchedulingConfig, SimulatedEngine
+from rollout.config import SchedulingConfig, SimulatedEngine
 from rollout.engine.core import Chunk, GenerationRequest, SamplingParams, unpack_ids
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec
@@ -364,21 +364,6 @@ async def test_no_replica_left_one_that_is_added_takes_over(cores: list[Any]) ->
         assert anyio.current_time() == pytest.approx(2.5 + 100 + 2.0)
 
 
-async def test_no_replica_left_the_request_fails_at_the_deadline_with_the_reason(
-    cores: list[Any],
-) -> None:
-    async with pool_of(1, wait_s=20.0, backoff_s=1000.0).serving() as pool:
-        generation = Generation()
-        with anyio.move_on_after(2.5):
-            await ask(pool, [5, 100], 4, generation)
-        cores[0].on_death()
-        start = anyio.current_time()
-        with pytest.raises(EngineError, match=r"^no engine is left: engine-0: ") as caught:
-            await ask(pool, [5, 100], 4)
-        assert anyio.current_time() - start == pytest.approx(20.0)
-        assert caught.value.reason == "no_engine"
-
-
 async def test_add_replica_gets_work_and_does_not_start_twice_under_one_name(
     cores: list[Any],
 ) -> None:
@@ -396,17 +381,6 @@ async def test_add_replica_gets_work_and_does_not_start_twice_under_one_name(
         await pool.remove_replica("engine-1")
         assert await pool.add_replica() == "engine-2"
         assert [r.state for r in pool.statistics()] == ["serving", "removed", "serving"]
-
-
-async def test_add_replica_that_does_not_start_leaves_nothing(
-    cores: list[Any], monkeypatch: Any
-) -> None:
-    async with pool_of(1).serving() as pool:
-        pool._make_spec = lambda _: CoreSpec("fake_core:BrokenCore", {})
-        with pytest.raises(EngineError, match=r"^engine-1: FileNotFoundError: no weights here$"):
-            await pool.add_replica()
-        assert [r.name for r in pool.statistics()] == ["engine-0"]
-        assert list((await ask(pool, [5, 100], 2)).ids) == [101, 102]
 
 
 async def test_remove_replica_lets_its_requests_end(cores: list[Any]) -> None:
@@ -467,18 +441,6 @@ def updatable(replicas: int = 2, **options: Any) -> EnginePool:
     return pool_of(replicas, "UpdatableCore", options={"token_s": 1.0, **options})
 
 
-async def test_update_weights_every_replica_has_them_and_tokens_say_so(cores: list[Any]) -> None:
-    async with updatable(load_s=2.2).serving() as pool:
-        generation = Generation()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(ask, pool, [5, 100], 6, generation)
-            await anyio.sleep(0.5)
-            await pool.update_weights(8, DiskWeights("w8"), "in_place")
-        assert generation.versions == [[0, 2], [8, 4]]
-        assert [core.loaded for core in cores] == [["w8"], ["w8"]]
-        assert (await ask(pool, [5, 1], 1)).versions == [[8, 1]]
-
-
 async def test_restarted_replica_has_the_current_weights_before_it_serves(
     cores: list[Any],
 ) -> None:
@@ -510,35 +472,6 @@ async def test_replica_starts_while_weights_change_it_gets_the_last_ones(
         added = await pool.add_replica()
         assert added == "engine-1"
         assert cores[2].loaded == ["w2"]
-
-
-async def test_update_weights_nobody_can_load_the_old_ones_stay(cores: list[Any]) -> None:
-    async with updatable().serving() as pool:
-        await pool.update_weights(1, DiskWeights("w1"))
-        with pytest.raises(EngineError) as caught:
-            await pool.update_weights(2, DiskWeights("bad"))
-        assert str(caught.value) == (
-            "engine-0: FileNotFoundError: no weights in bad; "
-            "engine-1: FileNotFoundError: no weights in bad"
-        )
-        assert (await ask(pool, [5, 1], 1)).versions == [[1, 1]]
-
-
-async def test_update_weights_one_cannot_load_it_is_started_again(
-    cores: list[Any],
-) -> None:
-    async with updatable().serving() as pool:
-        cores[0]._name = "picky"
-        async with anyio.create_task_group() as tasks:
-            generations = [Generation(), Generation()]
-            for number, generation in enumerate(generations):
-                tasks.start_soon(ask, pool, [5, 100 + number], 4, generation)
-            await anyio.sleep(1.5)
-            await pool.update_weights(2, DiskWeights("odd"), "in_place")
-        assert sorted(r.starts for r in pool.statistics()) == [1, 2]
-        assert [g.versions[-1][0] for g in generations] == [2, 2]
-        assert sorted(g.resumes for g in generations) == [0, 1]
-        assert pool.recoveries.failed == 0
 
 
 async def test_update_weights_core_that_cannot_says_so(cores: list[Any]) -> None:
@@ -600,22 +533,3 @@ async def test_trajectory_whose_request_kills_engines_fails_and_is_not_run_again
     assert trajectory.cause is not None
     assert "3 engines were lost with the request of " in trajectory.cause.message
     assert trajectory.transcript.generated_length > 0
-
-
-async def test_trajectory_without_an_engine_fails_at_the_deadline() -> None:
-    scenario = Scenario(seed=1).reply("", filler=200)
-    config = scenario.config(recovery=RecoveryConfig(wait_s=30.0, backoff_s=1000.0))
-    recorder = Recorder()
-    async with recorder.open_rollout(config) as runtime, anyio.create_task_group() as tasks:
-
-        async def kill() -> None:
-            await anyio.sleep(1)
-            recorder.engines_alive()[0].kill()
-
-        tasks.start_soon(kill)
-        batch = await runtime.generate([user("go")])
-        assert anyio.current_time() == pytest.approx(31.0)
-    (trajectory,) = batch.trajectories
-    assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "no_engine")
-    assert trajectory.transcript.generated_length > 0
-    assert recorder.anomalies() == []

@@ -293,19 +293,6 @@ async def test_prefix_cache_drops_the_least_recently_used() -> None:
     assert [chunk.cached_tokens for chunk in cached] == [8, 4]
 
 
-def test_kv_cache_shares_blocks_between_running_requests() -> None:
-    kv = KvCache(tokens=100, block_tokens=4, prefix_cache=True)
-    prompt = encode_text("abcdefgh!").tobytes()
-    one, two = kv.acquire(prompt, 1), kv.acquire(prompt, 1)
-    assert one is not None
-    assert two is not None
-    assert kv.room == 100 - 8 - 2
-    kv.release(one, prompt, keep=True)
-    assert kv.room == 100 - 8 - 1
-    kv.release(two, prompt, keep=True)
-    assert (kv.room, kv.used_share) == (100, 0.0)
-
-
 # --- aborts -------------------------------------------------------------------------------------
 
 

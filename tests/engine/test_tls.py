@@ -17,11 +17,13 @@ from rollout.engine.pool.pool import EnginePool
 from rollout.engine.routing import Router
 from rollout.errors import ConfigError, EngineError
 
-pytestmark = [
-    pytest.mark.anyio,
-    pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"]),
-    pytest.mark.process,
-]
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """Real time."""
+    return "trio"
 
 
 @pytest.fixture
@@ -45,6 +47,7 @@ def pool_with(files: TlsFiles | None) -> EnginePool:
     )
 
 
+@pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
 async def test_tls_tokens_arrive_over_an_encrypted_channel(files: TlsFiles) -> None:
     async with pool_with(files).serving() as pool:
         generation = Generation()
@@ -71,7 +74,7 @@ async def test_tls_engine_without_its_key_says_which_file(files: TlsFiles) -> No
     )
 
 
-async def test_tls_one_file_alone_is_a_fault() -> None:
+def test_tls_one_file_alone_is_a_fault() -> None:
     with pytest.raises(ConfigError) as caught:
         ChannelConfig(tls_certificate="c.pem", tls_key="k.pem")
     assert "channel.tls_authority: missing; expected a path beside channel.tls_certificate" in str(
@@ -79,7 +82,7 @@ async def test_tls_one_file_alone_is_a_fault() -> None:
     )
 
 
-async def test_tls_of_engines_in_process_is_a_fault() -> None:
+def test_tls_of_engines_in_process_is_a_fault() -> None:
     channel = ChannelConfig(tls_certificate="c.pem", tls_key="k.pem", tls_authority="a.pem")
     with pytest.raises(ConfigError) as caught:
         RolloutConfig(engine=SimulatedEngine(), placement=InProcessPlacement(), channel=channel)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import anyio
 import attrs
@@ -20,6 +20,7 @@ from rollout.engine.channel.messages import ChannelSettings, ClientExpectations
 from rollout.engine.core import EngineLoad
 from rollout.engine.placement.placement import CoreSpec, Placement, ReplicaHandle
 from rollout.engine.pool.generation import TokenCounts
+from rollout.engine.pool.requests import Loss, Request
 from rollout.engine.routing import Router
 from rollout.engine.weights import DiskWeights, DistributedWeights
 from rollout.errors import ChannelError, EngineError
@@ -67,28 +68,6 @@ class Notifier:
             self._changed = None
 
 
-@attrs.define(eq=False)
-class Loss:
-    """A session that was lost, as the requests remember it that were in flight there.
-
-    Attributes:
-        reason: Why it was lost.
-        is_excused: The driver ended it, or an operation of the driver broke the engine: no request
-            is to blame.
-        is_process_lost: Whether the engine had to be restarted; known once `settled` has fired.
-    """
-
-    reason: str
-    is_excused: bool = False
-    is_process_lost: bool = False
-    settled: anyio.Event = attrs.field(factory=anyio.Event)
-
-    def settle(self, *, is_process_lost: bool) -> None:
-        """It is known now what became of the engine."""
-        self.is_process_lost = is_process_lost and not self.is_excused
-        self.settled.set()
-
-
 @attrs.frozen(eq=False)
 class SentWeights:
     """Weights that replicas were told to load.
@@ -102,22 +81,6 @@ class SentWeights:
     version: int
     source: DiskWeights | DistributedWeights
     is_staged: bool = False
-
-
-class SentRequest(Protocol):
-    """A request in flight on a replica."""
-
-    loss: Loss | None
-
-    @property
-    def request_id(self) -> str:
-        """Of the request that was sent."""
-
-    def interrupt(self) -> None:
-        """It is cut off by the driver, and resumes later from the tokens that it has."""
-
-    def resume(self) -> None:
-        """Its trajectory's time counts again."""
 
 
 @attrs.frozen(kw_only=True)
@@ -184,7 +147,7 @@ class Replica:
         self.start_error: EngineError | None = None
         self.channel: Channel | None = None
         self.routed: ReplicaState | None = None
-        self.requests: dict[SentRequest, None] = {}
+        self.requests: dict[Request, None] = {}
         self.weights: SentWeights | None = None
         self.released: frozenset[str] = frozenset()
         self.machines, self.is_here, self.machine = 1, True, ""

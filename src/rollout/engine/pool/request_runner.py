@@ -249,7 +249,7 @@ class RequestRunner:
         replica = self._replicas[dispatch.replica.name]
         channel = replica.channel
         assert channel is not None  # the router offers no other
-        request.begin(replica, dispatch)
+        request.begin(dispatch, replica.tokens)
         try:
             await self._submit(request, replica, channel)
             try:
@@ -287,9 +287,9 @@ class RequestRunner:
 
     def release(self, request: Request) -> None:
         """The engine does not work on a request, or no longer: count it there no more."""
-        dispatch, replica, generated = request.dispatch, request.replica, None
+        dispatch, generated = request.dispatch, None
         assert dispatch is not None
-        assert replica is not None
+        replica = self._replicas[dispatch.replica.name]
         if request.finish_reason in WHOLE_ANSWERS and not request.is_abandoned:
             generated = request.generation.parts[-1].count
             replica.prompt_tokens += dispatch.prompt_tokens
@@ -400,8 +400,10 @@ class RequestRunner:
         while running := [each for each in requests if each.is_running]:
             for request in running:
                 request.interrupt()
-                if request.replica is not None and request.replica.channel is not None:
-                    request.replica.channel.abort_nowait(request.request_id)
+                assert request.dispatch is not None
+                channel = self._replicas[request.dispatch.replica.name].channel
+                if channel is not None:
+                    channel.abort_nowait(request.request_id)
             with anyio.move_on_after(ABORT_AGAIN_S):
                 for request in running:
                     await request.done.wait()

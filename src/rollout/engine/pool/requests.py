@@ -11,8 +11,7 @@ import msgspec
 
 from rollout.engine.channel.messages import Submit
 from rollout.engine.core import Chunk, EngineInfo, FinishReason, SamplingParams
-from rollout.engine.pool.generation import ChunkFault, Generation
-from rollout.engine.pool.replica import Loss, Replica
+from rollout.engine.pool.generation import ChunkFault, Generation, TokenCounts
 from rollout.engine.pool.request_checks import describe_outside_id
 from rollout.engine.routing import Dispatch
 from rollout.errors import EngineError
@@ -26,6 +25,28 @@ from rollout.token_prefix import TokenPrefix
 STATEFUL_SAMPLING = ("presence_penalty", "frequency_penalty")
 #: The engine does not say which of the two it is.
 NO_TOKEN = "no token so far: in its queue, or being prefilled"
+
+
+@attrs.define(eq=False)
+class Loss:
+    """A session that was lost, as the requests remember it that were in flight there.
+
+    Attributes:
+        reason: Why it was lost.
+        is_excused: The driver ended it, or an operation of the driver broke the engine: no request
+            is to blame.
+        is_process_lost: Whether the engine had to be restarted; known once `settled` has fired.
+    """
+
+    reason: str
+    is_excused: bool = False
+    is_process_lost: bool = False
+    settled: anyio.Event = attrs.field(factory=anyio.Event)
+
+    def settle(self, *, is_process_lost: bool) -> None:
+        """It is known now what became of the engine."""
+        self.is_process_lost = is_process_lost and not self.is_excused
+        self.settled.set()
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -53,7 +74,8 @@ class Request:
         queue_scope: Of its wait in the queue, which is cancelled where its trajectory is carried.
 
     Attributes of the request in flight:
-        replica, dispatch: Where it is, or was last.
+        dispatch: Where it is, or was last.
+        counts: Of that replica's tokens.
         is_running: Whether one is in flight.
         deadline: That it was sent with.
         done: Fires when the engine no longer works on it.
@@ -87,8 +109,8 @@ class Request:
     queue_scope: anyio.CancelScope | None = None
     _is_paused: bool = False
 
-    replica: Replica | None = None
     dispatch: Dispatch | None = None
+    counts: TokenCounts = attrs.field(factory=TokenCounts)
     is_running: bool = False
     deadline: float = math.inf
     done: anyio.Event = attrs.field(factory=anyio.Event)
@@ -125,10 +147,10 @@ class Request:
         """What is left of the budget."""
         return self.sampling.max_new_tokens - self.generation.count
 
-    def begin(self, replica: Replica, dispatch: Dispatch) -> None:
+    def begin(self, dispatch: Dispatch, counts: TokenCounts) -> None:
         """A request is about to be sent there; the trajectory's time counts from now on."""
         self.resume()
-        self.replica, self.dispatch, self.done = replica, dispatch, anyio.Event()
+        self.dispatch, self.counts, self.done = dispatch, counts, anyio.Event()
         self.is_running = True
         self.deadline = self.limit.deadline.at
         self.finish_reason, self.error, self.first_at, self.loss = None, "", None, None
@@ -157,8 +179,7 @@ class Request:
 
     def take(self, chunk: Chunk) -> bool:
         """Append the tokens of a chunk; False where it contradicts what came before it."""
-        assert self.replica is not None
-        counts, tokens = self.replica.tokens, len(chunk.ids) // 4
+        counts, tokens = self.counts, len(chunk.ids) // 4
         if self.is_abandoned or self.is_malformed:
             counts.late += tokens
             return True
@@ -173,7 +194,7 @@ class Request:
             else:
                 counts.refused += tokens
             self.is_malformed = True
-            self.error = f"{self.replica.name} sent a faulty chunk: {error}"
+            self.error = f"{self.generation.replica} sent a faulty chunk: {error}"
             return False
         counts.taken += count
         counts.repeated += tokens - count
