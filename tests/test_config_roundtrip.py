@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.config import (
@@ -189,7 +189,6 @@ def configs(draw: st.DrawFn) -> RolloutConfig:
     )
 
 
-@settings(max_examples=100, deadline=None)
 @given(configs())
 def test_config_dumped_as_json_and_read_again_is_equal(config: RolloutConfig) -> None:
     dumped = dump_config(config)

@@ -15,12 +15,13 @@ from rollout.chat.transcript import Transcript
 from rollout.testing import run_virtual
 from trials import CEILING_S, TIMED, GroupTrial, Trial, findings
 
-CI_TRIALS = 20
+#: Trials of each kind in `make test`; the schedules that each of its seeds is tried under.
+CI_TRIALS = 6
 FULL_TRIALS = 2000
 GROUP_TRIALS = 800
 #: Trials of one test.
 SHARE = 20
-CI_SCHEDULES, SCHEDULES = 3, 20
+CI_SCHEDULES, SCHEDULES = 2, 20
 
 
 @pytest.fixture(autouse=True)
@@ -83,23 +84,22 @@ def check_trials(seeds: range, kind: type[Trial] = Trial) -> None:
         assert found == [], f"trial {seed} ({kind(seed).act}):\n" + "\n".join(found)
 
 
-@pytest.mark.parametrize("first", range(0, CI_TRIALS, SHARE))
-def test_random_trial_conservation_laws_hold(first: int) -> None:
-    check_trials(range(first, first + SHARE))
+def test_random_trial_conservation_laws_hold() -> None:
+    check_trials(range(CI_TRIALS))
 
 
 def test_random_trial_of_groups_conservation_laws_hold() -> None:
-    check_trials(range(SHARE), GroupTrial)
+    check_trials(range(CI_TRIALS), GroupTrial)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(SHARE, GROUP_TRIALS, SHARE))
+@pytest.mark.parametrize("first", range(0, GROUP_TRIALS, SHARE))
 def test_random_trial_of_groups_conservation_laws_hold_in_full(first: int) -> None:
     check_trials(range(first, first + SHARE), GroupTrial)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(CI_TRIALS, FULL_TRIALS, SHARE))
+@pytest.mark.parametrize("first", range(0, FULL_TRIALS, SHARE))
 def test_random_trial_conservation_laws_hold_in_full(first: int) -> None:
     check_trials(range(first, first + SHARE))
 
@@ -133,9 +133,8 @@ def check_schedules(seed: int, count: int) -> None:
             assert (calm[name].log_probs() == transcript.log_probs()).all()
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_schedule_seed_gives_the_same_bytes_and_any_the_same_tokens(seed: int) -> None:
-    check_schedules(seed, CI_SCHEDULES)
+def test_schedule_seed_gives_the_same_bytes_and_any_the_same_tokens() -> None:
+    check_schedules(0, CI_SCHEDULES)
 
 
 @pytest.mark.slow

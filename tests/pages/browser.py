@@ -62,6 +62,8 @@ class PageError(Exception):
 class Browser:
     """One page of a browser that belongs to this process; a context manager.
 
+    `renew` gives another page, which knows nothing of the one before.
+
     Attributes:
         requests: Addresses of all requests that the page made.
         complaints: What the page wrote to its console as a warning or error, or did not catch.
@@ -88,13 +90,9 @@ class Browser:
         )
         os.close(to_browser)
         os.close(from_browser)
-        target = self._ask("Target.createTarget", url="about:blank")["targetId"]
-        self._session: str | None = None
-        attached = self._ask("Target.attachToTarget", targetId=target, flatten=True)
-        self._session = attached["sessionId"]
-        for domain in ("Page", "Runtime", "Network", "Log"):
-            self._ask(f"{domain}.enable")
-        self.resize(width, height)
+        self._size = width, height
+        self._context = ""
+        self.renew()
 
     _session: str | None = None
 
@@ -106,6 +104,22 @@ class Browser:
         self._process.wait()
         os.close(self._write)
         os.close(self._read)
+
+    def renew(self) -> None:
+        """Leave the page for an empty one, with nothing stored and nothing noted."""
+        self._session = None
+        if self._context:
+            self._ask("Target.disposeBrowserContext", browserContextId=self._context)
+        self._context = self._ask("Target.createBrowserContext")["browserContextId"]
+        created = {"url": "about:blank", "browserContextId": self._context}
+        target = self._ask("Target.createTarget", **created)["targetId"]
+        attached = self._ask("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = attached["sessionId"]
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            self._ask(f"{domain}.enable")
+        self.resize(*self._size)
+        self.requests.clear()
+        self.complaints.clear()
 
     def resize(self, width: int, height: int, scale: float = 1) -> None:
         """Look at the page in a window of this size."""

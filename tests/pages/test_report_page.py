@@ -33,14 +33,21 @@ HOSTILE = (
 )
 
 
-@pytest.fixture
-def browser(tmp_path: Path) -> Iterator[Browser]:
-    """A browser; at the end nothing was complained of, and nothing asked of anybody else."""
-    with Browser(tmp_path / "profile") as browser:
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """The process."""
+    with Browser(tmp_path_factory.mktemp("profile")) as browser:
         yield browser
-        assert browser.complaints == []
-        assert {address.partition(":")[0] for address in browser.requests} <= {"file", "data"}
-        assert len({a for a in browser.requests if a.startswith("file:")}) <= 1
+
+
+@pytest.fixture
+def browser(chromium: Browser) -> Iterator[Browser]:
+    """A new page; at the end nothing was complained of, and nothing asked of anybody else."""
+    chromium.renew()
+    yield chromium
+    assert chromium.complaints == []
+    assert {address.partition(":")[0] for address in chromium.requests} <= {"file", "data"}
+    assert len({a for a in chromium.requests if a.startswith("file:")}) <= 1
 
 
 def made_page(
