@@ -16,8 +16,7 @@ import anyio
 
 from rollout.errors import RolloutError
 from rollout.limits import Deadline
-from rollout.scheduling.endings import CLOSED, BadEndings
-from rollout.scheduling.finished import explain_cut, make_unstarted
+from rollout.scheduling.endings import CLOSED, BadEndings, explain_cut, make_unstarted
 from rollout.scheduling.member_group import GROUP_S, Ended, Stage, cancel_members
 from rollout.scheduling.trajectory_events import emit_group_ended
 from rollout.types import Outcome

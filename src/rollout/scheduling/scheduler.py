@@ -8,8 +8,7 @@ import anyio
 
 from rollout.agents.identity import Ending
 from rollout.containment import enter_containment
-from rollout.scheduling.endings import CLOSED
-from rollout.scheduling.finished import make_unstarted
+from rollout.scheduling.endings import CLOSED, make_unstarted
 from rollout.scheduling.group_queue import GroupQueue
 from rollout.scheduling.member_group import Ended, cancel_members
 from rollout.scheduling.trajectory import TrajectoryRun, limit_trajectory, run_trajectory
