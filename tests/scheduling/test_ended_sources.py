@@ -103,18 +103,6 @@ async def test_second_carried_group_of_a_uid_outlives_the_end_of_the_next_list()
         assert uids(again)[::2] == ["v"]
 
 
-async def test_second_carried_group_of_a_uid_is_ended_as_the_runtime_closes() -> None:
-    async with rollout.open_rollout(config()) as runtime:
-        async with anyio.create_task_group() as tasks:
-            for _ in range(2):
-                own = [user("slow", uid="x"), user("go", uid="y")]
-                tasks.start_soon(runtime.collect, own, 1)
-        with pytest.raises(SourceEnded):
-            await runtime.collect([user("go", uid="z")], 9, policy=ALL)
-        assert runtime.statistics().carried == 2
-    assert (runtime.statistics().carried, runtime.statistics().outcomes["cancelled"]) == (0, 2)
-
-
 async def test_iterable_that_ends_after_its_call_leaves_what_was_carried_to_the_next_call() -> None:
     async def two() -> AsyncIterator[Prompt]:
         for prompt in of_step(0, "sg"):
@@ -138,22 +126,3 @@ async def test_prompts_of_a_list_that_has_ended_are_of_the_call_that_has_it() ->
                 for _ in range(4):
                     batch = await runtime.collect(of_step(0, "ggg"), 3)
                     assert uids(batch)[::2] == ["0.0", "0.1", "0.2"]
-
-
-async def test_longer_list_of_each_step_carries_into_the_next_call_and_is_resumed_itself() -> None:
-    policy = GroupPolicy(surplus="carry", oversample=1.5)
-    given = [of_step(step, "sggsggg") for step in range(4)]
-    taken = []
-    async with rollout.open_rollout(config()) as runtime:
-        for step, prompts in enumerate(given):
-            batch = await runtime.collect(prompts, 4, policy=policy, step=step)
-            taken.append(uids(batch)[::2])
-        assert runtime.statistics().carried == 4
-        again = await runtime.collect(given[0], 3, policy=ALL, step=4)
-    assert taken == [
-        ["0.1", "0.2", "0.4", "0.5"],
-        ["0.0", "0.3", "1.1", "1.2"],
-        ["1.0", "1.3", "2.1", "2.2"],
-        ["2.0", "2.3", "3.1", "3.2"],
-    ]
-    assert uids(again)[::2] == ["3.0", "3.3", "0.6"]

@@ -16,6 +16,7 @@ from race_situations import add, user
 from rollout import Group, Outcome, Reward, Trajectory
 from rollout.batch import RolloutBatch
 from rollout.config import LengthsConfig, LimitsConfig, RewardsConfig, SchedulingConfig
+from rollout.observe.events import TrajectoryEnded
 from rollout.runtime.blocking import open_rollout_blocking
 from rollout.testing import Scenario
 
@@ -412,3 +413,19 @@ async def test_group_of_one_has_the_prompt_of_its_trajectory() -> None:
     assert sorted(prompts) == ["prompt-0", "prompt-1"]
     assert all(group.prompt is prompts[group.uid] for group in seen)
     assert all(group.prompt.uid == group.uid for group in seen)
+
+
+async def test_group_reward_is_in_the_events_of_the_members_of_a_batch() -> None:
+    told: list[tuple[int, float | None]] = []
+
+    def read(event: Any, _: Any) -> None:
+        if isinstance(event, TrajectoryEnded):
+            told.append((event.member, event.reward))
+
+    config = Scenario(seed=1).config(scheduling=SchedulingConfig(samples_per_prompt=2))
+    async with rollout.open_rollout(config, group_reward=lambda group: [1.0, 2.0]) as runtime:
+        runtime.services.events.attach(read)
+        await runtime.generate([user("p0")])
+        with anyio.move_on_after(0):  # those are told of whom nobody rewards
+            await runtime.generate([user("p1")])
+    assert told == [(0, 1.0), (1, 2.0), (0, None), (1, None)]

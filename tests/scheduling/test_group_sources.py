@@ -251,19 +251,8 @@ def test_data_set_that_blocks_does_not_block_the_loop(backend: str) -> None:
     anyio.run(act, backend=backend)
 
 
-async def test_what_an_iterator_of_one_call_has_left_comes_first_in_the_next() -> None:
-    async with rollout.open_rollout(config()) as runtime:
-        policy = GroupPolicy(surplus="carry", oversample=1.5)
-        first = iter([user("a0", "slow"), *prompts(3, "b")])
-        assert uids(await runtime.collect(first, 2, policy=policy)) == ["b0", "b1"]
-        del first
-        assert runtime.statistics().carried == 1
-        second = await runtime.collect(iter(prompts(3, "c")), 2, policy=GroupPolicy())
-        assert uids(second) == ["a0", "c0"]
-
-
 class Fresh:
-    """A loader of one step; each of its iterators refers to it in another way."""
+    """A loader of one step."""
 
     def __init__(self, step: int) -> None:
         self._step = step
@@ -278,32 +267,6 @@ class Fresh:
         return user(f"{self._step}.{at}", "go" if at else "slow")
 
 
-class FreshByExpression(Fresh):
-    def __iter__(self) -> Iterator[Prompt]:
-        return (self.row(at) for at in range(6))
-
-
-class FreshByMethod(Fresh):
-    def __iter__(self) -> Iterator[Prompt]:
-        return self.rows()
-
-
-class FreshByObject(Fresh):
-    class Rows:
-        def __init__(self, loader: Fresh) -> None:
-            self._loader, self._at = loader, 0
-
-        def __iter__(self) -> FreshByObject.Rows:
-            return self
-
-        def __next__(self) -> Prompt:
-            self._at += 1
-            return self._loader.row(self._at - 1)
-
-    def __iter__(self) -> Iterator[Prompt]:
-        return self.Rows(self)
-
-
 class FreshAsync(Fresh):
     def __iter__(self) -> Any:
         raise NotImplementedError
@@ -313,9 +276,7 @@ class FreshAsync(Fresh):
             yield prompt
 
 
-@pytest.mark.parametrize(
-    "kind", [Fresh, FreshByExpression, FreshByMethod, FreshByObject, FreshAsync]
-)
+@pytest.mark.parametrize("kind", [Fresh, FreshAsync])
 async def test_what_a_loader_of_one_call_has_left_comes_first_in_the_next(
     kind: type[Fresh],
 ) -> None:
@@ -325,23 +286,6 @@ async def test_what_a_loader_of_one_call_has_left_comes_first_in_the_next(
             taken.append(uids(await runtime.collect(kind(step), 2, policy=policy, step=step)))
             assert runtime.statistics().carried == 1
     assert taken == [["0.1", "0.2"], ["0.0", "1.1"], ["1.0", "2.1"]]
-
-
-async def test_loader_that_is_held_by_a_function_alone_stays_where_it_was_left() -> None:
-
-    def kept() -> Callable[[], Any]:
-        class Own:
-            def __iter__(self) -> Iterator[Prompt]:
-                return (user(f"{type(loader).__name__}{at}") for at in range(9))
-
-        loader = Own()
-        return lambda: runtime.collect(loader, 2, policy=GroupPolicy(oversample=1.0))
-
-    async with rollout.open_rollout(config()) as runtime:
-        take = kept()
-        assert uids(await take()) == ["Own0", "Own1"]
-        assert uids(await runtime.collect(iter(prompts(2)), 2)) == ["p0", "p1"]
-        assert uids(await take()) == ["Own2", "Own3"]
 
 
 class Mapped:
@@ -370,14 +314,6 @@ async def test_dataset_that_cannot_say_its_length_has_none() -> None:
     async with rollout.open_rollout(config()) as runtime:
         found = [uids(await runtime.collect(data, 1, policy=policy)) for _ in range(3)]
     assert found == [["p0"], ["p1"], ["p2"]]
-
-
-async def test_source_that_is_still_held_keeps_what_it_has_left() -> None:
-    async with rollout.open_rollout(config()) as runtime:
-        held = iter(prompts(4, "h"))
-        assert uids(await runtime.collect(held, 2)) == ["h0", "h1"]
-        assert uids(await runtime.collect(iter(prompts(2, "o")), 2)) == ["o0", "o1"]
-        assert uids(await runtime.collect(held, 2)) == ["h2", "h3"]
 
 
 @pytest.fixture

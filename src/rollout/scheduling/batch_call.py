@@ -17,7 +17,7 @@ from rollout.scheduling.member_group import Ended, Member, MemberGroup, cancel_m
 from rollout.scheduling.scheduler import LOST
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
     from rollout.errors import JournalError
     from rollout.limits import Deadline
@@ -81,6 +81,7 @@ class BatchCall(Call):
         #: Finds the trajectories that have ended; those that were sent while they are referenced.
         self._found: dict[Member, Callable[[], Trajectory | None]] = {}
         self._unwritten: JournalError | None = None
+        self._untold = {} if scheduler.rewards_groups else None
         for group in sorted(groups, key=lambda group: -group.prompt.priority):
             group.call = self
             self.groups.adopt(group)
@@ -161,7 +162,13 @@ class BatchCall(Call):
 
     async def _leave(self, left: Leftovers) -> None:
         await super()._leave(left)
+        self._tell(tuple(self._untold or ()))
         self.scheduler.count_lost([each for each in self.members if not each.is_finished])
+
+    def _tell(self, members: Iterable[Member]) -> None:
+        """Tell readers of events that members have their outcomes, and their rewards."""
+        for member in members if self._untold is not None else ():
+            self.scheduler.tell_end(member, self._untold.pop(member))
 
     def _fail(self, error: BaseException) -> None:
         self.cancel(None, None, "failure_budget")
@@ -175,6 +182,7 @@ class BatchCall(Call):
         return unwritten is None
 
     async def _hand_over(self, group: MemberGroup, wanted: Sequence[Ended]) -> None:
+        self._tell([each.member for each in wanted])
         if self._events.tells_all:
             self._emit_group_ended(wanted)
         self.groups.settle(group, "accepted")

@@ -16,8 +16,7 @@ import anyio
 
 from rollout.errors import RolloutError
 from rollout.limits import Deadline
-from rollout.scheduling.endings import CLOSED, BadEndings
-from rollout.scheduling.finished import explain_cut, make_unstarted
+from rollout.scheduling.endings import CLOSED, BadEndings, explain_cut, make_unstarted
 from rollout.scheduling.member_group import GROUP_S, Ended, Stage, cancel_members
 from rollout.scheduling.trajectory_events import emit_group_ended
 from rollout.types import Outcome
@@ -81,6 +80,8 @@ class Call:
         #: Groups that are complete and not judged; and calls of group rewards.
         self._judging = 0
         self._rewards: dict[MemberGroup, anyio.CancelScope] = {}
+        #: Members that readers of events are told of with the rewards of their group.
+        self._untold: dict[Member, Trajectory] | None = None
         self._has_ended = anyio.Event()
 
     # Its life.
@@ -321,6 +322,10 @@ class Call:
         if is_wanted:
             self._log.note_end(member, trajectory)  # first: it fails what it cannot write
         self.scheduler.count_end(member, trajectory)
+        if is_wanted and self._untold is not None:
+            self._untold[member] = trajectory
+        else:
+            self.scheduler.tell_end(member, trajectory)
         self._count(trajectory, is_wanted=is_wanted, is_again=again is not None)
         if not is_wanted or not self.groups.can_judge(group):
             return None

@@ -1,4 +1,4 @@
-"""Failed and rejected trajectories of a call: counted, and logged once for each cause."""
+"""How members end: without a reward, unstarted; and what a call says of those that failed."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from rollout.agents.identity import Ending
 from rollout.agents.trajectory_state import UNRESPONSIVE
+from rollout.chat.trajectory import Trajectory
+from rollout.chat.transcript import Transcript
 from rollout.errors import LimitExceeded
 from rollout.plurals import count
-from rollout.types import Outcome
+from rollout.types import Cause, Outcome
 
 if TYPE_CHECKING:
-    from rollout.chat.trajectory import Trajectory
     from rollout.config import SchedulingConfig
+    from rollout.limits import Deadline
     from rollout.observe.tally import Tally
+    from rollout.scheduling.member_group import Member
 
 logger = logging.getLogger("rollout.scheduling")
 
@@ -31,6 +35,47 @@ SHOWN_CHARACTERS = 400
 
 #: Outcome, reason, and the message of an error.
 _Cause = tuple[Outcome, str, str]
+
+
+def exclude(trajectory: Trajectory) -> None:
+    """Mark a trajectory as not trainable, without a reward."""
+    trajectory.trainable, trajectory.reward = False, None
+    for segment in trajectory.segments:
+        segment.reward = segment.token_rewards = None
+
+
+def end_without_reward(
+    trajectory: Trajectory, outcome: Outcome, reason: str, source: str | None, cause: Cause | None
+) -> None:
+    """Give an outcome to a trajectory whose reward is unknown: it keeps its tokens, untrained."""
+    trajectory.outcome, trajectory.reason = outcome, reason
+    trajectory.limit_source, trajectory.cause = source, cause
+    exclude(trajectory)
+
+
+def explain_cut(member: Member, deadline: Deadline) -> Ending:
+    """Say how a member was ended from outside: it was cancelled, or else met this deadline."""
+    if member.cancel_reason is not None:
+        return Ending(outcome=Outcome.CANCELLED, reason=member.cancel_reason)
+    error = deadline.error()
+    return Ending(outcome=error.outcome, reason=error.reason, limit_source=error.source)
+
+
+def make_unstarted(member: Member, ending: Ending, cause: Cause | None = None) -> Trajectory:
+    """Make the trajectory of a member whose agent never ran: an outcome and no tokens."""
+    return Trajectory(
+        uid=member.identity.uid,
+        group=member.identity.group,
+        member=member.identity.member,
+        transcript=Transcript(),
+        outcome=ending.outcome,
+        reason=ending.reason,
+        limit_source=ending.limit_source,
+        cause=cause,
+        trainable=False,
+        extra=dict(member.prompt.extra),
+        prompt=member.prompt,
+    )
 
 
 class BadEndings:

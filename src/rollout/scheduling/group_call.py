@@ -224,7 +224,6 @@ class GroupCall(Call):
         found = self._queue.pop_group(self)
         if found is None:
             return False
-        found = found.reopen(self.groups.wanted.members)
         group = self.groups.refresh(found)
         if group is not found:  # its prompt begins again
             cancel_members([each for each in found.waiting if each.is_carried], STALE)
@@ -266,7 +265,8 @@ class GroupCall(Call):
 
     async def _hand_over(self, group: MemberGroup, wanted: Sequence[Ended]) -> None:
         result = Group.of(group.uid, group.prompt, [each.trajectory for each in wanted])
-        is_accepted = True if _were_delivered(wanted) else self._call_accept(result)
+        were_taken = bool(wanted) and all(each.member.was_taken for each in wanted)
+        is_accepted = True if were_taken else self._call_accept(result)
         if is_accepted is None:
             group.stage = Stage.UNJUDGED
             return
@@ -309,12 +309,6 @@ def get_result(group: MemberGroup) -> Group:
     """Return what the consumer of an accepted group gets."""
     assert group.result is not None
     return group.result
-
-
-def _were_delivered(wanted: Sequence[Ended]) -> bool:
-    """Whether an earlier process delivered these, so that they are accepted unasked."""
-    logs = [each.member.log for each in wanted]
-    return bool(logs) and all(log is not None and log.is_taken for log in logs)
 
 
 def make_group_call(

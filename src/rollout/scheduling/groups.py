@@ -204,7 +204,14 @@ class Groups:
     # Groups and members that it has.
 
     def refresh(self, group: MemberGroup) -> MemberGroup:
-        """Return the group, for adoption; a restarted one where its tokens are too old to take."""
+        """Return the group for adoption; restarted, where it cannot be taken as it is.
+
+        One that was complete for another call has cancelled the members not wanted there, and may
+        have too few here; or its tokens are too old.
+        """
+        if group.is_complete and len(group.ended) < self.wanted.members:
+            return group.restart()
+        group.stage = min(group.stage, Stage.REWARDED)
         if not group.is_sampled:
             return group
         # After a resumption the weights may be older than those that it has tokens of.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
 import attrs
 
 from rollout.agents.identity import Identity
-from rollout.agents.turn_log import TurnLog
 from rollout.chat.group import Group
 from rollout.limits import Clock, Deadline
 from rollout.types import Outcome, Prompt
@@ -23,43 +22,14 @@ if TYPE_CHECKING:
 GROUP_S = "scheduling.groups.group_s"
 
 
-class Running(Protocol):
-    """A member's agent, or the call of its reward, while it runs."""
-
-    @property
-    def tokens(self) -> int | None:
-        """Sampled so far by an agent; None of a reward."""
-
-    def cancel(self) -> None:
-        """Have it end soon."""
-
-
-class MemberLog(TurnLog, Protocol):
-    """A member's part of the journal."""
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether an earlier process finished the trajectory."""
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether a caller of an earlier process had it."""
-
-    def begin(self) -> None:
-        """Begin an attempt from the start of its agent."""
-
-    def delivered(self) -> None:
-        """Note that the caller has it."""
-
-
 @attrs.define(eq=False, weakref_slot=False)
 class Member:
     """One trajectory to be run, from admission to its outcome.
 
     Attributes:
         refills: How often it was restarted because it had failed.
-        log: Its part of the journal; None where there is none.
-        running: Its agent or the call of its reward, while there is one.
+        log: Its part of the journal, a `TrajectoryLog`; None where there is none.
+        running: Its `TrajectoryRun`, or the `RewardCall` of its reward, while there is one.
         slot_wait: What ends its wait for a slot.
         cancel_reason: Set once it has been cancelled.
         deadline_met: The deadline of its call or group, where that ends it.
@@ -76,8 +46,8 @@ class Member:
     identity: Identity
     group: MemberGroup
     refills: int = 0
-    log: MemberLog | None = None
-    running: Running | None = None
+    log: Any = None
+    running: Any = None
     slot_wait: anyio.CancelScope | None = None
     cancel_reason: str | None = None
     deadline_met: Deadline | None = None
@@ -91,7 +61,13 @@ class Member:
     @property
     def tokens(self) -> int | None:
         """Sampled so far, while its agent runs; else None."""
-        return None if self.running is None else self.running.tokens
+        tokens: int | None = None if self.running is None else self.running.tokens
+        return tokens
+
+    @property
+    def was_taken(self) -> bool:
+        """Whether a caller of an earlier process had it."""
+        return self.log is not None and self.log.is_taken
 
     @property
     def is_ending(self) -> bool:
@@ -103,7 +79,7 @@ class Member:
         is_meant = uid in (None, self.identity.uid) and member in (None, self.identity.member)
         return is_meant and self.cancel_reason is None
 
-    def set_running(self, running: Running) -> None:
+    def set_running(self, running: Any) -> None:
         """Note what is cancelled with the member from now on; at once where that is ending."""
         self.running = running
         if self.is_ending:
@@ -268,7 +244,7 @@ class MemberGroup:
         """
         if len(self.ended) < count:
             return []
-        taken = [e for e in self.ended if e.member.log is not None and e.member.log.is_taken]
+        taken = [each for each in self.ended if each.member.was_taken]
         if len(taken) >= count:  # an earlier process gave these out
             return sorted(taken, key=_get_number)[:count]
         sound = sum(each.trajectory.trainable for each in self.ended)
@@ -281,16 +257,6 @@ class MemberGroup:
         self.running.pop(member, None)
         if member in self.waiting:
             self.waiting.remove(member)
-
-    def reopen(self, members: int) -> MemberGroup:
-        """Return it for a call that wants so many members; as it was pulled, where it has too few.
-
-        One that was complete for another call has cancelled the members not wanted there.
-        """
-        if self.is_complete and len(self.ended) < members:
-            return self.restart()
-        self.stage = min(self.stage, Stage.REWARDED)
-        return self
 
     def restart(self) -> MemberGroup:
         """Make a group of the same prompt, without members, as it was when it was pulled."""

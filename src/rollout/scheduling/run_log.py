@@ -51,10 +51,7 @@ class RunLog:
         return []
 
     def take_missing(self, step: int) -> int | None:
-        """Return without how many groups a `collect` of this step returned; None: it did not.
-
-        Such a call is over with the groups that it delivered.
-        """
+        """Return without how many groups a `collect` of this step returned; None: it did not."""
         return None
 
     def note_missing(self, step: int, missing: int) -> None:
@@ -66,10 +63,7 @@ class RunLog:
     # Members.
 
     def enrol_batch(self, members: Sequence[Member]) -> Callable[[], None]:
-        """Give the members of a `generate` or `stream` their logs; in any thread.
-
-        Returns:
-            Records their prompts; to be called on the loop.
+        """Give the members of a list's call their logs, in any thread; return what records them.
 
         Raises:
             PromptError: A prompt holds what cannot be recorded, or differs from that of before.
@@ -96,18 +90,14 @@ class RunLog:
     async def wait_written(
         self, members: Sequence[Member], deadline: float, is_over: Callable[[], bool]
     ) -> JournalError | None:
-        """Wait until the ends of these members are recorded; return why they cannot be.
+        """Wait until the ends of members are recorded; return why they cannot be.
 
         A disk that refuses them is waited for until the deadline, or until `is_over`.
         """
         return None
 
     def note_delivery(self, members: Sequence[Member], step: int | None = None) -> int:
-        """Record that the caller, of groups one of this step, gets these members.
-
-        Returns:
-            The number of that record; 0: none.
-        """
+        """Record that the caller, of groups one of this step, gets these; the record's number."""
         return 0
 
     async def wait_delivery(self, number: int, deadline: float) -> JournalError | None:

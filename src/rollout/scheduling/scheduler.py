@@ -8,8 +8,7 @@ import anyio
 
 from rollout.agents.identity import Ending
 from rollout.containment import enter_containment
-from rollout.scheduling.endings import CLOSED
-from rollout.scheduling.finished import make_unstarted
+from rollout.scheduling.endings import CLOSED, make_unstarted
 from rollout.scheduling.group_queue import GroupQueue
 from rollout.scheduling.member_group import Ended, cancel_members
 from rollout.scheduling.trajectory import TrajectoryRun, limit_trajectory, run_trajectory
@@ -185,11 +184,15 @@ class Scheduler:
         member.group.between.append(Ended(member, trajectory))
         self.log.note_end(member, trajectory)
         self.count_end(member, trajectory)
+        self.tell_end(member, trajectory)
 
     def count_end(self, member: Member, trajectory: Trajectory) -> None:
-        """Count the outcome of a member, and tell readers of events."""
+        """Count the outcome of a member."""
         member.is_finished = True
         self.tally.outcomes[trajectory.outcome] += 1
+
+    def tell_end(self, member: Member, trajectory: Trajectory) -> None:
+        """Tell readers of events that a member has its outcome."""
         if self.events.is_on:
             emit_ended(self.events, member, trajectory)
 
@@ -197,7 +200,9 @@ class Scheduler:
         """Count members of which nobody gets a trajectory."""
         ending = Ending(outcome=Outcome.CANCELLED, reason=LOST)
         for member in members:
-            self.count_end(member, make_unstarted(member, ending))
+            trajectory = make_unstarted(member, ending)
+            self.count_end(member, trajectory)
+            self.tell_end(member, trajectory)
 
     # Carried members.
 

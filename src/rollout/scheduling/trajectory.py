@@ -32,8 +32,9 @@ from rollout.errors import (
 )
 from rollout.limits import AGENT_TIMEOUT, AGENT_TIMEOUT_S, Clock, Deadline
 from rollout.observe.user_spans import enter_trajectory
-from rollout.scheduling.endings import CLOSED, NEVER_GENERATED
-from rollout.scheduling.finished import (
+from rollout.scheduling.endings import (
+    CLOSED,
+    NEVER_GENERATED,
     end_without_reward,
     exclude,
     explain_cut,

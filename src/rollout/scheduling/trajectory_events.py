@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from rollout.chat.trajectory import Trajectory
     from rollout.observe.event_stream import EventStream
+    from rollout.observe.events import Event
     from rollout.scheduling.member_group import Ended, Member
 
 
@@ -24,12 +25,12 @@ def emit_started(events: EventStream, member: Member, attempt: int, started: flo
         _number(events, member)
         member.began = started
         events.begin(member.identity.number)
-    events.tell(_started, (member.identity.number, events.now(), member, attempt))
+    event = TrajectoryStarted(at=events.now(), **_named(member), attempt=attempt)
+    events.tell(_take_event, (member.identity.number, event))
 
 
-def _started(_: float, facts: Sequence[Any]) -> tuple[TrajectoryStarted, None]:
-    _, at, member, attempt = facts
-    return TrajectoryStarted(at=at, **_named(member), attempt=attempt), None
+def _take_event(_: float, facts: Sequence[Any]) -> tuple[Event, None]:
+    return facts[1], None
 
 
 def emit_ended(events: EventStream, member: Member, trajectory: Trajectory) -> None:
@@ -105,22 +106,16 @@ def emit_rewarded(
     is_group: bool = False,
 ) -> None:
     """A reward function has answered for a member, or for the group that it is the first of."""
-    number = NO_TRAJECTORY if is_group else member.identity.number
-    events.tell(_rewarded, (number, events.now(), member, began, reward, error))
-
-
-def _rewarded(start: float, facts: Sequence[Any]) -> tuple[RewardEnded, None]:
-    trajectory, at, member, began, reward, error = facts
     event = RewardEnded(
-        at=at,
-        trajectory=trajectory,
+        at=events.now(),
+        trajectory=NO_TRAJECTORY if is_group else member.identity.number,
         batch=member.batch,
         group=member.identity.group,
-        began=began - start,
+        began=events.since_start(began),
         reward=reward,
         error=error,
     )
-    return event, None
+    events.tell(_take_event, (event.trajectory, event))
 
 
 def _named(member: Member) -> dict[str, Any]:

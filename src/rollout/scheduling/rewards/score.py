@@ -23,7 +23,7 @@ from rollout.chat.reward_values import (
 )
 from rollout.containment import Contained, UnresponsiveError
 from rollout.limits import Deadline
-from rollout.scheduling.finished import end_without_reward, exclude
+from rollout.scheduling.endings import end_without_reward, exclude
 from rollout.scheduling.rewards.functions import GROUP, SINGLE, LoadedReward, RewardFunctions
 from rollout.scheduling.rewards.processes import RewardProcesses, RewardRaisedError
 from rollout.scheduling.trajectory_events import emit_rewarded
