@@ -173,9 +173,9 @@ class Contained(Generic[T]):
 
         Both parts run in one task, to which whatever the first one has open belongs.
         """
+        self.scope.deadline = math.inf
         self._report()
-        self.around = None
-        self._continued = anyio.Event()
+        self.around, self._continued = None, anyio.Event()
         with anyio.CancelScope(shield=True):
             await self._continued.wait()
 

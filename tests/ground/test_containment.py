@@ -20,7 +20,7 @@ from rollout import AgentLoop, Outcome, Prompt, RolloutBatch, Trajectory, functi
 from rollout.agents import AgentContext, register_agent
 from rollout.agents.trajectory_state import Shared
 from rollout.config import LimitsConfig, SchedulingConfig, ToolsConfig
-from rollout.errors import LimitExceeded, RolloutError
+from rollout.errors import RolloutError
 from rollout.interactions import Interaction, InteractionTurn
 from rollout.testing import Scenario, tool_call
 from rollout.tools import Tool, ToolContext, ToolResult, ToolSession
@@ -631,40 +631,6 @@ async def test_runtime_is_closed_generate_of_another_task_keeps_every_trajectory
     assert {(s.outcome, s.reason) for s in partial.samples} == {("cancelled", "closed")}
     with_tokens = sum(t.transcript.generated_length > 0 for t in partial.trajectories)
     assert with_tokens == 64
-
-
-async def test_runtime_is_closed_stream_of_another_task_learns_it() -> None:
-    errors, received = [], []
-    config = Scenario(seed=1).reply("quick", "ok").reply("", filler=1000).config()
-
-    async with anyio.create_task_group() as tasks:
-
-        async def call(runtime: Any) -> None:
-            try:
-                async with runtime.stream([user("quick"), user("slow")]) as trajectories:
-                    async for trajectory in trajectories:
-                        received.append(trajectory)  # noqa: PERF401  (the error comes between)
-            except RolloutError as error:
-                errors.append(error)
-
-        async with rollout.open_rollout(config) as runtime:
-            tasks.start_soon(call, runtime)
-            await anyio.sleep(1)
-    assert [t.uid for t in received] == ["prompt-0"]
-    assert str(errors[0]) == "the runtime was closed while this call was running"
-    ends = [(s.uid, s.outcome) for s in errors[0].partial.samples]
-    assert ends == [("prompt-0", "completed"), ("prompt-1", "cancelled")]
-
-
-async def test_stream_exceeds_its_failure_budget_the_error_has_what_there_was() -> None:
-    scheduling = SchedulingConfig(max_failures=1, max_failure_share=0.0)
-    prompts = [user("base exception", agent_name="raising") for _ in range(4)]
-    async with rollout.open_rollout(OK.config(scheduling=scheduling)) as runtime:
-        with pytest.raises(LimitExceeded) as caught:
-            async with runtime.stream(prompts) as trajectories:
-                received = [each async for each in trajectories]
-    assert caught.value.partial is not None
-    assert len(caught.value.partial.samples) == len(received) == 4
 
 
 @pytest.mark.parametrize("anyio_backend", ["trio"])
