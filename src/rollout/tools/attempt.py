@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import anyio
 import anyio.lowlevel
 
-from rollout.containment import (
-    Contained,
-    UnresponsiveError,
-    current_containment,
-    open_containment,
-)
+from rollout.containment import Contained, UnresponsiveError, containment_here
 from rollout.errors import LimitExceeded, ToolError
 from rollout.limits import call_limit
 from rollout.scopes import find_exception
@@ -59,12 +54,9 @@ async def attempt(
         LimitExceeded: `limit` was over; the action was cancelled, and has ended.
         UnresponsiveError: It was cancelled, and did not end.
     """
-    containment = current_containment()
-    if containment is None:  # outside of a runtime
-        async with open_containment(5.0):
-            return await attempt(action, *args, limit=limit, what=what, activity=activity)
-    code: Contained[T] = Contained(containment, what, activity)
-    return cast("T", await conclude(code, code.run(partial(action, *args)), limit))
+    async with containment_here() as containment:
+        code = Contained[T](containment, what, activity=activity)
+        return cast("T", await conclude(code, code.run(partial(action, *args)), limit))
 
 
 async def conclude(code: Contained[T], running: Awaitable[object], limit: Limit) -> T | None:
