@@ -20,7 +20,7 @@ import anyio.lowlevel
 
 from rollout.bridge import loop_clock
 from rollout.scopes import open_task_group
-from rollout.wait_places import await_frames, describe_place
+from rollout.wait_places import describe_place
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
@@ -74,6 +74,18 @@ class StoppableCoroutine(Generator[Any, Any, Any]):
             with suppress(BaseException):  # its clean-up failed, or it has ended
                 stopped.throw(_Stopped)
         return self.coroutine.send(None)
+
+
+def await_frames(coroutine: Any) -> list[FrameType]:
+    """The frames of what waits for each other, from this coroutine in; also of a running one.
+
+    They end where an async generator is iterated: Python does not say what such a step waits for.
+    """
+    frames: list[FrameType | None] = []
+    while coroutine is not None:
+        frames.append(getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None))
+        coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
+    return [frame for frame in frames if frame is not None]
 
 
 class Contained(Generic[T]):
@@ -173,9 +185,9 @@ class Contained(Generic[T]):
 
         Both parts run in one task, to which whatever the first one has open belongs.
         """
+        self.scope.deadline = math.inf
         self._report()
-        self.around = None
-        self._continued = anyio.Event()
+        self.around, self._continued = None, anyio.Event()
         with anyio.CancelScope(shield=True):
             await self._continued.wait()
 

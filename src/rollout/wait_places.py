@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,18 +41,6 @@ def module_name(frame: FrameType) -> str:
 def root_module(frame: FrameType) -> str:
     """The package that its code is of."""
     return module_name(frame).partition(".")[0]
-
-
-def await_frames(coroutine: Any) -> list[FrameType]:
-    """The frames of what waits for each other, from this coroutine in; also of a running one.
-
-    They end where an async generator is iterated: Python does not say what such a step waits for.
-    """
-    frames: list[FrameType | None] = []
-    while coroutine is not None:
-        frames.append(getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None))
-        coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
-    return [frame for frame in frames if frame is not None]
 
 
 def describe_place(frames: Sequence[FrameType]) -> str:

@@ -25,10 +25,9 @@ import anyio.to_thread
 import sniffio
 
 from rollout.bridge import loop_poster, runs_on_trio, settle
-from rollout.containment import enter_containment, note_where_it_waits
+from rollout.containment import await_frames, enter_containment, note_where_it_waits
 from rollout.errors import ToolError
 from rollout.scopes import release_token
-from rollout.wait_places import await_frames
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine

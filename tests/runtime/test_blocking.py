@@ -17,7 +17,6 @@ import pytest
 
 import rollout
 from rollout import BlockingRollout, Outcome, Prompt, Trajectory, open_rollout_blocking
-from rollout.config import SamplingConfig
 from rollout.testing import Scenario
 from slow_cases import slow_but
 
@@ -69,11 +68,6 @@ def test_generate_from_many_threads_at_once(runtime: BlockingRollout) -> None:
     for thread in threads:
         thread.join()
     assert len(batches) == 8
-
-
-def test_generate_bad_prompts_raises_in_the_callers_thread(runtime: BlockingRollout) -> None:
-    with pytest.raises(rollout.PromptError, match="expected a sequence"):
-        runtime.generate("hello")  # type: ignore[arg-type]
 
 
 def test_bad_arguments_raise_in_the_callers_thread(runtime: BlockingRollout) -> None:
@@ -223,12 +217,6 @@ def test_template_and_engines_serve_callers_of_any_thread(runtime: BlockingRollo
         engines.drain("engine-9")
 
 
-def test_flush_cache_reaches_the_engines(runtime: BlockingRollout) -> None:
-    runtime.generate([user("quick")])
-    runtime.flush_cache()
-    assert runtime.generate([user("quick")]).trajectories[0].transcript.generated_length
-
-
 def test_blocking_runtime_has_every_public_method_of_the_runtime() -> None:
     left_out = {"serving"}  # its own work
     public = {name for name in vars(rollout.RolloutRuntime) if not name.startswith("_")}
@@ -254,26 +242,6 @@ def test_close_is_idempotent_and_later_calls_say_so() -> None:
     runtime.close()
     with pytest.raises(rollout.RolloutError, match="the runtime is closed"):
         runtime.generate([user("quick")])
-
-
-def test_close_while_another_thread_generates_that_call_learns_it() -> None:
-    runtime = open_rollout_blocking(SCENARIO.config())
-    errors: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            runtime.generate([user("slow"), user("quick")])
-        except rollout.RolloutError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    while not runtime.statistics().finished:
-        pass
-    runtime.close()
-    thread.join()
-    assert str(errors[0]) == "the runtime was closed while this call was running"
-    assert errors[0].partial is not None  # type: ignore[attr-defined]
 
 
 def test_close_refuses_later_calls_and_leaves_running_ones_what_they_have() -> None:
@@ -425,10 +393,3 @@ def test_asyncio_task_that_holds_the_runtime_is_cancelled_nothing_is_left() -> N
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(main())
-
-
-def test_sampling_config_reaches_the_engine() -> None:
-    config = Scenario(seed=1).config(sampling=SamplingConfig(max_new_tokens=4))
-    with open_rollout_blocking(config) as runtime:
-        batch = runtime.generate([user("anything")])
-    assert batch.trajectories[0].transcript.generated_length == 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -40,15 +39,6 @@ async def test_open_rollout_used_before_it_is_entered_says_how_it_is_entered(nam
     assert isinstance(caught.value, AttributeError)  # those who only look are told in their way
     assert name in str(caught.value)
     assert not hasattr(runtime, name)
-
-
-async def test_open_rollout_blocking_awaited_or_entered_by_async_with_is_closed() -> None:
-    with pytest.raises(RolloutError, match=WORDS):
-        async with rollout.open_rollout_blocking(CONFIG):
-            pass
-    with pytest.raises(RolloutError, match=WORDS):
-        await rollout.open_rollout_blocking(CONFIG)
-    assert "rollout" not in [thread.name for thread in threading.enumerate()]
 
 
 async def test_open_rollout_left_by_its_own_tool_is_refused_and_goes_on() -> None:

@@ -19,7 +19,6 @@ from rollout.agents import AgentContext, register_agent
 from rollout.config import (
     AgentConfig,
     LengthsConfig,
-    LimitsConfig,
     SamplingConfig,
     SchedulingConfig,
 )
@@ -48,13 +47,6 @@ async def add(a: int, b: int) -> int:
         b: The second.
     """
     return a + b
-
-
-@function_tool
-async def forever() -> str:
-    """Never return."""
-    await anyio.sleep_forever()
-    return ""
 
 
 ADDING = (
@@ -408,40 +400,6 @@ async def test_odd_tool_becomes_an_observation_and_siblings_do_not_notice(kind: 
     assert strange.answer == "I see."
 
 
-async def test_tool_never_returns_meets_its_limit_and_the_trajectory_goes_on() -> None:
-    scenario = ADDING.reply("stuck", calls("forever")).then("It took too long.")
-    start = anyio.current_time()
-    batch = await generate(
-        scenario,
-        [user("stuck"), user("What is 2 + 3?")],
-        tools=[forever, add],
-        limits=LimitsConfig(tool_s=10.0),
-    )
-    assert 10.0 <= anyio.current_time() - start < 13.0
-    stuck, normal = batch.trajectories
-    assert normal.metrics["total_s"] < 3.0
-    assert stuck.outcome is Outcome.COMPLETED
-    assert "timed out after 10 s (limits.tool_s)" in texts(stuck)[2][1]
-
-
-async def test_trajectory_limit_shorter_than_the_tool_ends_it_at_that_time() -> None:
-    scenario = Scenario(seed=1).reply("stuck", calls("forever"))
-    batch = await generate(
-        scenario,
-        [user("stuck")],
-        tools=[forever],
-        limits=LimitsConfig(
-            tool_s=7.0, turn_s=7.0, generation_s=7.0, trajectory_s=7.0, batch_s=100.0
-        ),
-    )
-    (trajectory,) = batch.trajectories
-    assert trajectory.outcome is Outcome.DEADLINE
-    assert trajectory.limit_source == "limits.trajectory_s"
-    assert trajectory.metrics["total_s"] == 7.0
-    assert not trajectory.trainable
-    assert trajectory.transcript.generated_length > 0
-
-
 async def test_max_assistant_turns_reached_ends_with_that_limit() -> None:
     scenario = Scenario(seed=1).reply("go", calls("add", '{"a": 1, "b": 1}'))
     batch = await generate(
@@ -589,25 +547,6 @@ async def test_reward_bool_is_a_number_and_a_mapping_has_it_as_its_score(
     assert type(batch.samples[0].reward) is float
     assert batch.samples[0].extra == ({"style": 2} if isinstance(value, dict) else {})
     assert batch.tensors["rewards"].tolist() == [number]
-
-
-async def test_agent_raises_only_its_trajectory_fails() -> None:
-    @register_agent("crashing")
-    class Crashing(AgentLoop):
-        async def run(self, context: AgentContext) -> None:
-            await context.generate()
-            raise LookupError("lost my keys")
-
-    batch = await generate(
-        ADDING, [user("x", agent_name="crashing"), user("What is 2 + 3?")], tools=[add]
-    )
-    crashed, normal = batch.trajectories
-    assert normal.outcome is Outcome.COMPLETED
-    assert (crashed.outcome, crashed.reason) == (Outcome.FAILED, "agent")
-    assert crashed.cause is not None
-    assert (crashed.cause.type, crashed.cause.message) == ("LookupError", "lost my keys")
-    assert "in run" in crashed.cause.traceback
-    assert crashed.transcript.generated_length > 0
 
 
 class Mute(Exception):
@@ -837,27 +776,6 @@ async def test_stream_ends_by_itself_when_all_have_ended() -> None:
         assert sorted(ended) == sorted(f"prompt-{i}" for i in range(40))
 
 
-async def test_batch_deadline_returns_what_is_finished_and_what_is_partial() -> None:
-    batch = await generate(
-        Scenario(seed=1)
-        .reply("quick", "ok")
-        .reply("slow", filler=1500)
-        .timing(base_s=0.01, slope_s=0.0),
-        [user("quick"), user("slow"), user("slow too")],
-        limits=LimitsConfig(
-            generation_s=5, tool_s=5, turn_s=5, trajectory_s=5, batch_s=5, reward_s=1
-        ),
-        scheduling=SchedulingConfig(max_in_flight=2),
-    )
-    outcomes = [(t.outcome, t.limit_source) for t in batch.trajectories]
-    assert outcomes == [
-        (Outcome.COMPLETED, None),
-        (Outcome.DEADLINE, "limits.batch_s"),
-        (Outcome.DEADLINE, "limits.batch_s"),
-    ]
-    assert batch.trajectories[1].transcript.generated_length > 400
-
-
 async def test_validation_samples_as_validation_sampling_says() -> None:
     config = Scenario(seed=1).config(
         validation_sampling=SamplingConfig(greedy=True, max_new_tokens=3),
@@ -886,12 +804,6 @@ async def test_several_generate_calls_at_once_do_not_mix() -> None:
                 tasks.start_soon(call, number)
     for number, batch in batches.items():
         assert [s.uid for s in batch.samples] == [f"{number}.{i}" for i in range(5)]
-
-
-async def test_open_body_raises_error_leaves_as_itself() -> None:
-    with pytest.raises(KeyError, match="mine"):
-        async with rollout.open_rollout(Scenario(seed=1).config()):
-            raise KeyError("mine")
 
 
 async def test_close_while_another_task_generates_that_call_learns_it() -> None:
@@ -928,16 +840,6 @@ async def test_open_unknown_name_is_a_config_error(sections: Any, said: str) -> 
     with pytest.raises(rollout.ConfigError, match=said):
         async with rollout.open_rollout(Scenario(seed=1).config(**sections)):
             pytest.fail("opened")
-
-
-async def test_engine_dies_in_mid_trajectory_it_fails_with_its_tokens() -> None:
-    scenario = Scenario(seed=1).reply("", filler=500).fault(die_after_tokens=100)
-    batch = await generate(scenario, [user("go")])
-    (trajectory,) = batch.trajectories
-    assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "lost_engines")
-    assert trajectory.reward is None
-    assert not trajectory.trainable
-    assert trajectory.transcript.generated_length > 0
 
 
 def test_config_of_another_type_is_refused() -> None:

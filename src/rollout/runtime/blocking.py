@@ -23,7 +23,6 @@ from typing import (
     Any,
     Concatenate,
     Literal,
-    NoReturn,
     ParamSpec,
     TypeVar,
     get_args,
@@ -263,23 +262,6 @@ class BlockingRollout:
 
     def __exit__(self, *_error: object) -> None:
         self.close()
-
-    async def __aenter__(self) -> NoReturn:
-        self._refuse("is entered by `async with`")
-
-    async def __aexit__(self, *_error: object) -> None:
-        pass
-
-    def _refuse_await(self) -> NoReturn:
-        self._refuse("is awaited")
-
-    __await__ = _refuse_await
-
-    def _refuse(self, how: str) -> NoReturn:
-        self.close()
-        raise NotEnteredError(
-            f"open_rollout_blocking {how}; {HOW_TO_OPEN}, or `with` in code that is not async"
-        )
 
     @property
     def config(self) -> RolloutConfig:

@@ -99,14 +99,18 @@ def open_rollout(
             provider or warm ones, and there can be none here.
         EngineError: An engine did not start, or refused to serve with this tokenizer.
     """
-    return open_rollout_on(
-        open_engines,
-        config,
-        tools,
-        GivenRewards(reward, group_reward),
-        interactions,
-        media_fetcher=media_fetcher,
-        resume=resume,
+    refuse_while_imported("open_rollout")
+    rewards = GivenRewards(reward, group_reward)
+    return _Opening(
+        open_rollout_on(
+            open_engines,
+            config,
+            tools,
+            rewards,
+            interactions,
+            media_fetcher=media_fetcher,
+            resume=resume,
+        )
     )
 
 
@@ -150,8 +154,9 @@ class _Opening(AbstractAsyncContextManager[RolloutRuntime]):
         raise NotEnteredError(f"open_rollout(...).{name}: it must be entered first; {HOW_TO_OPEN}")
 
 
-def open_rollout_on(
-    engines: EngineOpener,
+@asynccontextmanager
+async def open_rollout_on(
+    open_engines: EngineOpener,
     config: RolloutConfig,
     tools: Sequence[Any],
     rewards: GivenRewards,
@@ -159,22 +164,8 @@ def open_rollout_on(
     *,
     media_fetcher: MediaFetcher | None = None,
     resume: bool = False,
-) -> AbstractAsyncContextManager[RolloutRuntime]:
-    """`open_rollout` on the engines that `engines` opens."""
-    refuse_while_imported("open_rollout")
-    return _Opening(_open(engines, config, tools, rewards, interactions, media_fetcher, resume))
-
-
-@asynccontextmanager
-async def _open(
-    opener: EngineOpener,
-    config: RolloutConfig,
-    tools: Sequence[Any],
-    rewards: GivenRewards,
-    interactions: Sequence[Any],
-    media_fetcher: MediaFetcher | None,
-    resume: bool,
 ) -> AsyncIterator[RolloutRuntime]:
+    """`open_rollout` on the engines that `open_engines` opens."""
     # What can be refused before anything starts.
     check_arguments(config, tools, interactions)
     functions = load_rewards(rewards, config.rewards.processes)
@@ -214,7 +205,7 @@ async def _open(
         async def expect() -> ClientExpectations:
             return (await load_model()).facts
 
-        engines = await open_now(opener(config, expect, events))
+        engines = await open_now(open_engines(config, expect, events))
         containment = await open_now(open_containment(config.limits.cleanup_s))
         model = await load_model()
         template = model.template

@@ -211,7 +211,7 @@ class RewardCall:
         """Run `call` contained, and return its answer, or a `RewardFailure`."""
         self._deadline = None
         containment = self._services.containment
-        code = self._code = Contained(containment, self._who, activity=self._what)
+        code = self._code = Contained[Any](containment, self._who, activity=self._what)
         for member in self.members:
             member.set_running(self)
         try:
