@@ -6,9 +6,6 @@ from typing import Any, Literal
 
 import pytest
 import script
-from openai import AsyncOpenAI
-from through_gateway import run
-
 from agents import (
     Agent,
     OpenAIChatCompletionsModel,
@@ -17,6 +14,9 @@ from agents import (
     SQLiteSession,
     function_tool,
 )
+from openai import AsyncOpenAI
+from through_gateway import run
+
 from rollout.agents import AgentTask
 
 pytestmark = pytest.mark.anyio
