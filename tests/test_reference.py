@@ -82,6 +82,6 @@ def test_what_an_agent_may_read_names_the_attributes_of_its_context() -> None:
     page = (DOCS / "api.md").read_text(encoding="utf-8")
     listed = re.findall(r"^        ([a-z_, ]+): ", AgentContext.__doc__ or "", re.MULTILINE)
     names = [name for names in listed for name in names.split(", ")]
-    assert len(names) > 10
+    assert names
     assert [name for name in names if f"`{name}`" not in page] == []
     assert RolloutBatch.__name__ in page

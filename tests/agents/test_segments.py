@@ -397,8 +397,8 @@ async def test_subagent_with_tools_of_its_own_is_offered_and_reads_those() -> No
         worker = await context.main.subagent(RESEARCH, tools=[look])
         bare = await context.main.subagent(RESEARCH, tools=[])
         heir = await (await worker.branch()).subagent(RESEARCH)
-        assert [t["function"]["name"] for t in worker.wording.reader.schemas] == ["look"]
-        assert [t["function"]["name"] for t in heir.wording.reader.schemas] == ["look"]
+        assert [t["function"]["name"] for t in worker.renderer.reader.schemas] == ["look"]
+        assert [t["function"]["name"] for t in heir.renderer.reader.schemas] == ["look"]
         for each in (worker, bare, heir):
             await each.generate()
 

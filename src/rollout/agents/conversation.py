@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rollout.agents.history import History, open_row
+from rollout.agents.history import History, find_departure
 from rollout.agents.rendering import make_room_error
-from rollout.agents.segments import check_ids, check_purpose, spread_rewards
+from rollout.agents.segments import Row, check_ids, check_purpose, spread_rewards
 from rollout.chat.reasoning import opens_reasoning
 from rollout.chat.result_order import message_ids, result_order
 from rollout.chat.reward_values import BadRewardError, finite_number
 from rollout.chat.trajectory import BRANCH, MAIN, SUBAGENT, Parent, Segment
+from rollout.chat.transcript import Transcript
 from rollout.containment import UnresponsiveError
 from rollout.errors import AgentError, LimitExceeded
 from rollout.types import without_padding
@@ -25,10 +26,8 @@ if TYPE_CHECKING:
     from rollout.agents.history import Messages, Rendered
     from rollout.agents.identity import Identity
     from rollout.agents.rendering import Given, Renderer, Room, Schemas
-    from rollout.agents.segments import Row
     from rollout.agents.trajectory_state import TrajectoryState
     from rollout.agents.turn import AssistantTurn
-    from rollout.chat.transcript import Transcript
     from rollout.engine.core import SamplingParams
     from rollout.engine.pool.generation import Generation
     from rollout.limits import Limit
@@ -220,7 +219,8 @@ class Conversation:
         rendered = await renderer.render_opening("begin_with", messages)
         if self.transcript and (is_main or row.seeds):
             raise AgentError(f"begin_with: {self.session_id} has begun already")
-        row = open_row(row.parent, rendered.ids, row.purpose, row.position)
+        row.transcript = Transcript()
+        row.position = find_departure(row.parent, rendered.ids, row.purpose, row.position)
         self._renderer, self._log = renderer, History(row, renderer.reader)
         self._log.begin(rendered, renderer.prompt_room)
         self._ends_at_lengths = False
@@ -314,9 +314,9 @@ class Conversation:
     def _open_beside(
         self, rendered: Rendered, purpose: str, identity: Identity, renderer: Renderer
     ) -> Self:
-        parent = self.rows[-1]
-        row = open_row(parent, rendered.ids, purpose, len(parent.transcript))
-        log = History(row, renderer.reader)
+        parent, end = self.rows[-1], len(self.transcript)
+        position = find_departure(parent, rendered.ids, purpose, end)
+        log = History(Row(Transcript(), purpose, parent, position), renderer.reader)
         log.begin(rendered, renderer.prompt_room)
         opened = self._make(log, identity, renderer, "")
         self._opened += (opened,)

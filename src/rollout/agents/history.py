@@ -349,11 +349,11 @@ class History:
 SILENT = SampledTurn()
 
 
-def open_row(parent: Row | None, ids: Sequence[int], purpose: str, position: int) -> Row:
-    """A row that departs from another one there; a "branch" or a "compaction" where they differ."""
+def find_departure(parent: Row | None, ids: Sequence[int], purpose: str, position: int) -> int:
+    """Where a row departs from another one: a "branch" or a "compaction" where they differ."""
     if parent is not None and purpose in (BRANCH, COMPACTION):
-        position = common_length(ids, parent.transcript.prefix.ids)
-    return Row(Transcript(), purpose, parent, position)
+        return common_length(ids, parent.transcript.prefix.ids)
+    return position
 
 
 def _write_served(message: Message, reasoning: str | None) -> Mapping[str, Any]:

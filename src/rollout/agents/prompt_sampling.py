@@ -75,10 +75,10 @@ def read_sampling(
     *,
     validate: bool,
 ) -> SamplingParams:
-    """What an agent says of its generations, over what is said of all of the prompt's.
+    """The sampling that an agent sets, over what the prompt and the configuration have.
 
     Args:
-        what: Who was given it, for messages.
+        what: The function that got it, for messages.
         sampling: Fields of `sampling`, of which None says nothing; or all of it.
 
     Raises:
@@ -166,20 +166,18 @@ def _origin(name: str, value: float, services: Services, prompt: Prompt) -> str:
 
 
 def _truncating_values(sampling: SamplingParams) -> dict[str, float]:
-    """Return the values by which tokens are drawn from less than the whole distribution, by name.
+    """Return the values by which tokens are drawn from less than all of the distribution, by name.
 
     A temperature of 0 draws nothing, whatever else is set.
     """
     if sampling.temperature == 0:
         return {}
-    found: dict[str, float] = {}
-    if sampling.top_k > 0:
-        found["top_k"] = sampling.top_k
-    if sampling.top_p < 1:
-        found["top_p"] = sampling.top_p
-    if sampling.min_p > 0:
-        found["min_p"] = sampling.min_p
-    return found
+    truncates = {
+        "top_k": sampling.top_k > 0,
+        "top_p": sampling.top_p < 1,
+        "min_p": sampling.min_p > 0,
+    }
+    return {name: getattr(sampling, name) for name, is_set in truncates.items() if is_set}
 
 
 def top_log_probs_fault(count: int, info: EngineInfo) -> str:
