@@ -46,3 +46,10 @@ def test_parser_numbers_a_call_past_the_ids_that_the_model_gave() -> None:
         "call_3",
         "call_4",
     ]
+
+
+def test_pythonic_names_that_python_keeps_for_itself_are_names_of_arguments() -> None:
+    turn = get_tool_parser("pythonic").parse("[f(from='a', class='b', \n x=[-1, +.5, true])]")
+    assert [call.arguments for call in turn.calls if isinstance(call, ToolCall)] == [
+        {"from": "a", "class": "b", "x": [-1, 0.5, True]}
+    ]
