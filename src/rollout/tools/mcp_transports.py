@@ -17,7 +17,14 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from rollout.limits import cleanup_scope
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+    from collections.abc import (
+        AsyncGenerator,
+        AsyncIterator,
+        Awaitable,
+        Callable,
+        Mapping,
+        Sequence,
+    )
 
     from anyio.abc import Process
     from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
@@ -54,7 +61,7 @@ def write_refusal(request_id: Any, text: str) -> bytes:
     return json.dumps({"jsonrpc": "2.0", "id": request_id, "error": error}).encode()
 
 
-async def read_lines(source: Any, max_bytes: int) -> AsyncIterator[bytes]:
+async def read_lines(source: Any, max_bytes: int) -> AsyncGenerator[bytes, None]:
     """The lines of a byte stream, until it ends; a refusal in place of a long answer.
 
     A line of more than `max_bytes` that answers no request is left out.
