@@ -63,7 +63,7 @@ def attempt(
     containment = current_containment()
     if containment is None:
         return _attempt_outside(function, limit, what)
-    code = Contained[T](containment, what, activity=activity)
+    code: Contained[T] = Contained(containment, what, activity)
     return conclude(code, code.run(function), limit)
 
 
