@@ -168,8 +168,10 @@ class BatchCall(Call):
 
     def _tell(self, members: Iterable[Member]) -> None:
         """Tell readers of events that members have their outcomes, and their rewards."""
-        for member in members if self._untold is not None else ():
-            self.scheduler.tell_end(member, self._untold.pop(member))
+        untold = self._untold or {}
+        for member in members:
+            if member in untold:
+                self.scheduler.tell_end(member, untold.pop(member))
 
     def _fail(self, error: BaseException) -> None:
         self.cancel(None, None, "failure_budget")
