@@ -51,7 +51,7 @@ class World:
                 assert under_way <= bound.count_allowed(self.version)
             move = self.dice.randrange(5)
             if move == 0 and groups.wants_group:
-                group = groups.refresh(self.next_group().reopen(wanted.members))
+                group = groups.refresh(self.next_group())
                 self.prepare(group)
                 groups.adopt(group)
                 if groups.can_judge(group):

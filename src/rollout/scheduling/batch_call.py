@@ -17,7 +17,7 @@ from rollout.scheduling.member_group import Ended, Member, MemberGroup, cancel_m
 from rollout.scheduling.scheduler import LOST
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+    from collections.abc import AsyncIterator, Iterable, Sequence
 
     from rollout.errors import JournalError
     from rollout.limits import Deadline
@@ -78,8 +78,8 @@ class BatchCall(Call):
         wanted = Groups(Wanted(groups=len(groups), members=samples))
         super().__init__(scheduler, wanted, step=step, deadline=deadline, count=count)
         self.was_left = False
-        #: Finds the trajectories that have ended; those that were sent while they are referenced.
-        self._found: dict[Member, Callable[[], Trajectory | None]] = {}
+        #: Those that have ended; those that were sent only while somebody refers to them.
+        self._found: dict[Member, Trajectory | weakref.ref[Trajectory]] = {}
         self._unwritten: JournalError | None = None
         self._untold = {} if scheduler.rewards_groups else None
         for group in sorted(groups, key=lambda group: -group.prompt.priority):
@@ -136,8 +136,9 @@ class BatchCall(Call):
 
     def list_trajectories(self) -> list[Trajectory]:
         """Those that have ended and are still referenced, in the order of their rows."""
-        found = [self._found[each]() for each in self.members if each in self._found]
-        return [trajectory for trajectory in found if trajectory is not None]
+        found = [self._found[each] for each in self.members if each in self._found]
+        present = [each() if isinstance(each, weakref.ref) else each for each in found]
+        return [trajectory for trajectory in present if trajectory is not None]
 
     def close(self) -> None:
         """Cancel every member because the runtime closes; a stream gives nothing more."""
@@ -167,8 +168,10 @@ class BatchCall(Call):
 
     def _tell(self, members: Iterable[Member]) -> None:
         """Tell readers of events that members have their outcomes, and their rewards."""
-        for member in members if self._untold is not None else ():
-            self.scheduler.tell_end(member, self._untold.pop(member))
+        untold = self._untold or {}
+        for member in members:
+            if member in untold:
+                self.scheduler.tell_end(member, untold.pop(member))
 
     def _fail(self, error: BaseException) -> None:
         self.cancel(None, None, "failure_budget")
@@ -198,7 +201,7 @@ class BatchCall(Call):
 
     async def _deliver(self, member: Member, trajectory: Trajectory) -> None:
         """Keep a trajectory for the batch, or send it."""
-        self._found[member] = lambda: trajectory
+        self._found[member] = trajectory
         if self.name == "generate" or not await self._wait_until_written([member]):
             return
         try:

@@ -28,9 +28,7 @@ from rollout.worker_threads import may_leave_loop
 
 if TYPE_CHECKING:
     from rollout.containment import Containment
-    from rollout.scheduling.group_call import GroupCall
     from rollout.scheduling.member_group import RecordedGroup
-    from rollout.scheduling.scheduler import Scheduler
     from rollout.worker_threads import WorkerThreads
 
 logger = logging.getLogger("rollout.scheduling")
@@ -49,13 +47,15 @@ class Numbered(Protocol):
 
 
 Source = Iterable[Prompt] | AsyncIterable[Prompt] | Numbered
+#: A `GroupCall`, whose module imports this one.
+GroupUser = Any
 
 
 class GroupQueue:
     """Groups that were pulled and that no call has, and the sources of more.
 
     Args:
-        scheduler: Has the calls, the journal and the tasks.
+        scheduler: A `Scheduler`: has the journal and the tasks.
         threads: Where sources that may block are pulled.
         containment: Has the tasks of async sources.
 
@@ -66,7 +66,7 @@ class GroupQueue:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: Any,
         threads: WorkerThreads,
         containment: Containment,
         *,
@@ -88,7 +88,7 @@ class GroupQueue:
         self._delivered_before += map(_restore, self._log.take_delivered(step))
         self.keep(map(_restore, self._log.take_left(step)))
 
-    def pop_group(self, call: GroupCall) -> MemberGroup | None:
+    def pop_group(self, call: GroupUser) -> MemberGroup | None:
         """Take the group that was pulled first, of all that a call may have.
 
         One with a uid of its own that the call has already is left for a later call.
@@ -113,7 +113,7 @@ class GroupQueue:
             group.call = None
             insort(self.leftovers, group, key=attrgetter("number"))
 
-    def name_members(self, group: MemberGroup, call: GroupCall) -> None:
+    def name_members(self, group: MemberGroup, call: GroupUser) -> None:
         """Make the members of a group that has none yet, with a uid that is new in the call."""
         if not (group.is_begun or group.waiting):
             uid, count = group.uid, 1

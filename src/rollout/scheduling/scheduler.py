@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
     from rollout.config import RolloutConfig
     from rollout.scheduling.admission import Admission
-    from rollout.scheduling.calls import Call
     from rollout.scheduling.member_group import Member
     from rollout.scheduling.run_log import RunLog
     from rollout.scheduling.trajectory import TrajectoryRunner
@@ -44,7 +43,7 @@ class Scheduler:
         start: Starts a task of the runtime's: carried members outlive the call that started them.
 
     Attributes:
-        calls: Those that are open.
+        calls: Each `Call` that is open; its module imports this one.
         live: Members that have a task.
         queue: Groups that no call has.
         log: The journal.
@@ -64,7 +63,7 @@ class Scheduler:
         self.config, self.engines, self.log, self.start = config, services.engines, log, start
         self.events, self.tally = services.events, services.tally
         self.rewarding = runner.rewarding
-        self.calls: dict[Call, None] = {}
+        self.calls: dict[Any, None] = {}
         self.live: dict[Member, None] = {}
         self._runner, self._limiter = runner, admission.limiter
         self._containment, self._is_closing = services.containment, False
@@ -89,13 +88,13 @@ class Scheduler:
 
     # Calls.
 
-    def add_call(self, call: Call) -> None:
+    def add_call(self, call: Any) -> None:
         """Note a call that begins; while the runtime is being closed it ends at once."""
         self.calls[call] = None
         if self._is_closing:
             call.close()
 
-    def remove_call(self, call: Call) -> None:
+    def remove_call(self, call: Any) -> None:
         """Note that a call has ended."""
         del self.calls[call]
         self.change()
