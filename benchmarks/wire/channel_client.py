@@ -62,8 +62,7 @@ class Requester:
     async def generate(self, prompt: bytes, session_id: str = "") -> Generation:
         """One generation, as a pool makes it."""
         request = Request()
-        if self._channel.is_full:
-            await self._channel.wait_for_room()
+        await self._channel.wait_for_room()
         self._channel.submit_nowait(
             Submit(self._ids.new(), prompt, SAMPLING, session_id, remaining_s=GENERATION_S),
             request,

@@ -95,9 +95,6 @@ class Router:
         move_margin_s: With ``estimated_seconds``, a trajectory moves when another replica should
             be done by more than this many seconds sooner, its lost prefix computed again.
 
-    Attributes:
-        replicas: Those that are offered, in the order in which they were added first.
-
     Raises:
         ConfigError: There is no such strategy.
     """
@@ -113,7 +110,7 @@ class Router:
             known = ", ".join(map(repr, STRATEGIES))
             fault = f"router.strategy = {strategy!r}: expected one of {known}"
             raise ConfigError(fault, (fault,))
-        self.replicas: tuple[ReplicaState, ...] = ()
+        self._offered: tuple[ReplicaState, ...] = ()
         self._strategy = strategy
         self._by_requests = strategy == "least_requests"
         self._margin = move_margin + TIE_SLACK if self._by_requests else move_margin_s
@@ -140,6 +137,11 @@ class Router:
         if len(self.replicas) > SHOWN:
             shown.append(f"and {len(self.replicas) - SHOWN} more")
         return f"<Router {self._strategy}: {', '.join(shown) or 'no replicas'}>"
+
+    @property
+    def replicas(self) -> tuple[ReplicaState, ...]:
+        """The replicas that are offered, in the order in which they were added first."""
+        return self._offered
 
     @property
     def has_room(self) -> bool:
@@ -218,7 +220,7 @@ class Router:
     def require_weights(self, version: int | None) -> None:
         """From now on only replicas with this version of the weights get work; None: all do."""
         self._weight_version = version
-        for replica in self.replicas:
+        for replica in self._offered:
             self._check_weights(replica, replica.weight_version)
 
     def set_weights(self, name: str, version: int) -> None:
@@ -249,7 +251,7 @@ class Router:
         return replica
 
     def _list_offered(self) -> None:
-        self.replicas = tuple(replica for replica in self._by_slot if replica.is_offered)
+        self._offered = tuple(replica for replica in self._by_slot if replica.is_offered)
 
     def _refresh(self, replica: ReplicaState) -> None:
         """Write a replica's load, or that it gets nothing; call after any change of it."""
@@ -404,7 +406,7 @@ class Router:
         if self._strategy == "round_robin":
             if pinned is not None and pinned.is_open and pinned is not avoid:
                 return pinned
-            able = [each for each in self.replicas if each.is_open and each is not avoid]
+            able = [each for each in self._offered if each.is_open and each is not avoid]
             return min(able, key=lambda each: each.turn, default=None)
         if not len(scores):
             return None
@@ -472,7 +474,7 @@ class Router:
     def _compare_speeds(self) -> None:
         """Price a token on each replica by its speed beside the median of those offered."""
         paces = self._paces
-        known = [paces[each.slot] for each in self.replicas if paces[each.slot]]
+        known = [paces[each.slot] for each in self._offered if paces[each.slot]]
         usual = float(np.median(known)) if known else 1 / STEP_S
         speeds = np.where(paces > 0, np.clip(paces / usual, *SPEED_RANGE), 1.0)
         speeds[np.abs(speeds - 1) <= SPEED_TOLERANCE] = 1.0
