@@ -66,9 +66,7 @@ async def test_virtual_clock_has_no_watchdog_and_no_figure() -> None:
     assert "loop_lag_s/max" not in batch.metrics
 
 
-def test_blocked_by_garbage_collections_says_so(
-    caplog: pytest.LogCaptureFixture, thawed_heap: None
-) -> None:
+def test_blocked_by_garbage_collections_says_so(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(LoopLag().watch)
