@@ -72,7 +72,7 @@ def test_blocked_by_garbage_collections_says_so(caplog: pytest.LogCaptureFixture
             tasks.start_soon(LoopLag().watch)
             await anyio.sleep(0.05)
             begun = monotonic()
-            while not caplog.messages and monotonic() - begun < 20:  # a starved loop says nothing
+            while not caplog.messages and monotonic() - begun < 120:  # a starved loop says nothing
                 gc.collect()
             await anyio.sleep(0.05)
             tasks.cancel_scope.cancel()
