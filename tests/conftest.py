@@ -85,20 +85,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
 
 
 def pytest_collection_finish() -> None:
-    """Collections look at none of the eight thousand modules that are loaded by now.
-
-    Each would take a second; runtimes freeze nothing where somebody else has.
-    """
-    gc.collect()
-    gc.freeze()
-
-
-@pytest.fixture
-def thawed_heap() -> Iterator[None]:
-    """Nothing is left out of collections, as in a process that has frozen nothing."""
-    gc.unfreeze()
-    yield
-    gc.freeze()
+    """A full collection looks at eight thousand modules by now, for a second: they are rare."""
+    gc.set_threshold(700, 10, 100)
 
 
 @pytest.fixture

@@ -66,15 +66,13 @@ async def test_virtual_clock_has_no_watchdog_and_no_figure() -> None:
     assert "loop_lag_s/max" not in batch.metrics
 
 
-def test_blocked_by_garbage_collections_says_so(
-    caplog: pytest.LogCaptureFixture, thawed_heap: None
-) -> None:
+def test_blocked_by_garbage_collections_says_so(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(LoopLag().watch)
             await anyio.sleep(0.05)
             begun = monotonic()
-            while not caplog.messages and monotonic() - begun < 20:  # a starved loop says nothing
+            while not caplog.messages and monotonic() - begun < 120:  # a starved loop says nothing
                 gc.collect()
             await anyio.sleep(0.05)
             tasks.cancel_scope.cancel()

@@ -27,7 +27,7 @@ class Knot:
 
 
 @pytest.fixture(autouse=True)
-def _own_settings(thawed_heap: None) -> Iterator[None]:
+def _thawed() -> Iterator[None]:
     assert gc.get_freeze_count() == 0
     before = gc.get_threshold()
     gc.set_threshold(*PYTHONS)

@@ -48,7 +48,7 @@ def leftovers(before: Belongings, allowed: Collection[str] = ()) -> list[str]:
         found = _found(before, allowed)
         if not found:
             break
-        if attempt == 0:
+        if attempt == 1:  # most end by themselves at once, and a collection may take a second
             gc.collect()
         threading.Event().wait(_LOOK_AGAIN_S)
     return found
