@@ -178,6 +178,16 @@ async def test_subagent_ids_open_a_segment_with_their_tokens() -> None:
     assert beside.transcript.generated_length > 0
 
 
+async def test_subagent_without_ids_is_refused_by_name() -> None:
+    async def trial(context: AgentContext) -> None:
+        await context.generate()
+        with pytest.raises(AgentError, match="subagent_ids: no ids"):
+            context.subagent_ids([])
+
+    (trajectory,) = (await tried(trial)).trajectories
+    assert trajectory.outcome == Outcome.COMPLETED
+
+
 async def test_long_prompt_is_cut_on_the_left_where_the_configuration_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

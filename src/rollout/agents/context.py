@@ -135,7 +135,7 @@ class AgentContext(Conversation):
 
     @property
     def tools(self) -> TrajectoryTools:
-        """The tools offered to the model; `schemas` lists them."""
+        """The trajectory's tools; of a segment's own schemas it says nothing."""
         return self._state.tools
 
     @property

@@ -301,7 +301,7 @@ class Conversation:
 
         Raises:
             LimitExceeded: They are more than fits.
-            AgentError: They are no ids.
+            AgentError: They are no ids, or none.
         """
         check_purpose(purpose)
         rendered = self._renderer.read_opening(prompt_ids, "subagent_ids")

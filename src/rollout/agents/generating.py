@@ -30,7 +30,7 @@ async def generate_turn(conversation: Conversation, options: TurnOptions) -> Ass
     """Have the engines continue a conversation; append what they sampled, and parse it.
 
     Whatever ends the wait, a limit, a failure or a cancellation, the tokens that have arrived are
-    in the transcript. See `Conversation.generate`.
+    in the transcript. See `AgentContext.generate`.
     """
     state, log, stop = conversation._state, conversation._log, options.stop
     services, events = state.services, state.services.events

@@ -152,10 +152,12 @@ class Renderer:
         """Take what another conversation begins with, put into tokens by its agent.
 
         Raises:
-            AgentError: They are no ids.
+            AgentError: They are no ids, or none.
             LimitExceeded: It is more than fits.
         """
         packed = check_ids(ids, self._services.engines.info.vocab_size, what)
+        if not packed:
+            raise AgentError(f"{what}: no ids; expected those of a prompt")
         most, source = self._context_length, "engine.context_length"
         if self._lengths.prompt + self._lengths.response < most:
             most, source = self._lengths.prompt + self._lengths.response, "lengths.response"

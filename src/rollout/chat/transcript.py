@@ -1,9 +1,10 @@
-"""The token ledger of one trajectory.
+"""The tokens of one row of a trajectory.
 
 Invariants, by construction:
 
 * spans are only ever appended; they tile the ids without gaps, the prompt first and once;
-* the mask is 1 exactly on ids that an engine returned;
+* the mask is 1 exactly on ids that an engine returned here, and not in a row that this one was
+  forked from;
 * log-probs and weight versions exist for each generated id and for no other, and so do the most
   likely ids where they were asked for;
 * ids and log-probs stay packed from the wire to the tensor;
