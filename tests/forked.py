@@ -76,7 +76,7 @@ def start_fork(
             except OSError:  # what the listing itself needed
                 continue
         _forget_pytest()
-        if "torch" in sys.modules:  # its other threads are not in the fork, which would wait for them
+        if "torch" in sys.modules:  # no other thread of it is in the fork
             sys.modules["torch"].set_num_threads(1)
         if env is not None:
             os.environ.clear()
