@@ -64,10 +64,12 @@ class CallMarkup:
         )
         self._call = re.compile(call)
         self._layout = re.compile(rf"(?:\s|{begin}|{end})*+")
-        #: The end of a call whose last value was never closed, before another call or the end.
+        #: The end of a call whose last value was never closed, with its block's, before another call
+        #: or the end. Within a block what follows may be quoted in that value: it never runs.
+        bare = rf"{end_of_call}\s*{end}" if end else end_of_call
         self._bare_end = re.compile(
             rf"{end_value}\s*{end_of_call}|{call}\s*{end_of_call}"
-            rf"|(?P<bare>{end_of_call}(?:\s*{end})?)(?=\s*(?:{calls}|\Z))"
+            rf"|(?P<bare>{bare})(?=\s*(?:{calls}|\Z))"
         )
 
     def read(self, scan: TurnScan, at: int, function: str) -> tuple[dict[str, Any], int]:
