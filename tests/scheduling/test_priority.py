@@ -42,7 +42,9 @@ async def order_of(scenario: Scenario, **sections: Any) -> list[int]:
 async def test_priority_of_a_prompt_higher_is_served_first(
     max_queued: int, rollout_clock: object
 ) -> None:
-    assert await order_of(SLOW.capacity(max_running=1, max_queued=max_queued)) == SERVED
+    order = await order_of(SLOW.capacity(max_running=1, max_queued=max_queued))
+    # Requests of equal priority reach an engine in the order in which the loop runs their tasks.
+    assert [PRIORITIES[at] for at in order] == sorted(PRIORITIES, reverse=True)
 
 
 async def test_priority_of_a_prompt_higher_is_admitted_first(rollout_clock: object) -> None:
