@@ -64,8 +64,8 @@ class CallMarkup:
         )
         self._call = re.compile(call)
         self._layout = re.compile(rf"(?:\s|{begin}|{end})*+")
-        #: The end of a call whose last value was never closed, with its block's, before another call
-        #: or the end. Within a block what follows may be quoted in that value: it never runs.
+        #: The end of a call whose last value was never closed, and of its block, before another
+        #: call or the end. Within a block, what follows may be quoted in that value: it never runs.
         bare = rf"{end_of_call}\s*{end}" if end else end_of_call
         self._bare_end = re.compile(
             rf"{end_value}\s*{end_of_call}|{call}\s*{end_of_call}"
