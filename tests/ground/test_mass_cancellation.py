@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import anyio
@@ -29,6 +31,15 @@ class WaitsForEver(AgentLoop):
 
     async def run(self, context: AgentContext) -> None:
         await anyio.sleep_forever()
+
+
+@pytest.fixture(autouse=True)
+def thresholds_of_users() -> Iterator[None]:
+    """Those that Python begins with, which an open runtime replaces; tests have others."""
+    before = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
+    yield
+    gc.set_threshold(*before)
 
 
 @pytest.mark.parametrize("how", ["runtime.cancel", "the caller's cancellation"])
