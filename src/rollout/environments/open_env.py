@@ -30,9 +30,6 @@ logger = logging.getLogger("rollout.environments")
 
 #: A full server is asked again after this long, doubled each time up to the longest.
 _BACKOFF_S, _MAX_BACKOFF_S = 0.1, 5.0
-_CLOSE_S = 2.0
-#: The longest answer that is read.
-_MAX_MESSAGE_BYTES = 16 * 2**20
 #: The observation, the reward (0.0 where there is none), whether the episode is over, no info.
 Step = tuple[str, float, bool, dict[str, Any]]
 
@@ -99,6 +96,7 @@ class OpenEnv(ToolProvider):
         self.url, self.timeout_s, self.headers = url.rstrip("/"), timeout_s, dict(headers or {})
         self._action_field = action_field
         self.observation_text = observation_text or _read_text
+        self.was_full = False
         self.websockets = import_extra("websockets", "openenv", "OpenEnv", ToolError)
 
     def __call__(self) -> OpenEnvSession:
@@ -153,12 +151,11 @@ class OpenEnvSession:
     def __init__(self, server: OpenEnv) -> None:
         self._server = server
         self._socket: Any = None
-        self.is_done = False
-        self.lost = ""
+        self.is_done, self.lost = False, ""
 
     async def reset(self, prompt: Prompt | None) -> str:
         """Connect and begin an episode, once there is room; the first observation."""
-        data = {}
+        server, data = self._server, {}
         for name, value in ({} if prompt is None else prompt.extra).items():
             with suppress(TypeError, ValueError, RecursionError):
                 json.dumps(value, allow_nan=False)
@@ -171,7 +168,9 @@ class OpenEnvSession:
             except OpenEnvError as error:
                 if error.code != "CAPACITY_REACHED":
                     raise
-                logger.info("%s; asked again in %.1f s", error, backoff_s)
+                if not server.was_full:
+                    server.was_full = True
+                    logger.warning("%s (trajectories wait for room; logged once)", error)
             await self.close()
             await anyio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
@@ -227,9 +226,9 @@ class OpenEnvSession:
         return await server.websockets.connect(
             f"ws{server.url.removeprefix('http')}/ws",
             additional_headers=server.headers,
-            max_size=_MAX_MESSAGE_BYTES,
+            max_size=16 * 2**20,  # bytes of the longest answer
             open_timeout=None,  # `timeout_s` bounds it
-            close_timeout=_CLOSE_S,
+            close_timeout=2.0,
             ping_timeout=None,  # a server that computes says nothing
         )
 
