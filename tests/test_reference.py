@@ -83,5 +83,6 @@ def test_what_an_agent_may_read_names_the_attributes_of_its_context() -> None:
     listed = re.findall(r"^        ([a-z_, ]+): ", AgentContext.__doc__ or "", re.MULTILINE)
     names = [name for names in listed for name in names.split(", ")]
     assert names
+    assert len(public(AgentContext)) > 10
     assert [name for name in names if f"`{name}`" not in page] == []
     assert RolloutBatch.__name__ in page
