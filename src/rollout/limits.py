@@ -212,7 +212,15 @@ class Clock(Limit):
         carried_since: When it began to be carried; None while it is not.
     """
 
-    __slots__ = ("_bound", "_carried_s", "_resumed", "carried_since", "limit_carry", "now", "scoped")
+    __slots__ = (
+        "_bound",
+        "_carried_s",
+        "_resumed",
+        "carried_since",
+        "limit_carry",
+        "now",
+        "scoped",
+    )
 
     def __init__(self, deadline: Deadline = NEVER) -> None:
         super().__init__(deadline, None)
