@@ -65,36 +65,17 @@ def test_arguments_wrong_value_is_named(arguments: dict[str, Any], text: str) ->
 
 def test_arguments_missing_and_unknown_are_listed_with_what_there_is() -> None:
     assert fault({"days": "3", "town": "Oslo", "x": 1}) == (
-        "days: \"3\" is not of types \"null\", \"integer\"; unknown 'town', 'x' (it takes 'city', "
-        "'days', 'unit', 'hours', 'place', 'id', 'ref'); missing 'city'"
+        "missing 'city'; days: \"3\" is not of types \"null\", \"integer\"; unknown 'town', 'x' "
+        "(it takes 'city', 'days', 'unit', 'hours', 'place', 'id', 'ref')"
     )
     assert fault({"a": 1}, {"type": "object", "properties": {}}) == "unknown 'a' (it takes none)"
     many = {"type": "object", "properties": {f"a{n}": {"type": "string"} for n in range(20)}}
     assert fault({f"a{n}": n for n in range(20)}, many).endswith("; and 12 more")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ([1, 2], "[1,2] is no object of arguments"),
-        ("city", '"city" is no object of arguments'),
-        (None, "null is no object of arguments"),
-    ],
-)
-def test_arguments_that_are_no_object_are_refused(arguments: Any, text: str) -> None:
-    assert fault(arguments) == text
-
-    @function_tool("weather")
-    def tool(city: str) -> None:
-        """Do it.
-
-        Args:
-            city: City.
-        """
-
-    with pytest.raises(ArgumentsError) as caught:
-        tool.check(arguments, {})
-    assert str(caught.value) == f"invalid arguments for 'weather': {text}"
+@pytest.mark.parametrize("arguments", [[1, 2], "city", None])
+def test_arguments_that_are_no_object_are_refused(arguments: Any) -> None:
+    assert fault(arguments) == f"{arguments!r} is no object of arguments"
 
 
 @pytest.mark.parametrize(
@@ -105,6 +86,7 @@ def test_arguments_that_are_no_object_are_refused(arguments: Any, text: str) -> 
         {"type": "object", "properties": {"a": {}}, "additionalProperties": True},
         {"type": "object", "properties": {"a": {}}, "additionalProperties": {"type": "integer"}},
         {"type": "object", "patternProperties": {"^b": {}}, "properties": {"a": {}}},
+        {"properties": {"a": {}}, "allOf": [{"properties": {"b": {"type": "integer"}}}]},
     ],
 )
 def test_arguments_further_ones_pass_where_the_schema_leaves_room(parameters: Any) -> None:

@@ -34,8 +34,8 @@ logger = logging.getLogger("rollout.tools")
 
 #: Seconds before a server that ended is connected again; doubled at each failure in a row, up to …
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
-#: Lines of a command's standard error that an error text quotes, and bytes that are looked at.
-QUOTED_LINES, QUOTED_BYTES = 10, 16_384
+#: Lines of a command's standard error that the error quotes where it does not start.
+QUOTED_LINES = 10
 
 #: Opens a transport, with a file for a command's standard error, and what to call at its end.
 OpenTransport = Callable[[Any, Callable[[], None]], AbstractAsyncContextManager[Any]]
@@ -111,7 +111,9 @@ class _Connection:
             if client is None:
                 if scope.cancelled_caught:
                     fault = f"no answer within start_timeout_s = {self._start_timeout_s:g} s"
-                self._fault = fault + _read_last_lines(errors)
+                errors.seek(0)
+                lines = map(str.rstrip, errors.read().splitlines()[-QUOTED_LINES:])
+                self._fault = "\n    ".join([fault, *lines])
                 self._tried.set()
         return client is not None
 
@@ -179,12 +181,6 @@ async def _list_tools(client: Any) -> list[Any]:
     return tools
 
 
-def _read_last_lines(errors: Any) -> str:
-    """The end of what a command wrote to its standard error."""
-    errors.seek(max(0, errors.seek(0, 2) - QUOTED_BYTES))
-    return "".join(f"\n    {line.rstrip()}" for line in errors.read().splitlines()[-QUOTED_LINES:])
-
-
 @asynccontextmanager
 async def connect_mcp(
     server: str | Sequence[str],
@@ -222,7 +218,21 @@ async def connect_mcp(
         ToolError: The extra is missing, an argument is wrong, the server does not answer in time,
             or lacks a tool.
     """
-    _check_arguments(server, connections, per_trajectory, ping_s, max_answer_bytes)
+    faults = []
+    if not server:
+        faults.append("server = []: expected a command with its arguments")
+    elif isinstance(server, str) and not server.startswith(("http://", "https://")):
+        expected = "expected an http or https URL, or a command as a list"
+        faults.append(f"server = {server!r}: {expected}")
+    if connections < 1 or (per_trajectory and connections > 1):
+        expected = "1 with per_trajectory = True" if per_trajectory else "at least 1"
+        faults.append(f"connections = {connections}: expected {expected}")
+    if ping_s is not None and not 0 < ping_s < math.inf:
+        faults.append(f"ping_s = {ping_s}: expected a number > 0 or None")
+    if max_answer_bytes < 1:
+        faults.append(f"max_answer_bytes = {max_answer_bytes}: expected at least 1")
+    if faults:
+        raise ToolError(f"connect_mcp: {'; '.join(faults)}")
     await anyio.to_thread.run_sync(_import_sdk)  # it takes seconds
     label = server if isinstance(server, str) else " ".join(server)
 
@@ -259,30 +269,6 @@ async def connect_mcp(
         acquire = connect if per_trajectory else share
         names = offered if tools is None else tools
         yield [_McpTool(offered[name], prefix, acquire, owns=per_trajectory) for name in names]
-
-
-def _check_arguments(
-    server: str | Sequence[str],
-    connections: int,
-    per_trajectory: bool,
-    ping_s: float | None,
-    max_answer_bytes: int,
-) -> None:
-    faults = []
-    if not server:
-        faults.append("server = []: expected a command with its arguments")
-    elif isinstance(server, str) and not server.startswith(("http://", "https://")):
-        expected = "expected an http or https URL, or a command as a list"
-        faults.append(f"server = {server!r}: {expected}")
-    if connections < 1 or (per_trajectory and connections > 1):
-        expected = "1 with per_trajectory = True" if per_trajectory else "at least 1"
-        faults.append(f"connections = {connections}: expected {expected}")
-    if ping_s is not None and not 0 < ping_s < math.inf:
-        faults.append(f"ping_s = {ping_s}: expected a number > 0 or None")
-    if max_answer_bytes < 1:
-        faults.append(f"max_answer_bytes = {max_answer_bytes}: expected at least 1")
-    if faults:
-        raise ToolError(f"connect_mcp: {'; '.join(faults)}")
 
 
 def _import_sdk() -> None:
