@@ -43,6 +43,7 @@ EVERYTHING = [
         Path(sys.prefix) / "node/node_modules/@modelcontextprotocol/server-everything/dist/index.js"
     ),
 ]
+GO = Prompt(messages=[{"role": "user", "content": "go"}])
 LOST = "during this call, and is being started again; whether the call took effect is unknown"
 
 both_backends = pytest.mark.parametrize("anyio_backend", slow_after(1, ["trio", "asyncio"]))
@@ -302,7 +303,7 @@ async def test_frozen_http_server_fails_calls_at_once_until_it_is_back(
 
 @pytest.mark.anyio
 async def test_trajectories_on_a_frozen_server_go_on_without_their_full_limit() -> None:
-    scenario = Scenario(seed=1).reply("count", said_call("count")).then("Done.")
+    scenario = Scenario(seed=1).reply("go", said_call("count")).then("Done.")
     config = scenario.config(
         limits=LimitsConfig(tool_s=60), scheduling=SchedulingConfig(samples_per_prompt=4)
     )
@@ -311,10 +312,8 @@ async def test_trajectories_on_a_frozen_server_go_on_without_their_full_limit() 
         rollout.open_rollout(config, tools=tools) as runtime,
     ):
         servers()[0].suspend()
-        prompts = [Prompt(messages=[{"role": "user", "content": "count"}])]
         with anyio.fail_after(60):
-            first = await runtime.generate(prompts)
-            second = await runtime.generate(prompts)
+            first, second = await runtime.generate([GO]), await runtime.generate([GO])
     assert {row.outcome for row in (*first.samples, *second.samples)} == {Outcome.COMPLETED}
     assert [row.metrics["tool_errors"] for row in first.samples] == [1] * 4
     assert [row.metrics["tool_errors"] for row in second.samples] == [0] * 4
@@ -400,58 +399,45 @@ def test_long_answer_is_refused_to_its_request(line: bytes, expected: Any, size:
 # A server for each trajectory
 
 
-@pytest.mark.anyio
-async def test_server_of_a_trajectory_keeps_its_state_to_it(threads: Any) -> None:
-    contexts = [ToolContext(uid="p", member=member, threads=threads) for member in range(2)]
-    async with connect_mcp(SERVER, per_trajectory=True, tools=["count", "process"]) as tools:
+async def generate(provider: Any, *calls: str, **options: Any) -> list[Any]:
+    """Trajectories that each make these calls in one turn; afterwards no server is left."""
+    scenario = Scenario(seed=1).reply("go", "\n".join(calls)).then("Done.")
+    async with rollout.open_rollout(scenario.config(**options), tools=[provider]) as runtime:
+        batch = await runtime.generate([GO])
         assert servers() == []
-        sessions = [[await tool.open(context) for tool in tools] for context in contexts]
-        assert len(servers()) == 2
-        pids = []
-        for count, process in sessions:
-            call = ToolCall(name="count", arguments={})
-            assert [(await count.execute(call)).text for _ in range(2)] == ["1", "2"]
-            pids.append((await process.execute(ToolCall(name="process", arguments={}))).text)
-        assert sorted(pids) == sorted(str(server.pid) for server in servers())
-        for left, (count, process) in zip((1, 0), sessions, strict=True):
-            await process.close()
-            assert len(servers()) == left + 1
-            await count.close()
-            assert len(servers()) == left
+    return list(batch.trajectories)
+
+
+def read_answers(trajectory: Any) -> list[str]:
+    return [str(m.content) for m in trajectory.messages if m.role == "tool"]
 
 
 @pytest.mark.anyio
 async def test_trajectories_have_a_server_each_and_leave_none() -> None:
-    calls = f"{said_call('count')}\n{said_call('count')}"
-    scenario = Scenario(seed=1).reply("count", calls).then("Done.")
-    config = scenario.config(scheduling=SchedulingConfig(samples_per_prompt=3))
-    provider = connect_mcp(SERVER, per_trajectory=True)
-    async with rollout.open_rollout(config, tools=[provider]) as runtime:
-        batch = await runtime.generate([Prompt(messages=[{"role": "user", "content": "count"}])])
-        assert servers() == []
-    for trajectory in batch.trajectories:
-        answers = [m.content for m in trajectory.messages if m.role == "tool"]
-        assert sorted(answers, key=str) == ["1", "2"]
+    calls = [said_call(name) for name in ("count", "process", "count")]
+    three = SchedulingConfig(samples_per_prompt=3)
+    found = await generate(connect_mcp(SERVER, per_trajectory=True), *calls, scheduling=three)
+    answers = [read_answers(each) for each in found]
+    assert [sorted((first, last)) for first, _, last in answers] == [["1", "2"]] * 3
+    assert len({pid for _, pid, _ in answers}) == 3
 
 
 @pytest.mark.anyio
 async def test_trajectory_that_is_cancelled_leaves_no_server_of_its_own() -> None:
-    scenario = Scenario(seed=1).reply("nap", said_call("nap", seconds=60)).then("Done.")
+    scenario = Scenario(seed=1).reply("go", said_call("nap", seconds=60)).then("Done.")
     config = scenario.config(limits=LimitsConfig(cleanup_s=60))
     provider = connect_mcp(SERVER, per_trajectory=True)
     async with rollout.open_rollout(config, tools=[provider]) as runtime:
+
+        async def cancel() -> None:
+            while not servers():
+                await anyio.sleep(0.02)
+            runtime.cancel(reason="enough")
+
         with anyio.fail_after(60):  # on a busy machine a server takes long to start
             async with anyio.create_task_group() as tasks:
-
-                async def cancel() -> None:
-                    while not servers():
-                        await anyio.sleep(0.02)
-                    runtime.cancel(reason="enough")
-
                 tasks.start_soon(cancel)
-                batch = await runtime.generate(
-                    [Prompt(messages=[{"role": "user", "content": "nap"}])]
-                )
+                batch = await runtime.generate([GO])
         assert servers() == []
     assert batch.samples[0].outcome is Outcome.CANCELLED
 
@@ -466,11 +452,7 @@ async def test_server_of_a_trajectory_that_does_not_start_is_an_error_of_its_cal
         f"if os.path.exists({str(once)!r}): sys.exit('no more')\n"
         f"open({str(once)!r}, 'w').close()\nrunpy.run_path({SERVER[1]!r}, run_name='__main__')"
     )
-    scenario = Scenario(seed=1).reply("count", said_call("count")).then("Done.")
     provider = connect_mcp([sys.executable, "-c", program], per_trajectory=True)
-    async with rollout.open_rollout(scenario.config(), tools=[provider]) as runtime:
-        batch = await runtime.generate([Prompt(messages=[{"role": "user", "content": "count"}])])
-    answer = next(m.content for m in batch.trajectories[0].messages if m.role == "tool")
-    assert answer is not None
+    (answer,) = read_answers((await generate(provider, said_call("count")))[0])
     assert answer.startswith("could not open 'count': MCP server ")
     assert answer.endswith("no more")

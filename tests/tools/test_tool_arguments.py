@@ -69,8 +69,6 @@ def test_arguments_missing_and_unknown_are_listed_with_what_there_is() -> None:
         "(it takes 'city', 'days', 'unit', 'hours', 'place', 'id', 'ref')"
     )
     assert fault({"a": 1}, {"type": "object", "properties": {}}) == "unknown 'a' (it takes none)"
-    many = {"type": "object", "properties": {f"a{n}": {"type": "string"} for n in range(20)}}
-    assert fault({f"a{n}": n for n in range(20)}, many).endswith("; and 12 more")
 
 
 @pytest.mark.parametrize("arguments", [[1, 2], "city", None])
@@ -122,30 +120,32 @@ def test_schema_that_is_none_is_refused(parameters: Any, text: str) -> None:
     assert str(caught.value) == text
 
 
-def test_function_with_a_given_schema_is_checked_against_it() -> None:
-    def look_up(key, depth=1, token=""):  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(
+    ("arguments", "kwargs", "text"),
+    [
+        ({"key": "a"}, {"token": "secret"}, ""),
+        ({}, {"key": "fixed"}, ""),
+        ({"key": 1}, {}, 'key: 1 is not of type "string"'),
+        ({"key": "a", "token": "b"}, {}, "unknown 'token' (it takes 'key')"),
+        ({}, {}, "missing 'key'"),
+    ],
+)
+def test_function_with_a_given_schema_is_checked_against_it(
+    arguments: Any, kwargs: Any, text: str
+) -> None:
+    def weather(key, token=""):  # type: ignore[no-untyped-def]
         return key
 
-    schema = {
-        "name": "look_up",
-        "parameters": {
-            "type": "object",
-            "properties": {"key": {"type": "string"}, "depth": {"type": "integer"}},
-            "required": ["key"],
-        },
-    }
-    tool = function_tool(schema=schema)(look_up)
-    assert tool.schema == {"type": "function", "function": schema}  # given without its envelope
-    tool.check({"key": "a"}, {"token": "secret"})
-    tool.check({}, {"key": "fixed"})
-    for arguments, text in (
-        ({"key": 1}, 'key: 1 is not of type "string"'),
-        ({"key": "a", "token": "b"}, "unknown 'token' (it takes 'key', 'depth')"),
-        ({}, "missing 'key'"),
-    ):
-        with pytest.raises(ArgumentsError) as caught:
-            tool.check(arguments, {})
-        assert str(caught.value) == f"invalid arguments for 'look_up': {text}"
+    parameters = {"properties": {"key": {"type": "string"}}, "required": ["key"]}
+    function = {"name": "weather", "parameters": parameters}
+    tool = function_tool(schema=function)(weather)
+    assert tool.schema == {"type": "function", "function": function}  # given without its envelope
+    if not text:
+        assert tool.check(arguments, kwargs) == arguments | kwargs
+        return
+    with pytest.raises(ArgumentsError) as caught:
+        tool.check(arguments, kwargs)
+    assert str(caught.value) == f"invalid arguments for 'weather': {text}"
 
 
 def test_schema_without_a_name_is_refused() -> None:
@@ -158,25 +158,20 @@ def test_schema_without_a_name_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "value", "is_right"),
+    ("schema", "value", "text"),
     [
-        ({"type": "integer", "nullable": True}, None, True),
-        ({"type": "string", "enum": ["a"], "nullable": True}, None, True),
-        ({"type": "array", "items": {"type": "string", "nullable": True}}, ["a", None], True),
-        ({"type": "integer", "nullable": True}, "x", False),
-        (
-            {"type": "object", "properties": {"nullable": {"type": "integer"}}},
-            {"nullable": 1},
-            True,
-        ),
+        ({"type": "integer", "nullable": True}, None, ""),
+        ({"type": "string", "enum": ["a"], "nullable": True}, None, ""),
+        ({"type": "array", "items": {"type": "string", "nullable": True}}, ["a", None], ""),
+        ({"properties": {"nullable": {"type": "integer"}}}, {"nullable": 1}, ""),
+        ({"type": "integer", "nullable": True}, "y", 'x: "y" is not of types "null", "integer"'),
     ],
 )
 def test_arguments_may_be_null_where_the_schema_is_nullable(
-    schema: Any, value: Any, is_right: bool
+    schema: Any, value: Any, text: str
 ) -> None:
-    check = SchemaCheck("weather", {"type": "object", "properties": {"x": schema}})
-    if is_right:
-        assert check.check({"x": value}) == {"x": value}
-        return
-    with pytest.raises(ArgumentsError):
-        check.check({"x": value})
+    parameters = {"type": "object", "properties": {"x": schema}}
+    if text:
+        assert fault({"x": value}, parameters) == text
+    else:
+        assert SchemaCheck("weather", parameters).check({"x": value}) == {"x": value}

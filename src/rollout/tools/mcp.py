@@ -12,8 +12,7 @@ import json
 import logging
 import math
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -25,6 +24,7 @@ from rollout.tools.results import ToolResult, error_result
 from rollout.tools.tool import Tool, ToolContext, ToolSession
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
     from anyio import TaskHandle
     from anyio.abc import TaskStatus
 
@@ -37,12 +37,15 @@ BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 #: Lines of a command's standard error that the error quotes where it does not start.
 QUOTED_LINES = 10
 
-#: Opens a transport, with a file for a command's standard error, and what to call at its end.
-OpenTransport = Callable[[Any, Callable[[], None]], AbstractAsyncContextManager[Any]]
-
 
 class _Connection:
-    """A connection to a server, kept up by a task of its own; the arguments are `connect_mcp`'s.
+    """A connection to a server, kept up by a task of its own.
+
+    Args:
+        label: Names the server, for messages.
+        open_transport: Opens a transport, with a file for a command's standard error, and what to
+            call at its end.
+        start_timeout_s, ping_s: See `connect_mcp`.
 
     Attributes:
         tools: What the server offered when it was last connected.
@@ -52,7 +55,7 @@ class _Connection:
     task: TaskHandle[None]
 
     def __init__(
-        self, label: str, open_transport: OpenTransport, start_timeout_s: float, ping_s: float
+        self, label: str, open_transport: Callable[..., Any], start_timeout_s: float, ping_s: float
     ) -> None:
         self._label, self._open_transport = label, open_transport
         self._start_timeout_s, self._ping_s = start_timeout_s, ping_s

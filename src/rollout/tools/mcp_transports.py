@@ -47,7 +47,7 @@ class LineBuffer:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._head, self._tail, self._size = b"", b"", 0
+        self._head, self._tail, self._size = bytearray(), b"", 0
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Yield the lines that end within `data`, but for blank ones."""
@@ -59,8 +59,8 @@ class LineBuffer:
             self._size += len(piece)
 
     def _end_line(self) -> bytes:
-        line, tail, size = self._head, self._tail, self._size
-        self._head, self._tail, self._size = b"", b"", 0
+        line, tail, size = bytes(self._head), self._tail, self._size
+        self._head, self._tail, self._size = bytearray(), b"", 0
         if size <= self._max_bytes:
             return line
         if (found := _ID.search(line[:_ENDS] + tail)) is None:

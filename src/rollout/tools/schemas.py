@@ -12,8 +12,6 @@ from rollout.errors import ToolError
 
 #: Characters of a wrong argument, and of what is said about it, that the model sees.
 MAX_SHOWN, MAX_EXPECTED = 80, 240
-#: Faults of one call that are listed.
-MAX_FAULTS = 8
 
 #: Keys whose values are data or names, not schemas: copied as they are.
 _VERBATIM = frozenset({"const", "default", "enum", "examples", "required"})
@@ -26,10 +24,7 @@ class ArgumentsError(ToolError):
     """A call's arguments are not what the tool takes; the text lists every fault."""
 
     def __init__(self, tool: str, faults: Iterable[str]) -> None:
-        listed = list(faults)
-        if len(listed) > MAX_FAULTS:
-            listed[MAX_FAULTS:] = [f"and {len(listed) - MAX_FAULTS} more"]
-        super().__init__(f"invalid arguments for {tool!r}: {'; '.join(listed)}")
+        super().__init__(f"invalid arguments for {tool!r}: {'; '.join(faults)}")
 
 
 class SchemaCheck:
