@@ -30,7 +30,7 @@ from rollout.errors import ToolError
 from rollout.testing import Scenario
 from rollout.testing import tool_call as said_call
 from rollout.tools import Tool, ToolContext, ToolResult, connect_mcp
-from rollout.tools.mcp_transports import LineBuffer
+from rollout.tools.mcp_connection import LineBuffer
 from rollout.types import ToolCall
 from slow_cases import slow_after
 
