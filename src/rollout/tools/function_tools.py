@@ -104,14 +104,12 @@ class FunctionTool(Tool, Generic[P, R]):
             if context_name := self.parameters.context_name:
                 why = "cannot hand over the ToolContext: remove the parameter"
                 return f"isolation = 'process' {why} {context_name!r}"
-        if schema is not None and schema["function"]["name"] != self.name:
-            name = schema["function"]["name"]
-            return f"its schema is named {name!r}; expected the same name"
-        shown = (schema or {}).get("function", {}).get("parameters") or {}
-        unknown = shown.get("properties", {}).keys() - self.parameters.names
-        if unknown and not self.parameters.takes_others:
-            text = "its schema has properties that are no parameters of the function"
-            return f"{text}: {', '.join(sorted(unknown))}"
+        shown: dict[str, Any] = {"name": self.name} if schema is None else schema["function"]
+        if shown["name"] != self.name:
+            return f"its schema is named {shown['name']!r}; expected the same name"
+        properties = (shown.get("parameters") or {}).get("properties", ())
+        if unknown := ", ".join(name for name in properties if not self.parameters.takes(name)):
+            return f"its schema has properties that are no parameters of the function: {unknown}"
         return ""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -135,12 +133,12 @@ class FunctionTool(Tool, Generic[P, R]):
         Raises:
             ToolError: The prompt's kwargs name no parameter.
         """
-        known = self.parameters.names
-        unknown = sorted(context.kwargs.keys() - known - METHOD_KWARGS)
-        if unknown and not self.parameters.takes_others:
+        names = context.kwargs.keys() - METHOD_KWARGS
+        if unknown := ", ".join(sorted(n for n in names if not self.parameters.takes(n))):
+            known = ", ".join(sorted(self.parameters.schema["properties"])) or "none"
             raise ToolError(
-                f"tools_kwargs of {self.name!r} name no parameter of it: {', '.join(unknown)}; "
-                f"expected some of: {', '.join(sorted(known)) or 'none'}"
+                f"tools_kwargs of {self.name!r} name no parameter of it: {unknown}; "
+                f"expected some of: {known}"
             )
         return _FunctionSession(self, context)
 
@@ -152,12 +150,7 @@ class FunctionTool(Tool, Generic[P, R]):
         Raises:
             ArgumentsError: It names each missing, unknown and wrong one, and what was expected.
         """
-        names, takes_others = self.parameters.names, self.parameters.takes_others
-        fixed = {
-            name: value
-            for name, value in kwargs.items()
-            if name in names or (takes_others and name not in METHOD_KWARGS)
-        }
+        fixed = {name: value for name, value in kwargs.items() if self.parameters.takes(name)}
         merged = self._schema_check.check(arguments, fixed) | fixed
         typed = self.parameters.check(merged)
         return merged if self._is_isolated else typed

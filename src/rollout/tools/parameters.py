@@ -23,7 +23,7 @@ from typing_extensions import TypedDict
 
 from rollout.errors import ToolError
 from rollout.tools.schemas import ArgumentsError, inline_references, quote_all, write_path
-from rollout.tools.tool import ToolContext
+from rollout.tools.tool import METHOD_KWARGS, ToolContext
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -90,9 +90,7 @@ class Parameters:
 
     Attributes:
         description: What the docstring says before its sections.
-        names: Of all that a call may give.
         context_name: The parameter that receives the `ToolContext`, or None.
-        takes_others: Whether the function takes arguments of other names too, as ``**kwargs``.
         schema: The JSON Schema of the arguments object.
 
     Raises:
@@ -102,7 +100,7 @@ class Parameters:
     def __init__(self, function: Callable[..., Any], tool: str, *, is_documented: bool) -> None:
         self._tool = tool
         self.context_name: str | None = None
-        self.takes_others = False
+        self._takes_others = False  # as `**kwargs`
         self.description, descriptions = parse_docstring(function.__doc__)
         try:
             hints = typing.get_type_hints(function, include_extras=True)
@@ -120,14 +118,13 @@ class Parameters:
             if hints.get(name) is ToolContext:
                 self.context_name = name
             elif raw.kind is raw.VAR_KEYWORD and not is_documented:
-                self.takes_others = True
+                self._takes_others = True
             elif fault := _find_fault(raw, is_documented=is_documented):
                 faults.append(fault)
             else:
                 fields[name] = _describe_type(hints.get(name, Any), descriptions.get(name, ""))
                 if raw.default is not raw.empty:
                     fields[name], defaults[name] = NotRequired[fields[name]], raw.default
-        self.names = frozenset(fields)
         try:
             self._adapter = pydantic.TypeAdapter[dict[str, Any]](_make_dict("Arguments", fields))
             written = self._adapter.json_schema(schema_generator=_SchemaWriter)
@@ -151,6 +148,12 @@ class Parameters:
                 *(tool, quote_all(undescribed)),
             )
 
+    def takes(self, name: str) -> bool:
+        """Whether a call may give an argument of this name."""
+        if name in self.schema["properties"]:
+            return True
+        return self._takes_others and name not in METHOD_KWARGS
+
     def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments that fit the schema as the function's types (an Enum member, a dataclass, …).
 
@@ -159,7 +162,8 @@ class Parameters:
         Raises:
             ArgumentsError: One has no value of its type.
         """
-        others = {name: value for name, value in arguments.items() if name not in self.names}
+        known = self.schema["properties"]
+        others = {name: value for name, value in arguments.items() if name not in known}
         try:
             return others | self._read(arguments)
         except pydantic.ValidationError as error:
