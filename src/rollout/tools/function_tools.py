@@ -173,9 +173,14 @@ class FunctionTool(Tool, Generic[P, R]):
         return self.function is (found.function if isinstance(found, FunctionTool) else found)
 
     async def run(self, arguments: Mapping[str, Any], context: ToolContext) -> Any:
-        """Call the function where it runs, with checked arguments; cancelled, a thread runs on."""
+        """Call the function with checked arguments, where it runs; cancellation abandons a thread.
+
+        Raises:
+            ToolError: It runs in a process, and `context` has none.
+        """
         if self.function_ref is not None:
-            assert context.processes is not None
+            if context.processes is None:
+                raise ToolError(f"{self.name}: this ToolContext has no processes to run in")
             return await context.processes.run(self.name, self.function_ref, dict(arguments))
         if self.parameters.context_name is not None:
             arguments = {**arguments, self.parameters.context_name: context}
