@@ -77,7 +77,7 @@ async def test_isolated_tool_runs_elsewhere_and_its_process_is_used_again(opened
     ]
     assert await run(tools, call("whoami", text=3), call("die")) == [
         ToolResult(
-            "invalid arguments for 'whoami': text = 3: expected str, got int",
+            "invalid arguments for 'whoami': text: 3 is not of type \"string\"",
             is_error=True,
         ),
         ToolResult("the process of 'die' ended with exit code 7", is_error=True),

@@ -240,7 +240,7 @@ async def test_run_faulty_calls_are_answered_and_siblings_do_not_notice(executor
         failed("ValueError: no such row"),
         failed("unknown tool 'nope'; known tools: 'wait', 'bad'"),
         failed("invalid tool call: it is not JSON"),
-        failed("invalid arguments for 'wait': seconds = \"2\": expected float, got str"),
+        failed('invalid arguments for \'wait\': seconds: "2" is not of type "number"'),
         failed("invalid arguments for 'wait': missing 'seconds'"),
     ]
     assert (tools.calls, tools.errors) == (6, 5)
