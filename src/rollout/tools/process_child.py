@@ -1,4 +1,4 @@
-"""The process of ``isolation="process"``: runs one call after another for the driver."""
+"""What the processes of ``isolation="process"`` do: they run one call after another."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollout.child_serving import MAX_REPLY, resolve_outcome, serve
+from rollout.child_processes import MAX_ANSWER, resolve_outcome
 from rollout.config.media_section import MediaConfig
-from rollout.errors import MediaError
-from rollout.function_refs import FunctionRef, function_at
+from rollout.errors import MediaError, ToolError
 from rollout.media import Media
 from rollout.media.parts import MediaSource
 from rollout.media.reading import read_media
@@ -18,48 +17,45 @@ from rollout.medium import FRAMES_MIME
 from rollout.tools.attempt import describe
 from rollout.tools.function_tools import FunctionTool
 from rollout.tools.parameters import Parameters
-from rollout.tools.policy import ToolPolicy
-from rollout.tools.processes import Reply, Request
+from rollout.tools.policy import ToolPolicy, TransientError
 from rollout.tools.results import normalise_result
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def main() -> None:
-    """Answer requests until standard input closes."""
-    serve(lambda body: _encode(_answer(msgspec.msgpack.decode(body, type=Request))))
+def answer(found: Any, body: bytes) -> bytes:
+    """The fields of the `ToolResult` of a call; its images and videos are encoded files.
 
+    Args:
+        found: The function, or the `FunctionTool` around it.
+        body: The name of the tool, and its arguments.
 
-def _encode(reply: Reply) -> bytes:
+    Raises:
+        ToolError: The function raised; a `TransientError` where its policy says so.
+    """
+    name, arguments = msgspec.msgpack.decode(body)
+    function, parameters, policy = _read_tool(found, name)
     try:
-        encoded = msgspec.msgpack.encode(reply)
-    except Exception:  # data that only this process can hold stays here; the text has its words
-        encoded = msgspec.msgpack.encode(Reply({**reply.result, "data": None, "metrics": {}}))
-    if len(encoded) <= MAX_REPLY:
-        return encoded
-    failure = f"the tool's answer has {len(encoded)} bytes; at most {MAX_REPLY}"
-    return msgspec.msgpack.encode(Reply(failure=failure))
-
-
-def _answer(request: Request) -> Reply:
-    policy = ToolPolicy()
-    for ref in request.functions:
-        try:
-            function, parameters, policy = _find_function(ref, request.name)
-        except BaseException as error:
-            return Reply(failure=f"{ref.qualname} of {ref.home}: {describe(error)}")
-    if not request.name:
-        return Reply()
-    try:
-        result = normalise_result(resolve_outcome(function(**parameters.check(request.arguments))))
-        fields = {name: getattr(result, name) for name in result.__struct_fields__}
-        for kind in ("images", "videos"):
-            fields[kind] = tuple(map(_write_file, fields[kind]))
+        result = normalise_result(resolve_outcome(function(**parameters.check(arguments))))
+        fields = msgspec.structs.asdict(result)
+        for kind in ("images", "videos", "audio"):
+            if media := fields.pop(kind):
+                fields[kind] = [_write_file(each) for each in media]
     except BaseException as error:
-        return Reply(failure=describe(error), is_transient=policy.is_transient(error))
-    del fields["audio"]  # there is none
-    return Reply(fields)
+        kind_of_error = TransientError if policy.is_transient(error) else ToolError
+        raise kind_of_error(describe(error)) from None
+    try:
+        return msgspec.msgpack.encode(fields)
+    except Exception:  # data that only this process can hold stays here; the text has its words
+        return msgspec.msgpack.encode(fields | {"data": None, "metrics": {}})
+
+
+@functools.cache
+def _read_tool(found: Any, name: str) -> tuple[Callable[..., Any], Parameters, ToolPolicy]:
+    if isinstance(found, FunctionTool):
+        return found.function, found.parameters, found.policy
+    return found, Parameters(found, name, is_documented=False), ToolPolicy()
 
 
 def _write_file(medium: Any) -> Any:
@@ -69,17 +65,7 @@ def _write_file(medium: Any) -> Any:
     if not isinstance(medium, Media):
         is_frames = isinstance(medium, list | tuple) or getattr(medium, "ndim", 0) == 4
         source = MediaSource("video" if is_frames else "image", medium, where="the tool's answer")
-        medium = read_media(source, MediaConfig(max_bytes=MAX_REPLY))
+        medium = read_media(source, MediaConfig(max_bytes=MAX_ANSWER))
     if medium.mime == FRAMES_MIME:
         raise MediaError("frames do not leave the process of an isolated tool: return a video file")
     return medium.content
-
-
-@functools.cache
-def _find_function(
-    ref: FunctionRef, name: str
-) -> tuple[Callable[..., Any], Parameters, ToolPolicy]:
-    found = function_at(ref)
-    if isinstance(found, FunctionTool):
-        return found.function, found.parameters, found.policy
-    return found, Parameters(found, name, is_documented=False), ToolPolicy()
