@@ -29,7 +29,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 
 from rollout.function_refs import FunctionRef, function_at
 from rollout.limits import cleanup_scope
-from rollout.scopes import open_task_group, release_token
+from rollout.scopes import open_task_group
 from rollout.types import Cause, make_encodable
 
 if TYPE_CHECKING:
@@ -173,53 +173,51 @@ class ChildProcesses:
 
     def __init__(self, module: str, *, max_processes: int, cleanup_s: float) -> None:
         self._module, self._cleanup_s = module, cleanup_s
-        self._slots = anyio.CapacityLimiter(max_processes)
+        self._slots = anyio.Semaphore(max_processes)
         self._idle: list[ChildProcess] = []
 
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[ChildProcess]:
         """A process for the requests of the block; waits for one that is free."""
-        borrower = object()
-        child: ChildProcess | None = None
-        try:
-            await self._slots.acquire_on_behalf_of(borrower)
+        async with self._slots:
+            child = None
             while child is None and self._idle:
-                child = self._idle.pop()
+                idle = self._idle.pop()
                 with anyio.move_on_after(self._cleanup_s), suppress(ChildDiedError):
-                    await child.ask()  # it may have died meanwhile, or hang
-                child = child if child.is_running else None
+                    await idle.ask()  # it may have died meanwhile, or hang
+                    child = idle
             child = child or await self._start()
-            yield child
-        finally:
-            if child is not None and child.is_running:
-                self._idle.append(child)
-            release_token(self._slots, borrower)
+            try:
+                yield child
+            finally:
+                if child.is_running:
+                    self._idle.append(child)
 
     async def prepare(
         self, functions: Sequence[FunctionRef], limit_s: float | None, limit: str
     ) -> None:
-        """Have a process import the functions, in this time; `limit` is what sets it.
+        """Have a process import the functions, each in this time, which `limit` sets.
 
         Raises:
             NotImportedError: It cannot.
         """
-        function = functions[0]
-        try:
-            with anyio.fail_after(limit_s):
-                async with self.worker() as child:
-                    for function in functions:
+        async with self.worker() as child:
+            for function in functions:
+                try:
+                    with anyio.fail_after(limit_s):
                         await child.ask(function)
-        except TimeoutError:
-            raise NotImportedError(
-                f"{function} was not imported within {limit} = {limit_s:g} s, by a new "
-                f"process of {sys.executable}; raise the limit, import what is slow within the "
-                'function, and put what a script starts under `if __name__ == "__main__":`'
-            ) from None
-        except (ChildDiedError, ChildRaisedError) as error:
-            how = f"it {error}" if isinstance(error, ChildDiedError) else error
-            raise NotImportedError(
-                f"{function} cannot be imported in its process: {how}"
-            ) from error
+                except TimeoutError:
+                    raise NotImportedError(
+                        f"{function} was not imported within {limit} = {limit_s:g} s, by a new "
+                        f"process of {sys.executable}; raise the limit, import what is slow within "
+                        "the function, and put what a script starts under "
+                        '`if __name__ == "__main__":`'
+                    ) from None
+                except (ChildDiedError, ChildRaisedError) as error:
+                    how = f"it {error}" if isinstance(error, ChildDiedError) else error
+                    raise NotImportedError(
+                        f"{function} cannot be imported in its process: {how}"
+                    ) from error
 
     async def _start(self) -> ChildProcess:
         paths = [path or os.getcwd() for path in sys.path]

@@ -43,7 +43,7 @@ async def opened(threads: WorkerThreads) -> AsyncIterator[Callable[..., Trajecto
     assert not [
         process
         for process in psutil.Process().children(recursive=True)
-        if "rollout.tools.process_child" in process.as_dict(["cmdline"], ad_value=[])["cmdline"]
+        if "rollout.tools.isolation" in process.as_dict(["cmdline"], ad_value=[])["cmdline"]
     ]
 
 
@@ -104,12 +104,13 @@ async def test_isolated_tool_that_holds_the_interpreter_is_killed_with_its_group
 
 DRIVER = """
 import anyio, isolated_tools
-from rollout.tools.processes import ToolProcesses
+from rollout.child_processes import ChildProcesses
+from rollout.tools.isolation import run_isolated
 
 async def main():
-    processes = ToolProcesses(max_processes=1, cleanup_s=5.0)
+    processes = ChildProcesses("rollout.tools.isolation", max_processes=1, cleanup_s=5.0)
     tool = isolated_tools.hold_the_interpreter
-    await processes.run(tool.name, tool.function_ref, {"marker": %r})
+    await run_isolated(processes, tool.name, tool.function_ref, {"marker": %r})
 
 anyio.run(main, backend="trio")
 """
