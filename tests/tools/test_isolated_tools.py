@@ -14,7 +14,6 @@ import pytest
 
 import isolated_tools
 from executors import call, executor_of, run
-from own_processes import kill_and_wait
 from rollout.errors import ToolError
 from rollout.tools import ToolContext, ToolResult, TrajectoryTools, function_tool
 from rollout.worker_threads import WorkerThreads
@@ -128,25 +127,6 @@ async def test_isolated_tool_does_not_outlive_a_driver_that_was_killed(tmp_path:
         driver.kill()
     for pid in marker.read_text().split():
         assert await ended(int(pid))
-
-
-@pytest.mark.parametrize("anyio_backend", ["trio"])
-async def test_isolated_tool_whose_process_was_copied_by_it_has_its_own_answer(opened: Any) -> None:
-    tools = opened(isolated_tools.copied)
-    answers = [
-        (await run(tools, call("copied", value=at, fork=at == 1)))[0].text for at in range(4)
-    ]
-    assert answers == ["0", "1", "2", "3"]
-
-
-async def test_isolated_tool_whose_process_died_while_it_idled_is_called_in_another(
-    opened: Any,
-) -> None:
-    tools = opened(isolated_tools.whoami)
-    (first,) = await run(tools, call("whoami"))
-    await kill_and_wait(psutil.Process(first.data["pid"]))
-    (second,) = await run(tools, call("whoami"))
-    assert second.data["pid"] != first.data["pid"]
 
 
 async def test_isolated_tool_past_its_limit_is_killed(opened: Any, tmp_path: Path) -> None:
