@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import MediaError, ToolError
@@ -52,13 +53,14 @@ def wrap_langchain_tool(tool: Any) -> Tool:
         raise ToolError(f"LangChain's {tool.name!r}: {error}") from error
     function = {"name": tool.name, "description": tool.description, "parameters": parameters}
     # In this form the tool answers with a message, which has its artifact and its status.
-    request = {"type": "tool_call", "id": "call", "name": tool.name}
+    request, ids = {"type": "tool_call", "name": tool.name}, map(str, count(1))
 
     async def run_async(**arguments: Any) -> ToolResult:
-        return _read_message(await tool.ainvoke({**request, "args": arguments}))
+        message = await tool.ainvoke({**request, "id": next(ids), "args": arguments})
+        return _read_message(message)
 
     def run(**arguments: Any) -> ToolResult:
-        return _read_message(tool.invoke({**request, "args": arguments}))
+        return _read_message(tool.invoke({**request, "id": next(ids), "args": arguments}))
 
     # A tool without a coroutine of its own runs its function on a thread of asyncio's.
     is_async = getattr(tool, "coroutine", None) is not None or (

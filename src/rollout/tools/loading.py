@@ -72,20 +72,23 @@ def load_tools(path: str | Path) -> list[Tool | ToolProvider]:
     if "verl" in sys.modules:
         _import_reader("forget_functions")(file)
     try:
-        tools = find_tools(run_file(file))
-    except UserCodeError as error:
+        return find_tools(run_file(file))
+    except (UserCodeError, ToolError) as error:
         raise ToolError(f"load_tools: {path}: {error}") from error
-    if not tools:
-        raise ToolError(
-            f"load_tools: {path}: no tools; expected functions decorated with "
-            "@rollout.function_tool, or Tool objects, at the top level of the file"
-        )
-    return tools
 
 
 def find_tools(module: ModuleType) -> list[Tool | ToolProvider]:
-    """The tools at the top level of a module."""
+    """The tools at the top level of a module.
+
+    Raises:
+        ToolError: It has none.
+    """
     values = vars(module).values()
     tools = {id(value): value for value in values if isinstance(value, Tool | ToolProvider)}
     functions = _import_reader("find_functions")(module) if "verl" in sys.modules else ()
-    return [*tools.values(), *functions]
+    if found := [*tools.values(), *functions]:
+        return found
+    raise ToolError(
+        "no tools; expected functions decorated with @rollout.function_tool, or Tool objects, at "
+        "the top level of the file"
+    )
