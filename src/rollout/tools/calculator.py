@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import operator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollout.tools.function_tools import function_tool
 from rollout.tools.results import ToolResult, error_result
@@ -58,24 +58,20 @@ def format_number(value: Number) -> str:
 
 
 def _evaluate(node: ast.expr) -> Number:
-    result: Number
     match node:
         case ast.Constant(value=int() | float() as result) if not isinstance(result, bool):
             pass
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            result = -_evaluate(operand)
-        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-            result = _evaluate(operand)
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATIONS:
+            result = _OPERATIONS[type(op)](_evaluate(operand))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
             result = _OPERATIONS[type(op)](_evaluate(left), _evaluate(right))
         case ast.Tuple():
             raise CalculationError("write numbers without commas")
         case _:
             raise CalculationError(f"{ast.unparse(node)!r:.80} is no arithmetic")
-    is_bounded = (
-        result.bit_length() <= MAX_BITS if isinstance(result, int) else math.isfinite(result)
-    )
-    if not is_bounded:
+    if isinstance(result, complex):
+        raise CalculationError("a negative number to a fractional power is not real")
+    if result.bit_length() > MAX_BITS if isinstance(result, int) else not math.isfinite(result):
         raise OverflowError
     return result
 
@@ -85,17 +81,16 @@ def _divide(left: Number, right: Number) -> Number:
     return left // right if are_exact and right and left % right == 0 else left / right
 
 
-def _raise_power(left: Number, right: Number) -> Number:
-    if isinstance(left, int) and isinstance(right, int) and right >= 0:
-        if abs(left) > 1 and left.bit_length() * right > 2 * MAX_BITS:
-            raise OverflowError
-        return int(left**right)
-    if left < 0 and right != math.floor(right):
-        raise CalculationError("a negative number to a fractional power is not real")
-    return float(left) ** right
+def _raise_power(left: Number, right: Number) -> Any:
+    are_exact = isinstance(left, int) and isinstance(right, int)
+    if are_exact and abs(left) > 1 and int(left).bit_length() * right > 2 * MAX_BITS:
+        raise OverflowError  # before it is computed
+    return left**right
 
 
-_OPERATIONS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
+_OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
