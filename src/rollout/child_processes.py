@@ -11,7 +11,6 @@ the signal after it has been read.
 
 from __future__ import annotations
 
-import asyncio  # noqa: TID251  (of a child, where no other loop is)
 import fcntl
 import functools
 import inspect
@@ -307,5 +306,7 @@ def resolve_outcome(value: Any) -> Any:
 
 
 @functools.cache
-def _get_loop() -> asyncio.AbstractEventLoop:
+def _get_loop() -> Any:
+    import asyncio  # noqa: TID251  (where no other loop is; most functions need none)
+
     return asyncio.new_event_loop()
