@@ -145,7 +145,7 @@ class SandboxSession(ToolSession):
 
     Attributes:
         directory: Where the tool keeps its own, in the sandbox; None until it is made.
-        is_lost: Whether an interpreter has ended, of which the model has not been told.
+        is_lost: Whether an interpreter has ended since the model last read so.
     """
 
     directory: str | None = None
@@ -396,18 +396,18 @@ def _insert(text: str, after: int, new: str) -> tuple[str, int]:
     start = sum(len(line) + 1 for line in lines[:after])
     if start > len(text):  # the last line has no end
         text += "\n"
-    new = _fit(new if new.endswith("\n") else new + "\n", text)
+    new = _fit_line_ends(new if new.endswith("\n") else new + "\n", text)
     return text[:start] + new + text[start:], after + 1
 
 
-def _fit(new: str, text: str) -> str:
+def _fit_line_ends(new: str, text: str) -> str:
     """What models write, with the line ends of the file: they write no carriage returns."""
     return new.replace("\n", "\r\n") if "\r\n" in text and "\r" not in new else new
 
 
 def _replace(text: str, old: str, new: str) -> tuple[str, int]:
     """The text with the one `old` replaced, and the number of the line where it was."""
-    old, new = old if old in text else _fit(old, text), _fit(new, text)
+    old, new = old if old in text else _fit_line_ends(old, text), _fit_line_ends(new, text)
     found = re.finditer(f"(?={re.escape(old)})", text) if old else ()  # also within each other
     starts = [each.start() for each in islice(found, 21)]
     if not starts:
