@@ -23,7 +23,7 @@ from rollout.media.records import (
     record_prompt_messages,
 )
 from rollout.medium import Media, PlacedMedia
-from rollout.types import Cause, Message, Outcome, Prompt, ToolCall
+from rollout.types import Cause, Message, Outcome, Prompt, ToolCall, make_encodable
 from rollout.utf8 import encodable, is_encodable
 
 #: Makes plain data of a value of a user's; the text says where it stands, for errors.
@@ -210,13 +210,6 @@ def unpack_prompt(fields: dict[str, Any]) -> Prompt:
     """The prompt of such fields: a list among its messages is a packed `Message`."""
     messages = [unpack_message(m) if type(m) is list else m for m in fields.pop("messages")]
     return Prompt(messages=messages, **fields)
-
-
-def make_encodable(cause: Cause) -> Cause:
-    """A cause as UTF-8 can carry it."""
-    words = (cause.type, cause.message, cause.traceback)
-    kind, message, traceback = (each.encode("utf-8", "backslashreplace").decode() for each in words)
-    return Cause(type=kind, message=message, traceback=traceback)
 
 
 def pack_complete(trajectory: Trajectory, where: str) -> CompleteTrajectory:

@@ -6,13 +6,13 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rollout.child_processes import ChildProcesses, NotImportedError
 from rollout.errors import ToolError
 from rollout.observe.tally import Tally
 from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
 from rollout.tools.function_tools import FunctionTool
-from rollout.tools.langchain import LangChainTool, is_langchain_tool
+from rollout.tools.langchain import is_langchain_tool, wrap_langchain_tool
 from rollout.tools.policy import ToolGate, ToolPolicy
-from rollout.tools.processes import ToolProcesses
 from rollout.tools.schemas import SchemaCheck, quote_all
 from rollout.tools.tool import Tool, ToolContext
 from rollout.tools.trajectory_tools import ToolSettings, TrajectoryTools
@@ -66,7 +66,9 @@ class ToolExecutor:
         )
         self._warned: set[str] = set()
         self._threads = threads
-        self._processes = ToolProcesses(max_processes=max_processes, cleanup_s=cleanup_s)
+        self._processes = ChildProcesses(
+            "rollout.tools.isolation", max_processes=max_processes, cleanup_s=cleanup_s
+        )
         self._settings = ToolSettings(
             checks={name: _make_check(tool) for name, tool in self._tools.items()},
             gates={name: ToolGate(name, tool.policy) for name, tool in self._tools.items()},
@@ -104,7 +106,10 @@ class ToolExecutor:
             await tool.prepare()
         found = [getattr(tool, "function_ref", None) for tool in self._tools.values()]
         if refs := [ref for ref in found if ref is not None]:
-            await self._processes.prepare(refs, self._settings.tool_s)
+            try:
+                await self._processes.prepare(refs, self._settings.tool_s, "limits.tool_s")
+            except NotImportedError as error:
+                raise ToolError(f"isolation = 'process': {error}") from error
 
     def schemas(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """Schemas of the tools offered, in the order of `names`; None takes all.
@@ -171,7 +176,7 @@ class ToolExecutor:
 def _as_tool(tool: Tool | Callable[..., Any]) -> Tool:
     """`tool` itself after a look at its name and schema, or a function as a tool."""
     if is_langchain_tool(tool):
-        return LangChainTool(tool)
+        return wrap_langchain_tool(tool)
     if not isinstance(tool, Tool):
         return FunctionTool(tool)
     name, schema = getattr(tool, "name", None), getattr(tool, "schema", None)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, get
 
 from rollout.errors import ToolError
 from rollout.function_refs import FunctionRef, NotImportableError, check_top_level, function_ref
+from rollout.tools.isolation import run_isolated
 from rollout.tools.parameters import Parameters
 from rollout.tools.schemas import SchemaCheck, as_openai_schema
 from rollout.tools.tool import METHOD_KWARGS, Tool, ToolContext, ToolSession
@@ -181,7 +182,8 @@ class FunctionTool(Tool, Generic[P, R]):
         if self.function_ref is not None:
             if context.processes is None:
                 raise ToolError(f"{self.name}: this ToolContext has no processes to run in")
-            return await context.processes.run(self.name, self.function_ref, dict(arguments))
+            where = context.processes, self.name, self.function_ref
+            return await run_isolated(*where, dict(arguments))
         if self.parameters.context_name is not None:
             arguments = {**arguments, self.parameters.context_name: context}
         call: Callable[[], Any] = functools.partial(self.function, **arguments)
