@@ -9,16 +9,23 @@ import torch
 from tensordict import TensorDict
 
 from rollout.batch.metrics import batch_metrics
+from rollout.batch.records import Sample
 from rollout.batch.rollout_batch import RolloutBatch
-from rollout.batch.rows import Lengths, Row, check_rows, list_rows, pack_rows, pad_rows, read_arrays
-from rollout.batch.sample import Sample
+from rollout.batch.rows import (
+    Lengths,
+    count_tokens,
+    find_media,
+    pack_columns,
+    pad_columns,
+    read_columns,
+)
 from rollout.media.tensors import MultiModalInputs
 from rollout.tensor_layout import Layout, Trim, layout_faults, trim_width
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from rollout.chat.trajectory import Trajectory
+    from rollout.chat.trajectory import Segment, Trajectory
     from rollout.media.processor import MediaProcessor
 
 #: What a sample has of its trajectory, and of its segment.
@@ -71,41 +78,66 @@ def collate(
         faults.append(f"position_rows = {position_rows!r:.80}: expected 3 or 4")
     if faults:
         raise ValueError("\n".join(faults))
-    rows = list_rows(trajectories)
-    check_rows(rows, lengths)
-    arrays = read_arrays(rows, processor, position_rows)
+    rows = [(row, at) for row in trajectories for at in range(len(row.segments))]
+    samples = [_make_sample(row, *where) for row, where in enumerate(rows)]
+    segments = [trajectory.segments[at] for trajectory, at in rows]
+    _check_rows(samples, segments, lengths)
+    columns = read_columns(segments, processor, position_rows)
     if layout == "padded":
+        longest = (max(map(len, columns[key]), default=0) for key in ("prompts", "responses"))
+        prompt, response = longest
         widths = (
-            trim_width(max((row.prompt for row in rows), default=0), lengths.prompt, trim),
-            trim_width(max((row.response for row in rows), default=0), lengths.response, trim),
+            trim_width(prompt, lengths.prompt, trim),
+            trim_width(response, lengths.response, trim),
         )
-        tensors = pad_rows(rows, arrays, widths, pad_token_id)
+        tensors = pad_columns(columns, widths, pad_token_id)
     else:
-        tensors = pack_rows(rows, arrays)
-    samples = [_make_sample(at, row) for at, row in enumerate(rows)]
+        tensors = pack_columns(columns)
     rewards = [math.nan if each.reward is None else each.reward for each in samples]
     trainable, groups = [each.trainable for each in samples], [each.group for each in samples]
     # On the CPU, whatever torch's default device is.
     tensors["trainable"] = torch.tensor(trainable, dtype=torch.bool, device="cpu")
     tensors["rewards"] = torch.tensor(rewards, dtype=torch.float32, device="cpu")
     tensors["groups"] = torch.tensor(groups, dtype=torch.int64, device="cpu")
+    media = [find_media(segment.transcript) for segment in segments]
     return RolloutBatch(
         tensors=TensorDict(tensors, batch_size=[len(rows)]),
         samples=samples,
         metrics=batch_metrics(trajectories, extra_metrics or {}),
         trajectories=list(trajectories),
         decode=decode,
-        multi_modal_inputs=MultiModalInputs([row.media for row in rows], processor),
+        multi_modal_inputs=MultiModalInputs(media, processor),
     )
 
 
-def _make_sample(at: int, row: Row) -> Sample:
-    trajectory, segment = row.trajectory, row.segment
+def _make_sample(row: int, trajectory: Trajectory, at: int) -> Sample:
+    segment = trajectory.segments[at]
     return Sample(
         **{name: getattr(trajectory, name) for name in _OF_TRAJECTORY},
         **{name: getattr(segment, name) for name in _OF_SEGMENT},
-        row=at,
-        segment=row.at,
+        row=row,
+        segment=at,
         trainable=trajectory.is_trainable(segment),
         reward=trajectory.reward_of(segment),
     )
+
+
+def _check_rows(samples: Sequence[Sample], segments: Sequence[Segment], lengths: Lengths) -> None:
+    """Raise a ValueError that names a row which does not fit into the batch."""
+    shape = None
+    for sample, segment in zip(samples, segments, strict=True):
+        transcript, rewards = segment.transcript, segment.token_rewards
+        name = f"{sample.uid!r} member {sample.member}"
+        for what, found in zip(("prompt", "response"), count_tokens(transcript), strict=True):
+            if found > (longest := getattr(lengths, what)):
+                raise ValueError(
+                    f"{name}: its {what} has {found} tokens, lengths.{what} = {longest}"
+                )
+        if rewards is not None and len(rewards) != transcript.response_length:
+            raise ValueError(
+                f"{name}: segments[{sample.segment}] has {len(rewards)} token_rewards; "
+                f"expected {transcript.response_length}"
+            )
+        own, shape = transcript.expert_shape, shape or transcript.expert_shape
+        if own not in (None, shape):
+            raise ValueError(f"{name}: routed experts of shape {own}, other rows have {shape}")

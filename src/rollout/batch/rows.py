@@ -1,11 +1,11 @@
-"""The rows of a batch, and how they are laid out: in rectangles, or one after the other.
+"""Columns of a batch, one array a row, and how they become tensors: rectangles, or end to end.
 
 Shapes: B rows, P prompt width, R response width; of a row T tokens, N of them in the response.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,12 +16,13 @@ from rollout.chat.transcript import NO_EXPERT, NO_VERSION
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollout.chat.trajectory import Segment, Trajectory
+    from rollout.chat.trajectory import Segment
+    from rollout.chat.transcript import Transcript
     from rollout.media.processor import MediaProcessor
     from rollout.medium import PlacedMedia
 
-#: The arrays of one row by the names that they have in `RolloutBatch.tensors`.
-Arrays = dict[str, npt.NDArray[Any]]
+#: The arrays of all rows by the names that they have in `RolloutBatch.tensors`.
+Columns = dict[str, list[npt.NDArray[Any]]]
 
 #: Which part of a row has a value for each token of it.
 PROMPT, RESPONSE, BOTH = "prompt", "response", "both"
@@ -38,8 +39,6 @@ KEYS = {
     "token_rewards": (RESPONSE, torch.float32, 0),
     "routed_experts": (BOTH, torch.int16, NO_EXPERT),
 }
-#: Keys that a batch has only where a row knows something of them.
-_OPTIONAL = ("token_rewards", "routed_experts")
 
 
 class Lengths(Protocol):
@@ -54,176 +53,117 @@ class Lengths(Protocol):
         """R."""
 
 
-class Row(NamedTuple):
-    """A segment of a trajectory.
-
-    Attributes:
-        at: Its index among the trajectory's segments.
-        prompt: Tokens of its prompt.
-        response: Tokens of its response, up to the last generated one.
-    """
-
-    trajectory: Trajectory
-    at: int
-    segment: Segment
-    prompt: int
-    response: int
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Tokens of each part."""
-        return {PROMPT: self.prompt, RESPONSE: self.response, BOTH: self.prompt + self.response}
-
-    @property
-    def media(self) -> list[PlacedMedia]:
-        """The media among its tokens."""
-        stop, media = self.prompt + self.response, self.segment.transcript.media
-        return [each for each in media if each.start + each.count <= stop]
+def count_tokens(transcript: Transcript) -> tuple[int, int]:
+    """Tokens of the prompt, and of the response up to the last generated one."""
+    response = transcript.response_length - transcript.trailing_observation_length
+    return transcript.prompt_length, response
 
 
-def list_rows(trajectories: Sequence[Trajectory]) -> list[Row]:
-    """A row for each segment, in order; what nothing was generated after is left out."""
-    return [
-        Row(
-            trajectory,
-            at,
-            segment,
-            segment.transcript.prompt_length,
-            segment.transcript.response_length - segment.transcript.trailing_observation_length,
-        )
-        for trajectory in trajectories
-        for at, segment in enumerate(trajectory.segments)
-    ]
+def find_media(transcript: Transcript) -> list[PlacedMedia]:
+    """The media among the tokens of a row."""
+    stop = sum(count_tokens(transcript))
+    return [each for each in transcript.media if each.start + each.count <= stop]
 
 
-def check_rows(rows: Sequence[Row], lengths: Lengths) -> None:
-    """Raise a ValueError that names the uid of a row that has no place in a batch.
-
-    Raises:
-        ValueError: A prompt or a response is longer than `lengths` allow, a segment has not one
-            token reward for each token of its response, or routed experts are not of one shape.
-    """
-    shape = None
-    for row in rows:
-        transcript, rewards = row.segment.transcript, row.segment.token_rewards
-        name = f"{row.trajectory.uid!r} member {row.trajectory.member}"
-        for what, found, longest in (
-            ("prompt", row.prompt, lengths.prompt),
-            ("response", row.response, lengths.response),
-        ):
-            if found > longest:
-                raise ValueError(
-                    f"{name}: its {what} has {found} tokens, lengths.{what} = {longest}"
-                )
-        if rewards is not None and len(rewards) != transcript.response_length:
-            raise ValueError(
-                f"{name}: segments[{row.at}] has {len(rewards)} token_rewards; "
-                f"expected {transcript.response_length}"
-            )
-        own, shape = transcript.expert_shape, shape or transcript.expert_shape
-        if own not in (None, shape):
-            raise ValueError(f"{name}: routed experts of shape {own}, other rows have {shape}")
-
-
-def read_arrays(
-    rows: Sequence[Row], processor: MediaProcessor | None, position_rows: int
-) -> list[Arrays]:
-    """The arrays of each row; all rows have the same keys.
+def read_columns(
+    segments: Sequence[Segment], processor: MediaProcessor | None, position_rows: int
+) -> Columns:
+    """Read the arrays of rows out of their segments.
 
     ``prompts`` (T - N,), ``responses``, ``response_mask``, ``rollout_log_probs``,
-    ``weight_versions``, ``token_rewards`` (N,), ``input_ids`` (T,), ``position_ids`` (T,), or
-    (T, position_rows) of M-RoPE families, ``routed_experts`` (T, layers, top_k).
+    ``weight_versions``, ``token_rewards`` (N,), ``input_ids``, ``attention_mask`` (T,),
+    ``position_ids`` (T,), or (T, position_rows) of M-RoPE families, ``routed_experts``
+    (T, layers, top_k). Those of token rewards and experts are there only where a row has some.
 
     Args:
-        rows: Of the batch.
+        segments: One for each row.
         processor: The model's, where it reads images or videos.
         position_rows: 3, or 4 with the positions of a text-only row before them.
     """
-    shapes = [row.segment.transcript.expert_shape for row in rows]
+    shapes = (segment.transcript.expert_shape for segment in segments)
     shape = next((each for each in shapes if each is not None), None)
-    has_rewards = any(row.segment.token_rewards is not None for row in rows)
-    found = []
-    for row in rows:
-        transcript, rewards = row.segment.transcript, row.segment.token_rewards
-        start, stop = row.prompt, row.prompt + row.response
+    has_rewards = any(segment.token_rewards is not None for segment in segments)
+    optional = {"token_rewards": has_rewards, "routed_experts": shape is not None}
+    columns: Columns = {key: [] for key in KEYS if optional.get(key, True)}
+    for segment in segments:
+        transcript, rewards = segment.transcript, segment.token_rewards
+        start, response = count_tokens(transcript)
+        stop = start + response
         ids = np.frombuffer(transcript.ids_bytes(), dtype=np.int32)[:stop]
         positions: npt.NDArray[Any] = np.arange(stop)
         if processor is not None and processor.position_rows > 1:
-            own = processor.position_ids(ids, row.media)
+            own = processor.position_ids(ids, find_media(transcript))
             positions = (own if position_rows == 3 else np.concatenate([positions[None], own])).T
-        arrays = {
+        row = {
             "prompts": ids[:start],
             "responses": ids[start:],
             "response_mask": transcript.mask()[start:stop],
             "input_ids": ids,
+            "attention_mask": np.broadcast_to(np.int64(1), stop),
             "position_ids": positions,
             "rollout_log_probs": transcript.log_probs()[start:stop],
             "weight_versions": transcript.weight_versions()[start:stop],
         }
         if has_rewards:
-            arrays["token_rewards"] = (
-                np.full(row.response, np.nan, dtype=np.float32)
-                if rewards is None
-                else np.array(rewards, dtype=np.float32)[: row.response]
-            )
+            unknown = np.full(response, np.nan, dtype=np.float32)
+            row["token_rewards"] = unknown if rewards is None else np.asarray(rewards)[:response]
         if shape is not None:
             experts = transcript.routed_experts()
-            if experts is None:
-                experts = np.full((stop, *shape), NO_EXPERT, dtype=np.int16)
-            arrays["routed_experts"] = experts[:stop]
-        found.append(arrays)
-    return found
+            unknown = np.full((stop, *shape), NO_EXPERT, dtype=np.int16)
+            row["routed_experts"] = unknown if experts is None else experts[:stop]
+        for key, values in row.items():
+            columns[key].append(values)
+    return columns
 
 
-def pad_rows(
-    rows: Sequence[Row], arrays: Sequence[Arrays], widths: tuple[int, int], pad_token_id: int
+def pad_columns(
+    columns: Columns, widths: tuple[int, int], pad_token_id: int
 ) -> dict[str, torch.Tensor]:
-    """Rectangles: prompts padded on the left, responses on the right.
+    """Make rectangles: prompts padded on the left, responses on the right.
 
     Args:
-        rows, arrays: Of the batch.
+        columns: Of the batch.
         widths: (P, R).
         pad_token_id: In padded positions of ids.
     """
     prompt, response = widths
     width = {PROMPT: prompt, RESPONSE: response, BOTH: prompt + response}
+    starts = [prompt - len(ids) for ids in columns["prompts"]]
     tensors = {}
-    for key, inner in _find_keys(arrays).items():
+    for key, rows in columns.items():
         part, dtype, filler = KEYS[key]
-        shape = (len(rows), width[part], *inner)
+        shape = (len(rows), width[part], *_find_inner(rows))
         filler = pad_token_id if filler is None else filler
         tensor = torch.full(shape, filler, dtype=dtype, device="cpu")
-        values = tensor.numpy()
-        for at, (row, own) in enumerate(zip(rows, arrays, strict=True)):
-            start = 0 if part is RESPONSE else prompt - row.prompt
-            values[at, start : start + row.counts[part]] = own.get(key, 1)
+        padded = tensor.numpy()
+        for at, values in enumerate(rows):
+            start = 0 if part is RESPONSE else starts[at]
+            padded[at, start : start + len(values)] = values
         tensors[key] = tensor
     if tensors["position_ids"].dim() == 3:  # of an M-RoPE family: (B, 3 or 4, P + R)
         tensors["position_ids"] = tensors["position_ids"].transpose(1, 2).contiguous()
     return tensors
 
 
-def pack_rows(rows: Sequence[Row], arrays: Sequence[Arrays]) -> dict[str, torch.Tensor]:
-    """Jagged nested tensors: the rows one after the other, without padding.
+def pack_columns(columns: Columns) -> dict[str, torch.Tensor]:
+    """Make jagged nested tensors: the rows one after the other, without padding.
 
     Keys of equal lengths share their offsets: torch then lets them be combined.
     """
-    offsets = {}
-    for part in (PROMPT, RESPONSE, BOTH):
-        ends = np.cumsum([row.counts[part] for row in rows])
-        offsets[part] = torch.tensor([0, *ends], dtype=torch.int64, device="cpu")
-    tensors = {}
-    for key, inner in _find_keys(arrays).items():
+    offsets, tensors = {}, {}
+    for key, rows in columns.items():
         part, dtype, _ = KEYS[key]
-        values = torch.ones((int(offsets[part][-1]), *inner), dtype=dtype, device="cpu")
-        if rows and key in arrays[0]:
-            np.concatenate([own[key] for own in arrays], out=values.numpy(), casting="unsafe")
-        tensors[key] = torch.nested.nested_tensor_from_jagged(values, offsets[part])
+        if part not in offsets:
+            ends = np.cumsum([len(values) for values in rows])
+            offsets[part] = torch.tensor([0, *ends], dtype=torch.int64, device="cpu")
+        shape = (int(offsets[part][-1]), *_find_inner(rows))
+        packed = torch.empty(shape, dtype=dtype, device="cpu")
+        if rows:
+            np.concatenate(rows, out=packed.numpy(), casting="unsafe")
+        tensors[key] = torch.nested.nested_tensor_from_jagged(packed, offsets[part])
     return tensors
 
 
-def _find_keys(arrays: Sequence[Arrays]) -> dict[str, tuple[int, ...]]:
-    """The keys of a batch, each with the shape of one token's value."""
-    first = arrays[0] if arrays else {}
-    keys = [key for key in KEYS if key in first or key not in _OPTIONAL]
-    return {key: first[key].shape[1:] if key in first else () for key in keys}
+def _find_inner(rows: Sequence[npt.NDArray[Any]]) -> tuple[int, ...]:
+    """The shape of one token's value."""
+    return rows[0].shape[1:] if rows else ()

@@ -15,13 +15,13 @@ import torch
 from tensordict import TensorDict
 
 from rollout.batch.records import (
-    make_writable,
+    encode_json,
     sample_from_line,
     sample_line,
     trajectory_from_line,
     trajectory_line,
 )
-from rollout.batch.saved_tokenizer import BatchTokenizer, TokenizerRecord, make_decodable
+from rollout.batch.saved_tokenizer import BatchTokenizer, make_decodable
 from rollout.chat.trajectory_codec import collect_contents, restore_media
 from rollout.disk_room import unwritable
 from rollout.errors import RolloutError
@@ -29,7 +29,7 @@ from rollout.media.records import KnownContents
 from rollout.plurals import count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from rollout.chat.trajectory import Trajectory
 
@@ -67,39 +67,14 @@ class _Meta(msgspec.Struct, kw_only=True):
     rows: int
     jagged: list[str]
     files: dict[str, _File]
-    tokenizer: TokenizerRecord | None = None
+    tokenizer: BatchTokenizer | None = None
 
 
 def write_batch(directory: Path, batch: Any, *, overwrite: bool) -> None:
     """Write a `RolloutBatch`; see its `save`."""
-    tokenizer, decode = batch.tokenizer, batch.decode
-    if tokenizer is not None:
-        decode = None  # a loaded batch is saved again where its tokenizer is not
-        with suppress(RolloutError):
-            decode = tokenizer.decode
-    entries, jagged = _split_jagged(batch.tensors)
-    lines = [trajectory_line(each, decode) for each in batch.trajectories]
-    files = {
-        TENSORS: _dump_tensors(entries),
-        SAMPLES: b"".join(sample_line(each) + b"\n" for each in batch.samples),
-        TRAJECTORIES: b"".join(line + b"\n" for line in lines),
-        METRICS: _format(make_writable({k: float(v) for k, v in batch.metrics.items()})),
-    }
-    if contents := collect_contents(batch.trajectories):
-        files[MEDIA] = _dump_tensors(
-            {k: torch.frombuffer(bytearray(v), dtype=torch.uint8) for k, v in contents.items()}
-        )
-    listed = {name: _describe(content) for name, content in files.items()}
+    files = _encode_files(batch)
     if not overwrite:
-        _check_free(directory, listed)
-    meta = _Meta(
-        format=FORMAT,
-        rows=len(batch.samples),
-        jagged=jagged,
-        files=listed,
-        tokenizer=None if tokenizer is None else tokenizer.record,
-    )
-    files[META] = _format(meta)  # last
+        _check_free(directory, files)
     path = directory
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -109,13 +84,42 @@ def write_batch(directory: Path, batch: Any, *, overwrite: bool) -> None:
             for name, content in files.items():
                 path = directory / name
                 Path(aside, name).write_bytes(content)
-            for name in files:
+            for name in files:  # the one with the checksums last
                 Path(aside, name).replace(directory / name)
     except OSError as error:  # what stood aside takes up no room any more
         raise unwritable(path, error, sum(map(len, files.values()))) from error
 
 
-def _check_free(directory: Path, listed: Mapping[str, _File]) -> None:
+def _encode_files(batch: Any) -> dict[str, bytes]:
+    """The content of each file; that of ``meta.json`` comes last."""
+    entries, jagged = _split_jagged(batch.tensors)
+    samples, trajectories = map(sample_line, batch.samples), batch.trajectories
+    try:
+        lines = [trajectory_line(each, batch.decode) for each in trajectories]
+    except RolloutError:  # a loaded batch is saved again where its tokenizer is not
+        lines = [trajectory_line(each, None) for each in trajectories]
+    metrics = {name: float(value) for name, value in batch.metrics.items()}
+    files = {
+        TENSORS: _dump_tensors(entries),
+        SAMPLES: b"".join(line + b"\n" for line in samples),
+        TRAJECTORIES: b"".join(line + b"\n" for line in lines),
+        METRICS: msgspec.json.format(encode_json(metrics)),
+    }
+    if contents := collect_contents(trajectories):
+        files[MEDIA] = _dump_tensors(
+            {k: torch.frombuffer(bytearray(v), dtype=torch.uint8) for k, v in contents.items()}
+        )
+    meta = _Meta(
+        format=FORMAT,
+        rows=len(batch.samples),
+        jagged=jagged,
+        files={name: _describe(content) for name, content in files.items()},
+        tokenizer=batch.tokenizer,
+    )
+    return files | {META: msgspec.json.format(encode_json(meta))}
+
+
+def _check_free(directory: Path, files: Mapping[str, bytes]) -> None:
     """Refuse to write over files of another batch or of something else."""
     found = [name for name in (META, *FILES, MEDIA) if (directory / name).exists()]
     if not found:
@@ -123,7 +127,7 @@ def _check_free(directory: Path, listed: Mapping[str, _File]) -> None:
     what = "other files"
     with suppress(RolloutError):
         meta = _read_meta(directory / META)
-        if all(meta.files[name] == listed[name] for name in (SAMPLES, TRAJECTORIES)):
+        if all(meta.files[name] == _describe(files[name]) for name in (SAMPLES, TRAJECTORIES)):
             return
         what = f"another batch, of {count(meta.rows, 'row')}"
     raise RolloutError(
@@ -134,10 +138,6 @@ def _check_free(directory: Path, listed: Mapping[str, _File]) -> None:
 
 def _describe(content: bytes) -> _File:
     return _File(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
-
-
-def _format(value: object) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(value))
 
 
 def _dump_tensors(tensors: Mapping[str, torch.Tensor]) -> bytes:
@@ -182,7 +182,6 @@ def read_batch(directory: Path, moved_to: str | None = None) -> dict[str, Any]:
                 f"{path} is not the file that {META} lists ({found.bytes} bytes, expected "
                 f"{expected.bytes}; or another checksum): it was changed, or a save was cut short"
             )
-    samples = _decode_lines(files[SAMPLES], directory / SAMPLES, sample_from_line)
     path = directory / TRAJECTORIES
     trajectories = _decode_lines(files[TRAJECTORIES], path, trajectory_from_line)
     media = safetensors.torch.load(files[MEDIA]) if MEDIA in files else {}
@@ -190,13 +189,15 @@ def read_batch(directory: Path, moved_to: str | None = None) -> dict[str, Any]:
     known = KnownContents(contents, str(directory / MEDIA))
     for trajectory in trajectories:
         restore_media(trajectory, known)
-    tokenizer = _open_tokenizer(meta.tokenizer, moved_to, trajectories)
+    tokenizer = meta.tokenizer if moved_to is None else BatchTokenizer(path=moved_to)
+    if tokenizer is not None:
+        make_decodable(trajectories, tokenizer)
     metrics = _decode(files[METRICS], directory / METRICS, dict[str, float | str])
     return {
         "tokenizer": tokenizer,
-        "decode": None if tokenizer is None else tokenizer.decode_ids,
+        "decode": None if tokenizer is None else tokenizer.decode,
         "tensors": _load_tensors(files[TENSORS], directory / TENSORS, meta),
-        "samples": samples,
+        "samples": _decode_lines(files[SAMPLES], directory / SAMPLES, sample_from_line),
         "metrics": {name: float(value) for name, value in metrics.items()},
         "trajectories": trajectories,
     }
@@ -209,29 +210,16 @@ def read_trajectories(path: Path) -> list[Trajectory]:
         RolloutError: The file cannot be read, or a line describes no trajectory; names it.
     """
     trajectories = _decode_lines(_read(path), path, trajectory_from_line, may_be_cut=True)
-    _open_tokenizer(read_tokenizer_record(path.parent), None, trajectories)
+    if (tokenizer := read_tokenizer(path.parent)) is not None:
+        make_decodable(trajectories, tokenizer)
     return trajectories
 
 
-def read_tokenizer_record(directory: Path) -> TokenizerRecord | None:
+def read_tokenizer(directory: Path) -> BatchTokenizer | None:
     """Which tokenizer the batch in a directory was written with; None where it does not say."""
     with suppress(RolloutError):
         return _read_meta(directory / META).tokenizer
     return None
-
-
-def _open_tokenizer(
-    record: TokenizerRecord | None, moved_to: str | None, trajectories: Sequence[Trajectory]
-) -> BatchTokenizer | None:
-    """The tokenizer of a batch, loaded once it is needed, which these are printed with."""
-    if moved_to is not None:
-        known = record or TokenizerRecord(path="")
-        record = msgspec.structs.replace(known, path=moved_to, revision=None)
-    if record is None:
-        return None
-    tokenizer = BatchTokenizer(record)
-    make_decodable(trajectories, tokenizer)
-    return tokenizer
 
 
 def _load_tensors(content: bytes, path: Path, meta: _Meta) -> TensorDict:
