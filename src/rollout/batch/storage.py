@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from rollout.chat.trajectory import Trajectory
-
-logger = logging.getLogger("rollout.batch")
 
 TENSORS = "tensors.safetensors"
 SAMPLES = "samples.jsonl"
@@ -204,12 +201,12 @@ def read_batch(directory: Path, moved_to: str | None = None) -> dict[str, Any]:
 
 
 def read_trajectories(path: Path) -> list[Trajectory]:
-    """Those of a ``trajectories.jsonl``; a last line that was cut short is left out.
+    """Those of a ``trajectories.jsonl``, printed with the tokenizer of the batch beside it.
 
     Raises:
         RolloutError: The file cannot be read, or a line describes no trajectory; names it.
     """
-    trajectories = _decode_lines(_read(path), path, trajectory_from_line, may_be_cut=True)
+    trajectories = _decode_lines(_read(path), path, trajectory_from_line)
     if (tokenizer := read_tokenizer(path.parent)) is not None:
         make_decodable(trajectories, tokenizer)
     return trajectories
@@ -236,17 +233,12 @@ def _load_tensors(content: bytes, path: Path, meta: _Meta) -> TensorDict:
         raise RolloutError(f"{path} cannot be read as tensors: {error}") from error
 
 
-def _decode_lines(
-    content: bytes, path: Path, read: Callable[[bytes], T], *, may_be_cut: bool = False
-) -> list[T]:
+def _decode_lines(content: bytes, path: Path, read: Callable[[bytes], T]) -> list[T]:
     rows = []
-    for at, line in enumerate(content.splitlines(keepends=True), start=1):
+    for at, line in enumerate(content.splitlines(), start=1):
         try:
             rows.append(read(line))
         except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
-            if may_be_cut and not line.endswith(b"\n"):
-                logger.warning("%s, line %d was cut short and is left out", path, at)
-                break
             raise RolloutError(f"{path}, line {at}: {error}") from error
     return rows
 
