@@ -21,7 +21,7 @@ from rollout.config import (
     ModelConfig,
     RolloutConfig,
 )
-from rollout.media.torchvision_operators import declare_missing_operators
+from rollout.media.processor import declare_missing_operators
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rollout.media.torchvision_operators import declare_missing_operators
+from rollout.media.processor import declare_missing_operators
 
 declare_missing_operators()  # transformers imports torchvision
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from rollout.media.torchvision_operators import declare_missing_operators
+from rollout.media.processor import declare_missing_operators
 from rollout.testing import simulated_tokenizer
 
 #: They take the ids of bytes that no text has.

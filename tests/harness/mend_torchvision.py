@@ -7,15 +7,15 @@ For environments of tests, whose processes import transformers before anything o
 from importlib.util import find_spec
 from pathlib import Path
 
-from rollout.media.torchvision_operators import OPERATORS, SCHEMA
+from rollout.media.processor import TORCHVISION_OPERATORS, TORCHVISION_SCHEMA
 
 ADDED = f'''
-# Added by rollout.media.torchvision_operators: where the library of this wheel does not load, what
+# Added by tests/harness/mend_torchvision.py: where the library of this wheel does not load, what
 # is described at import exists all the same.
 if not _has_ops():
-    for _name in {OPERATORS}:
+    for _name in {TORCHVISION_OPERATORS}:
         if not hasattr(torch.ops.torchvision, _name):
-            torch.library.define("torchvision::" + _name, "{SCHEMA}")
+            torch.library.define("torchvision::" + _name, "{TORCHVISION_SCHEMA}")
 '''
 
 if __name__ == "__main__":
