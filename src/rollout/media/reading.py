@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from rollout.errors import MediaError
+from rollout.media.limits import check_limit, check_pixels, explain_faults
 from rollout.media.parts import is_image, is_pixels
-from rollout.media.video import decode_video, read_frames, read_video, show_fault
+from rollout.media.video import decode_video, read_frames, read_video
 from rollout.medium import Media
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ _DEEP_MODES = ("I", "F", "I;")
 _BASE64_PIECE = 1 << 20
 #: How SVG begins, and other texts that are no pictures of pixels.
 _MARKUP = (b"<svg", b"<?xml", b"<!doctype", b"<html")
+_CANNOT_DECODE = "a picture that cannot be decoded"
 #: Types that stand for any.
 _ANY_MIME = ("", "application/octet-stream", "binary/octet-stream")
 _SAME_MIME = {"image/jpg": "image/jpeg", "image/pjpeg": "image/jpeg", "image/x-png": "image/png"}
@@ -94,8 +96,7 @@ def _read(source: MediaSource, limits: MediaConfig) -> Media:
     elif isinstance(value, str):
         value, mime = _read_text(source, limits)
     if isinstance(value, bytes | bytearray | memoryview):
-        if len(value) > limits.max_bytes:
-            raise _too_many_bytes(limits, f"{len(value)} bytes")
+        check_limit(limits, "max_bytes", len(value), f"it has {len(value)} bytes")
         return _check_file(bytes(value), mime, source, limits)
     if source.kind == "video":
         return read_frames(value, source.fps, limits)
@@ -125,8 +126,7 @@ def _read_text(source: MediaSource, limits: MediaConfig) -> tuple[bytes, str]:
 
 def _decode_base64(text: str, start: int, limits: MediaConfig) -> bytes:
     size = (len(text) - start) * 3 // 4
-    if size > limits.max_bytes + 3:
-        raise _too_many_bytes(limits, f"about {size} bytes")
+    check_limit(limits, "max_bytes", size - 3, f"it has about {size} bytes")  # 3 of padding
     text = text[start:]
     if "%" in text:
         text = unquote(text)
@@ -158,24 +158,24 @@ def _read_file(name: str, limits: MediaConfig) -> bytes:
         if not any(path.is_relative_to(root) for root in roots):
             raise MediaError(f"{name:.200} is not below one of media.roots = {list(limits.roots)}")
 
+    def open_at_once(path: str, flags: int) -> int:
+        # Without waiting for the other end of a pipe, and not through a link put there since.
+        return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
+
     real = Path(os.path.realpath(name))
     check(real)
     try:
-        # Without waiting for the other end of a pipe, and not through a link put there since.
-        handle = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with open(real, "rb", opener=open_at_once) as file:
+            if Path("/proc/self/fd").is_dir():
+                check(Path(os.path.realpath(f"/proc/self/fd/{file.fileno()}")))
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise IsADirectoryError
+            content = file.read(limits.max_bytes + 1)
+    except IsADirectoryError:
+        raise MediaError(f"{name:.200} is no file") from None
     except OSError as error:
         raise MediaError(f"{name:.200} cannot be opened: {error.strerror}") from None
-    try:
-        if Path("/proc/self/fd").is_dir():
-            check(Path(os.path.realpath(f"/proc/self/fd/{handle}")))
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise MediaError(f"{name:.200} is no file")
-        with os.fdopen(handle, "rb", closefd=False) as file:
-            content = file.read(limits.max_bytes + 1)
-    finally:
-        os.close(handle)
-    if len(content) > limits.max_bytes:
-        raise _too_many_bytes(limits, "more")
+    check_limit(limits, "max_bytes", len(content), "it has more")
     return content
 
 
@@ -195,7 +195,7 @@ def _check_file(content: bytes, mime: str, source: MediaSource, limits: MediaCon
     mime = IMAGE_FORMATS["JPEG" if image.format == _CAMERA_JPEG else image.format]
     if said not in _ANY_MIME and said != mime:
         raise MediaError(f"said to be {said}, and is {mime}")
-    _check_pixels(image.width, image.height, limits)
+    check_pixels(limits, image.width, image.height)
     if _is_animated(image):
         raise MediaError(
             f"an animated {image.format} where one picture is expected; a video part may have "
@@ -209,26 +209,21 @@ def _check_file(content: bytes, mime: str, source: MediaSource, limits: MediaCon
 
 def _encode_pixels(value: Any, limits: MediaConfig) -> Media:
     """The medium of a PIL image or an array, as PNG."""
-    if is_image(value):
-        _check_pixels(value.width, value.height, limits)
-        if _is_animated(value):
-            raise MediaError("an animated picture where a single one is expected")
-        image = _convert_to_rgb(value)
-    elif is_pixels(value):
-        image = _convert_array(value, limits)
-    else:
+    if is_pixels(value):
+        value = _convert_array(value, limits)
+    elif not is_image(value):
         raise MediaError(
             f"{type(value).__name__}: expected a PIL image, an array, bytes, a data URL, a path "
             "below media.roots or a URL for the media_fetcher"
         )
-    file = io.BytesIO()
-    try:
+    check_pixels(limits, value.width, value.height)
+    if _is_animated(value):
+        raise MediaError("an animated picture where a single one is expected")
+    image, file = _convert_to_rgb(value), io.BytesIO()
+    with explain_faults(_CANNOT_DECODE):  # one that is read while it is saved may be broken
         image.save(file, "png", compress_level=1)
-    except Exception as error:  # an image that is read while it is saved may be broken
-        raise MediaError(f"a picture that cannot be decoded: {error}") from None
     content = file.getvalue()
-    if len(content) > limits.max_bytes:
-        raise _too_many_bytes(limits, f"{len(content)} bytes as PNG")
+    check_limit(limits, "max_bytes", len(content), f"it has {len(content)} bytes as PNG")
     return Media(
         kind="image", content=content, mime="image/png", width=image.width, height=image.height
     )
@@ -245,25 +240,20 @@ def _convert_array(value: Any, limits: MediaConfig) -> Any:
             f"an array of {value.dtype} {shape}; expected uint8 of (H, W), (H, W, 1), (H, W, 3) "
             f"or (H, W, 4)"
         )
-    _check_pixels(shape[1], shape[0], limits)
     pixels = np.ascontiguousarray(value)
-    image = _import_pillow().fromarray(pixels.reshape(shape[:2]) if is_grey else pixels)
-    return image.convert("RGB")
+    return _import_pillow().fromarray(pixels.reshape(shape[:2]) if is_grey else pixels)
 
 
 def _open_image(content: bytes) -> Any:
     """A PIL image whose header is read and whose pixels are not."""
-    pillow, formats = _import_pillow(), ", ".join(IMAGE_FORMATS)
+    pillow, expected = _import_pillow(), f"expected a picture ({', '.join(IMAGE_FORMATS)})"
     if not content:
         raise MediaError("no bytes at all; expected a picture")
-    try:
-        return pillow.open(io.BytesIO(content), formats=tuple(IMAGE_FORMATS))
-    except pillow.UnidentifiedImageError:
-        raise MediaError(f"expected a picture ({formats}): it is none") from None
-    except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
-        raise MediaError(f"{error}; media.max_pixels bounds images") from None
-    except Exception as error:  # a broken header ends in whatever the format's reader raises
-        raise MediaError(f"expected a picture ({formats}): {show_fault(error)}") from None
+    with explain_faults(expected):  # a broken header ends in whatever the format's reader raises
+        try:
+            return pillow.open(io.BytesIO(content), formats=tuple(IMAGE_FORMATS))
+        except pillow.UnidentifiedImageError:
+            raise MediaError(f"{expected}: it is none") from None
 
 
 def _is_animated(image: Any) -> bool:
@@ -272,21 +262,16 @@ def _is_animated(image: Any) -> bool:
 
 def _convert_to_rgb(image: Any) -> Any:
     """A PIL image in RGB, upright."""
-    pillow = _import_pillow()
     from PIL import ImageOps
 
     if image.mode.startswith(_DEEP_MODES):
         raise MediaError(
             f"a picture of mode {image.mode!r}: expected 8 bits for each channel; scale it before"
         )
-    try:
+    with explain_faults(_CANNOT_DECODE):
         image.load()
         upright = ImageOps.exif_transpose(image)
         return upright if upright.mode == "RGB" else upright.convert("RGB")
-    except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
-        raise MediaError(f"{error}; media.max_pixels bounds images") from None
-    except Exception as error:
-        raise MediaError(f"a picture that cannot be decoded: {show_fault(error)}") from None
 
 
 def _import_pillow() -> Any:
@@ -295,16 +280,3 @@ def _import_pillow() -> Any:
     except ImportError:
         raise MediaError("images need pillow: pip install 'rollout-rl[media]'") from None
     return Image
-
-
-def _check_pixels(width: int, height: int, limits: MediaConfig) -> None:
-    if width < 1 or height < 1:
-        raise MediaError(f"a picture of {width} x {height} pixels; expected some")
-    if width * height > limits.max_pixels:
-        raise MediaError(
-            f"media.max_pixels = {limits.max_pixels}: {width} x {height} are {width * height}"
-        )
-
-
-def _too_many_bytes(limits: MediaConfig, count: str) -> MediaError:
-    return MediaError(f"media.max_bytes = {limits.max_bytes}: it has {count}")
