@@ -183,7 +183,7 @@ def read_batch(directory: Path, moved_to: str | None = None) -> dict[str, Any]:
     trajectories = _decode_lines(files[TRAJECTORIES], path, trajectory_from_line)
     media = safetensors.torch.load(files[MEDIA]) if MEDIA in files else {}
     contents = {digest: tensor.numpy().tobytes() for digest, tensor in media.items()}
-    known = KnownContents(contents, str(directory / MEDIA))
+    known = KnownContents(contents.get, str(directory / MEDIA))
     for trajectory in trajectories:
         restore_media(trajectory, known)
     tokenizer = meta.tokenizer if moved_to is None else BatchTokenizer(path=moved_to)

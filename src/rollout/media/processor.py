@@ -166,8 +166,8 @@ class MediaProcessor:
             The text, and the same places in it.
 
         Raises:
-            TemplateError: The template writes fewer or more of them, or the processor writes those
-                before otherwise once these follow.
+            TemplateError: The template writes fewer or more of them, or there are some before of
+                a family whose processor writes those otherwise once these follow.
             MediaError: The processor refuses one.
         """
         waiting: dict[str, list[str]] = {token: [] for token in self.tokens.values()}
@@ -304,16 +304,14 @@ class MediaProcessor:
         shapes = tuple(map(_Shape.read, media))
         if self._is_independent:
             return [self._process_blank((shape,))[0][0] for shape in shapes]
-        earlier = tuple(map(_Shape.read, before))
-        texts, _ = self._process_blank((*earlier, *shapes))
-        if texts[: len(earlier)] != self._process_blank(earlier)[0]:
+        if before and media:
             raise TemplateError(
                 f"{self.name} writes earlier images in other tokens once more follow (a single "
                 "one in tiles, several without), and a transcript never changes: none can be "
                 "appended; show all in the prompt, or use a model of another family "
                 "(Qwen2.5-VL, Qwen3-VL)"
             )
-        return texts[len(earlier) :]
+        return self._process_blank(shapes)[0]
 
     @cached_property
     def _is_independent(self) -> bool:
@@ -321,11 +319,9 @@ class MediaProcessor:
 
         It is not of LLaVA-OneVision, which cuts a single image into tiles and none of several.
         """
-        if "image" not in self.tokens:
-            return True
         shapes = (_Shape("image", 640, 320), _Shape("image", 320, 640))
-        alone = [self._process_blank((shape,))[0][0] for shape in shapes]
-        return list(self._process_blank(shapes)[0]) == alone
+        alone = [self._process_blank((shape,))[0][0] for shape in shapes if "image" in self.tokens]
+        return not alone or list(self._process_blank(shapes)[0]) == alone
 
     def _process_blank_media(
         self, shapes: tuple[_Shape, ...]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from rollout.errors import MediaError
+from rollout.lazy import import_extra
 from rollout.media.limits import check_limit, check_pixels, explain_faults
 from rollout.media.parts import is_image, is_pixels
 from rollout.media.video import decode_video, read_frames, read_video
@@ -26,23 +27,14 @@ if TYPE_CHECKING:
     from rollout.config import MediaConfig
     from rollout.media.parts import MediaSource
 
-#: Formats of pictures that are read, as Pillow calls them, and their MIME types.
-IMAGE_FORMATS = {
-    "PNG": "image/png",
-    "JPEG": "image/jpeg",
-    "WEBP": "image/webp",
-    "GIF": "image/gif",
-    "BMP": "image/bmp",
-    "TIFF": "image/tiff",
-}
+#: Formats of pictures that are read, as Pillow calls them, and MIME types do too.
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 #: Two pictures and more in one JPEG, as cameras write them: the first is seen.
 _CAMERA_JPEG = "MPO"
 #: Pixels of more than 8 bits, which converting to RGB would clip.
-_DEEP_MODES = ("I", "F", "I;")
+_DEEP_MODES = ("I", "F")
 #: Characters of base64 that are decoded at once, whole groups of 4: others wait for so long.
 _BASE64_PIECE = 1 << 20
-#: How SVG begins, and other texts that are no pictures of pixels.
-_MARKUP = (b"<svg", b"<?xml", b"<!doctype", b"<html")
 _CANNOT_DECODE = "a picture that cannot be decoded"
 #: Types that stand for any.
 _ANY_MIME = ("", "application/octet-stream", "binary/octet-stream")
@@ -67,12 +59,9 @@ def decode(media: Media) -> npt.NDArray[np.uint8]:
 def find_url(source: MediaSource) -> str | None:
     """The http(s) address that a source names; None of any other."""
     value = source.value
-    is_url = (
-        isinstance(value, str)
-        and not source.is_base64
-        and value[:8].lower().startswith(("http://", "https://"))
-    )
-    return value if is_url else None
+    if source.is_base64 or not isinstance(value, str):
+        return None
+    return value if value[:8].lower().startswith(("http://", "https://")) else None
 
 
 def read_media(source: MediaSource, limits: MediaConfig) -> Media:
@@ -183,8 +172,8 @@ def _check_file(content: bytes, mime: str, source: MediaSource, limits: MediaCon
     """The medium of an encoded file that is what it is said to be."""
     said = mime.lower().partition(";")[0].strip()
     said = _SAME_MIME.get(said, said)
-    start = content[:64].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
-    if said == "image/svg+xml" or (start.startswith(_MARKUP) and b"<svg" in content[:4096].lower()):
+    is_markup = content[:64].lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<")
+    if said == "image/svg+xml" or (is_markup and b"<svg" in content[:4096].lower()):
         raise MediaError("an SVG: expected a picture of pixels (PNG, JPEG, WEBP, GIF, BMP, TIFF)")
     is_gif = said == "image/gif" and source.kind == "video"
     if said not in _ANY_MIME and not said.startswith(f"{source.kind}/") and not is_gif:
@@ -192,7 +181,7 @@ def _check_file(content: bytes, mime: str, source: MediaSource, limits: MediaCon
     if source.kind == "video":
         return read_video(content, said, limits)
     image = _open_image(content)
-    mime = IMAGE_FORMATS["JPEG" if image.format == _CAMERA_JPEG else image.format]
+    mime = "image/jpeg" if image.format == _CAMERA_JPEG else f"image/{image.format.lower()}"
     if said not in _ANY_MIME and said != mime:
         raise MediaError(f"said to be {said}, and is {mime}")
     check_pixels(limits, image.width, image.height)
@@ -275,8 +264,4 @@ def _convert_to_rgb(image: Any) -> Any:
 
 
 def _import_pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError:
-        raise MediaError("images need pillow: pip install 'rollout-rl[media]'") from None
-    return Image
+    return import_extra("PIL.Image", "media", "a picture", MediaError)

@@ -8,6 +8,7 @@ import zlib
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import MediaError
+from rollout.lazy import import_extra
 from rollout.media.limits import check_decoded, check_limit, check_pixels, explain_faults
 from rollout.media.parts import is_image
 from rollout.medium import FRAMES_MIME, Media
@@ -109,7 +110,9 @@ def read_frames(value: Any, fps: float | None, limits: MediaConfig) -> Media:
             f"{given}: expected a video file, or frames: uint8 of (T, H, W, 3), or a list of images"
         )
     count, height, width = shape[:3]
-    _check_sizes(count, width, height, limits)
+    check_pixels(limits, width, height)
+    check_limit(limits, "max_frames", count, f"it has {count}")
+    check_decoded(limits, count, width, height)
     _check_seconds(count / rate, limits)
     content = pack_frames(np.ascontiguousarray(value))
     check_limit(limits, "max_bytes", len(content), f"it has {len(content)} bytes")
@@ -129,29 +132,20 @@ def _check_seconds(seconds: float, limits: MediaConfig) -> None:
     check_limit(limits, "max_seconds", seconds, f"it takes {seconds:.1f} s")
 
 
-def _check_sizes(count: int, width: int, height: int, limits: MediaConfig) -> None:
-    check_pixels(limits, width, height)
-    check_limit(limits, "max_frames", count, f"it has {count}")
-    check_decoded(limits, count, width, height)
-
-
 def _stack_frames(frames: Sequence[Any], limits: MediaConfig) -> Any:
     import numpy as np
 
-    if not frames:
-        raise MediaError("a video without frames")
     check_limit(limits, "max_frames", len(frames), f"it has {len(frames)}")
     arrays: list[Any] = []
-    for at, frame in enumerate(frames):
-        pixels = frame
+    for frame in frames:
         if is_image(frame):
-            _check_sizes(len(frames), frame.width, frame.height, limits)
-            pixels = np.asarray(frame.convert("RGB"))
-        if getattr(pixels, "ndim", 0) != 3 or pixels.shape != (arrays or [pixels])[0].shape:
-            kind = getattr(pixels, "shape", type(pixels).__name__)
-            raise MediaError(f"frame {at} is {kind}; expected images of one size, (H, W, 3)")
-        arrays.append(pixels)
-    return np.stack(arrays)
+            check_pixels(limits, frame.width, frame.height)
+            check_decoded(limits, len(frames), frame.width, frame.height)
+            arrays.append(np.asarray(frame.convert("RGB")))
+        else:
+            arrays.append(frame)
+    with explain_faults("expected frames that are images of one size, (H, W, 3)"):
+        return np.stack(arrays)
 
 
 def decode_video(media: Media) -> Pixels:
@@ -200,10 +194,7 @@ def _unpack_frames(media: Media) -> Pixels:
 
 def _open_video(content: bytes) -> Any:
     """An av container."""
-    try:
-        import av
-    except ImportError:
-        raise MediaError("videos need av: pip install 'rollout-rl[media]'") from None
+    av = import_extra("av", "media", "a video", MediaError)
     formats = "MP4, MOV, WebM, MKV, AVI, GIF, FLV, MPEG, OGG, ASF, IVF"
     with explain_faults(f"expected a video ({formats})"):
         container = av.open(
