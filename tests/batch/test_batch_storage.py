@@ -361,7 +361,7 @@ def test_batch_missing_or_changed_file_is_named(saved: Path, name: str) -> None:
         f"{len(content)}; or another checksum): it was changed, or a save was cut short"
     )
     path.unlink()
-    assert reason(saved) == f"{path} does not exist, though meta.json lists it"
+    assert reason(saved) == f"{path} cannot be read: No such file or directory"
 
 
 def test_batch_file_of_another_save_is_refused(saved: Path, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from rollout.chat.trajectory import Trajectory
+    from rollout.medium import PlacedMedia
 
     Decode = Callable[[Sequence[int]], str]
 
@@ -66,6 +67,18 @@ class Sample(msgspec.Struct, kw_only=True):
     seeds: list[int] = []
 
 
+def count_tokens(transcript: Transcript) -> tuple[int, int]:
+    """Tokens of the prompt, and of the response up to the last generated one."""
+    response = transcript.response_length - transcript.trailing_observation_length
+    return transcript.prompt_length, response
+
+
+def find_media(transcript: Transcript) -> list[PlacedMedia]:
+    """The media among the tokens of a row."""
+    stop = sum(count_tokens(transcript))
+    return [each for each in transcript.media if each.start + each.count <= stop]
+
+
 class _SpanLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A `Span` in numbers, and its text where there is a tokenizer."""
 
@@ -80,7 +93,7 @@ class _SpanLine(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 # Not strict: a string such as "nan" is the float that JSON cannot write.
-_decode_sample = msgspec.json.Decoder(Sample, strict=False).decode
+sample_from_line = msgspec.json.Decoder(Sample, strict=False).decode
 _decode_line = msgspec.json.Decoder(TrajectoryRecord[_SpanLine, list[Message]], strict=False).decode
 
 
@@ -89,11 +102,6 @@ def sample_line(sample: Sample) -> bytes:
     extra = _write(sample.extra, f"{sample.uid!r} member {sample.member}: extra")
     metrics = _make_floats(sample.metrics)
     return encode_json(msgspec.structs.replace(sample, extra=extra, metrics=metrics))
-
-
-def sample_from_line(line: bytes) -> Sample:
-    """The sample of one line; a `msgspec.MsgspecError` says what is wrong."""
-    return _decode_sample(line)
 
 
 def trajectory_line(trajectory: Trajectory, decode: Decode | None) -> bytes:

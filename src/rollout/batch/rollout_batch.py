@@ -9,10 +9,8 @@ from typing import Any
 import msgspec
 from tensordict import TensorDict
 
-from rollout.batch.records import Sample
-from rollout.batch.rows import find_media
-from rollout.batch.saved_tokenizer import BatchTokenizer
-from rollout.batch.storage import read_batch, write_batch
+from rollout.batch.records import Sample, find_media
+from rollout.batch.storage import BatchTokenizer, read_batch, write_batch
 from rollout.chat.trajectory import Trajectory
 from rollout.errors import RolloutError
 from rollout.media.processor import MediaProcessor  # noqa: TC001  (a Struct looks its names up)

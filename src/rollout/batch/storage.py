@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,15 +21,16 @@ from rollout.batch.records import (
     trajectory_from_line,
     trajectory_line,
 )
-from rollout.batch.saved_tokenizer import BatchTokenizer, make_decodable
 from rollout.chat.trajectory_codec import collect_contents, restore_media
 from rollout.disk_room import unwritable
+from rollout.engine.model_tokenizer import load_decoder
 from rollout.errors import RolloutError
 from rollout.media.records import KnownContents
 from rollout.plurals import count
+from rollout.types import Message
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from rollout.chat.trajectory import Trajectory
 
@@ -50,6 +52,60 @@ FORMAT = 2
 VALUES, OFFSETS = ".values", ".offsets"
 
 T = TypeVar("T")
+
+
+class BatchTokenizer(msgspec.Struct, kw_only=True, dict=True):
+    """The tokenizer of a batch, as ``meta.json`` names it; it is loaded when somebody decodes.
+
+    Attributes:
+        path, revision: Of its model, as `model.path` and `model.revision`; a directory absolute.
+    """
+
+    path: str
+    revision: str | None = None
+
+    def __post_init__(self) -> None:
+        if Path(self.path).is_dir():
+            self.path = str(Path(self.path).resolve())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Ids to text, special tokens spelled out.
+
+        Raises:
+            RolloutError: The tokenizer cannot be loaded.
+        """
+        return self._decoder(ids)
+
+    @cached_property
+    def _decoder(self) -> Callable[[Sequence[int]], str]:
+        try:
+            return load_decoder(self.path, self.revision)
+        except RolloutError as error:
+            name = f"{self.path} (revision {self.revision})" if self.revision else self.path
+            raise RolloutError(
+                f"the batch's tokenizer, that of {name}, cannot be loaded: {error}; give "
+                "RolloutBatch.load(..., tokenizer=) where it is now"
+            ) from error
+
+
+class DecodableMessages(list[Message]):
+    """Messages of a loaded trajectory, with what decodes its tokens."""
+
+    decode: Callable[[Sequence[int]], str]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)  # who gets it elsewhere has no tokenizer
+
+
+def _make_decodable(trajectories: Iterable[Trajectory], tokenizer: BatchTokenizer) -> None:
+    """Let loaded trajectories be printed with their tokens."""
+    for trajectory in trajectories:
+        before, messages = trajectory.messages, DecodableMessages(trajectory.messages)
+        messages.decode = tokenizer.decode
+        trajectory.messages = messages
+        for segment in trajectory.segments:
+            if segment.messages is before:
+                segment.messages = messages
 
 
 class _File(msgspec.Struct, kw_only=True):
@@ -89,7 +145,7 @@ def write_batch(directory: Path, batch: Any, *, overwrite: bool) -> None:
 
 def _encode_files(batch: Any) -> dict[str, bytes]:
     """The content of each file; that of ``meta.json`` comes last."""
-    entries, jagged = _split_jagged(batch.tensors)
+    tensors, jagged = _dump_tensors(batch.tensors)
     samples, trajectories = map(sample_line, batch.samples), batch.trajectories
     try:
         lines = [trajectory_line(each, batch.decode) for each in trajectories]
@@ -97,15 +153,14 @@ def _encode_files(batch: Any) -> dict[str, bytes]:
         lines = [trajectory_line(each, None) for each in trajectories]
     metrics = {name: float(value) for name, value in batch.metrics.items()}
     files = {
-        TENSORS: _dump_tensors(entries),
+        TENSORS: tensors,
         SAMPLES: b"".join(line + b"\n" for line in samples),
         TRAJECTORIES: b"".join(line + b"\n" for line in lines),
         METRICS: msgspec.json.format(encode_json(metrics)),
     }
     if contents := collect_contents(trajectories):
-        files[MEDIA] = _dump_tensors(
-            {k: torch.frombuffer(bytearray(v), dtype=torch.uint8) for k, v in contents.items()}
-        )
+        media = {k: torch.frombuffer(bytearray(v), dtype=torch.uint8) for k, v in contents.items()}
+        files[MEDIA], _ = _dump_tensors(media)
     meta = _Meta(
         format=FORMAT,
         rows=len(batch.samples),
@@ -137,26 +192,21 @@ def _describe(content: bytes) -> _File:
     return _File(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
 
 
-def _dump_tensors(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    # Cloned, because safetensors refuses tensors that share memory.
-    own = {key: each.detach().cpu().contiguous().clone() for key, each in tensors.items()}
-    return safetensors.torch.save(own)
-
-
-def _split_jagged(tensors: TensorDict) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """What the file of tensors holds, by name; and the keys of jagged ones."""
+def _dump_tensors(tensors: Any) -> tuple[bytes, list[str]]:
+    """The file of tensors, and the keys of jagged ones."""
     entries: dict[str, torch.Tensor] = {}
     jagged: list[str] = []
     for key, value in tensors.items():
         if not isinstance(key, str) or not isinstance(value, torch.Tensor):
             raise RolloutError(f"tensors[{key!r}] cannot be saved: expected a flat dict of tensors")
+        entries[key] = value
         if value.is_nested:
             jagged.append(key)
-            entries[key + VALUES] = value.values()
             entries[key + OFFSETS] = value.offsets()  # type: ignore[attr-defined]
-        else:
-            entries[key] = value
-    return entries, jagged
+            entries[key + VALUES] = entries.pop(key).values()
+    # Cloned, because safetensors refuses tensors that share memory.
+    own = {key: each.detach().cpu().contiguous().clone() for key, each in entries.items()}
+    return safetensors.torch.save(own), jagged
 
 
 def read_batch(directory: Path, moved_to: str | None = None) -> dict[str, Any]:
@@ -170,8 +220,6 @@ def read_batch(directory: Path, moved_to: str | None = None) -> dict[str, Any]:
     files = {}
     for name in (*FILES, *({MEDIA} & meta.files.keys())):
         path, expected = directory / name, meta.files[name]
-        if not path.is_file():
-            raise RolloutError(f"{path} does not exist, though {META} lists it")
         files[name] = _read(path)
         found = _describe(files[name])
         if found != expected:
@@ -188,7 +236,7 @@ def read_batch(directory: Path, moved_to: str | None = None) -> dict[str, Any]:
         restore_media(trajectory, known)
     tokenizer = meta.tokenizer if moved_to is None else BatchTokenizer(path=moved_to)
     if tokenizer is not None:
-        make_decodable(trajectories, tokenizer)
+        _make_decodable(trajectories, tokenizer)
     metrics = _decode(files[METRICS], directory / METRICS, dict[str, float | str])
     return {
         "tokenizer": tokenizer,
@@ -208,7 +256,7 @@ def read_trajectories(path: Path) -> list[Trajectory]:
     """
     trajectories = _decode_lines(_read(path), path, trajectory_from_line)
     if (tokenizer := read_tokenizer(path.parent)) is not None:
-        make_decodable(trajectories, tokenizer)
+        _make_decodable(trajectories, tokenizer)
     return trajectories
 
 

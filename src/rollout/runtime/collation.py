@@ -62,7 +62,7 @@ class Collation:
         trim: Trim,
     ) -> RolloutBatch:
         from rollout.batch import collate  # torch, loaded while the runtime opens
-        from rollout.batch.saved_tokenizer import BatchTokenizer
+        from rollout.batch.storage import BatchTokenizer
 
         config, template = self._config, self._template
         batch = collate(
