@@ -34,10 +34,7 @@ def check_pixels(limits: MediaConfig, width: int, height: int) -> None:
 def check_decoded(limits: MediaConfig, count: int, width: int, height: int) -> None:
     """Raise a MediaError of frames that take too much memory once they are decoded."""
     size = count * width * height * 3
-    if size > limits.max_bytes * _DECODED:
-        raise MediaError(
-            f"media.max_bytes = {limits.max_bytes}: {count} frames have {size} decoded"
-        )
+    check_limit(limits, "max_bytes", size / _DECODED, f"{count} frames have {size} decoded")
 
 
 @contextmanager

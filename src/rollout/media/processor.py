@@ -12,7 +12,6 @@ import re
 from collections import Counter
 from functools import cached_property, lru_cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -373,8 +372,7 @@ def _make_rope_model(config: Any) -> Any:
     import torch
     from transformers import AutoModel
 
-    known = AutoModel._model_mapping
-    kind: Any = known.get(type(config), None)
+    kind: Any = AutoModel._model_mapping.get(type(config), None)
     if not hasattr(kind, "get_rope_index"):
         return None
     model = kind.__new__(kind)
@@ -389,13 +387,13 @@ def declare_missing_operators() -> None:
     Its wheels from PyPI want CUDA's torch. What processors use of it is written in Python; the
     operators that it describes at import are declared here without code.
     """
-    if find_spec("torchvision") is None:
-        return
-    import torch
-
     try:
         import_module("torchvision")
+    except ImportError:
+        return
     except RuntimeError:  # operator torchvision::nms does not exist
+        import torch
+
         for name in TORCHVISION_OPERATORS:
             torch.library.define(f"torchvision::{name}", TORCHVISION_SCHEMA)
 

@@ -9,6 +9,7 @@ import binascii
 import io
 import os
 import stat
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
@@ -39,6 +40,8 @@ _CANNOT_DECODE = "a picture that cannot be decoded"
 #: Types that stand for any.
 _ANY_MIME = ("", "application/octet-stream", "binary/octet-stream")
 _SAME_MIME = {"image/jpg": "image/jpeg", "image/pjpeg": "image/jpeg", "image/x-png": "image/png"}
+
+_import_pillow = partial(import_extra, extra="media", user="a picture", kind=MediaError)
 
 
 def decode(media: Media) -> npt.NDArray[np.uint8]:
@@ -230,12 +233,13 @@ def _convert_array(value: Any, limits: MediaConfig) -> Any:
             f"or (H, W, 4)"
         )
     pixels = np.ascontiguousarray(value)
-    return _import_pillow().fromarray(pixels.reshape(shape[:2]) if is_grey else pixels)
+    return _import_pillow("PIL.Image").fromarray(pixels.reshape(shape[:2]) if is_grey else pixels)
 
 
 def _open_image(content: bytes) -> Any:
     """A PIL image whose header is read and whose pixels are not."""
-    pillow, expected = _import_pillow(), f"expected a picture ({', '.join(IMAGE_FORMATS)})"
+    pillow = _import_pillow("PIL.Image")
+    expected = f"expected a picture ({', '.join(IMAGE_FORMATS)})"
     if not content:
         raise MediaError("no bytes at all; expected a picture")
     with explain_faults(expected):  # a broken header ends in whatever the format's reader raises
@@ -251,17 +255,11 @@ def _is_animated(image: Any) -> bool:
 
 def _convert_to_rgb(image: Any) -> Any:
     """A PIL image in RGB, upright."""
-    from PIL import ImageOps
-
     if image.mode.startswith(_DEEP_MODES):
         raise MediaError(
             f"a picture of mode {image.mode!r}: expected 8 bits for each channel; scale it before"
         )
     with explain_faults(_CANNOT_DECODE):
         image.load()
-        upright = ImageOps.exif_transpose(image)
+        upright = _import_pillow("PIL.ImageOps").exif_transpose(image)
         return upright if upright.mode == "RGB" else upright.convert("RGB")
-
-
-def _import_pillow() -> Any:
-    return import_extra("PIL.Image", "media", "a picture", MediaError)
