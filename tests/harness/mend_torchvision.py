@@ -7,15 +7,17 @@ For environments of tests, whose processes import transformers before anything o
 from importlib.util import find_spec
 from pathlib import Path
 
-from rollout.media.processor import TORCHVISION_OPERATORS, TORCHVISION_SCHEMA
+#: What torchvision describes at import and its own library has, which wants CUDA's torch.
+OPERATORS = ("nms", "qnms")
+SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 ADDED = f'''
 # Added by tests/harness/mend_torchvision.py: where the library of this wheel does not load, what
 # is described at import exists all the same.
 if not _has_ops():
-    for _name in {TORCHVISION_OPERATORS}:
+    for _name in {OPERATORS}:
         if not hasattr(torch.ops.torchvision, _name):
-            torch.library.define("torchvision::" + _name, "{TORCHVISION_SCHEMA}")
+            torch.library.define("torchvision::" + _name, "{SCHEMA}")
 '''
 
 if __name__ == "__main__":

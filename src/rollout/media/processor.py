@@ -11,7 +11,6 @@ import inspect
 import re
 from collections import Counter
 from functools import cached_property, lru_cache
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -47,9 +46,6 @@ _OF_TEXT = frozenset(("input_ids", "attention_mask", "token_type_ids", "mm_token
 _BETWEEN = "\nrolloutMediumEnd\n"
 #: Sizes of media whose placeholders are remembered.
 _MAX_SIZES = 1024
-#: What torchvision describes at import and its own library has, which may be for CUDA's torch.
-TORCHVISION_OPERATORS = ("nms", "qnms")
-TORCHVISION_SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
 class _Shape(NamedTuple):
@@ -381,23 +377,6 @@ def _make_rope_model(config: Any) -> Any:
     return model
 
 
-def declare_missing_operators() -> None:
-    """Let torchvision be imported where its own library is for another build of torch.
-
-    Its wheels from PyPI want CUDA's torch. What processors use of it is written in Python; the
-    operators that it describes at import are declared here without code.
-    """
-    try:
-        import_module("torchvision")
-    except ImportError:
-        return
-    except RuntimeError:  # operator torchvision::nms does not exist
-        import torch
-
-        for name in TORCHVISION_OPERATORS:
-            torch.library.define(f"torchvision::{name}", TORCHVISION_SCHEMA)
-
-
 def load_media_processor(
     model: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> MediaProcessor | None:
@@ -414,7 +393,6 @@ def load_media_processor(
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         with importing:
-            declare_missing_operators()
             from transformers import AutoConfig, AutoProcessor
 
         auto: Any = AutoProcessor  # its methods have no types
