@@ -9,10 +9,8 @@ from typing import Any
 import msgspec
 from tensordict import TensorDict
 
-from rollout.batch.rows import list_rows
-from rollout.batch.sample import Sample
-from rollout.batch.saved_tokenizer import BatchTokenizer
-from rollout.batch.storage import read_batch, write_batch
+from rollout.batch.records import Sample, find_media
+from rollout.batch.storage import BatchTokenizer, read_batch, write_batch
 from rollout.chat.trajectory import Trajectory
 from rollout.errors import RolloutError
 from rollout.media.processor import MediaProcessor  # noqa: TC001  (a Struct looks its names up)
@@ -116,7 +114,8 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
             RolloutError: A file is missing, damaged or not of this batch; names it and says why.
         """
         parts = read_batch(Path(directory), tokenizer)
-        media = [row.media for row in list_rows(parts["trajectories"])]
+        rows = [segment for each in parts["trajectories"] for segment in each.segments]
+        media = [find_media(segment.transcript) for segment in rows]
         batch = cls(**parts, multi_modal_inputs=MultiModalInputs(media, processor))
         if (Path(directory) / EVENTS).exists():
             batch.events_path = Path(directory)

@@ -252,7 +252,7 @@ def unpack_complete(complete: CompleteTrajectory) -> Trajectory:
         record, prompt, lambda messages: list(map(unpack_message, messages))
     )
     if contents:
-        restore_media(trajectory, KnownContents(contents, "the trajectory"))
+        restore_media(trajectory, KnownContents(contents.get, "the trajectory"))
     return trajectory
 
 

@@ -62,8 +62,8 @@ def load_trajectories(path: Path | str) -> list[Trajectory]:
     In the order of the file: that of the rows where `RolloutBatch.save` wrote it. In the order of
     (group, member) `collate` makes a batch of them. Where ``rollout run`` did not come to save a
     batch, the journal is read that it left beside the path. Images and videos are there without
-    their contents, which `RolloutBatch.load` has. A last line or record that was cut short is left
-    out, with a warning.
+    their contents, which `RolloutBatch.load` has. A last record of a journal that was cut short is
+    left out, with a warning.
 
     Args:
         path: One of these, or the directory of them.

@@ -83,7 +83,7 @@ class Journal:
         self.path, self.waits = self._config.path, self._config.fsync == "always"
         self.unwritable = Unwritable(is_text=self._config.unwritable == "text")
         recorded = RecordedMedia(self.index.media, self.read)
-        self.media = KnownContents(recorded, str(self._file.path))
+        self.media = KnownContents(recorded.get, str(self._file.path))
         self._written_media = set(self.index.media)
         self._has_warned = False
         self._clock = loop_clock()

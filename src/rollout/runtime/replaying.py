@@ -148,7 +148,7 @@ def _read_record(path: Path, index: JournalIndex, key: Key) -> Record:
         index.header,
         read_prompt(record.fields, uid=key.uid),
         read_steps(index.trajectories[key], read),
-        KnownContents(RecordedMedia(index.media, read), str(path)),
+        KnownContents(RecordedMedia(index.media, read).get, str(path)),
         read_finished(path, index.trajectories.keys() - {key}).get(key),
     )
 
