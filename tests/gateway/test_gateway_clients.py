@@ -140,7 +140,7 @@ async def test_chat_body_becomes_a_call() -> None:
         ClientMessage(role="tool", text="2", call_id="call-1", name="add"),
     )
     assert call.tools == (TOOL,)
-    assert (call.tool_choice, call.parallel_calls, call.stop) == ("add", False, ("x", "y"))
+    assert (call.forced_by, call.parallel_calls, call.stop) == (("tool_choice",), False, ("x", "y"))
     assert (call.seed, call.n, call.agent_id) == (2**63 - 1, 1, "agent-7")
     assert call.sampling == {
         "temperature": 0.5,
@@ -414,7 +414,7 @@ async def test_messages_create_gives_blocks_that_can_be_given_back() -> None:
     first, second = asked.calls
     assert first.messages[0] == ClientMessage(role="system", text="Be brief.")
     assert first.tools == (TOOL,)
-    assert (first.tool_choice, first.parallel_calls, first.stop) == ("required", False, ("x",))
+    assert (first.forced_by, first.parallel_calls, first.stop) == (("tool_choice",), False, ("x",))
     assert first.sampling == {"max_new_tokens": 64, "top_k": 5}
     assert second.messages[1:] == (
         ClientMessage(
@@ -571,7 +571,7 @@ async def test_over_long_prompt_of_codex_is_told_in_events() -> None:
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
         ({"tool_choice": "perhaps"}, "tool_choice"),
-        ({"stop": ["a", ""]}, "stop"),
+        ({"stop": ["a", ""]}, "stop[1]"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"extra_body": {"min_tokens": 4}}, "min_tokens"),
         ({"messages": [{"role": "clown", "content": "x"}]}, "messages[0].role"),

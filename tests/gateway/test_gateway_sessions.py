@@ -459,7 +459,7 @@ async def test_session_calls_are_told_as_the_client_wishes() -> None:
 
     async def none(session: GatewaySession, context: AgentContext) -> None:
         told = [user("question")]
-        (answer,) = (await ask(session, *told, tools=(ADD,), tool_choice="none")).answers
+        (answer,) = (await ask(session, *told, tools=(ADD,), allows_calls=False)).answers
         assert (answer.text, answer.calls, answer.finish) == ("So.\n" + both, (), "stop")
         await ask(session, *told, echo(answer), user("more"), tools=(ADD,))
 

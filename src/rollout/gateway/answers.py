@@ -40,7 +40,7 @@ def make_answer(
     calls, text, written = tuple(map(_limit_depth, turn.calls)), turn.content, turn.written
     if calls != turn.calls:
         written = None
-    if call.tool_choice == "none":
+    if not call.allows_calls:
         written = None
         text, calls = "\n".join(filter(None, [text, *(each.raw for each in calls)])), ()
     sent: list[ToolCall | InvalidToolCall] = []
@@ -105,7 +105,7 @@ def make_turn(
         content=hash_turn(answer.client_text, values),
         reasoning=hash_reasoning(turn.reasoning),
         ids=frozenset([answer.id, *(each.id[-ID_LENGTH:] for each in sent)]),
-        calls=[] if call.tool_choice == "none" else [(each.name, each.id) for each in valid],
+        calls=[(each.name, each.id) for each in valid] if call.allows_calls else [],
         sent_calls=len(sent),
     )
 

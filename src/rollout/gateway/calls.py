@@ -85,8 +85,7 @@ class GatewayCall(msgspec.Struct, frozen=True, kw_only=True):
             system message that comes first then is meant for the conversation from its beginning.
         tools: OpenAI-style ``{"type": "function", "function": {…}}``.
         text_tools: Names of those whose calls the client gets, and gives back, as plain text.
-        tool_choice: "auto", "none", "required" or the name of one; engines cannot force a call, so
-            that all but "none" mean "auto".
+        allows_calls: Whether the model's calls are calls; else they are text.
         parallel_calls: Whether one turn may call several tools.
         sampling: Fields of `SamplingConfig` that the client sets; `max_new_tokens` among them.
         seed: The client's; None: derived from the tokens before the turn.
@@ -105,7 +104,7 @@ class GatewayCall(msgspec.Struct, frozen=True, kw_only=True):
     messages: tuple[ClientMessage, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     text_tools: frozenset[str] = frozenset()
-    tool_choice: str = "auto"
+    allows_calls: bool = True
     parallel_calls: bool = True
     sampling: Mapping[str, Any] = {}
     seed: int | None = None
@@ -207,6 +206,11 @@ class GatewayError(Exception):
         self.status = status
         self.code = code
         self.field = field
+
+
+def refuse_ended(why: str = "the trajectory has ended") -> GatewayError:
+    """What calls get that come too late; clients do not repeat it."""
+    return GatewayError(403, "trajectory_ended", why)
 
 
 def check_forced(call: GatewayCall, unenforced: Literal["accept", "refuse"]) -> None:

@@ -11,17 +11,15 @@ from rollout.agents.gateway_door import GatewayAddress
 from rollout.function_refs import refuse_while_imported
 from rollout.gateway.http import serve_http
 from rollout.gateway.routes import PREFIX, Router, TrajectoryApi
-from rollout.gateway.runtime_loop import open_runtime_loop
 from rollout.gateway.sessions import Sessions
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable
+    from collections.abc import AsyncIterator, Sequence
 
     from rollout.agents.context import AgentContext
     from rollout.agents.services import Services
     from rollout.config import GatewayConfig
     from rollout.gateway.routes import Route
-    from rollout.gateway.runtime_loop import RuntimeLoop
     from rollout.runtime.runtime import RolloutRuntime
 
 
@@ -66,26 +64,21 @@ def open_gateway(runtime: RolloutRuntime) -> AbstractAsyncContextManager[Gateway
 
 @asynccontextmanager
 async def serve_trajectories(
-    services: Services,
-    list_routes: Callable[[RuntimeLoop], Iterable[Route]] | None = None,
+    services: Services, routes: Sequence[Route] = ()
 ) -> AsyncIterator[Gateway]:
     """`open_gateway`, of what the trajectories of a runtime share.
 
     Args:
-        list_routes: Of paths that it serves beside those of trajectories, given the loop on which
-            the runtime runs.
+        services: Of the runtime.
+        routes: Of paths that it serves beside those of trajectories.
     """
     config = services.config.gateway
     sessions = Sessions(config)
-    async with open_runtime_loop() as loop:
-        api = TrajectoryApi(
-            sessions, loop, config, services.config.limits, services.template.spell_token
-        )
-        router = Router([*(list_routes(loop) if list_routes else ()), *api.routes])
-        async with serve_http(config, router.handle) as url:
-            gateway = Gateway(url, sessions, config)
-            before, services.gateway.door = services.gateway.door, gateway
-            try:
-                yield gateway
-            finally:
-                services.gateway.door = before
+    api = TrajectoryApi(sessions, config, services.template.spell_token)
+    async with serve_http(config, Router([*routes, *api.routes]).handle) as url:
+        gateway = Gateway(url, sessions, config)
+        before, services.gateway.door = services.gateway.door, gateway
+        try:
+            yield gateway
+        finally:
+            services.gateway.door = before

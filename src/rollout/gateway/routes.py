@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import logging
-import math
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
 
 from rollout.clocks import wall
-from rollout.errors import AgentError
 from rollout.gateway.apis import chat, messages, responses
 from rollout.gateway.apis.writing import ApiRequest, ReplyContext, encode, format_openai_error
-from rollout.gateway.calls import Completion, GatewayCall, GatewayError, check_forced
+from rollout.gateway.calls import GatewayError, check_forced
 from rollout.gateway.http import EVENTS, JSON, ClientLeftError, Exchange
-from rollout.gateway.runtime_loop import LoopBlockedError, RuntimeLoop
 from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-    from rollout.config import GatewayConfig, LimitsConfig
-    from rollout.gateway.calls import Completion, GatewayCall
+    from rollout.config import GatewayConfig
     from rollout.gateway.session import GatewaySession
     from rollout.gateway.sessions import Sessions
 
@@ -93,27 +90,16 @@ class TrajectoryApi:
 
     Args:
         sessions: Those that are served.
-        loop: Where they run.
         config: The section `gateway`.
-        limits: The section `limits`.
         spell: The bytes of a token.
     """
 
     def __init__(
-        self,
-        sessions: Sessions,
-        loop: RuntimeLoop,
-        config: GatewayConfig,
-        limits: LimitsConfig,
-        spell: Callable[[int], bytes],
+        self, sessions: Sessions, config: GatewayConfig, spell: Callable[[int], bytes]
     ) -> None:
         self._sessions = sessions
-        self._loop = loop
         self._config = config
         self._models = (config.model, *config.model_aliases)
-        bounds = (limits.generation_s, limits.turn_s, limits.trajectory_s)
-        #: How long an agent may keep the runtime's loop from its own request.
-        self._begin_s = min((bound for bound in bounds if bound is not None), default=math.inf)
         self._spell = spell
 
     @property
@@ -173,8 +159,8 @@ class TrajectoryApi:
     ) -> None:
         async with open_task_group() as tasks:
             tasks.start_soon(self._keep_alive, exchange, request)
-            completion = await exchange.while_there(self._complete, session, request.call)
-        lost = (session.mark_lost, completion.id)
+            completion = await exchange.while_there(session.complete, request.call)
+        mark_lost = partial(session.mark_lost, completion.id)
         try:
             if request.is_streamed:
                 data = b"".join(request.format_events(completion, context))
@@ -185,18 +171,9 @@ class TrajectoryApi:
             else:
                 await exchange.reply(data, EVENTS if request.is_streamed else JSON)
         except BaseException:
-            self._loop.post(*lost)
+            mark_lost()
             raise
-        exchange.on_unread(lambda: self._loop.post(*lost))
-
-    async def _complete(self, session: GatewaySession, call: GatewayCall) -> Completion:
-        try:
-            return await self._loop.run(
-                session.complete, call, begin_s=self._begin_s, activity=session.activity
-            )
-        except LoopBlockedError as error:
-            session.fail(AgentError(str(error)))
-            raise
+        exchange.on_unread(mark_lost)
 
     async def _keep_alive(self, exchange: Exchange, request: ApiRequest) -> None:
         """Signs of life of an answer that is not there yet: white space before a JSON body."""
@@ -227,7 +204,7 @@ class TrajectoryApi:
         request = messages.read_request(await exchange.read_body(), exchange.headers)
         if request.model is not None:
             self._check_model(request.model)
-        tokens = await self._loop.run(session.count_tokens, request.call)
+        tokens = await session.count_tokens(request.call)
         await exchange.reply_json({"input_tokens": tokens})
 
     async def _list_models(self, exchange: Exchange) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -14,6 +15,7 @@ from rollout.gateway.calls import GatewayError
 from rollout.gateway.gateway import serve_trajectories
 from rollout.gateway.routes import Route
 from rollout.gateway.served_trajectories import FinishBody, OpenBody, TrajectoryServer
+from rollout.gateway.task_runner import TaskRunner
 from rollout.runtime.opening import open_rollout
 from rollout.scopes import open_task_group
 
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from rollout.config import RolloutConfig
     from rollout.gateway.gateway import Gateway
     from rollout.gateway.http import Exchange
-    from rollout.gateway.runtime_loop import RuntimeLoop
     from rollout.runtime.runtime import RolloutRuntime
 
 #: How long a client may take to turn out to have left before it read which trajectory it got. Later
@@ -69,15 +70,12 @@ async def serve_runtime(runtime: RolloutRuntime, token: str) -> AsyncIterator[Ga
     """
     async with open_task_group() as tasks:
         server = TrajectoryServer(runtime, tasks)
-
-        def list_routes(loop: RuntimeLoop) -> list[Route]:
-            return list_trainer_routes(server, loop, token)
-
-        async with serve_trajectories(runtime.services, list_routes) as gateway:
+        routes = list_trainer_routes(server, TaskRunner(tasks), token)
+        async with serve_trajectories(runtime.services, routes) as gateway:
             yield gateway
 
 
-def list_trainer_routes(server: TrajectoryServer, loop: RuntimeLoop, token: str) -> list[Route]:
+def list_trainer_routes(server: TrajectoryServer, runner: TaskRunner, token: str) -> list[Route]:
     """The paths of trainers, which show a token of their own."""
 
     def require_token(
@@ -97,10 +95,10 @@ def list_trainer_routes(server: TrajectoryServer, loop: RuntimeLoop, token: str)
         served_id = server.make_id()
 
         def abandon() -> None:
-            loop.post(server.abandon, served_id)
+            runner.call_soon(partial(server.abandon, served_id))
 
         try:
-            opened = await exchange.while_there(loop.run, server.open, served_id, body)
+            opened = await exchange.while_there(runner.run, lambda _: server.open(served_id, body))
             await exchange.reply_json(opened, 201)
         except BaseException:  # also a client that left while the answer was on its way
             abandon()
@@ -122,7 +120,7 @@ def list_trainer_routes(server: TrajectoryServer, loop: RuntimeLoop, token: str)
         await reply(exchange, server.read_rows, exchange.parameters["id"])
 
     async def reply(exchange: Exchange, act: Callable[..., Awaitable[Any]], *args: Any) -> None:
-        await exchange.reply_json(await loop.run(act, *args))
+        await exchange.reply_json(await runner.run(lambda _: act(*args)))
 
     one = r"/trajectories/(?P<id>[^/]+)"
     return [

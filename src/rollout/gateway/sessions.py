@@ -7,8 +7,8 @@ import secrets
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from rollout.gateway.calls import GatewayError
-from rollout.gateway.session import GatewaySession, refuse_ended
+from rollout.gateway.calls import GatewayError, refuse_ended
+from rollout.gateway.session import GatewaySession
 from rollout.scopes import find_propagating, open_task_group
 
 if TYPE_CHECKING:
@@ -61,10 +61,7 @@ class Sessions:
                     path, self._sign(path), config or self._config, context, tasks
                 )
                 self._running[path] = session
-                try:
-                    yield session
-                finally:
-                    session.close()
+                yield session
         except BaseException as error:
             if find_propagating(error) is not None:
                 raise

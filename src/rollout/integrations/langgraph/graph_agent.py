@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from rollout.agents.agent_loop import AgentLoop
 from rollout.agents.openai_messages import openai_messages
 from rollout.errors import AgentError
-from rollout.gateway.runtime_loop import open_runtime_loop
 from rollout.gateway.sessions import Sessions
 
 if TYPE_CHECKING:
@@ -38,11 +37,8 @@ async def open_chat_model(context: AgentContext) -> AsyncIterator[RolloutChatMod
             f"LangGraph needs a package ({error}): pip install 'rollout-rl[langgraph]'"
         ) from error
     config = context.services.config.gateway
-    async with (
-        open_runtime_loop() as loop,
-        Sessions(config).open(context) as session,
-    ):
-        yield RolloutChatModel.over(session, loop, config.unenforced)
+    async with Sessions(config).open(context) as session:
+        yield RolloutChatModel.over(session, config.unenforced)
 
 
 class GraphAgent(AgentLoop):
