@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 #: Characters of an error that an event says.
 SHOWN = 200
-#: What there is in place of a result where a call was cancelled.
-NO_RESULT = "cancelled"
 
 
 class CallEvents(msgspec.Struct, frozen=True):
@@ -30,20 +28,20 @@ class CallEvents(msgspec.Struct, frozen=True):
     turn: int
     path: str
 
-    def started(self, position: int, call: ToolCall, now: float) -> None:
+    def emit_started(self, position: int, tool: str, now: float) -> None:
         """A call begins."""
         if self.events.tells_all:
             event = ToolStarted(
                 at=self.events.since_start(now),
                 trajectory=self.trajectory,
-                tool=call.name,
+                tool=tool,
                 turn=self.turn,
                 position=position,
                 path=self.path,
             )
             self.events.emit(event)
 
-    def ended(
+    def emit_ended(
         self,
         position: int,
         call: ToolCall | InvalidToolCall,
@@ -51,12 +49,11 @@ class CallEvents(msgspec.Struct, frozen=True):
         began: float,
         now: float,
         *,
-        is_refused: bool = False,
+        is_refused: bool,
     ) -> None:
         """It has its result; None: it was cancelled."""
         # The text, and not the result, which may hold anything else.
-        text = None if result is None else result.text
-        is_error = result is None or result.is_error
+        text, is_error = (None, True) if result is None else (result.text, result.is_error)
         facts = (self.turn, self.path, position, call, is_error, text, began, now, is_refused)
         self.events.tell(_make_tool_ended, (self.trajectory, *facts))
 
@@ -77,7 +74,7 @@ def _make_tool_ended(
         call_id=call_id,
         is_refused=is_refused,
         is_error=is_error,
-        error=(NO_RESULT if text is None else text[:SHOWN]) if is_error else "",
-        characters=0 if text is None else len(text),
+        error=("cancelled" if text is None else text[:SHOWN]) if is_error else "",
+        characters=len(text or ""),
     )
     return event, (call, text)
