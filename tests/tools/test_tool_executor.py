@@ -692,7 +692,7 @@ async def test_session_rewards_come_in_order_of_first_use(
     assert anyio.current_time() - started == 10
     assert sorted(record.getMessage() for record in caplog.records) == [
         "tool 'bad': calc_reward failed: ValueError: no judge",
-        "tool 'hangs': calc_reward failed: limits.tool_s = 10 s is over",
+        "tool 'hangs': calc_reward failed: timed out after 10 s (limits.tool_s)",
         "tool 'text': calc_reward returned '1'; expected a finite number",
     ]
 
@@ -720,7 +720,7 @@ async def test_session_close_is_bounded_shielded_and_never_raises(
     assert [record.getMessage() for record in caplog.records] == [
         "tool 'exits': close failed: SystemExit: 1",
         "tool 'bad': close failed: ValueError: gone",
-        "tool 'hangs': close failed: limits.cleanup_s = 5 s is over",
+        "tool 'hangs': close failed: timed out after 5 s (limits.cleanup_s)",
     ]
     assert {record.name for record in caplog.records} == {"rollout"}
     assert {record.levelno for record in caplog.records} == {logging.WARNING}

@@ -41,8 +41,9 @@ async def attempt(
         activity: Whose work it is, where it blocks the event loop.
 
     Raises:
-        CallError: It raised anything but KeyboardInterrupt, which is raised as itself.
-        LimitExceeded: `limit` was over; the action was cancelled, and has ended.
+        CallError: It raised anything but KeyboardInterrupt, which is raised as itself; or `limit`
+            was over, and it was cancelled.
+        LimitExceeded: So was a limit around `limit`.
         UnresponsiveError: It was cancelled, and did not end.
     """
     containment = current_containment()
@@ -69,7 +70,10 @@ async def conclude(code: Contained[T], running: Awaitable[object], limit: Limit)
     if interrupt is not None:
         raise interrupt
     if limit.is_over and (error is None or code.scope.cancel_called):
-        raise limit.deadline.error()
+        deadline = limit.deadline
+        if limit.is_outer_over:
+            raise deadline.error()
+        raise CallError(f"timed out after {deadline.seconds:g} s ({deadline.source})")
     if error is None:
         raise CallError(f"{code.what} was cancelled: the runtime is closing")
     raise CallError(describe(error)) from find_exception(error) or error
@@ -85,9 +89,3 @@ def describe(error: BaseException) -> str:
         return message
     name = type(leaf).__name__
     return f"{name}: {message}" if message else name
-
-
-def describe_timeout(limit: Limit) -> str:
-    """What code that met its limit is answered with."""
-    deadline = limit.deadline
-    return f"timed out after {deadline.seconds:g} s ({deadline.source})"

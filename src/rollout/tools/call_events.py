@@ -1,4 +1,4 @@
-"""The events of the calls of one turn, made while somebody reads them."""
+"""The calls of one turn, and their events, which are made while somebody reads them."""
 
 from __future__ import annotations
 
@@ -8,54 +8,66 @@ import msgspec
 
 from rollout.observe.event_stream import EventStream
 from rollout.observe.events import ToolEnded, ToolStarted
-from rollout.types import ToolCall
+from rollout.tools.results import ToolResult
+from rollout.types import InvalidToolCall, ToolCall
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from rollout.tools.results import ToolResult
-    from rollout.types import InvalidToolCall
 
 #: Characters of an error that an event says.
 SHOWN = 200
 
 
 class CallEvents(msgspec.Struct, frozen=True):
-    """Emits the events of the calls of one turn: of this trajectory, turn and conversation."""
+    """Where the events of the calls of one turn go: of this trajectory, turn and conversation."""
 
     events: EventStream
     trajectory: int
     turn: int
     path: str
 
-    def emit_started(self, position: int, tool: str, now: float) -> None:
-        """A call begins."""
-        if self.events.tells_all:
-            event = ToolStarted(
-                at=self.events.since_start(now),
-                trajectory=self.trajectory,
-                tool=tool,
-                turn=self.turn,
-                position=position,
-                path=self.path,
-            )
-            self.events.emit(event)
 
-    def emit_ended(
-        self,
-        position: int,
-        call: ToolCall | InvalidToolCall,
-        result: ToolResult | None,
-        began: float,
-        now: float,
-        *,
-        is_refused: bool,
-    ) -> None:
-        """It has its result; None: it was cancelled."""
-        # The text, and not the result, which may hold anything else.
-        text, is_error = (None, True) if result is None else (result.text, result.is_error)
-        facts = (self.turn, self.path, position, call, is_error, text, began, now, is_refused)
-        self.events.tell(_make_tool_ended, (self.trajectory, *facts))
+class Call(msgspec.Struct, eq=False, gc=False):
+    """One call of a turn.
+
+    Attributes:
+        call: As the model wrote it.
+        tool: Its name, or what stands in its place in figures.
+        began: When it did, or was refused.
+        events: None where nobody reads.
+        checked: With the arguments that the tool gets; None where the call does not run.
+        result: None until it is answered.
+    """
+
+    position: int
+    call: ToolCall | InvalidToolCall
+    tool: str
+    began: float
+    events: CallEvents | None
+    checked: ToolCall | None = None
+    result: ToolResult | None = None
+
+    def emit_started(self) -> None:
+        """It begins."""
+        if (to := self.events) is not None and to.events.tells_all:
+            event = ToolStarted(
+                at=to.events.since_start(self.began),
+                trajectory=to.trajectory,
+                tool=self.tool,
+                turn=to.turn,
+                position=self.position,
+                path=to.path,
+            )
+            to.events.emit(event)
+
+    def emit_ended(self, now: float, *, is_refused: bool) -> None:
+        """It has its result, or was cancelled."""
+        if (to := self.events) is not None:
+            # The text, and not the result, which may hold anything else.
+            result = self.result
+            text, is_error = (None, True) if result is None else (result.text, result.is_error)
+            facts = (to.turn, to.path, self.position, self.call, is_error, text, self.began)
+            to.events.tell(_make_tool_ended, (to.trajectory, *facts, now, is_refused))
 
 
 def _make_tool_ended(

@@ -12,9 +12,9 @@ import anyio
 import msgspec
 
 from rollout.config.checks import Count, Natural, Positive, validate
-from rollout.errors import LimitExceeded, ToolError
+from rollout.errors import ToolError
 from rollout.scopes import release_token
-from rollout.tools.attempt import CallError, attempt, describe_timeout
+from rollout.tools.attempt import CallError, attempt
 from rollout.tools.results import ToolResult, error_result, normalise_result
 
 if TYPE_CHECKING:
@@ -132,10 +132,6 @@ class ToolGate:
                     )
                 self._failures = 0
                 return self._store(key, result)
-            except LimitExceeded:
-                if limit is None or turn.is_over:
-                    raise
-                raise CallError(describe_timeout(limit)) from None
             except CallError as error:
                 cause, pause_s = error.__cause__, policy.backoff_s * 2 ** (tries - 1)
                 is_last = tries > self.policy.retries or not self.policy.is_transient(

@@ -26,8 +26,8 @@ from rollout.errors import LimitExceeded, ToolError
 from rollout.limits import Clock, Deadline
 from rollout.observe.tally import Tally
 from rollout.scopes import unwrap_group
-from rollout.tools.attempt import CallError, attempt, conclude, describe_timeout
-from rollout.tools.call_events import CallEvents
+from rollout.tools.attempt import CallError, attempt, conclude
+from rollout.tools.call_events import Call
 from rollout.tools.function_tools import FunctionTool
 from rollout.tools.policy import ToolGate
 from rollout.tools.results import ToolResult, error_result, read_reward
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Coroutine, Sequence
 
     from rollout.limits import Limit
+    from rollout.tools.call_events import CallEvents
     from rollout.tools.results import Answers
     from rollout.tools.tool import Tool
 
@@ -66,25 +67,6 @@ class ToolSettings(msgspec.Struct, frozen=True):
     truncate_side: TruncateSide
     tool_s: float | None
     cleanup_s: float
-
-
-class _Call(msgspec.Struct, eq=False, gc=False):
-    """One call of a turn.
-
-    Attributes:
-        call: As the model wrote it.
-        tool: Its name, or what stands in its place in figures.
-        checked: With the arguments that the tool gets; None where the call does not run.
-        result: None until it is answered.
-    """
-
-    position: int
-    call: ToolCall | InvalidToolCall
-    tool: str
-    began: float
-    events: CallEvents | None
-    checked: ToolCall | None = None
-    result: ToolResult | None = None
 
 
 class TrajectoryTools:
@@ -114,7 +96,7 @@ class TrajectoryTools:
         self._opened: dict[str, ToolSession] = {}  # in the order in which they were opened
         self._closing: AsyncExitStack | None = None  # of sessions that have something to close
         self._locks: dict[int, anyio.Lock] = {}
-        self._running: dict[_Call, None] = {}
+        self._running: dict[Call, None] = {}
         self._counts: dict[str, float] = {}
         self.metrics: dict[str, float] = {}
         self.seconds, self.idle_since, self.is_closed = 0.0, 0.0, False
@@ -207,14 +189,14 @@ class TrajectoryTools:
         calls: Sequence[ToolCall | InvalidToolCall],
         offered: Collection[str] | None,
         events: CallEvents | None = None,
-    ) -> list[_Call]:
+    ) -> list[Call]:
         """Check the calls of a turn; those that cannot run are answered."""
-        most, now, turn = self._settings.max_parallel_calls, self._clock(), list[_Call]()
+        most, now, turn = self._settings.max_parallel_calls, self._clock(), list[Call]()
         for position, call in enumerate(calls):
             tool = call.name if isinstance(call, ToolCall) else NOT_PARSED
             if isinstance(call, ToolCall) and tool not in self._tools:
                 tool = UNKNOWN_TOOL
-            turn.append(each := _Call(position, call, tool, now, events))
+            turn.append(each := Call(position, call, tool, now, events))
             if position >= most and isinstance(call, ToolCall):  # nor is it invalid
                 limit = f"at most {most} calls per turn (agent.max_parallel_calls)"
                 self._refuse(each, error_result(f"not executed: {limit}; call it again"))
@@ -242,12 +224,12 @@ class TrajectoryTools:
         check, kwargs = self._settings.checks[call.name], self._kwargs.get(call.name) or {}
         return msgspec.structs.replace(call, arguments=check(call.arguments, kwargs))
 
-    def _refuse(self, call: _Call, result: ToolResult) -> None:
+    def _refuse(self, call: Call, result: ToolResult) -> None:
         """Answer a call that does not run."""
         call.checked, call.result, call.began = None, result, self._clock()
         self._count(call, 0.0, is_refused=True)
 
-    async def _run_call(self, call: _Call, turn: Limit) -> None:
+    async def _run_call(self, call: Call, turn: Limit) -> None:
         """Run a call, and set its result; those of sessions with one `serial` wait for each other.
 
         While a call waits the turn's limit counts, in which its own one lies.
@@ -261,8 +243,7 @@ class TrajectoryTools:
             async with _AT_ONCE if serial is None else self._find_lock(serial):
                 call.began = self._clock()
                 self._running[call] = None
-                if call.events is not None:
-                    call.events.emit_started(call.position, call.tool, call.began)
+                call.emit_started()
                 try:
                     call.result = await gate.run(session.execute, checked, kwargs, turn, activity)
                 except CallError as error:
@@ -289,7 +270,7 @@ class TrajectoryTools:
 
     # Figures.
 
-    def _count(self, call: _Call, seconds: float, *, is_refused: bool = False) -> None:
+    def _count(self, call: Call, seconds: float, *, is_refused: bool = False) -> None:
         """Count a call that has its result, or was cancelled, and emit its event: here only.
 
         Args:
@@ -311,9 +292,7 @@ class TrajectoryTools:
             number = float(value) if isinstance(value, bool) else read_reward(value)
             if number is not None:  # finite
                 _add(self.metrics, f"tools/{call.tool}/{name}", number)
-        if call.events is not None:
-            times = call.began, call.began + seconds
-            call.events.emit_ended(call.position, call.call, result, *times, is_refused=is_refused)
+        call.emit_ended(call.began + seconds, is_refused=is_refused)
 
     def _note_failure(self, name: str, error: CallError) -> ToolResult:
         """Count that a tool raised, or was too late; what the model reads then."""
@@ -359,7 +338,7 @@ class TrajectoryTools:
         observations = [await each.begin() for each in list(self._opened.values())]
         return [each for each in observations if each is not None]
 
-    async def _open_used(self, turn: Sequence[_Call], limit: Limit) -> None:
+    async def _open_used(self, turn: Sequence[Call], limit: Limit) -> None:
         """Open the tools that are used for the first time; where one fails, so do its calls."""
         for name in dict.fromkeys(each.tool for each in turn if each.checked is not None):
             if name in self._opened:
@@ -389,9 +368,7 @@ class TrajectoryTools:
                         limit = outer.open(tool_s, "limits.tool_s")
                         await self._start_session(tool, context, limit)
         except LimitExceeded:
-            if outer.is_over:
-                raise
-            raise CallError(f"could not open {name!r}: {describe_timeout(limit)}") from None
+            raise
         except Exception as error:
             raise CallError(f"could not open {name!r}: {error}") from error.__cause__ or error
 
@@ -448,7 +425,7 @@ class TrajectoryTools:
         what = f"calc_reward of tool {name!r}"
         try:
             value: Any = await attempt(session.calc_reward, limit=limit, what=what)
-        except (CallError, LimitExceeded) as error:
+        except CallError as error:
             if session.decides_reward:
                 raise ToolError(f"tool {name!r}: calc_reward failed: {error}") from error
             logger.warning("tool %r: calc_reward failed: %s", name, error)
@@ -483,7 +460,7 @@ class TrajectoryTools:
             else:
                 task.what = what
                 await conclude(task, task.finish(), limit)
-        except (CallError, LimitExceeded) as error:
+        except CallError as error:
             logger.warning("tool %r: close failed: %s", name, error)
 
 
