@@ -671,7 +671,7 @@ async def test_session_rewards_come_in_order_of_first_use(
     await run(tools, *[call(name) for name in list(names_and_actions)[:-1]])
     started = anyio.current_time()
     assert await tools.calc_rewards() == [0.25, 1.0]
-    assert anyio.current_time() - started == 10
+    assert anyio.current_time() - started == 13  # one after another
     assert sorted(record.getMessage() for record in caplog.records) == [
         "tool 'bad': calc_reward failed: ValueError: no judge",
         "tool 'hangs': calc_reward failed: timed out after 10 s (limits.tool_s)",

@@ -50,43 +50,34 @@ class Call(msgspec.Struct, eq=False, gc=False):
     def emit_started(self) -> None:
         """It begins."""
         if (to := self.events) is not None and to.events.tells_all:
-            event = ToolStarted(
-                at=to.events.since_start(self.began),
-                trajectory=to.trajectory,
-                tool=self.tool,
-                turn=to.turn,
-                position=self.position,
-                path=to.path,
-            )
-            to.events.emit(event)
+            at = to.events.since_start(self.began)
+            to.events.emit(ToolStarted(at=at, tool=self.tool, **self._locate(to)))
 
     def emit_ended(self, now: float, *, is_refused: bool) -> None:
         """It has its result, or was cancelled."""
-        if (to := self.events) is not None:
-            # The text, and not the result, which may hold anything else.
-            result = self.result
-            text, is_error = (None, True) if result is None else (result.text, result.is_error)
-            facts = (to.turn, to.path, self.position, self.call, is_error, text, self.began)
-            to.events.tell(_make_tool_ended, (to.trajectory, *facts, now, is_refused))
+        if (to := self.events) is None:
+            return
+        call, result = self.call, self.result
+        # The text, and not the result, which may hold anything else.
+        text, is_error = (None, True) if result is None else (result.text, result.is_error)
+        event = ToolEnded(
+            at=to.events.since_start(now),
+            began=to.events.since_start(self.began),
+            tool=getattr(call, "name", ""),
+            call_id=getattr(call, "id", "") or "",
+            is_refused=is_refused,
+            is_error=is_error,
+            error=("cancelled" if text is None else text[:SHOWN]) if is_error else "",
+            characters=len(text or ""),
+            **self._locate(to),
+        )
+        to.events.tell(_emit_made, (to.trajectory, event, call, text))
+
+    def _locate(self, to: CallEvents) -> dict[str, Any]:
+        where = {"trajectory": to.trajectory, "turn": to.turn, "path": to.path}
+        return {**where, "position": self.position}
 
 
-def _make_tool_ended(
-    start: float, facts: Sequence[Any]
-) -> tuple[ToolEnded, tuple[ToolCall | InvalidToolCall, str | None]]:
-    trajectory, turn, path, position, call, is_error, text, began, now, is_refused = facts
-    name, call_id = (call.name, call.id or "") if isinstance(call, ToolCall) else ("", "")
-    event = ToolEnded(
-        at=now - start,
-        trajectory=trajectory,
-        tool=name,
-        turn=turn,
-        began=began - start,
-        position=position,
-        path=path,
-        call_id=call_id,
-        is_refused=is_refused,
-        is_error=is_error,
-        error=("cancelled" if text is None else text[:SHOWN]) if is_error else "",
-        characters=len(text or ""),
-    )
+def _emit_made(start: float, facts: Sequence[Any]) -> tuple[ToolEnded, tuple[Any, str | None]]:
+    _, event, call, text = facts
     return event, (call, text)

@@ -169,14 +169,12 @@ def _as_tool(tool: Tool | Callable[..., Any]) -> Tool:
     if not isinstance(tool, Tool):
         return FunctionTool(tool)
     name, schema = getattr(tool, "name", None), getattr(tool, "schema", None)
+    function = schema.get("function") if isinstance(schema, Mapping) else None
     if not isinstance(name, str) or not name:
         raise ToolError(f"{type(tool).__name__}.name = {name!r}; expected a name for the model")
-    function = schema.get("function") if isinstance(schema, Mapping) else None
     if not isinstance(function, Mapping) or function.get("name") != name:
-        raise ToolError(
-            f"tool {name!r}: its schema is {schema!r:.200}; expected "
-            f"{{'type': 'function', 'function': {{'name': {name!r}, ...}}}}"
-        )
+        expected = f"{{'type': 'function', 'function': {{'name': {name!r}, ...}}}}"
+        raise ToolError(f"tool {name!r}: its schema is {schema!r:.200}; expected {expected}")
     if not isinstance(tool.policy, ToolPolicy):
         raise ToolError(f"tool {name!r}: policy = {tool.policy!r:.80}; expected a ToolPolicy")
     return tool
@@ -188,8 +186,7 @@ def _key_by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
         home: Any = tool if isinstance(tool, FunctionTool) else type(tool)
         origin = getattr(tool, "origin", f"{home.__module__}.{home.__qualname__}")
         homes.setdefault(tool.name, []).append(origin)
-    collisions = [f"{name!r} ({', '.join(at)})" for name, at in homes.items() if len(at) > 1]
-    if collisions:
+    if collisions := [f"{name!r} ({', '.join(at)})" for name, at in homes.items() if len(at) > 1]:
         raise ToolError(
             f"tools with the same name: {', '.join(collisions)}; give all but one of each another "
             f'name, as in @function_tool("another_name")'

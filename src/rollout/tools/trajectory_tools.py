@@ -10,7 +10,7 @@ result of its failure; `ToolGate.run` waits for a slot and tries as often as the
 from __future__ import annotations
 
 import logging
-import traceback
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, nullcontext
 from functools import partial
@@ -34,9 +34,8 @@ from rollout.tools.results import ToolResult, error_result, read_reward
 from rollout.tools.schemas import quote_all
 from rollout.tools.tool import ToolContext, ToolSession
 from rollout.tools.truncate import TruncateSide, truncate_text
-from rollout.types import NOT_PARSED, UNKNOWN_TOOL, InvalidToolCall, ToolCall
+from rollout.types import NOT_PARSED, UNKNOWN_TOOL, Cause, InvalidToolCall, ToolCall
 from rollout.utf8 import encodable
-from rollout.wait_places import format_user_frames
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Coroutine, Sequence
@@ -97,8 +96,8 @@ class TrajectoryTools:
         self._closing: AsyncExitStack | None = None  # of sessions that have something to close
         self._locks: dict[int, anyio.Lock] = {}
         self._running: dict[Call, None] = {}
-        self._counts: dict[str, float] = {}
-        self.metrics: dict[str, float] = {}
+        self._counts: defaultdict[str, float] = defaultdict(float)
+        self.metrics: defaultdict[str, float] = defaultdict(float)
         self.seconds, self.idle_since, self.is_closed = 0.0, 0.0, False
         self.calls = self.errors = self.invalid_in_a_row = 0
         self.reward: float | None = None
@@ -210,11 +209,7 @@ class TrajectoryTools:
         return turn
 
     def _check(self, call: ToolCall | InvalidToolCall, offered: Collection[str] | None) -> ToolCall:
-        """The call as its tool gets it.
-
-        Raises:
-            ToolError: It cannot be run as it is.
-        """
+        """The call as its tool gets it; a `ToolError` where it cannot be run as it is."""
         if isinstance(call, InvalidToolCall):
             raise ToolError(f"invalid tool call: {call.reason}")
         if call.name not in self._tools or not (offered is None or call.name in offered):
@@ -283,27 +278,28 @@ class TrajectoryTools:
         tally.tool_calls += 1
         tally.tool_errors += is_error
         tally.tool(call.tool).calls += 1
-        _add(counts, f"tool/{call.tool}/calls", 1.0)
-        _add(counts, f"tool/{call.tool}/errors", float(is_error))
-        _add(counts, f"tool/{call.tool}/seconds", seconds)
+        counts[f"tool/{call.tool}/calls"] += 1
+        counts[f"tool/{call.tool}/errors"] += is_error
+        counts[f"tool/{call.tool}/seconds"] += seconds
         longest = f"tool/{call.tool}/seconds_max"
-        counts[longest] = max(counts.get(longest, 0.0), seconds)
+        counts[longest] = max(counts[longest], seconds)
         for name, value in () if result is None else result.metrics.items():
             number = float(value) if isinstance(value, bool) else read_reward(value)
             if number is not None:  # finite
-                _add(self.metrics, f"tools/{call.tool}/{name}", number)
+                self.metrics[f"tools/{call.tool}/{name}"] += number
         call.emit_ended(call.began + seconds, is_refused=is_refused)
 
     def _note_failure(self, name: str, error: CallError) -> ToolResult:
         """Count that a tool raised, or was too late; what the model reads then."""
-        tool, cause = self._settings.tally.tool(name), error.__cause__
         self._settings.gates[name].note_failure(str(error))
+        tool = self._settings.tally.tool(name)
         tool.failed += 1
         if not tool.first:
             tool.first = str(error)
-            if cause is not None:
-                frames = ["Traceback (most recent call last):\n", *format_user_frames(cause)]
-                tool.first = "".join([*frames, *traceback.format_exception_only(cause)])
+            if error.__cause__ is not None:
+                cause = Cause.of(error.__cause__)
+                where = f"Traceback (most recent call last):\n{cause.traceback}"
+                tool.first = f"{where}{cause.type}: {cause.message}"
         return error_result(str(error))
 
     def note_refused_media(self, name: str) -> None:
@@ -407,20 +403,18 @@ class TrajectoryTools:
         Raises:
             ToolError: The one that failed decides the trajectory's reward.
         """
-        rewards: dict[str, float | None] = {
-            name: None for name, each in self._opened.items() if _overrides(each, "calc_reward")
-        }
-
-        async def judge(name: str) -> None:
-            rewards[name] = await self._calc_reward(name, self._opened[name])
-
-        await _run_all([partial(judge, name) for name in rewards])
-        found = {name: reward for name, reward in rewards.items() if reward is not None}
-        decided = [found[name] for name in found if self._opened[name].decides_reward]
-        self.reward = sum(decided) if decided else None
-        return list(found.values())
+        self.reward, rewards = None, list[float]()
+        for name, session in list(self._opened.items()):
+            reward = await self._calc_reward(name, session)
+            if reward is not None:
+                rewards.append(reward)
+                if session.decides_reward:
+                    self.reward = (self.reward or 0.0) + reward
+        return rewards
 
     async def _calc_reward(self, name: str, session: ToolSession) -> float | None:
+        if not _overrides(session, "calc_reward"):
+            return None
         limit = Clock(Deadline.after(self._settings.tool_s, "limits.tool_s"))
         what = f"calc_reward of tool {name!r}"
         try:
@@ -462,10 +456,6 @@ class TrajectoryTools:
                 await conclude(task, task.finish(), limit)
         except CallError as error:
             logger.warning("tool %r: close failed: %s", name, error)
-
-
-def _add(sums: dict[str, float], name: str, value: float) -> None:
-    sums[name] = sums.get(name, 0.0) + value
 
 
 def _overrides(session: ToolSession, method: str) -> bool:
