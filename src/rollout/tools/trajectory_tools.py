@@ -467,14 +467,16 @@ async def _run_all(jobs: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> N
 
     What one raises ends the others, and leaves as itself.
     """
-    failure: BaseException | None = None
     try:
         async with anyio.create_task_group() as tasks:
             for position, job in enumerate(jobs):
                 if position:
                     await anyio.lowlevel.checkpoint()  # trio shuffles what is ready together
                 tasks.start_soon(job)
+        return
     except BaseExceptionGroup as group:
         failure = unwrap_group(group)
-    if failure is not None:
+    try:
         raise failure
+    finally:
+        del failure  # it holds this frame
