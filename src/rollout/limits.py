@@ -123,6 +123,11 @@ class Limit:
         """Whether its time has come."""
         return self.clock.now() >= self.deadline.at
 
+    @property
+    def is_outer_over(self) -> bool:
+        """Whether the time of the limit around it has come."""
+        return self._outer is not None and self._outer.is_over
+
     def pause(self) -> None:
         """Stop its time until `resume` was called as often as `pause`."""
         if not self._pauses:
