@@ -9,6 +9,8 @@ from rollout.config.sections import SIMULATED_MODEL
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from transformers import PreTrainedTokenizerBase
+
 
 def load_decoder(model: str, revision: str | None = None) -> Callable[[Sequence[int]], str]:
     """Ids to text, special tokens spelled out; code of a model's repository is never run."""
@@ -16,6 +18,7 @@ def load_decoder(model: str, revision: str | None = None) -> Callable[[Sequence[
     from rollout.engine.cores.simulated.tokenizer import simulated_tokenizer
     from rollout.engine.model_files import resolve_model
 
+    tokenizer: PreTrainedTokenizerBase
     if model == SIMULATED_MODEL:
         tokenizer = simulated_tokenizer()
     else:
