@@ -31,10 +31,10 @@ def alternate(
     return found
 
 
-def ratio(one: list[Figures], other: list[Figures], key: str, other_key: str = "") -> float:
+def ratio(one: list[Figures], other: list[Figures], key: str) -> float:
     """The median over the rounds of what one took for what the other took in the same round."""
     pairs = zip(one, other, strict=True)
-    return float(statistics.median(a[key] / b[other_key or key] for a, b in pairs))
+    return float(statistics.median(a[key] / b[key] for a, b in pairs))
 
 
 def ratios_between(one: list[Figures], other: list[Figures], key: str) -> list[float]:

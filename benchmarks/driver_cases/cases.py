@@ -118,7 +118,6 @@ def turns(bench: Bench) -> None:
         bench.figures[f"ratio_loop_{n}"] = ratio(loop, stream, "cpu_ms")
         worker, generate = found["verl_worker"], found["ours_generate"]
         bench.figures[f"ratio_worker_{n}"] = ratio(worker, generate, "cpu_ms")
-        bench.figures[f"ratio_loop_thread_{n}"] = ratio(loop, stream, "cpu_ms", "loop_ms")
     scopes = [found[f"ours_{scope}"] for scope in ("stream", "generate")]
     bench.figures[f"stall_ms_{n}"] = max(median(rounds, "stall_ms") for rounds in scopes)
 

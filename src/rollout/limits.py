@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import anyio
 import msgspec
 
+from rollout.bridge import loop_clock
 from rollout.errors import LimitExceeded
 from rollout.types import Outcome
 
@@ -86,10 +87,13 @@ class Limit:
     block. One whose time has come stays over, whatever is paused then.
     """
 
-    __slots__ = ("_deadline", "_due", "_lost_s", "_outer", "_paused_at", "_pauses", "_scope")
+    __slots__ = (
+        *("_clock", "_deadline", "_due", "_lost_s", "_outer", "_paused_at", "_pauses", "_scope"),
+    )
 
     def __init__(self, deadline: Deadline, outer: Limit | None) -> None:
         self._outer = outer
+        self._clock = None if outer is None else outer.clock
         # By the time of what is around it: when it was paused, and how long it stood still before.
         self._paused_at, self._lost_s, self._pauses = 0.0, 0.0, 0
         self._due = deadline  # by its own time
@@ -103,8 +107,8 @@ class Limit:
     @property
     def clock(self) -> Clock:
         """The trajectory's: the root."""
-        assert self._outer is not None
-        return self._outer.clock
+        assert self._clock is not None
+        return self._clock
 
     @property
     def deadline(self) -> Deadline:
@@ -117,7 +121,7 @@ class Limit:
     @property
     def is_over(self) -> bool:
         """Whether its time has come."""
-        return anyio.current_time() >= self.deadline.at
+        return self.clock.now() >= self.deadline.at
 
     def pause(self) -> None:
         """Stop its time until `resume` was called as often as `pause`."""
@@ -146,13 +150,15 @@ class Limit:
     def update_scope(self) -> None:
         """Give the governed scope the deadline as it is now."""
         assert self._scope is not None
-        if anyio.current_time() < self._deadline.at:  # else it has fired, or does so next
+        if self.clock.now() < self._deadline.at:  # else it has fired, or does so next
             self._deadline = self._find_deadline()
             self._scope.deadline = self._deadline.at
 
     def __enter__(self) -> Limit:
-        self.govern(scope := anyio.CancelScope())
-        scope.__enter__()
+        self._deadline = self._find_deadline()
+        self._scope = anyio.CancelScope(deadline=self._deadline.at)
+        self.clock.scoped[self] = None
+        self._scope.__enter__()
         return self
 
     def __exit__(
@@ -177,7 +183,7 @@ class Limit:
         return NEVER if self._outer is None else self._outer.deadline
 
     def _time_around(self) -> float:
-        return anyio.current_time() if self._outer is None else self._outer._own_time()
+        return self.clock.now() if self._outer is None else self._outer._own_time()
 
     def _own_time(self) -> float:
         """The loop's time less all pauses."""
@@ -200,15 +206,25 @@ class Clock(Limit):
         deadline: The trajectory's.
 
     Attributes:
+        now: The loop's time.
         scoped: Limits that govern a scope.
         limit_carry: Gives the deadline of a trajectory that is carried since that time.
         carried_since: When it began to be carried; None while it is not.
     """
 
-    __slots__ = ("_bound", "_carried_s", "_resumed", "carried_since", "limit_carry", "scoped")
+    __slots__ = (
+        "_bound",
+        "_carried_s",
+        "_resumed",
+        "carried_since",
+        "limit_carry",
+        "now",
+        "scoped",
+    )
 
     def __init__(self, deadline: Deadline = NEVER) -> None:
         super().__init__(deadline, None)
+        self.now = loop_clock()
         self.scoped: dict[Limit, None] = {}
         self.limit_carry: Callable[[float], Deadline] | None = None
         self.carried_since: float | None = None
@@ -230,14 +246,14 @@ class Clock(Limit):
 
     def carry(self) -> None:
         """Pause all limits, and have the trajectory wait before its next request."""
-        self.carried_since, self._resumed = anyio.current_time(), anyio.Event()
+        self.carried_since, self._resumed = self.now(), anyio.Event()
         self._bound_carry(self.carried_since)
         self.pause()
 
     def continue_carried(self, deadline: Deadline) -> None:
         """Let it continue with this deadline; inner limits keep the time that they had left."""
-        self._carried_s, self.carried_since = self.carried_s(anyio.current_time()), None
-        self._due = deadline.later(self._own_time() - anyio.current_time())
+        self._carried_s, self.carried_since = self.carried_s(self.now()), None
+        self._due = deadline.later(self._own_time() - self.now())
         self._bound = NEVER
         self.resume()
         self._resumed.set()

@@ -33,6 +33,22 @@ if TYPE_CHECKING:
     from rollout.limits import Limit
 
 
+class NotingLimits:
+    """See `Conversation._noting_limits`."""
+
+    __slots__ = ("_ends_at_lengths", "_state")
+
+    def __init__(self, state: TrajectoryState, ends_at_lengths: bool) -> None:
+        self._state, self._ends_at_lengths = state, ends_at_lengths
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if isinstance(error, LimitExceeded | UnresponsiveError):
+            self._state.end_by(error, ends_at_lengths=self._ends_at_lengths)
+
+
 class Conversation:
     """A conversation with the model; it becomes a segment of the trajectory.
 
@@ -476,14 +492,9 @@ class Conversation:
         order = result_order(ids, calls, is_checked=is_checked)
         return listed if order is None else [listed[at] for at in order]
 
-    @contextmanager
-    def _noting_limits(self) -> Iterator[None]:
+    def _noting_limits(self) -> NotingLimits:
         """A limit that fires in the block settles the outcome, even where an agent swallows it."""
-        try:
-            yield
-        except (LimitExceeded, UnresponsiveError) as error:
-            self._state.end_by(error, ends_at_lengths=self._ends_at_lengths)
-            raise
+        return NotingLimits(self._state, self._ends_at_lengths)
 
     def _check_idle(self, what: str, *, is_begun: bool = True) -> None:
         if self._is_closed and is_begun:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -64,12 +64,19 @@ class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
     cut_by: str | None = None
 
 
-class TurnReader(NamedTuple):
+class TurnReader:
     """Decodes and parses turns: the same tokens make the same turn."""
 
-    template: ChatTemplate
-    parser: ToolParser
-    schemas: Sequence[Mapping[str, Any]]
+    def __init__(
+        self, template: ChatTemplate, parser: ToolParser, schemas: Sequence[Mapping[str, Any]]
+    ) -> None:
+        self.template, self.parser, self.schemas = template, parser, schemas
+        own = getattr(parser, "stop_tokens", ())
+        self._own_end: str = next(iter(own), "")
+        ends = {*template.stop_token_ids, *template.token_ids(END_TOKENS)}
+        spelled = {token: template.decode([token]) for token in ends}
+        #: Of tokens that end a turn and that the parser does not leave out.
+        self._foreign_ends = {token: text for token, text in spelled.items() if text not in own}
 
     def read_ids(self, ids: array[int], cut_by: str | None, *, in_reasoning: bool) -> AssistantTurn:
         """Read a turn; the calls of one that was cut are dropped.
@@ -77,15 +84,13 @@ class TurnReader(NamedTuple):
         Parsers leave out an end token of their format, so that they get one in place of another:
         only an id ends a turn, and spellings in the text before it are content.
         """
-        template, text = self.template, self.template.decode(ids)
-        own = getattr(self.parser, "stop_tokens", ())
-        if len(ids) and ids[-1] in (*template.stop_token_ids, *template.token_ids(END_TOKENS)):
-            end = template.decode(ids[-1:])
-            if end not in own:
-                parsed = text.removesuffix(end) + next(iter(own), "")
-                turn = self.read_text(parsed, cut_by, in_reasoning=in_reasoning)
-                return msgspec.structs.replace(turn, text=text)
-        return self.read_text(text, cut_by, in_reasoning=in_reasoning)
+        text = self.template.decode(ids)
+        end = self._foreign_ends.get(ids[-1]) if ids else None
+        if end is None:
+            return self.read_text(text, cut_by, in_reasoning=in_reasoning)
+        parsed = text.removesuffix(end) + self._own_end
+        turn = self.read_text(parsed, cut_by, in_reasoning=in_reasoning)
+        return msgspec.structs.replace(turn, text=text)
 
     def read_text(self, text: str, cut_by: str | None, *, in_reasoning: bool) -> AssistantTurn:
         """Read the text of a turn."""

@@ -98,6 +98,7 @@ class ContinuationRenderer:
         self._specials = frozenset(encoder.specials.values())
         self._patterns: dict[tuple[object, ...], Pattern] = {}
         self._calls = lru_cache(maxsize=256)(self._render_calls)
+        self._turn_end_ids = lru_cache(maxsize=16)(encoder.encode)
 
     def render(
         self, messages: Sequence[TemplateMessage], max_tokens: int | None = None
@@ -191,7 +192,7 @@ class ContinuationRenderer:
 
     def _end_ids(self, turn_end: str, ids: Sequence[int]) -> tuple[int, ...]:
         """The ids of `turn_end` as far as `ids` start with them, at least one of them."""
-        end = self._encoder.encode(turn_end)
+        end = self._turn_end_ids(turn_end)
         return tuple(end[: common_length(ids, end)]) or tuple(ids[:1])
 
     def _call_end(self, said: str) -> str:

@@ -299,10 +299,10 @@ def _list_texts(value: object) -> list[str]:
         item = waiting.pop()
         if isinstance(item, str):
             texts.append(item)
+        elif isinstance(item, (list, tuple)):
+            waiting += item
         elif isinstance(item, Mapping):
             waiting += (*item, *item.values())
-        elif isinstance(item, list | tuple):
-            waiting += item
     return texts
 
 

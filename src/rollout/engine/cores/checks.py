@@ -23,8 +23,10 @@ def find_outside_id(prompt_ids: bytes, vocab_size: int) -> int | None:
     """Position of the first id of a packed prompt outside [0, vocab_size); None where all fit."""
     import numpy as np  # engine processes may lack it, where their cores need none
 
-    is_outside = np.frombuffer(prompt_ids, dtype="<u4") >= vocab_size  # as are negative ids
-    return int(is_outside.argmax()) if is_outside.any() else None
+    ids = np.frombuffer(prompt_ids, "<u4")  # where negative ids are large
+    if not len(ids) or np.maximum.reduce(ids) < vocab_size:
+        return None
+    return int((ids >= vocab_size).argmax())
 
 
 def find_request_fault(

@@ -113,7 +113,7 @@ class Request:
     counts: TokenCounts = attrs.field(factory=TokenCounts)
     is_running: bool = False
     deadline: float = math.inf
-    done: anyio.Event = attrs.field(factory=anyio.Event)
+    done: anyio.Event = attrs.field(init=False)
     finish_reason: FinishReason | None = None
     error: str = ""
     first_at: float | None = None
@@ -199,7 +199,7 @@ class Request:
         counts.taken += count
         counts.repeated += tokens - count
         if count and self.first_at is None:
-            self.first_at = anyio.current_time()
+            self.first_at = self.clock.now()
         self.finish_reason, self.error = chunk.finish_reason, chunk.error
         return True
 
