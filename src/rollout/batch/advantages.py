@@ -157,11 +157,6 @@ class _Counted:
         rows: (B,) the number of each row's trajectory; N where the row does not count.
     """
 
-    rewards: torch.Tensor
-    groups: torch.Tensor
-    sizes: torch.Tensor
-    rows: torch.Tensor
-
     def __init__(
         self, rewards: Any, groups: Any, trainable: Any, trajectories: Any, hint: str = ""
     ) -> None:
@@ -185,11 +180,12 @@ class _Counted:
         keys = torch.stack([torch.unique(each, return_inverse=True)[1] for each in numbers])
         pairs, own = torch.unique(keys[:, counted], dim=1, return_inverse=True)
         found = torch.unique(pairs[0], return_inverse=True, return_counts=True)
-        _, self.groups, self.sizes = found
+        self.groups: torch.Tensor = found[1]
+        self.sizes: torch.Tensor = found[2]
         count = len(self.groups)
-        self.rows = own.new_full(values.shape, count).index_copy(0, counted, own)
+        self.rows: torch.Tensor = own.new_full(values.shape, count).index_copy(0, counted, own)
         first = own.new_full((count,), len(values)).scatter_reduce(0, own, counted, "amin")
-        self.rewards = values[first]
+        self.rewards: torch.Tensor = values[first]
 
     def sum_groups(self, values: torch.Tensor) -> torch.Tensor:
         """(G,) float64: the sum over each group."""

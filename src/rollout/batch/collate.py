@@ -234,7 +234,7 @@ def _pad_columns(
     tensors = {}
     for key, rows in columns.items():
         part, dtype, filler = KEYS[key]
-        shape = (len(rows), width[part], *_find_inner(rows))
+        shape = (len(rows), width[part], *(rows[0].shape[1:] if rows else ()))
         filler = pad_token_id if filler is None else filler
         tensor = torch.full(shape, filler, dtype=dtype, device="cpu")
         padded = tensor.numpy()
@@ -258,14 +258,9 @@ def _pack_columns(columns: Columns) -> dict[str, torch.Tensor]:
         if part not in offsets:
             ends = np.cumsum([len(values) for values in rows])
             offsets[part] = torch.tensor([0, *ends], dtype=torch.int64, device="cpu")
-        shape = (int(offsets[part][-1]), *_find_inner(rows))
+        shape = (int(offsets[part][-1]), *(rows[0].shape[1:] if rows else ()))
         packed = torch.empty(shape, dtype=dtype, device="cpu")
         if rows:
             np.concatenate(rows, out=packed.numpy(), casting="unsafe")
         tensors[key] = torch.nested.nested_tensor_from_jagged(packed, offsets[part])
     return tensors
-
-
-def _find_inner(rows: Sequence[npt.NDArray[Any]]) -> tuple[int, ...]:
-    """The shape of one token's value."""
-    return rows[0].shape[1:] if rows else ()

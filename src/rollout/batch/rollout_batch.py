@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,13 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
         return int(self.tensors.batch_size[0])
 
     def __repr__(self) -> str:
-        outcomes = [f"{outcome}: {n:g}" for outcome in Outcome if (n := self._count(outcome))]
-        shapes = [f"{key} {_shape(value)}" for key, value in self.tensors.items()]
+        tensors: Any = self.tensors
+        counts = Counter(sample.outcome for sample in self.samples)
+        outcomes = [f"{outcome}: {counts[outcome]}" for outcome in Outcome if counts[outcome]]
+        shapes = [
+            f"{key} ({len(value)}, …)" if value.is_nested else f"{key} {tuple(value.shape)}"
+            for key, value in tensors.items()
+        ]
         return (
             f"<RolloutBatch of {len(self)} rows ({', '.join(outcomes) or 'no outcomes'}); "
             f"{', '.join(shapes[:2])}, …>"
@@ -136,10 +142,3 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
         rows = {(t.uid, t.member, str(t.outcome), t.num_turns) for t in self.trajectories}
         events = events_of_batch(self.events_path, self.number)
         write_timeline(of_batch(events, self.number, rows), path)
-
-    def _count(self, outcome: Outcome) -> int:
-        return sum(sample.outcome is outcome for sample in self.samples)
-
-
-def _shape(value: Any) -> str:
-    return f"({len(value)}, …)" if value.is_nested else str(tuple(value.shape))

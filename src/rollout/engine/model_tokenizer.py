@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollout.config.sections import SIMULATED_MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from transformers import PreTrainedTokenizerBase
 
 
 def load_decoder(model: str, revision: str | None = None) -> Callable[[Sequence[int]], str]:
@@ -18,10 +16,8 @@ def load_decoder(model: str, revision: str | None = None) -> Callable[[Sequence[
     from rollout.engine.cores.simulated.tokenizer import simulated_tokenizer
     from rollout.engine.model_files import resolve_model
 
-    tokenizer: PreTrainedTokenizerBase
-    if model == SIMULATED_MODEL:
-        tokenizer = simulated_tokenizer()
-    else:
+    tokenizer: Any = simulated_tokenizer() if model == SIMULATED_MODEL else None
+    if tokenizer is None:
         path = resolve_model(model, revision, needs_weights=False)
         tokenizer = load_tokenizer(path, revision=revision)
 
