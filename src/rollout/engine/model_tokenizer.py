@@ -16,8 +16,10 @@ def load_decoder(model: str, revision: str | None = None) -> Callable[[Sequence[
     from rollout.engine.cores.simulated.tokenizer import simulated_tokenizer
     from rollout.engine.model_files import resolve_model
 
-    tokenizer: Any = simulated_tokenizer() if model == SIMULATED_MODEL else None
-    if tokenizer is None:
+    tokenizer: Any
+    if model == SIMULATED_MODEL:
+        tokenizer = simulated_tokenizer()
+    else:
         path = resolve_model(model, revision, needs_weights=False)
         tokenizer = load_tokenizer(path, revision=revision)
 
