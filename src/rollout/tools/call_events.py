@@ -31,7 +31,7 @@ class Call(msgspec.Struct, eq=False, gc=False):
     """One call of a turn.
 
     Attributes:
-        call: As the model wrote it.
+        call: As the model wrote it; it may not be parsed.
         tool: Its name, or what stands in its place in figures.
         began: When it did, or was refused.
         events: None where nobody reads.
@@ -48,13 +48,13 @@ class Call(msgspec.Struct, eq=False, gc=False):
     result: ToolResult | None = None
 
     def emit_started(self) -> None:
-        """It begins."""
+        """Emit that the call begins."""
         if (to := self.events) is not None and to.events.tells_all:
             at = to.events.since_start(self.began)
             to.events.emit(ToolStarted(at=at, tool=self.tool, **self._locate(to)))
 
     def emit_ended(self, now: float, *, is_refused: bool) -> None:
-        """It has its result, or was cancelled."""
+        """Emit that the call has its result, or was cancelled."""
         if (to := self.events) is None:
             return
         call, result = self.call, self.result

@@ -200,7 +200,7 @@ def _key_by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
 
 
 def _make_check(tool: Tool) -> Callable[[Any, Mapping[str, Any]], dict[str, Any]]:
-    """What checks the model's arguments, and merges the prompt's kwargs into a function's."""
+    """Return what checks arguments, and merges the prompt's kwargs into those of functions."""
     if isinstance(tool, FunctionTool):
         return tool.check
     check = SchemaCheck(tool.name, tool.schema["function"].get("parameters"))

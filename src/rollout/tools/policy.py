@@ -108,7 +108,7 @@ class ToolGate:
         turn: Limit,
         activity: str,
     ) -> ToolResult:
-        """The result of a call: a cached one, or of the first try without a transient failure.
+        """Return the cached result of a call, or that of the first try without a transient failure.
 
         The limit of a call begins with its slot, and holds for all tries.
 
@@ -134,9 +134,7 @@ class ToolGate:
                 return self._store(key, result)
             except CallError as error:
                 cause, pause_s = error.__cause__, policy.backoff_s * 2 ** (tries - 1)
-                is_last = tries > self.policy.retries or not self.policy.is_transient(
-                    cause or error
-                )
+                is_last = tries > policy.retries or not policy.is_transient(cause or error)
                 assert limit is not None
                 if is_last or anyio.current_time() + pause_s >= limit.deadline.at:
                     text = f"{error} (after {tries} attempts)" if tries > 1 else str(error)
@@ -158,7 +156,7 @@ class ToolGate:
             release_token(self._slots, borrower)
 
     def _make_key(self, call: ToolCall, kwargs: Mapping[str, Any]) -> bytes:
-        """What the result of a call is cached under; empty where it is not cached."""
+        """Return the key of a call in the cache; an empty one where its result is not cached."""
         if not self.policy.cache_size:
             return b""
         try:
@@ -175,7 +173,7 @@ class ToolGate:
         return result
 
     def find_refusal(self) -> ToolResult | None:
-        """The breaker's answer where a call may not run now."""
+        """Return the breaker's answer where a call may not run now."""
         if not self._failures or anyio.current_time() >= self._refuses_until:
             return None
         return error_result(
@@ -184,7 +182,7 @@ class ToolGate:
         )
 
     def note_failure(self, failure: str) -> None:
-        """A call raised, or timed out."""
+        """Count a call that raised or timed out, and refuse further ones after too many."""
         self._failures, self._last_failure = self._failures + 1, failure
         limit, now = self.policy.breaker_failures, anyio.current_time()
         if limit is not None and self._failures >= limit and now >= self._refuses_until:

@@ -209,7 +209,7 @@ class TrajectoryTools:
         return turn
 
     def _check(self, call: ToolCall | InvalidToolCall, offered: Collection[str] | None) -> ToolCall:
-        """The call as its tool gets it; a `ToolError` where it cannot be run as it is."""
+        """Return the call as its tool gets it; a `ToolError` says why it cannot run as it is."""
         if isinstance(call, InvalidToolCall):
             raise ToolError(f"invalid tool call: {call.reason}")
         if call.name not in self._tools or not (offered is None or call.name in offered):
@@ -258,7 +258,7 @@ class TrajectoryTools:
         return result if text is result.text else msgspec.structs.replace(result, text=text)
 
     def _find_lock(self, owner: object) -> anyio.Lock:
-        """The lock of what one task at a time may use."""
+        """Return the lock of what one task at a time may use."""
         if id(owner) not in self._locks:
             self._locks[id(owner)] = anyio.Lock(fast_acquire=True)
         return self._locks[id(owner)]
@@ -290,7 +290,7 @@ class TrajectoryTools:
         call.emit_ended(call.began + seconds, is_refused=is_refused)
 
     def _note_failure(self, name: str, error: CallError) -> ToolResult:
-        """Count that a tool raised, or was too late; what the model reads then."""
+        """Count that a tool raised, or was too late; return what the model reads then."""
         self._settings.gates[name].note_failure(str(error))
         tool = self._settings.tally.tool(name)
         tool.failed += 1
@@ -381,7 +381,7 @@ class TrajectoryTools:
     async def _open_session(
         self, tool: Tool, context: ToolContext, limit: Limit, task: Contained[None] | None = None
     ) -> None:
-        """The session's task: opens it, and closes it once `_close_session` says so."""
+        """Open a session in its task, and close it there once `_close_session` lets it go on."""
         session = await tool.open(context)
         if not isinstance(session, ToolSession):
             raise ToolError(f"open returned {type(session).__name__}; expected a ToolSession")
