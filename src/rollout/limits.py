@@ -196,9 +196,12 @@ class Limit:
 
     def _shift_s(self) -> float:
         """How far its own time is behind the loop's; infinite while it is paused."""
-        if self._pauses:
-            return math.inf
-        return self._lost_s + (0.0 if self._outer is None else self._outer._shift_s())
+        shift_s = 0.0
+        limit: Limit | None = self
+        while limit is not None:
+            shift_s += math.inf if limit._pauses else limit._lost_s
+            limit = limit._outer
+        return shift_s
 
 
 class Clock(Limit):
