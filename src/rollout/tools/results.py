@@ -116,7 +116,10 @@ def normalise_result(value: Any) -> ToolResult:
     if value is None:
         return ToolResult(NO_OUTPUT)
     if isinstance(value, numbers.Number):  # bool and NumPy scalars included
-        return ToolResult(str(value))
+        try:
+            return ToolResult(str(value))
+        except ValueError as error:  # Python refuses to write out thousands of digits
+            return error_result(f"the tool returned a number that cannot be written out: {error}")
     if isinstance(value, bytes | bytearray) and not is_media_file(value):
         return ToolResult(value.decode(errors="replace"))
     return _show_media(value) or _write_json(value)
