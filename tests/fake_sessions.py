@@ -38,7 +38,6 @@ def answer(number: int = 0, text: str = "Four.", **fields: Any) -> Answer:
         "finish": "stop",
         "ids": array("i", [7, 8, 9]),
         "log_probs": array("f", [-0.5, -0.25, -1.0]),
-        "weight_versions": (3, 3, 3),
     }
     return Answer(**(said | fields))
 

@@ -261,7 +261,7 @@ sys.exit("on, and a bug" if end == "on with words" else 3)
     [
         ("uncaught", None),
         ("words", None),
-        ("silent", None),
+        ("silent", "the program failed: exit code 3"),
         ("bug", "KeyError: 'bug'"),
         ("on", "the program failed: exit code 3"),
         ("on with words", "on, and a bug"),

@@ -82,9 +82,6 @@ def _collect_tokens(call: GatewayCall, generation: Generation) -> dict[str, Any]
     """The fields of an answer about its tokens."""
     part = generation.kept_part()
     fields: dict[str, Any] = {"ids": array("i", part.ids), "log_probs": array("f", part.log_probs)}
-    if call.wants_log_probs or call.wants_ids:
-        versions = (version for version, count in part.versions for _ in range(count))
-        fields["weight_versions"] = tuple(versions)
     top = part.top() if call.wants_log_probs else None
     if top is not None:
         fields["top_ids"] = tuple(map(tuple, top[0].tolist()))

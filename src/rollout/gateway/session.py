@@ -29,7 +29,7 @@ from rollout.gateway.replies import Replies, Reply
 from rollout.gateway.rows import Rows
 from rollout.gateway.sampling import sample_call
 from rollout.gateway.task_runner import LoopBlockedError, TaskRunner
-from rollout.gateway.template_messages import convert_observation, prepare_conversation
+from rollout.gateway.template_messages import prepare_conversation
 from rollout.gateway.turn_index import TurnIndex
 from rollout.scopes import unwrap_group
 from rollout.seeds import derive_seed
@@ -163,14 +163,18 @@ class GatewaySession:
             GatewayError: It cannot be rendered, or the trajectory has ended.
         """
 
+        services, tools = self._context.services, call.tools
+
         async def count(_: object) -> int:
             request = self._index.match(call)
             try:
-                if request.turn is not None and request.is_answerable:
-                    return await self._count_continued(request, request.turn)
-            except TemplateError:  # it cannot write these there
-                pass
-            return await self._count_rendered(request)
+                messages: Any = await prepare_conversation(services, request)
+                return await services.texts.run(
+                    is_long(messages, room_beside(tools)),
+                    lambda: len(services.template.prompt_ids(messages, tools or None)),
+                )
+            except TemplateError as error:
+                raise refuse_messages(call, error) from error
 
         return await self._run(count, call.field)
 
@@ -190,15 +194,12 @@ class GatewaySession:
 
         async def run(scope: anyio.CancelScope) -> T:
             self._check_open()
-            refusals = self.lengths.count
             try:
-                result = await function(scope)
+                return await function(scope)
             except GatewayError:
                 raise
             except Exception as error:
                 raise self._refuse(error, field) from error
-            self.lengths.note_answer(refusals)
-            return result
 
         try:
             activity = str(self._context.identity)
@@ -312,28 +313,3 @@ class GatewaySession:
         reply = Reply(digest=digest, id=completion_id, build=build, turns=turns)
         self._replies.add(reply)
         return reply
-
-    async def _count_continued(self, request: Request, turn: Turn) -> int:
-        """The tokens of the transcript that a request continues, and of what follows there."""
-        services, transcript = self._context.services, turn.conversation.transcript
-        last = transcript.prefix.slice(max(0, turn.stop - 64), turn.stop)
-        before = [each.medium for each in transcript.media if each.start < turn.stop]
-        messages: Any = convert_observation(request.rest, turn)
-        messages = await services.media.prepared(messages, len(before))
-
-        def count() -> int:
-            return len(services.template.observation_ids(messages, after=last, before=before))
-
-        return turn.stop + await services.texts.run(is_long(messages), count)
-
-    async def _count_rendered(self, request: Request) -> int:
-        services, tools = self._context.services, request.call.tools
-        try:
-            messages: Any = await prepare_conversation(services, request)
-
-            def count() -> int:
-                return len(services.template.prompt_ids(messages, tools or None))
-
-            return await services.texts.run(is_long(messages, room_beside(tools)), count)
-        except TemplateError as error:
-            raise refuse_messages(request.call, error) from error
