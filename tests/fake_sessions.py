@@ -134,6 +134,8 @@ async def served(*sessions: FakeSession, **settings: Any) -> AsyncIterator[str]:
     async with open_task_group() as tasks:
         for session in sessions:
             session.runner = TaskRunner(tasks)
-        api = TrajectoryApi(FakeSessions(*sessions), config, lambda token_id: b"<%d>" % token_id)
+        api = TrajectoryApi(
+            FakeSessions(*sessions).authenticate, config, lambda token_id: b"<%d>" % token_id
+        )
         async with serve_http(config, Router(api.routes).handle) as url:
             yield url

@@ -19,7 +19,6 @@ from rollout import GatewayConfig, RolloutRuntime
 from rollout.config import SchedulingConfig, SimulatedEngine
 from rollout.gateway.gateway import Gateway
 from rollout.gateway.served_trajectories import FinishBody, OpenBody, TrajectoryServer
-from rollout.gateway.sessions import Sessions
 from rollout.observe.events import TrajectoryEnded
 from rollout.testing import Scenario
 
@@ -54,8 +53,7 @@ class Trainer:
 async def trainer(scheduling: SchedulingConfig | None = None) -> AsyncIterator[Trainer]:
     config = CHAT.config(scheduling=scheduling or SchedulingConfig(max_in_flight=1))
     async with rollout.open_rollout(config) as runtime, anyio.create_task_group() as tasks:
-        settings = GatewayConfig()
-        runtime.services.gateway.door = Gateway("http://door", Sessions(settings), settings)
+        runtime.services.gateway.door = Gateway(GatewayConfig())
         yield Trainer(runtime, TrajectoryServer(runtime, tasks))
 
 

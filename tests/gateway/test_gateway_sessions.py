@@ -12,7 +12,6 @@ import pytest
 from gateway_clients import (
     ADD,
     LOOK,
-    SESSIONS,
     Asked,
     ask,
     asked,
@@ -25,7 +24,7 @@ from gateway_clients import (
 from rollout import Outcome
 from rollout.config import GatewayConfig, LimitsConfig, ModelConfig, RecoveryConfig, SimulatedEngine
 from rollout.gateway.calls import ClientMessage, GatewayError
-from rollout.gateway.sessions import Sessions
+from rollout.gateway.gateway import Gateway
 from rollout.scopes import open_task_group
 from rollout.testing import Scenario, run_virtual, tool_call
 
@@ -587,23 +586,26 @@ async def test_session_agent_that_asks_for_nothing_has_an_empty_row() -> None:
 
 async def test_sessions_keys_open_their_own_trajectory_only() -> None:
     async def trial(session: GatewaySession, context: AgentContext) -> None:
-        sessions = SESSIONS[-1]
-        assert sessions.authenticate(session.path, session.key) is session
-        async with sessions.open(context) as other:
-            assert other.key != session.key
-            assert refused(sessions, other.path, session.key) == (403, "permission")
-        assert refused(sessions, session.path, "sk-é\udc80") == (401, "authentication")
-        assert refused(sessions, session.path, "") == (401, "authentication")
-        assert refused(sessions, "nowhere", session.key) == (404, "not_found")
-        assert refused(sessions, other.path, other.key) == (403, "trajectory_ended")
+        gateway = Gateway(GatewayConfig())
+        async with gateway.open(context) as one:
+            path, key = one.root_url.rpartition("/")[2], one.api_key
+            assert gateway.authenticate(path, key).path == path
+            async with gateway.open(context) as two:
+                other = two.root_url.rpartition("/")[2]
+                assert two.api_key != key
+                assert refused(gateway, other, key) == (403, "permission")
+            assert refused(gateway, path, "sk-é\udc80") == (401, "authentication")
+            assert refused(gateway, path, "") == (401, "authentication")
+            assert refused(gateway, "nowhere", key) == (404, "not_found")
+            assert refused(gateway, other, two.api_key) == (403, "trajectory_ended")
         await ask(session, user("question"))
 
     assert (await tried(trial, HELLO)).trajectory.outcome is Outcome.COMPLETED
 
 
-def refused(sessions: Sessions, path: str, key: str) -> tuple[int, str]:
+def refused(gateway: Gateway, path: str, key: str) -> tuple[int, str]:
     with pytest.raises(GatewayError) as caught:
-        sessions.authenticate(path, key)
+        gateway.authenticate(path, key)
     return caught.value.status, caught.value.code
 
 

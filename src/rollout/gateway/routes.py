@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from rollout.config import GatewayConfig
     from rollout.gateway.session import GatewaySession
-    from rollout.gateway.sessions import Sessions
 
 logger = logging.getLogger("rollout.gateway")
 
@@ -89,15 +88,18 @@ class TrajectoryApi:
     """The paths below a trajectory's.
 
     Args:
-        sessions: Those that are served.
+        authenticate: Gives the session at a path, for who has its key.
         config: The section `gateway`.
         spell: The bytes of a token.
     """
 
     def __init__(
-        self, sessions: Sessions, config: GatewayConfig, spell: Callable[[int], bytes]
+        self,
+        authenticate: Callable[[str, str], GatewaySession],
+        config: GatewayConfig,
+        spell: Callable[[int], bytes],
     ) -> None:
-        self._sessions = sessions
+        self._get_session = authenticate
         self._config = config
         self._models = (config.model, *config.model_aliases)
         self._spell = spell
@@ -122,7 +124,7 @@ class TrajectoryApi:
         ]
 
     def _authenticate(self, exchange: Exchange) -> GatewaySession:
-        return self._sessions.authenticate(exchange.parameters["path"], exchange.key)
+        return self._get_session(exchange.parameters["path"], exchange.key)
 
     def _check_model(self, name: str) -> None:
         if name not in self._models:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections import Counter
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,12 +33,12 @@ from rollout.gateway.sampling import sample_call
 from rollout.gateway.task_runner import LoopBlockedError, TaskRunner
 from rollout.gateway.template_messages import prepare_conversation
 from rollout.gateway.turn_index import TurnIndex
-from rollout.scopes import unwrap_group
+from rollout.scopes import find_propagating, open_task_group, unwrap_group
 from rollout.seeds import derive_seed
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from anyio.abc import TaskGroup
 
@@ -89,6 +91,41 @@ class _Sample:
         self.cached_tokens = generations[-1].cached_tokens
 
 
+@asynccontextmanager
+async def open_session(
+    context: AgentContext, config: GatewayConfig, path: str | None = None
+) -> AsyncIterator[GatewaySession]:
+    """Serve a trajectory while the block runs, in the task that enters it.
+
+    Calls run in a task group of the block's. At its end they are cancelled, and later ones get a
+    final error.
+
+    Args:
+        context: The trajectory's.
+        config: How it is served.
+        path: What names it in URLs; None makes one up.
+
+    Raises:
+        Exception: An engine failed, or something in here: in place of what the block makes of
+            that.
+        LimitExceeded: The block raised what a refusal for a length made of its client.
+    """
+    try:
+        async with open_task_group() as tasks:
+            session = GatewaySession(path or secrets.token_urlsafe(12), config, context, tasks)
+            yield session
+    except BaseException as error:
+        if find_propagating(error) is not None:
+            raise
+        if session.failure is None:
+            session.lengths.raise_refusal(error)
+            raise
+    finally:
+        session.exclude_unread_rows()
+    if session.failure is not None:
+        raise session.failure
+
+
 class GatewaySession:
     """The calls of one trajectory.
 
@@ -97,17 +134,16 @@ class GatewaySession:
     others.
 
     Attributes:
-        path, key: What names and opens it.
+        path: What names it.
         failure: What ended it that was not its client's fault: its trajectory fails with it.
         lengths: What calls were refused for where that is a length: its trajectory ends with it
             where the client does not know how to continue.
     """
 
     def __init__(
-        self, path: str, key: str, config: GatewayConfig, context: AgentContext, tasks: TaskGroup
+        self, path: str, config: GatewayConfig, context: AgentContext, tasks: TaskGroup
     ) -> None:
         self.path = path
-        self.key = key
         self.failure: Exception | None = None
         self.lengths = LengthRefusals(path)
         self._config = config
