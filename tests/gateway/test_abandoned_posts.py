@@ -110,16 +110,14 @@ async def test_post_whose_reply_is_lost_tells_its_end_once() -> None:
 @asynccontextmanager
 async def served() -> AsyncIterator[tuple[RolloutRuntime, httpx.AsyncClient, Callable[[], Any]]]:
     """A server with real sockets; connections that have posted and read nothing."""
-    from rollout.gateway.serving import own_config, serve_runtime
+    from rollout.gateway.serving import open_trajectory_server
 
-    config = own_config(
-        CHAT.config(
-            engine=SimulatedEngine(),
-            gateway=GatewayConfig(),
-            scheduling=SchedulingConfig(max_in_flight=1),
-        )
+    config = CHAT.config(
+        engine=SimulatedEngine(),
+        gateway=GatewayConfig(),
+        scheduling=SchedulingConfig(max_in_flight=1),
     )
-    async with rollout.open_rollout(config) as runtime, serve_runtime(runtime, TOKEN) as gateway:
+    async with open_trajectory_server(config, TOKEN) as (runtime, gateway):
         url = urlsplit(gateway.url)
 
         def post() -> socket.socket:

@@ -33,11 +33,13 @@ class Route(NamedTuple):
 
     Attributes:
         pattern: Of the path; its groups are the parameters.
+        methods: Those that it has; all where it names none.
         handle: Answers; what it raises becomes a reply.
         format_error: The body of an error.
     """
 
     pattern: str
+    methods: tuple[str, ...]
     handle: Callable[[Exchange], Awaitable[None]]
     format_error: Callable[[GatewayError], Mapping[str, Any]] = format_openai_error
 
@@ -46,7 +48,7 @@ class Router:
     """Answers requests by the first route that fits their path."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
-        routes = [*routes, Route(".*", refuse_path)]
+        routes = [*routes, Route(".*", (), refuse_path)]
         self._routes = [(re.compile(each.pattern), each) for each in routes]
 
     async def handle(self, exchange: Exchange) -> None:
@@ -59,6 +61,9 @@ class Router:
         found, route = next((found, route) for found, route in fitting if found is not None)
         exchange.parameters = found.groupdict()
         try:
+            if route.methods and exchange.method not in route.methods:
+                message = f"method {exchange.method}: expected {' or '.join(route.methods)}"
+                raise GatewayError(405, "method_not_allowed", message)
             await route.handle(exchange)
         except ClientLeftError:
             raise
@@ -80,7 +85,6 @@ async def refuse_path(_exchange: Exchange) -> None:
 
 async def confirm(exchange: Exchange) -> None:
     """Tell that somebody is there."""
-    exchange.require("GET", "HEAD")
     await exchange.reply(b"", [])
 
 
@@ -108,19 +112,18 @@ class TrajectoryApi:
     def routes(self) -> list[Route]:
         """All of them."""
         root = rf"{PREFIX}/(?P<path>[^/]+)"
+        chat_path, responses_path = rf"{root}/v1/chat/completions", rf"{root}/v1/responses"
+        messages_path, models_path = rf"{root}/v1/messages", rf"{root}/v1/models"
+        post, get, of_messages = ("POST",), ("GET", "HEAD"), messages.format_error
         return [
-            Route(rf"{root}/v1/chat/completions", self._route(chat.read_request)),
-            Route(rf"{root}/v1/responses", self._route(responses.read_request)),
-            Route(
-                rf"{root}/v1/messages",
-                self._route(messages.read_request),
-                messages.format_error,
-            ),
-            Route(rf"{root}/v1/messages/count_tokens", self._count, messages.format_error),
-            Route(rf"{root}/v1/messages/.*", refuse_path, messages.format_error),
-            Route(rf"{root}/v1/models", self._list_models),
-            Route(rf"{root}/v1/models/(?P<model>.+)", self._show_model),
-            Route(rf"({root})?/?", confirm),
+            Route(chat_path, post, self._route(chat.read_request)),
+            Route(responses_path, post, self._route(responses.read_request)),
+            Route(messages_path, post, self._route(messages.read_request), of_messages),
+            Route(f"{messages_path}/count_tokens", post, self._count, of_messages),
+            Route(f"{messages_path}/.*", (), refuse_path, of_messages),
+            Route(models_path, get, self._list_models),
+            Route(rf"{models_path}/(?P<model>.+)", get, self._show_model),
+            Route(rf"({root})?/?", get, confirm),
         ]
 
     def _authenticate(self, exchange: Exchange) -> GatewaySession:
@@ -138,7 +141,6 @@ class TrajectoryApi:
         """What answers requests for a generation in one of the APIs."""
 
         async def handle(exchange: Exchange) -> None:
-            exchange.require("POST")
             session = self._authenticate(exchange)
             request = read_request(await exchange.read_body(), exchange.headers)
             if request.model is not None:
@@ -201,7 +203,6 @@ class TrajectoryApi:
             await exchange.reply(data, EVENTS)
 
     async def _count(self, exchange: Exchange) -> None:
-        exchange.require("POST")
         session = self._authenticate(exchange)
         request = messages.read_request(await exchange.read_body(), exchange.headers)
         if request.model is not None:
@@ -210,14 +211,12 @@ class TrajectoryApi:
         await exchange.reply_json({"input_tokens": tokens})
 
     async def _list_models(self, exchange: Exchange) -> None:
-        exchange.require("GET", "HEAD")
         self._authenticate(exchange)
         served = [_format_model(name) for name in self._models]
         ends = {"first_id": served[0]["id"], "last_id": served[-1]["id"], "has_more": False}
         await exchange.reply_json({"object": "list", "data": served, **ends})
 
     async def _show_model(self, exchange: Exchange) -> None:
-        exchange.require("GET", "HEAD")
         self._authenticate(exchange)
         name = exchange.parameters["model"]
         self._check_model(name)
