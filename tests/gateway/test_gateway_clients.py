@@ -169,9 +169,7 @@ async def test_chat_tool_calls_and_reasoning_reach_the_client() -> None:
 
 
 async def test_chat_invalid_call_is_told_as_text() -> None:
-    said = answer(
-        text="Look:", calls=(InvalidToolCall(raw="<tool_call>{", reason="no JSON"),), finish="calls"
-    )
+    said = answer(text="Look:", calls=(InvalidToolCall(raw="<tool_call>{", reason="no JSON"),))
     got = await ask(
         session(said), lambda o, _: o.chat.completions.create(model="rollout", messages=ASKED)
     )

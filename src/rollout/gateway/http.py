@@ -120,25 +120,21 @@ class Exchange:
             tasks.start_soon(self._connection.watch_client)
             return await function(*args)
 
-    async def begin(self, status: int, headers: Headers) -> None:
-        """Send the head of a reply whose parts follow."""
+    async def write(self, data: bytes, headers: Headers) -> None:
+        """Send a part of the reply, the first one behind its head; `reply` sends the rest."""
+        head = [] if self.has_begun else [_make_head(200, headers)]
         self.has_begun = True
-        await self._connection.send(_make_head(status, headers))
-
-    async def write(self, data: bytes) -> None:
-        """Send a part of the reply."""
-        await self._connection.send(h11.Data(data=data))
-
-    async def end(self, data: bytes) -> None:
-        """Send the last part."""
-        await self._connection.send(h11.Data(data=data), h11.EndOfMessage())
+        await self._connection.send(*head, h11.Data(data=data))
 
     async def reply(self, data: bytes, headers: Headers = JSON, status: int = 200) -> None:
-        """Send a reply in one piece."""
+        """Send the reply in one piece; its last part where it has begun."""
+        body = h11.Data(data=b"" if self.method == "HEAD" else data)
+        if self.has_begun:
+            await self._connection.send(body, h11.EndOfMessage())
+            return
         self.has_begun = True
         length = (b"content-length", b"%d" % len(data))
         head = _make_head(status, [*headers, length])
-        body = h11.Data(data=b"" if self.method == "HEAD" else data)
         await self._connection.send(head, body, h11.EndOfMessage())
 
     async def reply_json(self, value: Any, status: int = 200) -> None:

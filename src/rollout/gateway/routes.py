@@ -71,11 +71,7 @@ class Router:
             if not isinstance(error, GatewayError):
                 logger.exception("a %s request failed", exchange.method)
                 error = GatewayError(500, "engine", "internal error")
-            body = route.format_error(error)
-            if exchange.has_begun:
-                await exchange.end(encode(body))
-            else:
-                await exchange.reply_json(body, error.status)
+            await exchange.reply_json(route.format_error(error), error.status)
 
 
 async def refuse_path(_exchange: Exchange) -> None:
@@ -143,10 +139,12 @@ class TrajectoryApi:
         async def handle(exchange: Exchange) -> None:
             session = self._authenticate(exchange)
             request = read_request(await exchange.read_body(), exchange.headers)
-            if request.model is not None:
-                self._check_model(request.model)
+            if request.parsed.model is not None:
+                self._check_model(request.parsed.model)
             check_forced(request.call, self._config.unenforced)
-            context = ReplyContext(request.model or self._models[0], int(wall()), self._spell)
+            context = ReplyContext(
+                request.parsed.model or self._models[0], int(wall()), self._spell
+            )
             try:
                 await self._generate(exchange, session, request, context)
             except GatewayError as error:
@@ -166,14 +164,11 @@ class TrajectoryApi:
             completion = await exchange.while_there(session.complete, request.call)
         mark_lost = partial(session.mark_lost, completion.id)
         try:
-            if request.is_streamed:
+            if request.parsed.stream:
                 data = b"".join(request.format_events(completion, context))
             else:
                 data = encode(request.format_body(completion, context))
-            if exchange.has_begun:
-                await exchange.end(data)
-            else:
-                await exchange.reply(data, EVENTS if request.is_streamed else JSON)
+            await exchange.reply(data, EVENTS if request.parsed.stream else JSON)
         except BaseException:
             mark_lost()
             raise
@@ -181,32 +176,26 @@ class TrajectoryApi:
 
     async def _keep_alive(self, exchange: Exchange, request: ApiRequest) -> None:
         """Signs of life of an answer that is not there yet: white space before a JSON body."""
-        sign, headers = (request.keep_alive, EVENTS) if request.is_streamed else (b" ", JSON)
+        sign, headers = (request.keep_alive, EVENTS) if request.parsed.stream else (b" ", JSON)
         while True:
             await anyio.sleep(self._config.keep_alive_s)
             with anyio.CancelScope(shield=True):  # an event is sent in one piece
-                if not exchange.has_begun:
-                    await exchange.begin(200, headers)
-                await exchange.write(sign)
+                await exchange.write(sign, headers)
 
     async def _send_error(
         self, exchange: Exchange, request: ApiRequest, context: ReplyContext, error: GatewayError
     ) -> None:
         """An error in events, where the stream has begun or its client looks for it there."""
         is_length = error.code == "context_length" and request.has_length_in_events
-        if not request.is_streamed or not (exchange.has_begun or is_length):
+        if not request.parsed.stream or not (exchange.has_begun or is_length):
             raise error
-        data = b"".join(request.format_failure(error, context))
-        if exchange.has_begun:
-            await exchange.end(data)
-        else:
-            await exchange.reply(data, EVENTS)
+        await exchange.reply(b"".join(request.format_failure(error, context)), EVENTS)
 
     async def _count(self, exchange: Exchange) -> None:
         session = self._authenticate(exchange)
         request = messages.read_request(await exchange.read_body(), exchange.headers)
-        if request.model is not None:
-            self._check_model(request.model)
+        if request.parsed.model is not None:
+            self._check_model(request.parsed.model)
         tokens = await session.count_tokens(request.call)
         await exchange.reply_json({"input_tokens": tokens})
 
