@@ -23,7 +23,7 @@ from gateway_clients import (
 )
 from rollout import Outcome
 from rollout.config import GatewayConfig, LimitsConfig, ModelConfig, RecoveryConfig, SimulatedEngine
-from rollout.gateway.calls import ClientMessage, GatewayError
+from rollout.gateway.calls import ClientCall, ClientMessage, GatewayError
 from rollout.gateway.gateway import Gateway
 from rollout.scopes import open_task_group
 from rollout.testing import Scenario, run_virtual, tool_call
@@ -656,6 +656,18 @@ async def test_session_message_that_cannot_be_rendered_is_the_clients_fault() ->
 
     found = await tried(trial, TURNS)
     assert (found.trajectory.outcome, found.purposes) == (Outcome.COMPLETED, ["main"])
+
+
+@pytest.mark.parametrize("arguments", ["no JSON", [1]])
+async def test_session_call_whose_arguments_are_no_object_is_read_as_text(arguments: Any) -> None:
+    async def trial(session: GatewaySession, context: AgentContext) -> None:
+        calls = (ClientCall("add", arguments, "c"),)
+        foreign = ClientMessage(role="assistant", text="I add.", calls=calls)
+        await ask(session, user("question"), foreign, result("5", "c"), tools=(ADD,))
+
+    found = await tried(trial, HELLO)
+    assert found.trajectory.outcome is Outcome.COMPLETED
+    assert f"I add.\nadd({arguments})" in found.text(0)
 
 
 async def test_session_conversation_that_ends_with_the_assistant_is_told_again() -> None:
