@@ -38,7 +38,6 @@ def answer(number: int = 0, text: str = "Four.", **fields: Any) -> Answer:
         "finish": "stop",
         "ids": array("i", [7, 8, 9]),
         "log_probs": array("f", [-0.5, -0.25, -1.0]),
-        "weight_versions": (3, 3, 3),
     }
     return Answer(**(said | fields))
 
@@ -135,6 +134,8 @@ async def served(*sessions: FakeSession, **settings: Any) -> AsyncIterator[str]:
     async with open_task_group() as tasks:
         for session in sessions:
             session.runner = TaskRunner(tasks)
-        api = TrajectoryApi(FakeSessions(*sessions), config, lambda token_id: b"<%d>" % token_id)
+        api = TrajectoryApi(
+            FakeSessions(*sessions).authenticate, config, lambda token_id: b"<%d>" % token_id
+        )
         async with serve_http(config, Router(api.routes).handle) as url:
             yield url

@@ -140,7 +140,6 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
         ids: Sampled, int32; those past a stop string are not among them.
         log_probs: float32, one for each of `ids`.
         top_ids, top_log_probs: For each of `ids` the most likely ones, where they were asked for.
-        weight_versions: One for each of `ids`.
     """
 
     id: str
@@ -154,7 +153,6 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     log_probs: array[float]
     top_ids: tuple[tuple[int, ...], ...] = ()
     top_log_probs: tuple[tuple[float, ...], ...] = ()
-    weight_versions: tuple[int, ...] = ()
 
     @property
     def client_text(self) -> str:

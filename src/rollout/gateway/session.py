@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections import Counter
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,14 +31,14 @@ from rollout.gateway.replies import Replies, Reply
 from rollout.gateway.rows import Rows
 from rollout.gateway.sampling import sample_call
 from rollout.gateway.task_runner import LoopBlockedError, TaskRunner
-from rollout.gateway.template_messages import convert_observation, prepare_conversation
+from rollout.gateway.template_messages import prepare_conversation
 from rollout.gateway.turn_index import TurnIndex
-from rollout.scopes import unwrap_group
+from rollout.scopes import find_propagating, open_task_group, unwrap_group
 from rollout.seeds import derive_seed
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from anyio.abc import TaskGroup
 
@@ -89,6 +91,41 @@ class _Sample:
         self.cached_tokens = generations[-1].cached_tokens
 
 
+@asynccontextmanager
+async def open_session(
+    context: AgentContext, config: GatewayConfig, path: str | None = None
+) -> AsyncIterator[GatewaySession]:
+    """Serve a trajectory while the block runs, in the task that enters it.
+
+    Calls run in a task group of the block's. At its end they are cancelled, and later ones get a
+    final error.
+
+    Args:
+        context: The trajectory's.
+        config: How it is served.
+        path: What names it in URLs; None makes one up.
+
+    Raises:
+        Exception: An engine failed, or something in here: in place of what the block makes of
+            that.
+        LimitExceeded: The block raised what a refusal for a length made of its client.
+    """
+    try:
+        async with open_task_group() as tasks:
+            session = GatewaySession(path or secrets.token_urlsafe(12), config, context, tasks)
+            yield session
+    except BaseException as error:
+        if find_propagating(error) is not None:
+            raise
+        if session.failure is None:
+            session.lengths.raise_refusal(error)
+            raise
+    finally:
+        session.exclude_unread_rows()
+    if session.failure is not None:
+        raise session.failure
+
+
 class GatewaySession:
     """The calls of one trajectory.
 
@@ -97,17 +134,16 @@ class GatewaySession:
     others.
 
     Attributes:
-        path, key: What names and opens it.
+        path: What names it.
         failure: What ended it that was not its client's fault: its trajectory fails with it.
         lengths: What calls were refused for where that is a length: its trajectory ends with it
             where the client does not know how to continue.
     """
 
     def __init__(
-        self, path: str, key: str, config: GatewayConfig, context: AgentContext, tasks: TaskGroup
+        self, path: str, config: GatewayConfig, context: AgentContext, tasks: TaskGroup
     ) -> None:
         self.path = path
-        self.key = key
         self.failure: Exception | None = None
         self.lengths = LengthRefusals(path)
         self._config = config
@@ -163,14 +199,18 @@ class GatewaySession:
             GatewayError: It cannot be rendered, or the trajectory has ended.
         """
 
+        services, tools = self._context.services, call.tools
+
         async def count(_: object) -> int:
             request = self._index.match(call)
             try:
-                if request.turn is not None and request.is_answerable:
-                    return await self._count_continued(request, request.turn)
-            except TemplateError:  # it cannot write these there
-                pass
-            return await self._count_rendered(request)
+                messages: Any = await prepare_conversation(services, request)
+                return await services.texts.run(
+                    is_long(messages, room_beside(tools)),
+                    lambda: len(services.template.prompt_ids(messages, tools or None)),
+                )
+            except TemplateError as error:
+                raise refuse_messages(call, error) from error
 
         return await self._run(count, call.field)
 
@@ -190,15 +230,12 @@ class GatewaySession:
 
         async def run(scope: anyio.CancelScope) -> T:
             self._check_open()
-            refusals = self.lengths.count
             try:
-                result = await function(scope)
+                return await function(scope)
             except GatewayError:
                 raise
             except Exception as error:
                 raise self._refuse(error, field) from error
-            self.lengths.note_answer(refusals)
-            return result
 
         try:
             activity = str(self._context.identity)
@@ -312,28 +349,3 @@ class GatewaySession:
         reply = Reply(digest=digest, id=completion_id, build=build, turns=turns)
         self._replies.add(reply)
         return reply
-
-    async def _count_continued(self, request: Request, turn: Turn) -> int:
-        """The tokens of the transcript that a request continues, and of what follows there."""
-        services, transcript = self._context.services, turn.conversation.transcript
-        last = transcript.prefix.slice(max(0, turn.stop - 64), turn.stop)
-        before = [each.medium for each in transcript.media if each.start < turn.stop]
-        messages: Any = convert_observation(request.rest, turn)
-        messages = await services.media.prepared(messages, len(before))
-
-        def count() -> int:
-            return len(services.template.observation_ids(messages, after=last, before=before))
-
-        return turn.stop + await services.texts.run(is_long(messages), count)
-
-    async def _count_rendered(self, request: Request) -> int:
-        services, tools = self._context.services, request.call.tools
-        try:
-            messages: Any = await prepare_conversation(services, request)
-
-            def count() -> int:
-                return len(services.template.prompt_ids(messages, tools or None))
-
-            return await services.texts.run(is_long(messages, room_beside(tools)), count)
-        except TemplateError as error:
-            raise refuse_messages(request.call, error) from error

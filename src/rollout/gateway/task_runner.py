@@ -32,7 +32,7 @@ class TaskRunner:
     """Runs functions in a task group, for callers in other tasks, on whatever loop.
 
     Args:
-        tasks: The group; the runner is made on its loop.
+        tasks: The group, of `open_task_group`; the runner is made on its loop.
     """
 
     def __init__(self, tasks: TaskGroup) -> None:
@@ -78,15 +78,13 @@ class TaskRunner:
 
         def begin() -> None:
             nonlocal has_begun
-            has_begun = True
-            try:
-                self._context.run(self._tasks.start_soon, run)
-            except RuntimeError:  # the group has ended, and nothing may be raised here
+            if is_cancelled or self._tasks.cancel_scope.cancel_called:
                 future.set_exception(refuse_ended())
+                return
+            has_begun = True
+            self._context.run(self._tasks.start_soon, run)
 
         def cancel() -> None:
-            nonlocal is_cancelled
-            is_cancelled = True
             if scope is not None:
                 scope.cancel()
 
@@ -98,8 +96,9 @@ class TaskRunner:
                 if not has_begun:
                     self._check_blocked(begin_s, activity)
         except BaseException:
+            is_cancelled = True
             self.call_soon(cancel)
-            if has_begun:
+            if has_begun and not future.done():
                 with anyio.CancelScope(shield=True), suppress(Exception):
                     await wait_future(future)
             raise

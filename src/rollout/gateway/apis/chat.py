@@ -96,13 +96,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> ChatRequest:
         wants_log_probs=bool(parsed.logprobs),
         forced_by=reading.list_forcing(**forms),
     )
-    options = parsed.stream_options
-    return ChatRequest(
-        call=call,
-        model=parsed.model,
-        is_streamed=bool(parsed.stream),
-        has_usage=options is not None and bool(options.include_usage),
-    )
+    return ChatRequest(call=call, parsed=parsed)
 
 
 def _read_messages(messages: Sequence[_Message]) -> Iterator[ClientMessage]:
@@ -137,13 +131,9 @@ def _read_calls(calls: Sequence[_Call], path: str) -> Iterator[ClientCall]:
 
 @attrs.frozen(kw_only=True)
 class ChatRequest(ApiRequest):
-    """A body that was read.
+    """A body that was read."""
 
-    Attributes:
-        has_usage: Whether usage is the last chunk.
-    """
-
-    has_usage: bool = False
+    parsed: _Body
 
     def format_body(self, completion: Completion, context: ReplyContext) -> Mapping[str, Any]:
         choices = []
@@ -154,7 +144,7 @@ class ChatRequest(ApiRequest):
                 "index": index,
                 "message": _format_message(answer),
                 "logprobs": self._format_log_probs(answer, context),
-                "finish_reason": _format_finish(answer),
+                "finish_reason": FINISH[answer.finish],
             }
             choices.append(choice | _pick(ids, "token_ids"))
         body = _format_head(completion, context, "chat.completion") | {"choices": choices}
@@ -163,11 +153,13 @@ class ChatRequest(ApiRequest):
     def format_events(self, completion: Completion, context: ReplyContext) -> Iterator[bytes]:
         """Chunks of each choice: its role, thoughts, text, each call, and its end."""
         head = _format_head(completion, context, "chat.completion.chunk")
-        if self.has_usage:
+        options = self.parsed.stream_options
+        has_usage = options is not None and options.include_usage
+        if has_usage:
             head["usage"] = None
         prompt = _pick(format_ids(completion, completion.answers[0], self.call), "prompt_token_ids")
         for index, answer in enumerate(completion.answers):
-            end: dict[str, Any] = {"delta": {}, "finish_reason": _format_finish(answer)}
+            end: dict[str, Any] = {"delta": {}, "finish_reason": FINISH[answer.finish]}
             end |= _pick(format_ids(completion, answer, self.call), "token_ids")
             log_probs = self._format_log_probs(answer, context)
             for chunk in (*({"delta": delta} for delta in _list_deltas(answer)), end):
@@ -178,7 +170,7 @@ class ChatRequest(ApiRequest):
                     choice["logprobs"], log_probs = log_probs, None
                 yield format_event(head | {"choices": [choice]} | prompt)
                 prompt = {}
-        if self.has_usage:
+        if has_usage:
             yield format_event(head | {"choices": [], "usage": _format_usage(completion)})
         yield b"data: [DONE]\n\n"
 
@@ -233,12 +225,6 @@ def _list_deltas(answer: Answer) -> Iterator[dict[str, Any]]:
         yield {"content": answer.client_text}
     for number, call in enumerate(_format_calls(answer)):
         yield {"tool_calls": [{"index": number} | call]}
-
-
-def _format_finish(answer: Answer) -> str:
-    if answer.finish == "calls" and not answer.valid_calls:
-        return "stop"
-    return FINISH[answer.finish]
 
 
 def _format_usage(completion: Completion) -> Mapping[str, Any]:

@@ -116,12 +116,8 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> MessagesRequest:
         is_title=is_claude_code and is_json,
         forced_by=reading.list_forcing(tool_choice=choice.type, **forms),
     )
-    return MessagesRequest(
-        call=call,
-        model=parsed.model,
-        is_streamed=bool(parsed.stream),
-        keep_alive=format_event({"type": "ping"}, "ping"),
-    )
+    keep_alive = format_event({"type": "ping"}, "ping")
+    return MessagesRequest(call=call, parsed=parsed, keep_alive=keep_alive)
 
 
 def _read_tools(tools: Sequence[_Tool]) -> Iterator[Mapping[str, Any]]:
@@ -257,10 +253,7 @@ def _format_message(
 
 
 def _format_end(answer: Answer) -> dict[str, Any]:
-    reason = FINISH[answer.finish]
-    if reason == "tool_use" and not answer.valid_calls:
-        reason = "end_turn"
-    return {"stop_reason": reason, "stop_sequence": answer.stop_string}
+    return {"stop_reason": FINISH[answer.finish], "stop_sequence": answer.stop_string}
 
 
 def _list_blocks(answer: Answer) -> Iterator[dict[str, Any]]:

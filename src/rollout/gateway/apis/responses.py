@@ -91,13 +91,11 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> ResponsesRequest:
     is_codex = headers.get("originator", "").startswith("codex")
     return ResponsesRequest(
         call=call,
-        model=parsed.model,
-        is_streamed=bool(parsed.stream),
+        parsed=parsed,
         # Codex counts events only, and skips those that it does not know.
         keep_alive=format_event({"type": "keepalive"}, "keepalive") if is_codex else COMMENT,
         has_length_in_events=bool(parsed.stream) and is_codex,
         tools=tools,
-        echoed=_list_echoed(parsed),
     )
 
 
@@ -157,33 +155,16 @@ def _read_messages(parsed: _Body) -> tuple[ClientMessage, ...]:
     return (ClientMessage(role="system", text=text, is_instructions=True), *messages)
 
 
-def _list_echoed(parsed: _Body) -> dict[str, Any]:
-    """What the answer repeats of the question."""
-    return {
-        "instructions": parsed.instructions,
-        "max_output_tokens": parsed.max_output_tokens,
-        "metadata": parsed.metadata or {},
-        "parallel_tool_calls": parsed.parallel_tool_calls is not False,
-        "previous_response_id": parsed.previous_response_id,
-        "temperature": parsed.temperature,
-        "tool_choice": parsed.tool_choice if isinstance(parsed.tool_choice, str) else "auto",
-        "tools": [],
-        "top_p": parsed.top_p,
-        "truncation": "disabled",
-    }
-
-
 @attrs.frozen(kw_only=True)
 class ResponsesRequest(ApiRequest):
     """A body that was read.
 
     Attributes:
         tools: Those of the body, by the names that the model sees.
-        echoed: Fields of the answer that repeat the body's.
     """
 
+    parsed: _Body
     tools: Mapping[str, ClientTool]
-    echoed: Mapping[str, Any]
 
     def format_body(self, completion: Completion, context: ReplyContext) -> Mapping[str, Any]:
         (answer,) = completion.answers
@@ -222,6 +203,8 @@ class ResponsesRequest(ApiRequest):
         return [("created", {"response": head}), ("in_progress", {"response": head})]
 
     def _format_head(self, response_id: str, context: ReplyContext) -> dict[str, Any]:
+        """What does not depend on the answer; much of it repeats the question."""
+        parsed, choice = self.parsed, self.parsed.tool_choice
         return {
             "id": response_id,
             "object": "response",
@@ -232,7 +215,16 @@ class ResponsesRequest(ApiRequest):
             "model": context.model,
             "output": [],
             "usage": None,
-            **self.echoed,
+            "instructions": parsed.instructions,
+            "max_output_tokens": parsed.max_output_tokens,
+            "metadata": parsed.metadata or {},
+            "parallel_tool_calls": self.call.parallel_calls,
+            "previous_response_id": parsed.previous_response_id,
+            "temperature": parsed.temperature,
+            "tool_choice": choice if isinstance(choice, str) else "auto",
+            "tools": [],
+            "top_p": parsed.top_p,
+            "truncation": "disabled",
         }
 
     def _list_items(self, answer: Answer, context: ReplyContext) -> Iterator[dict[str, Any]]:
