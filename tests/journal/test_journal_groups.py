@@ -106,7 +106,7 @@ def test_collect_resumed_at_every_record_gives_again_what_a_call_had(
     for size in record_ends(path)[::STRIDE]:
         half = cut(path, size)
         recorded = read_journal(half)
-        had = set(recorded.delivered)
+        had = {pull.delivered_in for pull in recorded.pulls.values()}
         resumed = run(config_of(half), [0, 1], resume=True, policy=policy)
         for step, batch in enumerate(whole.batches):
             if step in had:
@@ -500,6 +500,6 @@ def test_task_that_waits_for_a_group_gets_the_one_that_another_is_cancelled_with
             tasks.start_soon(take, 10.0, ["p0"])
 
     found: list[str] = []
-    wait = CallLog.wait_delivery
-    monkeypatch.setattr(CallLog, "wait_delivery", slowly)
+    wait = CallLog.wait_written
+    monkeypatch.setattr(CallLog, "wait_written", slowly)
     run_virtual(main)

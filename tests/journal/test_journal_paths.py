@@ -41,13 +41,13 @@ def open_without_engines(config: RolloutConfig, *, resume: bool = False) -> None
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
-        ("pipe", f"is no file; {EXPECTED}"),
-        ("/dev/null", f"is no file; {EXPECTED}"),
-        ("folder", f"is a directory; {EXPECTED}"),
+        ("pipe", EXPECTED),
+        ("/dev/null", EXPECTED),
+        ("folder", EXPECTED),
         ("x" * 300, "File name too long"),
         ("~nobody-of-this-name/x", "Could not determine home directory."),
         ("link", "cannot be written: No such file or directory"),
-        ("in-latin-\udcff", "expected a path in UTF-8, which the journal can name"),
+        ("in-latin-\udcff", r"'utf-8' codec can't encode character '\udcff' in position 9: surrogates not allowed"),
     ],
 )
 def test_path_where_no_journal_can_be_is_refused(

@@ -29,7 +29,7 @@ from rollout import (
     function_tool,
 )
 from rollout.chat.plain_data import EXPECTED, MAX_DEPTH, TOO_DEEP, NotPlainError, to_plain
-from rollout.journal.values import Unwritable, find_media, pack_prompt, read_prompt
+from rollout.journal.values import ValueWriter, find_media, pack_prompt, read_prompt
 from rollout.media.records import KnownContents
 from rollout.medium import Media
 from rollout.testing import run_virtual
@@ -94,13 +94,13 @@ def test_values_as_deep_as_may_be_come_back_and_deeper_ones_are_refused() -> Non
 
 def test_text_of_a_set_is_the_same_in_each_process() -> None:
     given = {"v": {"b", "a", "c"}, "w": frozenset(("z", "y"))}
-    written = Unwritable(is_text=True).pack_items(given, "x")
+    written = ValueWriter(as_text=True).write(given, "x")
     assert written == {"v": "{'a', 'b', 'c'}", "w": "{'y', 'z'}"}
 
 
 def test_extra_without_end_is_text_where_text_is_written() -> None:
     deep = nested(3000)
-    written = Unwritable(is_text=True).pack_items({"fine": 1, "v": endless(), "w": deep}, "x")
+    written = ValueWriter(as_text=True).write({"fine": 1, "v": endless(), "w": deep}, "x")
     assert written == {
         "fine": 1,
         "v": "[([...], [...])]",

@@ -259,7 +259,7 @@ def test_restored_group_without_tokens_is_as_old_as_the_weights_that_sample_for_
 
     run_virtual(first)
     entries = records_in(path)
-    assert {e.uid for e in entries if isinstance(e, GroupRecord)} == {"p0", "p1", "p2"}
+    assert {e.group.uid for e in entries if isinstance(e, GroupRecord)} == {"p0", "p1", "p2"}
     assert not any(isinstance(each, TurnRecord) for each in entries)
     run_virtual(second)
 

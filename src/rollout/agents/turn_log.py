@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import TYPE_CHECKING, Protocol
+
+from rollout.chat.plain_data import show_value
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,6 +19,18 @@ if TYPE_CHECKING:
 #: What was asked: the number of tokens before it, the CRC-32 of their ids, and the seed of the turn
 #: or the CRC-32 of the tool calls.
 Question = tuple[int, int, int]
+
+
+def make_turn_question(prefix: TokenPrefix, seed: int) -> Question:
+    """Make the question of a turn that continues these tokens with this seed."""
+    return prefix.length, prefix.compute_sum(prefix.length), seed
+
+
+def make_calls_question(
+    prefix: TokenPrefix, calls: Sequence[ToolCall | InvalidToolCall]
+) -> Question:
+    """Make the question of calls that are made after these tokens."""
+    return make_turn_question(prefix, zlib.crc32(show_value(calls).encode()))
 
 
 class TurnLog(Protocol):
@@ -44,13 +59,10 @@ class TurnLog(Protocol):
     ) -> bool:
         """A generation is over that continues `prefix`; whether to wait until it is written."""
 
-    def describe_calls(
-        self, prefix: TokenPrefix, calls: Sequence[ToolCall | InvalidToolCall]
-    ) -> Question | None:
-        """The question of these calls; None where they cannot be remembered."""
-
-    async def recall_answers(self, question: Question, segment: str) -> Answers | None:
-        """What was answered then; None where nothing is known."""
+    async def recall_answers(
+        self, question: Question, segment: str, calls: Sequence[ToolCall | InvalidToolCall]
+    ) -> Answers | None:
+        """What was answered to these calls then; None where nothing is known."""
 
     def note_answers(
         self,

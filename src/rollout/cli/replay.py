@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from rollout.journal.replay_log import ReplayStep
     from rollout.runtime.replaying import Replayed
 
 
@@ -47,8 +46,8 @@ def replay_command(arguments: argparse.Namespace, output: Console) -> int:
     )
     print_line(output, f"{'replay':<12}{uid}/{member} of step {record.key.step}, from {path}")
 
-    def tell(step: ReplayStep) -> None:
-        print_line(output, f"{f'step {step.number}':<12}{step.what}")
+    def tell(number: int, what: str) -> None:
+        print_line(output, f"{f'step {number}':<12}{what}")
 
     run = partial(replay, record, interactions, tell)
     replayed = anyio.run(run, backend=arguments.backend)

@@ -1,32 +1,26 @@
-"""The journal of a runtime: opened with it, written by it, resumed from."""
+"""The journal of a runtime: locked and read before any work, written until the end."""
 
 from __future__ import annotations
 
-import math
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 import attrs
 
-from rollout.bridge import loop_clock
 from rollout.errors import ConfigError, JournalError
-from rollout.journal.index import JournalIndex, RecordedMedia
-from rollout.journal.records import (
-    DeliveredRecord,
-    Key,
-    MediumRecord,
-    Record,
-    Span,
-    VersionRecord,
-    decode_record,
-)
-from rollout.journal.values import Unwritable, logger
-from rollout.media.records import KnownContents
+from rollout.journal.index import JournalIndex, read_journal
+from rollout.journal.log_file import LogFile, find_path_fault, logger
+from rollout.journal.records import MediumRecord, VersionRecord
+from rollout.journal.run_header import check_config, check_header, make_header
+from rollout.journal.values import ValueWriter
+from rollout.seeds import fresh_seed
+from rollout.worker_threads import run_in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
     from rollout.agents.services import Services
-    from rollout.journal.writer import JournalWriter
+    from rollout.config import RolloutConfig
 
 
 @attrs.define
@@ -65,107 +59,73 @@ class JournalStatistics(JournalCounts):
 
 
 class Journal:
-    """Writes what comes of a run, and knows what an earlier process wrote.
+    """A journal that is locked and indexed; `writing` begins it, or goes on with it.
 
     Attributes:
-        path: As the configuration has it.
-        waits: Whether a trajectory waits after each record until it is on the disk.
+        file: Writes records.
         index: What there is from before.
         counts: What became of that.
-        writer: Writes what is put.
-        unwritable: What becomes of values that are no plain data.
-        media: Gives images and videos of before their contents.
+        values: Makes plain data of values.
+        waits: Whether a trajectory waits after each record until it is on the disk.
     """
 
-    def __init__(self, index: JournalIndex, writer: JournalWriter, services: Services) -> None:
-        self.index, self.writer, self.counts = index, writer, JournalCounts()
-        self._file, self._config, self._services = writer.file, services.config.journal, services
-        self.path, self.waits = self._config.path, self._config.fsync == "always"
-        self.unwritable = Unwritable(is_text=self._config.unwritable == "text")
-        recorded = RecordedMedia(self.index.media, self.read)
-        self.media = KnownContents(recorded, str(self._file.path))
-        self._written_media = set(self.index.media)
+    def __init__(self, config: RolloutConfig, file: LogFile, index: JournalIndex) -> None:
+        self.file, self.index, self.counts = file, index, JournalCounts()
+        self._config, self.path = config, str(config.journal.path)
+        self.values = ValueWriter(as_text=config.journal.unwritable == "text")
+        self.waits = config.journal.fsync == "always"
+        self._written_media = set(index.media)
+        self._announced: int | None = None
         self._has_warned = False
-        self._clock = loop_clock()
+        self._services: Services
+
+    @asynccontextmanager
+    async def writing(
+        self, services: Services, fingerprint: str, run_seed: int
+    ) -> AsyncIterator[None]:
+        """Write what is put during the block.
+
+        Args:
+            fingerprint: Of the model.
+
+        Raises:
+            ConfigError: It is of another model, or cannot be written.
+        """
+        self._services, section = services, self._config.journal
+        header, syncs = make_header(run_seed, services, fingerprint), section.fsync != "never"
+        check_header(self.path, self.index.header, header)
+        self.index.warn_of_tail("cut off")
+        try:
+            self.file.cut(self.index.size, syncs=syncs)
+        except OSError as error:
+            raise ConfigError(
+                f"journal.path = {self.path!r}: cannot be written: {error.strerror}"
+            ) from error
+        if self.index.header is None:
+            self.file.put(header)
         self._announced = self.index.version
-        if self.index.version is None:
+        if self._announced is None:
             self.note_version(services.engines.info.weight_version)
-
-    def read(self, span: Span) -> Record:
-        """Read a record of before; in any thread."""
-        return decode_record(self._file.read(span))
-
-    def put(self, record: Record) -> int:
-        """Have a record written; return its number."""
-        return self.writer.put(record)
+        may_continue = section.on_failure == "continue"
+        async with self.file.writing(syncs=syncs, may_continue=may_continue):
+            yield
 
     def put_media(self, contents: Mapping[str, bytes]) -> None:
         """Have these contents written, by digest, unless they are."""
         for digest in contents.keys() - self._written_media:
-            self.put(MediumRecord(digest, contents[digest]))
+            self.file.put(MediumRecord(digest, contents[digest]))
             self._written_media.add(digest)
 
-    def note_delivery(self, keys: Iterable[Key], step: int | None = None) -> int:
-        """Note that a caller has these; return the number of that record, 0 where there are none.
-
-        Args:
-            step: Of the call that delivers groups; None: their own.
-        """
-        delivered = list(keys)
-        return self.put(DeliveredRecord(delivered, step)) if delivered else 0
-
-    # Waiting for the disk.
-
-    @property
-    def failure(self) -> JournalError | None:
-        """Why it cannot be written at present."""
-        if self.writer.failure is not None:
-            return JournalError(str(self.writer.failure))
-        if self.writer.is_closed:
-            return JournalError("the runtime was closed, and its journal with it")
-        return None
-
-    def has_written(self, number: int) -> bool:
-        """Whether a record is written, or `journal.on_failure` says not to wait for it."""
-        writer = self.writer
-        may_continue = writer.failure is not None and self._config.on_failure == "continue"
-        return writer.written >= number or may_continue
-
-    async def wait_written(
-        self,
-        number: int,
-        deadline: float = math.inf,
-        is_over: Callable[[], bool] = lambda: False,
-    ) -> bool:
-        """Wait until `has_written`; return whether it is.
-
-        Args:
-            number: Of a record.
-            deadline: Up to when this waits for a disk that refuses it.
-            is_over: Whether nobody wants what is waited for any more.
-        """
-        while not self.has_written(number):
-            is_late = self.writer.failure is not None and self._clock() >= deadline
-            if is_over() or is_late or self.writer.is_closed:
-                await self.writer.wait(number)
-                return self.has_written(number)
-            await self.writer.wait(number)
-        return True
-
-    @property
-    def decode(self) -> Callable[[Sequence[int]], str]:
+    def decode(self, ids: Sequence[int]) -> str:
         """Ids to text, by the tokenizer of the run."""
-        return self._services.template.decode
+        return self._services.template.decode(ids)
 
     def warn_of_results(self, error: Exception) -> None:
         """Warn once that results of a tool are not written."""
         if not self._has_warned:
             self._has_warned = True
-            logger.warning(
-                "%s: it is not in the journal, and a resumed trajectory calls the tool again", error
-            )
-
-    # Weights.
+            what = "it is not in the journal, and a resumed trajectory calls the tool again"
+            logger.warning("%s: %s", error, what)
 
     def check_announced(self) -> None:
         """Check that it is known which weights the engines of a resumed run have.
@@ -174,7 +134,7 @@ class Journal:
             ConfigError: The journal's last tokens are of other ones, and nobody has announced them.
         """
         version = self._services.engines.info.weight_version
-        if self._announced is None or self._announced == version:
+        if self._announced in (None, version):
             return
         raise ConfigError(
             f"journal.path = {self.path!r}: its last tokens are of weights of version "
@@ -185,15 +145,63 @@ class Journal:
     def note_version(self, version: int) -> None:
         """Note that the engines have weights of this version now."""
         self._announced = None
-        self.put(VersionRecord(version))
+        self.file.put(VersionRecord(version))
 
     def statistics(self) -> JournalStatistics:
         """Take a snapshot."""
-        writer = self.writer
+        file = self.file
         return JournalStatistics(
             **attrs.asdict(self.counts),
-            records=writer.written,
-            bytes=self._file.size,
-            waiting=writer.put_count - writer.written,
-            failure="" if writer.failure is None else str(writer.failure),
+            records=file.written,
+            bytes=file.size,
+            waiting=file.put_count - file.written,
+            failure="" if file.failure is None else str(file.failure),
         )
+
+
+def choose_run_seed(config: RolloutConfig, journal: Journal | None) -> int:
+    """Choose what all seeds of a run derive from: the same again where it is resumed."""
+    if journal is not None and journal.index.header is not None:
+        return journal.index.header.run_seed
+    return fresh_seed() if config.seed is None else config.seed
+
+
+@asynccontextmanager
+async def open_journal(config: RolloutConfig, *, resume: bool) -> AsyncIterator[Journal | None]:
+    """Lock and index the journal of a configuration, before any work; None where it has none.
+
+    Raises:
+        ConfigError: It cannot be read or written, another runtime writes it, it is of another
+            configuration, or there is one and it is not to be resumed.
+    """
+    if not isinstance(resume, bool):
+        raise ConfigError(f"resume = {resume!r:.80}: expected True or False")
+    path = config.journal.file
+    if path is None:
+        if resume:
+            raise ConfigError("resume = True: expected journal.path to name the journal")
+        yield None
+        return
+    fault = find_path_fault(path)
+    if fault is not None:
+        raise ConfigError(fault)
+    named, is_new = f"journal.path = {str(path)!r}", not path.exists()
+    if not resume and not is_new and path.stat().st_size:
+        raise ConfigError(f"{named}: exists; expected a new file, or resume=True")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = LogFile(path)
+    except OSError as error:
+        raise ConfigError(f"{named}: cannot be written: {error.strerror}") from error
+    try:
+        try:
+            index = await run_in_thread(read_journal, path)
+        except JournalError as error:
+            raise ConfigError(f"{named}: {error}") from error
+        check_config(str(config.journal.path), index.header, config)
+        yield Journal(config, file, index)
+    finally:
+        with suppress(OSError):
+            if is_new and not path.stat().st_size:  # nothing has begun it
+                path.resolve().unlink()
+        file.close()

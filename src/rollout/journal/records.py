@@ -11,22 +11,35 @@ from rollout.agents.turn_log import Question
 from rollout.chat.plain_data import from_plain
 
 
-class Key(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Identifies a trajectory of the run.
+class GroupKey(NamedTuple):
+    """Identifies a prompt of a call, and its group.
 
     Attributes:
         step: The trainer's.
-        uid: Of its prompt.
-        member: Its number in its group.
+        uid: Of the prompt.
         validate: Whether it belongs to a validation.
-        call: How many earlier calls of this step had a prompt of this uid.
+        call: How many calls, or groups of a source, this step had before.
     """
+
+    step: int
+    uid: str
+    validate: bool
+    call: int
+
+
+class Key(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Identifies a trajectory of the run: its group's key, and `member`, its number there."""
 
     step: int
     uid: str
     member: int
     validate: bool = False
     call: int = 0
+
+    @property
+    def group(self) -> GroupKey:
+        """Of its prompt."""
+        return GroupKey(self.step, self.uid, self.validate, self.call)
 
 
 class Span(NamedTuple):
@@ -41,34 +54,23 @@ class Header(msgspec.Struct, array_like=True, tag=0):
 
     Attributes:
         run_seed: All seeds derive from it.
-        model: Names and values of what identifies the model.
-        config: The keys that may not change, by path.
-        prompts: `journal.prompts`; "" where that is None.
+        config: As `dump_config`.
+        files: Fingerprints of what the model's files hold, by what it is.
         schemas: Of the tools, to read messages with.
-        all_config: As `dump_config`.
         engine: The `EngineInfo` of the engines that began the run, by field.
     """
 
     run_seed: int
-    model: dict[str, Any]
     config: dict[str, Any]
-    prompts: str
+    files: dict[str, str]
     schemas: list[dict[str, Any]]
-    all_config: dict[str, Any]
-    engine: dict[str, Any] = {}
+    engine: dict[str, Any]
 
 
 class PromptRecord(msgspec.Struct, array_like=True, tag=1):
-    """A prompt of `generate` or `stream`, before its members.
+    """A prompt of `generate` or `stream`, before its members; for `fields` see `pack_prompt`."""
 
-    Attributes:
-        fields: See `pack_prompt`.
-    """
-
-    step: int
-    uid: str
-    validate: bool
-    call: int
+    group: GroupKey
     fields: bytes
 
 
@@ -78,23 +80,19 @@ class PullRecord(msgspec.Struct, array_like=True, tag=2):
     Attributes:
         number: Its number among all prompts that the run pulled.
         step: Of the call that pulled it.
-        digest: Of the prompt as its source gave it.
-        fields: See `pack_prompt`.
+        fields: As its source gave it; see `pack_prompt`.
     """
 
     number: int
     step: int
-    digest: bytes
     fields: bytes
 
 
 class GroupRecord(msgspec.Struct, array_like=True, tag=3):
-    """The members of a pulled prompt begin, or begin again, under this step, uid and call."""
+    """The members of the pulled prompt `number` begin, or begin again, as this group."""
 
     number: int
-    step: int
-    uid: str
-    call: int
+    group: GroupKey
 
 
 class DroppedRecord(msgspec.Struct, array_like=True, tag=4):
@@ -150,7 +148,7 @@ class ResultsRecord(msgspec.Struct, array_like=True, tag=6):
     segment: str
     turn: int
     question: Question
-    results: list[str | list[Any]]
+    results: list[str | dict[str, Any]]
     seconds: float
     stateful: Sequence[str] = ()
 
@@ -165,44 +163,38 @@ class DeliveredRecord(msgspec.Struct, array_like=True, tag=8):
     """A caller has these trajectories.
 
     Attributes:
-        step: Of the call that delivered them; None: their own.
+        step: Of the call that delivered groups; None: the trajectories' own.
+        missing: How many groups fewer than it wanted a `collect` returned without an error.
     """
 
     keys: list[Key]
     step: int | None = None
+    missing: int = 0
 
 
-class ShortRecord(msgspec.Struct, array_like=True, tag=9):
-    """A `collect` of this step returned without so many of its groups, and no error."""
-
-    step: int
-    missing: int
-
-
-class VersionRecord(msgspec.Struct, array_like=True, tag=10):
+class VersionRecord(msgspec.Struct, array_like=True, tag=9):
     """The engines have weights of this version from here on."""
 
     version: int
 
 
-class MediumRecord(msgspec.Struct, array_like=True, tag=11):
+class MediumRecord(msgspec.Struct, array_like=True, tag=10):
     """The content of an image or video, once, before the first record that refers to it."""
 
     digest: str
     content: bytes
 
 
+Answer = TurnRecord | ResultsRecord
 Record = (
     Header
     | PromptRecord
     | PullRecord
     | GroupRecord
     | DroppedRecord
-    | TurnRecord
-    | ResultsRecord
+    | Answer
     | EndRecord
     | DeliveredRecord
-    | ShortRecord
     | VersionRecord
     | MediumRecord
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -10,16 +9,14 @@ import msgspec
 from rollout.chat.plain_data import NotPlainError, encoder, to_plain
 from rollout.config import dump_config
 from rollout.errors import ConfigError
+from rollout.journal.log_file import logger
 from rollout.journal.records import Header
-from rollout.seeds import fresh_seed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
+    from rollout.agents.services import Services
     from rollout.config import RolloutConfig
-    from rollout.engine.core import EngineInfo
-
-logger = logging.getLogger("rollout.journal")
 
 #: Keys that say where and how fast a run is worked on, and not what comes of it.
 _MAY_CHANGE = (
@@ -40,43 +37,65 @@ _MAY_CHANGE = (
 _NAMED = 5
 
 
-def choose_run_seed(config: RolloutConfig, before: Header | None) -> int:
-    """Choose what all seeds of a run derive from: the same again where it is resumed."""
-    if before is not None:
-        return before.run_seed
-    return fresh_seed() if config.seed is None else config.seed
-
-
-def make_header(
-    config: RolloutConfig,
-    files: Mapping[str, str],
-    schemas: Sequence[Mapping[str, Any]],
-    run_seed: int,
-    engine: EngineInfo | None = None,
-) -> Header:
+def make_header(run_seed: int, services: Services, fingerprint: str) -> Header:
     """Make the header of a run.
 
     Args:
-        files: Fingerprints of what the model's files hold, by what it is.
-        schemas: Of all tools.
-        engine: What the engines say of themselves.
+        fingerprint: Of the model.
     """
-    dumped = dump_config(config)
-    flat = _flatten(dumped)
-    lasting = {
-        key: value
-        for key, value in flat.items()
-        if not {key, key.partition(".")[0]} & {*_MAY_CHANGE, "model"}
+    files = {
+        "fingerprint": fingerprint,
+        "vocabulary and chat template": services.template.fingerprint,
     }
     return Header(
         run_seed=run_seed,
-        model={**{f"model.{key}": value for key, value in dumped["model"].items()}, **files},
-        config=lasting,
-        prompts=config.journal.prompts or "",
-        schemas=[dict(schema) for schema in schemas],
-        all_config=dumped,
-        engine={} if engine is None else msgspec.to_builtins(engine),
+        config=dump_config(services.config),
+        files=files,
+        schemas=[dict(schema) for schema in services.tools.schemas()],
+        engine=msgspec.to_builtins(services.engines.info),
     )
+
+
+def check_config(path: str, old: Header | None, config: RolloutConfig) -> None:
+    """Check that a journal, if there is one, is of this configuration.
+
+    Raises:
+        ConfigError: It is of another one; names the differences.
+    """
+    if old is not None:
+        before, now = (_list_lasting(each) for each in (old.config, dump_config(config)))
+        _refuse_differences(path, before, now)
+
+
+def check_header(path: str, old: Header | None, new: Header) -> None:
+    """Check that a run, its model's files included, is that of a journal, or can begin one.
+
+    Raises:
+        ConfigError: It is another one, and the differences are named; or no journal can hold it.
+    """
+    if old is not None:
+        _refuse_differences(path, old.files, new.files)
+        _warn_of_other_tools(path, old, new)
+        return
+    faults = []
+    values = [(f"the schema of tool {each['function']['name']!r}", each) for each in new.schemas]
+    for where, value in (*values, *_flatten(new.config).items()):
+        try:
+            to_plain(value, where)
+        except NotPlainError as error:
+            faults.append(str(error))
+    if faults:
+        lines = "".join(f"\n  {fault}" for fault in faults)
+        raise ConfigError(f"journal.path = {path!r}: cannot hold this run:{lines}", (*faults,))
+
+
+def _list_lasting(dumped: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a dumped configuration that may not change, by path."""
+    return {
+        key: value
+        for key, value in _flatten(dumped).items()
+        if key == "journal.prompts" or not {key, key.partition(".")[0]} & {*_MAY_CHANGE}
+    }
 
 
 def _flatten(dumped: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,43 +109,16 @@ def _flatten(dumped: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def check_header(path: str, old: Header | None, new: Header) -> None:
-    """Check that a run is the one that a journal is of, or that it can begin one.
-
-    Raises:
-        ConfigError: It is another one, and the differences are named; or no journal can hold it.
-    """
-    if old is None:
-        faults = list(_find_unwritable(new))
-        if faults:
-            lines = "".join(f"\n  {fault}" for fault in faults)
-            raise ConfigError(f"journal.path = {path!r}: cannot hold this run:{lines}", (*faults,))
-        return
-    both = [key for key in new.model if key in old.model]  # before the model is loaded: not all
-    for what, one, other in (
-        ("model", {k: old.model[k] for k in both}, {k: new.model[k] for k in both}),
-        ("configuration", old.config, new.config),
-        ("prompt file", {"prompts": old.prompts}, {"prompts": new.prompts}),
-    ):
-        found = list(_find_differences(one, other))
-        if found:
-            more = f"\n  and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-            lines = "".join(f"\n  {line}" for line in found[:_NAMED])
-            raise ConfigError(
-                f"journal.path = {path!r}: is the journal of another {what}; expected the same, or "
-                f"another journal:{lines}{more}",
-                tuple(found),
-            )
-
-
-def _find_unwritable(header: Header) -> Iterator[str]:
-    values = [(f"the schema of tool {each['function']['name']!r}", each) for each in header.schemas]
-    values += _flatten(header.all_config).items()
-    for where, value in values:
-        try:
-            to_plain(value, where)
-        except NotPlainError as error:
-            yield str(error)
+def _refuse_differences(path: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    found = list(_find_differences(old, new))
+    if found:
+        more = f"\n  and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        lines = "".join(f"\n  {line}" for line in found[:_NAMED])
+        raise ConfigError(
+            f"journal.path = {path!r}: is the journal of another run; expected the same, or "
+            f"another journal:{lines}{more}",
+            tuple(found),
+        )
 
 
 def _find_differences(
@@ -141,10 +133,8 @@ def _find_differences(
             yield f"{path}{key} = {there} there, {here} here"
 
 
-def warn_of_other_tools(path: str, old: Header | None, new: Header) -> None:
+def _warn_of_other_tools(path: str, old: Header, new: Header) -> None:
     """Warn of tools whose schemas differ from those before: so do the model's prompts."""
-    if old is None:
-        return
     schemas = msgspec.msgpack.decode(encoder.encode(new.schemas))  # as a journal gives them
     before, now = ({each["function"]["name"]: each for each in s} for s in (old.schemas, schemas))
     changes = sorted(n for n in before.keys() | now.keys() if before.get(n) != now.get(n))

@@ -65,6 +65,11 @@ class Member:
         return tokens
 
     @property
+    def was_finished(self) -> bool:
+        """Whether an earlier process finished it, with all its rewards."""
+        return self.log is not None and self.log.is_finished
+
+    @property
     def was_taken(self) -> bool:
         """Whether a caller of an earlier process had it."""
         return self.log is not None and self.log.is_taken
