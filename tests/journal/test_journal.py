@@ -179,9 +179,7 @@ def test_resume_of_another_run_is_refused_naming_the_difference(tmp_path: Path) 
         ConfigError,
         match=r"\n  model.chat_template_kwargs.x = nothing there, 1 here$",
     ):
-        run(
-            config_of(path, model=model, journal={"prompts": "one"}), prompts("quick"), resume=True
-        )
+        run(config_of(path, model=model, journal={"prompts": "one"}), prompts("quick"), resume=True)
     changed = [Prompt(messages=[{"role": "user", "content": "another"}], uid="quick")]
     with pytest.raises(PromptError) as refused:
         run(config_of(path, journal={"prompts": "one"}), changed, resume=True)

@@ -320,7 +320,7 @@ def test_configuration_that_cannot_be_written_is_refused_by_its_key(
     with pytest.raises(ConfigError) as refused:
         run(attrs.evolve(config, model=model), prompts("quick"))
     [line] = refused.value.faults
-    assert line.startswith(f"model.chat_template_kwargs['x'] {fault}")
+    assert line.startswith(f"model.chat_template_kwargs.x {fault}")
     assert not (tmp_path / "journal").exists()
 
 

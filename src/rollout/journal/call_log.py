@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
 
 from rollout.errors import JournalError, PromptError
@@ -43,7 +42,7 @@ class CallLog(RunLog):
 
     def __init__(self, journal: Journal) -> None:
         self._journal, self._file, self._index = journal, journal.file, journal.index
-        index, self._lock = journal.index, threading.Lock()
+        index = journal.index
         self.pull_count = max(index.pulls, default=-1) + 1
         self._left = [pull for pull in index.pulls.values() if pull.is_left]
         self._delivered: dict[int, list[RecordedPull]] = {}
@@ -126,19 +125,16 @@ class CallLog(RunLog):
                 faults.append(f"{error} (journal.path is set)")
         if faults:
             raise PromptError("\n".join(faults))
-        if records:
-            with self._lock:
-                call = self._choose_call(records)
-            for record in records:
-                record.group = record.group._replace(call=call)
-            for member in members:
-                self._give_log(member, call)
 
         def put() -> None:
+            call = self._choose_call(records) if records else 0
             self._journal.put_media(media)
             for record in records:
+                record.group = record.group._replace(call=call)
                 if record.group not in self._index.prompts:
                     self._file.put(record)
+            for member in members:
+                self._give_log(member, call)
 
         return put
 
@@ -152,7 +148,16 @@ class CallLog(RunLog):
         for call, prompts in before.items():
             if uid not in prompts:
                 continue
-            found = [f for at, each in enumerate(records) for f in self._compare(at, each, prompts)]
+            found = []
+            for at, each in enumerate(records):
+                name = each.group.uid
+                known = self._index.read(prompts[name]).fields if name in prompts else each.fields
+                differences = compare_prompts(known, each.fields)
+                if differences:
+                    found.append(
+                        f"prompts[{at}] (uid {name!r}): is not the prompt of the journal "
+                        f"{self._journal.path}; differs in {', '.join(differences)}"
+                    )
             if not found:
                 del before[call]
                 return call
@@ -160,18 +165,6 @@ class CallLog(RunLog):
         if faults:
             raise PromptError("\n".join(faults))
         return self._take_number(step, validate)
-
-    def _compare(self, at: int, record: PromptRecord, prompts: dict[str, Span]) -> list[str]:
-        """Say how a prompt differs from the one of its uid that a call of before had."""
-        uid = record.group.uid
-        span = prompts.get(uid)
-        if span is None:
-            return []
-        names = compare_prompts(self._index.read(span).fields, record.fields)
-        return names and [
-            f"prompts[{at}] (uid {uid!r}): is not the prompt of the journal "
-            f"{self._journal.path}; differs in {', '.join(names)}"
-        ]
 
     def _take_number(self, step: int, validate: bool) -> int:
         call = self._next_call.get((step, validate), 0)
@@ -190,8 +183,7 @@ class CallLog(RunLog):
         if before is not None and before.call is not None:
             call = before.call
         else:
-            with self._lock:
-                call = self._take_number(step, False)
+            call = self._take_number(step, False)
             key = GroupKey(step, group.uid, False, call)
             self._file.put(kinds.GroupRecord(group.number, key))
         for member in group.waiting:

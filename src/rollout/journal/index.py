@@ -14,7 +14,7 @@ from rollout.config import config_from_dict
 from rollout.engine.pool.model_template import load_model_template
 from rollout.errors import JournalError
 from rollout.journal import records as kinds
-from rollout.journal.log_file import HEAD, MAGIC, MAGIC_PREFIX, logger, read_frames
+from rollout.journal.log_file import HEAD, MAGIC_PREFIX, logger, read_frames
 from rollout.journal.records import Answer, GroupKey, Key, Record, Span, decode_record
 from rollout.journal.values import hash_prompt, read_prompt, unpack_end
 from rollout.media.records import KnownContents
@@ -231,8 +231,6 @@ def read_journal(path: Path) -> JournalIndex:
         except (msgspec.MsgspecError, LookupError) as error:
             raise JournalError(f"{path}: the record at byte {start}: {error}") from error
         index.size = span.start + span.size
-    if not (index.size or index.torn_size) and path.stat().st_size:
-        index.size = len(MAGIC)
     return index
 
 

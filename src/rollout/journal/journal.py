@@ -2,30 +2,52 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
+import msgspec
 
+from rollout.chat.plain_data import NotPlainError, encoder, to_plain
+from rollout.config import dump_config
 from rollout.errors import ConfigError, JournalError
 from rollout.journal.index import JournalIndex, read_journal
 from rollout.journal.log_file import LogFile, find_path_fault, logger
-from rollout.journal.records import MediumRecord, VersionRecord
-from rollout.journal.run_header import check_config, check_header, make_header
+from rollout.journal.records import Header, MediumRecord, VersionRecord
 from rollout.journal.values import ValueWriter
 from rollout.seeds import fresh_seed
 from rollout.worker_threads import run_in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Mapping
 
     from rollout.agents.services import Services
     from rollout.config import RolloutConfig
 
 
-@attrs.define
-class JournalCounts:
-    """What became of what a journal held.
+#: Keys that say where and how fast a run is worked on, and not what comes of it.
+MAY_CHANGE = (
+    "journal",
+    "observe",
+    "placement",
+    "router",
+    "channel",
+    "recovery",
+    "gateway.host",
+    "gateway.port",
+    "engine.replicas",
+    "scheduling.max_in_flight",
+    "scheduling.adaptive_admission",
+    "scheduling.freeze_heap",
+)
+#: Differences that an error names.
+_NAMED = 5
+
+
+@attrs.frozen(kw_only=True)
+class JournalStatistics:
+    """A journal now, and what became of what it held.
 
     Attributes:
         returned: Finished trajectories that were returned from it.
@@ -33,6 +55,9 @@ class JournalCounts:
         restarted: Unfinished ones that began again, since the state of a tool is lost.
         departed: Of the continued ones those that asked otherwise than before.
         recalled: Turns, and tool results of turns, that were given again.
+        records, bytes: Written since the runtime was opened; size of the file.
+        waiting: Records that are not written yet.
+        failure: Why the last attempt to write failed; "" where it did not.
     """
 
     returned: int = 0
@@ -40,18 +65,6 @@ class JournalCounts:
     restarted: int = 0
     departed: int = 0
     recalled: int = 0
-
-
-@attrs.frozen(kw_only=True)
-class JournalStatistics(JournalCounts):
-    """A journal now.
-
-    Attributes:
-        records, bytes: Written since the runtime was opened; size of the file.
-        waiting: Records that are not written yet.
-        failure: Why the last attempt to write failed; "" where it did not.
-    """
-
     records: int
     bytes: int
     waiting: int
@@ -64,20 +77,21 @@ class Journal:
     Attributes:
         file: Writes records.
         index: What there is from before.
-        counts: What became of that.
+        counts: What became of that; see `JournalStatistics`.
+        services: What trajectories share, once it is written.
         values: Makes plain data of values.
         waits: Whether a trajectory waits after each record until it is on the disk.
     """
 
     def __init__(self, config: RolloutConfig, file: LogFile, index: JournalIndex) -> None:
-        self.file, self.index, self.counts = file, index, JournalCounts()
+        self.file, self.index, self.counts = file, index, Counter[str]()
         self._config, self.path = config, str(config.journal.path)
         self.values = ValueWriter(as_text=config.journal.unwritable == "text")
         self.waits = config.journal.fsync == "always"
         self._written_media = set(index.media)
         self._announced: int | None = None
         self._has_warned = False
-        self._services: Services
+        self.services: Services
 
     @asynccontextmanager
     async def writing(
@@ -91,9 +105,16 @@ class Journal:
         Raises:
             ConfigError: It is of another model, or cannot be written.
         """
-        self._services, section = services, self._config.journal
-        header, syncs = make_header(run_seed, services, fingerprint), section.fsync != "never"
-        check_header(self.path, self.index.header, header)
+        self.services, section = services, self._config.journal
+        syncs, template = section.fsync != "never", services.template.fingerprint
+        header = Header(
+            run_seed=run_seed,
+            config=dump_config(self._config),
+            files={"fingerprint": fingerprint, "vocabulary and chat template": template},
+            schemas=[dict(schema) for schema in services.tools.schemas()],
+            engine=msgspec.to_builtins(services.engines.info),
+        )
+        _check_header(self.path, self.index.header, header)
         self.index.warn_of_tail("cut off")
         try:
             self.file.cut(self.index.size, syncs=syncs)
@@ -116,10 +137,6 @@ class Journal:
             self.file.put(MediumRecord(digest, contents[digest]))
             self._written_media.add(digest)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Ids to text, by the tokenizer of the run."""
-        return self._services.template.decode(ids)
-
     def warn_of_results(self, error: Exception) -> None:
         """Warn once that results of a tool are not written."""
         if not self._has_warned:
@@ -133,7 +150,7 @@ class Journal:
         Raises:
             ConfigError: The journal's last tokens are of other ones, and nobody has announced them.
         """
-        version = self._services.engines.info.weight_version
+        version = self.services.engines.info.weight_version
         if self._announced in (None, version):
             return
         raise ConfigError(
@@ -151,7 +168,7 @@ class Journal:
         """Take a snapshot."""
         file = self.file
         return JournalStatistics(
-            **attrs.asdict(self.counts),
+            **self.counts,
             records=file.written,
             bytes=file.size,
             waiting=file.put_count - file.written,
@@ -198,10 +215,86 @@ async def open_journal(config: RolloutConfig, *, resume: bool) -> AsyncIterator[
             index = await run_in_thread(read_journal, path)
         except JournalError as error:
             raise ConfigError(f"{named}: {error}") from error
-        check_config(str(config.journal.path), index.header, config)
+        if index.header is not None:
+            configs = (_flatten(each) for each in (index.header.config, dump_config(config)))
+            _refuse_differences(str(config.journal.path), *map(_keep_lasting, configs))
         yield Journal(config, file, index)
     finally:
         with suppress(OSError):
             if is_new and not path.stat().st_size:  # nothing has begun it
                 path.resolve().unlink()
         file.close()
+
+
+# Whether a run is the one that a journal is of.
+
+
+def _check_header(path: str, old: Header | None, new: Header) -> None:
+    """Check that a run has the model's files of a journal, or can begin one; warn of other tools.
+
+    Raises:
+        ConfigError: The files are others, or no journal can hold this run; names what and where.
+    """
+    if old is not None:
+        _refuse_differences(path, old.files, new.files)
+        schemas = msgspec.msgpack.decode(encoder.encode(new.schemas))  # as a journal gives them
+        before, now = ({_name(each): each for each in s} for s in (old.schemas, schemas))
+        changes = sorted(n for n in before.keys() | now.keys() if before.get(n) != now.get(n))
+        if changes:
+            logger.warning(
+                "%s: these tools have other schemas than before: %s; finished trajectories keep "
+                "the answers that they had, others may ask otherwise and continue on their own",
+                path,
+                ", ".join(changes),
+            )
+        return
+    faults = []
+    values = {f"the schema of tool {_name(each)!r}": each for each in new.schemas}
+    for where, value in (values | _flatten(new.config)).items():
+        try:
+            to_plain(value, where)
+        except NotPlainError as error:
+            faults.append(str(error))
+    if faults:
+        lines = "".join(f"\n  {fault}" for fault in faults)
+        raise ConfigError(f"journal.path = {path!r}: cannot hold this run:{lines}", (*faults,))
+
+
+def _name(schema: dict[str, Any]) -> str:
+    return str(schema["function"]["name"])
+
+
+def _flatten(value: Any, path: str = "") -> dict[str, Any]:
+    """Return the values of a dumped configuration by path, `section.key`."""
+    if not (isinstance(value, dict) and value):
+        return {path: value}
+    flat: dict[str, Any] = {}
+    for key, each in value.items():
+        flat |= _flatten(each, f"{path}.{key}" if path else key)
+    return flat
+
+
+def _keep_lasting(flat: dict[str, Any]) -> dict[str, Any]:
+    """Keep what may not change from run to run."""
+    may_change = tuple(f"{key}." for key in MAY_CHANGE)
+    return {
+        key: value
+        for key, value in flat.items()
+        if key == "journal.prompts" or not f"{key}.".startswith(may_change)
+    }
+
+
+def _refuse_differences(path: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    found = []
+    for key in dict.fromkeys((*old, *new)):
+        there, here = (f"{of[key]!r:.200}" if key in of else "nothing" for of in (old, new))
+        if old.get(key) != new.get(key):
+            found.append(f"{key} = {there} there, {here} here")
+    if found:
+        more = f"\n  and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        lines = "".join(f"\n  {line}" for line in found[:_NAMED])
+        raise ConfigError(
+            f"journal.path = {path!r}: is the journal of another run; expected the same, or "
+            f"another journal:{lines}{more}",
+            tuple(found),
+        )

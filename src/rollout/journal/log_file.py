@@ -32,9 +32,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rollout.journal")
 
-#: What a journal begins with; the number is the version of its format.
-MAGIC = b"rollout journal 9\n"
+FORMAT = 9
+#: What a journal begins with.
 MAGIC_PREFIX = b"rollout journal "
+MAGIC = MAGIC_PREFIX + b"%d\n" % FORMAT
 HEAD = struct.Struct("<II")
 #: The first byte of a record, which is an array.
 _ARRAY = re.compile(rb"[\x90-\x9f\xdc]")
@@ -84,18 +85,12 @@ def read_frames(path: Path) -> Iterator[tuple[int, bytes | None]]:
 
 def _check_magic(path: Path, found: bytes) -> bool:
     """Check the first line; False where a death cut it short."""
-    if found.startswith(MAGIC_PREFIX) and found != MAGIC:
-        number, ours = (
-            each.removeprefix(MAGIC_PREFIX).decode("ascii", "replace").strip()
-            for each in (found, MAGIC)
-        )
-        if number:
-            raise JournalError(
-                f"{path}: a journal of format {number}; this version reads format {ours}"
-            )
-    if not MAGIC.startswith(found):
+    if MAGIC.startswith(found):
+        return found == MAGIC
+    if not found.startswith(MAGIC_PREFIX):
         raise JournalError(f"{path}: is no journal")
-    return found == MAGIC
+    number = found.removeprefix(MAGIC_PREFIX).decode("ascii", "replace").strip()
+    raise JournalError(f"{path}: a journal of format {number}; this version reads format {FORMAT}")
 
 
 def _check_tail(path: Path, start: int, tail: bytes) -> None:
@@ -216,21 +211,17 @@ class LogFile:
             deadline: Up to when this waits for a disk that refuses it.
             is_over: Whether nobody wants what is waited for any more.
         """
-        gives_up = False
-        while not self._needs_no_wait(number):
-            if gives_up:
-                if self.failure is None and self._is_closed:
-                    return JournalError("the runtime was closed, and its journal with it")
-                return self.failure or JournalError("the journal cannot be written")
-            is_late = self.failure is not None and anyio.current_time() >= deadline
-            gives_up = is_late or self._is_closed or is_over()
+        is_late = False
+        while self.written < number and not (self._may_continue and self.failure is not None):
+            if is_late:
+                closed = "the runtime was closed, and its journal with it"
+                return self.failure or JournalError(closed)
             self._hurry.set()
             with anyio.move_on_after(CHECK_S):
                 await self._changed.wait()
+            is_late = self.failure is not None and anyio.current_time() >= deadline
+            is_late = is_late or self._is_closed or is_over()
         return None
-
-    def _needs_no_wait(self, number: int) -> bool:
-        return self.written >= number or (self._may_continue and self.failure is not None)
 
     @asynccontextmanager
     async def writing(self, *, syncs: bool, may_continue: bool) -> AsyncIterator[None]:
@@ -309,16 +300,17 @@ def lock_file(descriptor: int, path: Path) -> None:
 
 def find_path_fault(path: Path) -> str | None:
     """Say what is wrong with the path of a journal, as far as that shows without writing."""
+    fault = ""
     try:
         str(path).encode()  # the journal names it
-        there = next(each for each in (path, *path.absolute().parents) if each.exists())
-        if path.exists() and not path.is_file():  # to read a pipe would wait for ever
-            fault = "expected a file, or a new one"
-        elif there != path and not there.is_dir():
-            fault = f"cannot be written: {there} is no directory"
-        else:
-            is_usable = os.access(there, os.R_OK | os.W_OK)
-            fault = "" if is_usable else "cannot be read and written by this user"
+        is_there = os.access(path, os.F_OK)
+        there = (
+            path if is_there else next(each for each in path.absolute().parents if each.exists())
+        )
+        if not (there.is_file() if is_there else there.is_dir()):  # a pipe would block
+            fault = f"cannot be written: {there} is no {'file' if is_there else 'directory'}"
+        elif not os.access(there, os.R_OK | os.W_OK):
+            fault = "cannot be read and written by this user"
     except (OSError, ValueError) as error:
         fault = getattr(error, "strerror", None) or str(error)
     return f"journal.path = {str(path)!r}: {fault}" if fault else None

@@ -99,13 +99,13 @@ class TrajectoryLog(msgspec.Struct, eq=False):
         Args:
             group: Its number in the call.
         """
-        index = self._journal.index
-        trajectory = index.read_end(self.key, self._recorded, prompt, self._journal.decode)
+        index, decode = self._journal.index, self._journal.services.template.decode
+        trajectory = index.read_end(self.key, self._recorded, prompt, decode)
         if trajectory is not None:
             if any(transcript.media for transcript in trajectory.transcripts):
                 restore_media(trajectory, index.contents)
             trajectory.group = group
-            self._journal.counts.returned += 1
+            self._journal.counts["returned"] += 1
         return trajectory
 
     def begin(self) -> None:
@@ -117,12 +117,12 @@ class TrajectoryLog(msgspec.Struct, eq=False):
         if not (is_first and recorded.answers):
             return
         if recorded.stateful:
-            counts.restarted += 1
+            counts["restarted"] += 1
             self._start += 1
             tools = ", ".join(sorted(recorded.stateful))
             logger.info("%s starts from its beginning: the state of %s is lost", self.key, tools)
             return
-        counts.continued += 1
+        counts["continued"] += 1
         self._answers = RecordedAnswers(self._journal.index.read_answers(recorded))
         self.has_answers = True
 
@@ -142,7 +142,7 @@ class TrajectoryLog(msgspec.Struct, eq=False):
         known = None if self._answers is None else self._answers.take(kind, question, segment)
         if known is not None:
             self.recalled += 1
-            self._journal.counts.recalled += 1
+            self._journal.counts["recalled"] += 1
         return known
 
     def note_turn(
@@ -219,7 +219,7 @@ class TrajectoryLog(msgspec.Struct, eq=False):
             return None
         self._journal.put_media(collect_contents([trajectory]))
         if self._answers:
-            self._journal.counts.departed += 1
+            self._journal.counts["departed"] += 1
             logger.warning(
                 "%s asked otherwise than before it was resumed: %d of its recorded answers were of "
                 "no use, and it continued after the %d before them",

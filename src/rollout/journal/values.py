@@ -65,22 +65,23 @@ class ValueWriter:
         try:
             return to_plain(dict(value) if is_mapping else value, where)
         except NotPlainError as error:
-            if not self._as_text:
-                raise
             if not is_mapping:
-                self._warn(value, error)
+                self._refuse_or_warn(value, error)
                 return show_value(value)
         kind = float if where == "metrics" else repr
         written: dict[Any, Any] = {}
         for key, each in value.items():
             try:
-                written |= to_plain({key: each}, where)
+                to_plain({key: None}, where)
+                written[key] = to_plain(each, f"{where}[{key!r}]")
             except NotPlainError as error:
-                self._warn(each, error)
+                self._refuse_or_warn(each, error)
                 written[show_value(key, str)] = show_value(each, kind)
         return written
 
-    def _warn(self, value: Any, error: NotPlainError) -> None:
+    def _refuse_or_warn(self, value: Any, error: NotPlainError) -> None:
+        if not self._as_text:
+            raise error
         kind = type(value).__qualname__
         if kind not in self._warned:
             self._warned.add(kind)

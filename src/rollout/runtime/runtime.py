@@ -461,15 +461,15 @@ class RolloutRuntime:
         is_long = isinstance(prompts, Sized) and len(prompts) * samples > MANY_MEMBERS
         with self._steps.counted(step) as step:
             make = partial(self._make_groups, prompts, samples, step, validate)
-            groups, record_prompts = await run_in_thread(make) if is_long else make()
-        self._refuse_when_closed()
-        record_prompts()
+            groups, enrol = await run_in_thread(make) if is_long else make()
+            self._refuse_when_closed()
+            enrol()
         return groups, step, deadline
 
     def _make_groups(
         self, prompts: Sequence[Prompt], samples: int, step: int, validate: bool
     ) -> tuple[list[MemberGroup], Callable[[], None]]:
-        """Those of a call, once its prompts are known to be good; and what records these."""
+        """Those of a call, whose prompts are good; and what gives their members logs."""
         uids, services = check_prompts(prompts), self.services
         check_names(prompts, self.config.agent, services.tools.names, services.interactions)
         groups = make_groups(

@@ -60,10 +60,11 @@ class RunLog:
     # Members.
 
     def enrol_batch(self, members: Sequence[Member]) -> Callable[[], None]:
-        """Give the members of a list's call their logs, in any thread; return what records them.
+        """Prepare the members of a list's call, in any thread; return what gives them their logs.
 
         Raises:
-            PromptError: A prompt holds what cannot be recorded, or differs from that of before.
+            PromptError: A prompt holds what cannot be recorded; or, by what is returned, it
+                differs from that of before.
         """
         return lambda: None
 
