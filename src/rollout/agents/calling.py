@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rollout.agents.turn_log import make_calls_question
 from rollout.tools import ToolResult
 from rollout.tools.call_events import CallEvents
+from rollout.tools.results import Answers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,8 +51,8 @@ async def _find_results(conversation: Conversation, calls: Calls) -> list[ToolRe
     if any(result.has_media for result in results):
         results = await _read_media(conversation, calls, results)
     if log is not None and question is not None:
-        took_s, stateful = tools.seconds - before, tools.find_stateful(calls)
-        if log.note_answers(question, session, turns, results, took_s, stateful):
+        answers = Answers(results, tools.seconds - before)
+        if log.note_answers(question, (session, turns), answers, tools.find_stateful(calls)):
             await log.wait_written()
     return results
 

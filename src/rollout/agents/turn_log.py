@@ -12,13 +12,14 @@ if TYPE_CHECKING:
 
     from rollout.engine.pool.generation import Generation
     from rollout.token_prefix import TokenPrefix
-    from rollout.tools import ToolResult
     from rollout.tools.results import Answers
     from rollout.types import InvalidToolCall, ToolCall
 
 #: What was asked: the number of tokens before it, the CRC-32 of their ids, and the seed of the turn
 #: or the CRC-32 of the tool calls.
 Question = tuple[int, int, int]
+#: The session id of a conversation, and the number of a turn in it.
+TurnId = tuple[str, int]
 
 
 def make_turn_question(prefix: TokenPrefix, seed: int) -> Question:
@@ -49,13 +50,7 @@ class TurnLog(Protocol):
         """Fill a generation as it was; the seconds that it took, None where nothing is known."""
 
     def note_turn(
-        self,
-        prefix: TokenPrefix,
-        seed: int,
-        segment: str,
-        turn: int,
-        generation: Generation,
-        seconds: float,
+        self, prefix: TokenPrefix, seed: int, turn: TurnId, generation: Generation, seconds: float
     ) -> bool:
         """A generation is over that continues `prefix`; whether to wait until it is written."""
 
@@ -65,13 +60,7 @@ class TurnLog(Protocol):
         """What was answered to these calls then; None where nothing is known."""
 
     def note_answers(
-        self,
-        question: Question,
-        segment: str,
-        turn: int,
-        results: Sequence[ToolResult],
-        seconds: float,
-        stateful: Sequence[str],
+        self, question: Question, turn: TurnId, answers: Answers, stateful: Sequence[str]
     ) -> bool:
         """Calls have been answered; whether to wait until that is written.
 

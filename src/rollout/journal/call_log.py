@@ -175,7 +175,7 @@ class CallLog(RunLog):
         who = member.identity
         key = Key(who.step, who.uid, who.member, who.validate, call)
         recorded = self._index.trajectories.pop(key, None)
-        member.log = TrajectoryLog(key, self._journal, recorded or RecordedTrajectory())
+        member.log = TrajectoryLog(key, recorded or RecordedTrajectory(), self._journal)
 
     def enrol(self, group: MemberGroup) -> None:
         """See `RunLog`. Members that an earlier process delivered or finished come first."""
@@ -189,7 +189,7 @@ class CallLog(RunLog):
         for member in group.waiting:
             self._give_log(member, call)
         if before is not None:
-            group.waiting.sort(key=lambda each: (not each.was_taken, not each.log.is_finished))
+            group.waiting.sort(key=lambda each: (not each.was_taken, not each.was_finished))
 
     def find_trajectory(self, member: Member) -> Trajectory | None:
         """See `RunLog`."""
@@ -202,7 +202,7 @@ class CallLog(RunLog):
         logs: list[TrajectoryLog] = []
         for member, trajectory in ended:
             log: TrajectoryLog = member.log
-            packed = None if log.is_finished or log.number else log.pack_end(trajectory)
+            packed = None if member.was_finished or log.number else log.pack_end(trajectory)
             if packed is not None:
                 ends.append((log.key, packed))
                 logs.append(log)

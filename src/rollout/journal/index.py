@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
     from rollout.types import Prompt
 
+    Decode = Callable[[Sequence[int]], str]
+
 
 @attrs.define(eq=False)
 class RecordedTrajectory:
@@ -54,7 +56,7 @@ class RecordedTrajectory:
         self.answers.append(span)
         if isinstance(record, kinds.ResultsRecord):
             self.stateful.update(record.stateful)
-        else:
+        elif isinstance(record, kinds.TurnRecord):
             self.version = find_oldest(self.version, *(version for version, _ in record.versions))
 
 
@@ -192,11 +194,7 @@ class JournalIndex:
         return list(map(self.read, recorded.answers))
 
     def read_end(
-        self,
-        key: Key,
-        recorded: RecordedTrajectory,
-        prompt: Prompt,
-        decode: Callable[[Sequence[int]], str],
+        self, key: Key, recorded: RecordedTrajectory, prompt: Prompt, decode: Decode
     ) -> Trajectory | None:
         """Read a finished trajectory, images and videos without contents; None: it is not finished.
 

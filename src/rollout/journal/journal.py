@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import asynccontextmanager, suppress
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -80,6 +81,7 @@ class Journal:
         counts: What became of that; see `JournalStatistics`.
         services: What trajectories share, once it is written.
         values: Makes plain data of values.
+        warn_once: Logs a warning, unless the same was logged before.
         waits: Whether a trajectory waits after each record until it is on the disk.
     """
 
@@ -90,7 +92,7 @@ class Journal:
         self.waits = config.journal.fsync == "always"
         self._written_media = set(index.media)
         self._announced: int | None = None
-        self._has_warned = False
+        self.warn_once = lru_cache(100)(logger.warning)
         self.services: Services
 
     @asynccontextmanager
@@ -103,7 +105,7 @@ class Journal:
             fingerprint: Of the model.
 
         Raises:
-            ConfigError: It is of another model, or cannot be written.
+            ConfigError: It is of another model.
         """
         self.services, section = services, self._config.journal
         syncs, template = section.fsync != "never", services.template.fingerprint
@@ -116,12 +118,7 @@ class Journal:
         )
         _check_header(self.path, self.index.header, header)
         self.index.warn_of_tail("cut off")
-        try:
-            self.file.cut(self.index.size, syncs=syncs)
-        except OSError as error:
-            raise ConfigError(
-                f"journal.path = {self.path!r}: cannot be written: {error.strerror}"
-            ) from error
+        self.file.size = self.index.size
         if self.index.header is None:
             self.file.put(header)
         self._announced = self.index.version
@@ -136,13 +133,6 @@ class Journal:
         for digest in contents.keys() - self._written_media:
             self.file.put(MediumRecord(digest, contents[digest]))
             self._written_media.add(digest)
-
-    def warn_of_results(self, error: Exception) -> None:
-        """Warn once that results of a tool are not written."""
-        if not self._has_warned:
-            self._has_warned = True
-            what = "it is not in the journal, and a resumed trajectory calls the tool again"
-            logger.warning("%s: %s", error, what)
 
     def check_announced(self) -> None:
         """Check that it is known which weights the engines of a resumed run have.
@@ -216,8 +206,8 @@ async def open_journal(config: RolloutConfig, *, resume: bool) -> AsyncIterator[
         except JournalError as error:
             raise ConfigError(f"{named}: {error}") from error
         if index.header is not None:
-            configs = (_flatten(each) for each in (index.header.config, dump_config(config)))
-            _refuse_differences(str(config.journal.path), *map(_keep_lasting, configs))
+            configs = index.header.config, dump_config(config)
+            _refuse_differences(str(config.journal.path), *map(_list_lasting, configs))
         yield Journal(config, file, index)
     finally:
         with suppress(OSError):
@@ -274,12 +264,12 @@ def _flatten(value: Any, path: str = "") -> dict[str, Any]:
     return flat
 
 
-def _keep_lasting(flat: dict[str, Any]) -> dict[str, Any]:
-    """Keep what may not change from run to run."""
+def _list_lasting(dumped: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that may not change from run to run, by path."""
     may_change = tuple(f"{key}." for key in MAY_CHANGE)
     return {
         key: value
-        for key, value in flat.items()
+        for key, value in _flatten(dumped).items()
         if key == "journal.prompts" or not f"{key}.".startswith(may_change)
     }
 
@@ -287,8 +277,8 @@ def _keep_lasting(flat: dict[str, Any]) -> dict[str, Any]:
 def _refuse_differences(path: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     found = []
     for key in dict.fromkeys((*old, *new)):
-        there, here = (f"{of[key]!r:.200}" if key in of else "nothing" for of in (old, new))
         if old.get(key) != new.get(key):
+            there, here = (f"{of[key]!r:.200}" if key in of else "nothing" for of in (old, new))
             found.append(f"{key} = {there} there, {here} here")
     if found:
         more = f"\n  and {len(found) - _NAMED} more" if len(found) > _NAMED else ""

@@ -64,10 +64,9 @@ def read_frames(path: Path) -> Iterator[tuple[int, bytes | None]]:
     """
     try:
         with path.open("rb") as file:
-            start = len(MAGIC)
-            if not _check_magic(path, file.read(start)):
-                if path.stat().st_size:
-                    yield 0, None
+            start, found = len(MAGIC), file.read(len(MAGIC))
+            if not _check_magic(path, found):
+                yield from [(0, None)] if found else []
                 return
             while head := file.read(HEAD.size):
                 length, checksum = HEAD.unpack(head.ljust(HEAD.size, b"\0"))
@@ -118,7 +117,7 @@ class LogFile:
         path: The file; it is made where there is none.
 
     Attributes:
-        size: Bytes of its whole frames.
+        size: Bytes of its whole frames; of a file that is resumed, set before it is written.
         put_count, written: Records put so far, and how many of them are written.
         failure: Why the last attempt to write failed; None where it did not.
 
@@ -144,40 +143,29 @@ class LogFile:
             self.close()
             raise
 
-    def cut(self, size: int, *, syncs: bool) -> None:
-        """Keep so many bytes, and begin a new file with its first line.
-
-        Args:
-            size: Of the whole frames; what follows them is cut off.
-            syncs: Whether the name of a new file, and its folders, are to be on the disk.
-        """
-        self.size = size
-        if os.fstat(self._descriptor).st_size > size:
-            os.ftruncate(self._descriptor, size)
-        for folder in self.path.absolute().parents if syncs and not size else ():
-            with suppress(OSError):  # some may be as new as the file; not each system does this
-                descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
-
     def append(self, frames: Sequence[bytes], *, syncs: bool) -> None:
-        """Append frames, all of them or none.
+        """Append frames, all of them or none; what follows `size` bytes is cut off first.
 
         Args:
-            syncs: Whether they are to be on the disk when this returns.
+            syncs: Whether they, and the name of a new file, are to be on the disk at the return.
 
         Raises:
             OSError: They could not be written, or not be synced.
         """
-        os.ftruncate(self._descriptor, self.size)  # what a failed write has left
+        os.ftruncate(self._descriptor, self.size)
         data = (b"" if self.size else MAGIC) + b"".join(frames)
         done = 0
         while done < len(data):
             done += os.write(self._descriptor, data[done:])
         if syncs:
             os.fdatasync(self._descriptor)
+        for folder in self.path.absolute().parents if syncs and not self.size else ():
+            with suppress(OSError):  # some may be as new as the file; not each system does this
+                descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
         self.size += len(data)
 
     def close(self) -> None:
@@ -199,10 +187,7 @@ class LogFile:
         return self.put_count
 
     async def wait_written(
-        self,
-        number: int,
-        deadline: float = math.inf,
-        is_over: Callable[[], bool] = lambda: False,
+        self, number: int, deadline: float = math.inf, is_over: Callable[[], bool] = lambda: False
     ) -> JournalError | None:
         """Wait until a record is written, or need not be; return why it is not, if so.
 
@@ -303,10 +288,8 @@ def find_path_fault(path: Path) -> str | None:
     fault = ""
     try:
         str(path).encode()  # the journal names it
+        there = next(each for each in (path, *path.absolute().parents) if each.exists())
         is_there = os.access(path, os.F_OK)
-        there = (
-            path if is_there else next(each for each in path.absolute().parents if each.exists())
-        )
         if not (there.is_file() if is_there else there.is_dir()):  # a pipe would block
             fault = f"cannot be written: {there} is no {'file' if is_there else 'directory'}"
         elif not os.access(there, os.R_OK | os.W_OK):

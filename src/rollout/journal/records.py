@@ -101,19 +101,14 @@ class DroppedRecord(msgspec.Struct, array_like=True, tag=4):
     number: int
 
 
-class TurnRecord(msgspec.Struct, array_like=True, tag=5, gc=False):
-    """One turn that an engine sampled.
+class Answer(msgspec.Struct, array_like=True):
+    """What a trajectory got for a question.
 
     Attributes:
         start: How often its trajectory had begun again before.
         segment: Session id of its segment.
-        turn: Its number in the conversation, from 0.
-        question: The tokens before it, and its seed.
-        ids, log_probs: int32 and float32, little-endian.
-        versions: Runs of weight version and number of ids.
-        seconds: How long it took.
-        top: Most likely ids of each token: their number, ids, log-probs; None where not wanted.
-        experts: Routed experts: layers, top_k, first token, int16; None where not wanted.
+        turn: Number of turns of the conversation before it.
+        question: The tokens before it, and the seed of a turn, or the calls.
     """
 
     key: Key
@@ -121,6 +116,19 @@ class TurnRecord(msgspec.Struct, array_like=True, tag=5, gc=False):
     segment: str
     turn: int
     question: Question
+
+
+class TurnRecord(Answer, tag=5, gc=False):
+    """One turn that an engine sampled.
+
+    Attributes:
+        ids, log_probs: int32 and float32, little-endian.
+        versions: Runs of weight version and number of ids.
+        seconds: How long it took.
+        top: Most likely ids of each token: their number, ids, log-probs; None where not wanted.
+        experts: Routed experts: layers, top_k, first token, int16; None where not wanted.
+    """
+
     ids: bytes
     log_probs: bytes
     versions: list[list[int]]
@@ -132,22 +140,15 @@ class TurnRecord(msgspec.Struct, array_like=True, tag=5, gc=False):
     experts: tuple[int, int, int, bytes] | None = None
 
 
-class ResultsRecord(msgspec.Struct, array_like=True, tag=6):
+class ResultsRecord(Answer, tag=6):
     """What tools answered to the calls of one turn.
 
     Attributes:
-        turn: Number of turns of the conversation so far.
-        question: The tokens before the calls, and the calls.
         results: The fields of each `ToolResult`, media without contents; of most only the text.
         seconds: Time in calls.
         stateful: Tools among them that keep a state, which is lost with the process.
     """
 
-    key: Key
-    start: int
-    segment: str
-    turn: int
-    question: Question
     results: list[str | dict[str, Any]]
     seconds: float
     stateful: Sequence[str] = ()
@@ -185,14 +186,14 @@ class MediumRecord(msgspec.Struct, array_like=True, tag=10):
     content: bytes
 
 
-Answer = TurnRecord | ResultsRecord
 Record = (
     Header
     | PromptRecord
     | PullRecord
     | GroupRecord
     | DroppedRecord
-    | Answer
+    | TurnRecord
+    | ResultsRecord
     | EndRecord
     | DeliveredRecord
     | VersionRecord

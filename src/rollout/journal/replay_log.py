@@ -75,7 +75,7 @@ class ReplayLog:
 
     def begin(self) -> None:
         """Begin at the start of the agent."""
-        self._left, self._answers = list(self._all), RecordedAnswers(self._all)
+        self._answers = RecordedAnswers(self._all)
 
     async def recall_turn(
         self, prefix: TokenPrefix, seed: int, generation: Generation
@@ -119,7 +119,7 @@ class ReplayLog:
         recorded = self._recorded
         if self.departure or self.is_beyond:
             return
-        if self._left:
+        if self._answers.left:
             self._depart(f"the agent ends here ({describe_end(trajectory)})")
         elif recorded is not None and _ended_itself(recorded):
             if (trajectory.outcome, trajectory.reason) != (recorded.outcome, recorded.reason):
@@ -130,10 +130,7 @@ class ReplayLog:
     def _take(self, kind: type, question: Question, segment: str | None = None) -> Any:
         if self.departure or self.is_beyond:
             raise Departed(self.departure or "the record has ended")
-        known = self._answers.take(kind, question, segment)
-        if known is not None:
-            self._left.remove(known)
-        return known
+        return self._answers.take(kind, question, segment)
 
     def _note_step(self, what: str) -> None:
         self.steps += 1
@@ -141,7 +138,7 @@ class ReplayLog:
 
     def _depart(self, asked: str) -> Departed:
         recorded = self._recorded
-        if self._left or (recorded is not None and _ended_itself(recorded)):
+        if self._answers.left or (recorded is not None and _ended_itself(recorded)):
             self.departure = f"{asked}; the record has {self._show_next()}"
         else:
             self.is_beyond = True
@@ -149,9 +146,9 @@ class ReplayLog:
         return Departed(asked)
 
     def _show_next(self) -> str:
-        if not self._left:
+        if not self._answers.left:
             return "ended" + (f" as {describe_end(self._recorded)}" if self._recorded else "")
-        record = self._left[0]
+        record = self._answers.left[0]
         length, digest, _ = record.question
         if isinstance(record, ResultsRecord):
             turn = record.segment, record.turn - 1

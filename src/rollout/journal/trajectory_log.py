@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import anyio.lowlevel
 import msgspec
-from msgspec.structs import astuple
 
 from rollout.agents.turn_log import make_turn_question
 from rollout.chat.trajectory_codec import collect_contents, restore_media
@@ -26,7 +24,7 @@ from rollout.types import Outcome
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from rollout.agents.turn_log import Question
+    from rollout.agents.turn_log import Question, TurnId
     from rollout.chat.trajectory import Trajectory
     from rollout.engine.pool.generation import Generation
     from rollout.token_prefix import TokenPrefix
@@ -38,24 +36,23 @@ UNFINISHED = frozenset(("closed", "interrupted", "surplus"))
 
 
 class RecordedAnswers:
-    """Turns and tool results by their questions; each is given once."""
+    """Turns and tool results by their questions; each is given once.
 
-    def __init__(self, records: Iterable[Answer] = ()) -> None:
-        self._records: dict[tuple[type, Question], deque[Answer]] = {}
-        for each in records:
-            self._records.setdefault((type(each), each.question), deque()).append(each)
+    Attributes:
+        left: Those that were not given yet, in order.
+    """
 
-    def __len__(self) -> int:
-        return sum(map(len, self._records.values()))
+    def __init__(self, answers: Iterable[Answer]) -> None:
+        self.left = list(answers)
 
     def take(self, kind: type, question: Question, segment: str | None = None) -> Any:
         """Take the next answer to a question, of this segment where there is one; None: none."""
-        found = self._records.get((kind, question))
-        if not found:
-            return None
-        record = next((each for each in found if each.segment == segment), found[0])
-        found.remove(record)
-        return record
+        known = [each for each in self.left if type(each) is kind and each.question == question]
+        if known:
+            answer = next((each for each in known if each.segment == segment), known[0])
+            self.left = [each for each in self.left if each is not answer]
+            return answer
+        return None
 
 
 class TrajectoryLog(msgspec.Struct, eq=False):
@@ -68,30 +65,21 @@ class TrajectoryLog(msgspec.Struct, eq=False):
 
     Attributes:
         key: Which trajectory it is.
+        recorded: What earlier processes recorded of it.
         recalled: How many answers were given again.
         has_answers: Whether the journal had any.
         number: Of the record of its end in this process; 0 where it has not ended.
     """
 
     key: Key
+    recorded: RecordedTrajectory
     _journal: Journal
-    _recorded: RecordedTrajectory
     recalled: int = 0
     has_answers: bool = False
     number: int = 0
     _start: int | None = None
     _latest: int = 0
     _answers: RecordedAnswers | None = None
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether an earlier process finished it."""
-        return self._recorded.end is not None
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether a caller of an earlier process had it."""
-        return self._recorded.is_delivered
 
     def read_end(self, prompt: Prompt, group: int) -> Trajectory | None:
         """Read the trajectory, where the journal has it finished.
@@ -100,7 +88,7 @@ class TrajectoryLog(msgspec.Struct, eq=False):
             group: Its number in the call.
         """
         index, decode = self._journal.index, self._journal.services.template.decode
-        trajectory = index.read_end(self.key, self._recorded, prompt, decode)
+        trajectory = index.read_end(self.key, self.recorded, prompt, decode)
         if trajectory is not None:
             if any(transcript.media for transcript in trajectory.transcripts):
                 restore_media(trajectory, index.contents)
@@ -110,7 +98,7 @@ class TrajectoryLog(msgspec.Struct, eq=False):
 
     def begin(self) -> None:
         """Begin an attempt from the start of the agent; the first one has what is recorded."""
-        recorded, counts = self._recorded, self._journal.counts
+        recorded, counts = self.recorded, self._journal.counts
         is_first = self._start is None
         self._start = recorded.start if self._start is None else self._start + 1
         self._answers, self.has_answers = None, False
@@ -146,24 +134,15 @@ class TrajectoryLog(msgspec.Struct, eq=False):
         return known
 
     def note_turn(
-        self,
-        prefix: TokenPrefix,
-        seed: int,
-        segment: str,
-        turn: int,
-        generation: Generation,
-        seconds: float,
+        self, prefix: TokenPrefix, seed: int, turn: TurnId, generation: Generation, seconds: float
     ) -> bool:
         """See `TurnLog`."""
-        ids, log_probs = generation.packed()
         record = TurnRecord(
             self.key,
             self._start or 0,
-            segment,
-            turn,
+            *turn,
             make_turn_question(prefix, seed),
-            ids,
-            log_probs,
+            *generation.packed(),
             generation.versions,
             generation.finish_reason,
             generation.cached_tokens,
@@ -189,24 +168,19 @@ class TrajectoryLog(msgspec.Struct, eq=False):
         return None if known is None else read_results(known, restore)
 
     def note_answers(
-        self,
-        question: Question,
-        segment: str,
-        turn: int,
-        results: Sequence[ToolResult],
-        seconds: float,
-        stateful: Sequence[str],
+        self, question: Question, turn: TurnId, answers: Answers, stateful: Sequence[str]
     ) -> bool:
         """See `TurnLog`. Results that cannot be written are left out, and asked for again."""
         try:
-            packed = [_pack_result(each, at) for at, each in enumerate(results)]
-            for medium in chain.from_iterable((*each.images, *each.videos) for each in results):
+            packed = [_pack_result(each, at) for at, each in enumerate(answers.results)]
+            for medium in chain.from_iterable((*r.images, *r.videos) for r in answers.results):
                 self._journal.put_media({medium.digest: medium.content})
-            where = self.key, self._start or 0, segment, turn, question
-            record = ResultsRecord(*where, packed, seconds, stateful)
+            where = self.key, self._start or 0, *turn, question
+            record = ResultsRecord(*where, packed, answers.seconds, stateful)
             self._latest = self._journal.file.put(record)
         except UNENCODABLE as error:
-            self._journal.warn_of_results(error)
+            what = "it is not in the journal, and a resumed trajectory calls the tool again"
+            self._journal.warn_once(f"{error}: {what}")
             return False
         return self._journal.waits
 
@@ -218,13 +192,13 @@ class TrajectoryLog(msgspec.Struct, eq=False):
         if trajectory.outcome is Outcome.CANCELLED and trajectory.reason in UNFINISHED:
             return None
         self._journal.put_media(collect_contents([trajectory]))
-        if self._answers:
+        if self._answers is not None and self._answers.left:
             self._journal.counts["departed"] += 1
             logger.warning(
                 "%s asked otherwise than before it was resumed: %d of its recorded answers were of "
                 "no use, and it continued after the %d before them",
                 self.key,
-                len(self._answers),
+                len(self._answers.left),
                 self.recalled,
             )
         self._answers = None
@@ -244,14 +218,12 @@ def fill_generation(generation: Generation, known: TurnRecord) -> float:
     return known.seconds
 
 
-#: What a result has besides its text, where that is all.
-_BARE = astuple(ToolResult())[1:]
 _RESULT_FIELDS = ("data", "reward", "metrics", "is_error", "end_trajectory", "extra")
 
 
 def _pack_result(result: ToolResult, at: int) -> str | dict[str, Any]:
     text: str = REFUSE.write(str.__str__(result.text), f"answers[{at}].text")
-    if result.data is None and astuple(result)[1:] == _BARE:
+    if result.data is None and result == ToolResult(result.text):
         return text
     values = {n: REFUSE.write(getattr(result, n), f"answers[{at}].{n}") for n in _RESULT_FIELDS}
     media = {n: [drop_content(m) for m in getattr(result, n)] for n in ("images", "videos")}
