@@ -44,7 +44,8 @@ class CallLog(RunLog):
         self._journal, self._file, self._index = journal, journal.file, journal.index
         index = journal.index
         self.pull_count = max(index.pulls, default=-1) + 1
-        self._left = [pull for pull in index.pulls.values() if pull.is_left]
+        pulls = index.pulls.values()
+        self._left = [each for each in pulls if each.delivered_in is None and not each.is_dropped]
         self._delivered: dict[int, list[RecordedPull]] = {}
         for key, pull in index.groups.items():
             if pull.delivered_in is not None and pull.group == key:

@@ -80,11 +80,6 @@ class RecordedPull:
     delivered_in: int | None = None
     is_dropped: bool = False
 
-    @property
-    def is_left(self) -> bool:
-        """Whether somebody may still get its group."""
-        return self.delivered_in is None and not self.is_dropped
-
 
 class JournalIndex:
     """What a journal holds.
@@ -163,14 +158,11 @@ class JournalIndex:
     def warn_of_tail(self, what: str) -> None:
         """Say what becomes of the bytes that follow the whole frames, if there are any."""
         if self.torn_size:
-            logger.warning(
-                "%s: its last %d bytes, from byte %d on, hold no whole record and are %s: what "
-                "wrote it was ended meanwhile",
-                self._path,
-                self.torn_size,
-                self.size,
-                what,
+            tail = (
+                f"its last {self.torn_size} bytes, from byte {self.size} on, hold no whole record"
             )
+            why = "what wrote it was ended meanwhile"
+            logger.warning("%s: %s and are %s: %s", self._path, tail, what, why)
 
     # Reading records.
 
@@ -256,11 +248,10 @@ def read_finished(path: Path, known: Container[Key] = ()) -> dict[Key, Trajector
 
     found: dict[Key, Trajectory] = {}
     for key, recorded in index.trajectories.items():
-        if recorded.end is not None and key not in known:
-            prompt = find_prompt(key.group)
-            trajectory = index.read_end(key, recorded, prompt, decode)
-            assert trajectory is not None
-            found[key] = trajectory
+        if key not in known:
+            trajectory = index.read_end(key, recorded, find_prompt(key.group), decode)
+            if trajectory is not None:
+                found[key] = trajectory
     return found
 
 

@@ -231,12 +231,9 @@ def _check_header(path: str, old: Header | None, new: Header) -> None:
         before, now = ({_name(each): each for each in s} for s in (old.schemas, schemas))
         changes = sorted(n for n in before.keys() | now.keys() if before.get(n) != now.get(n))
         if changes:
-            logger.warning(
-                "%s: these tools have other schemas than before: %s; finished trajectories keep "
-                "the answers that they had, others may ask otherwise and continue on their own",
-                path,
-                ", ".join(changes),
-            )
+            what = f"these tools have other schemas than before: {', '.join(changes)}"
+            keep = "finished trajectories keep the answers that they had"
+            logger.warning("%s: %s; %s, others may ask otherwise and continue", path, what, keep)
         return
     faults = []
     values = {f"the schema of tool {_name(each)!r}": each for each in new.schemas}

@@ -32,10 +32,6 @@ if TYPE_CHECKING:
 _TAIL, _SHOWN = 24, 300
 
 
-class Departed(RolloutError):
-    """A replayed trajectory asks what its record has no answer to; it ends by that."""
-
-
 class ReplayLog:
     """Answers from the record alone; a `TurnLog`.
 
@@ -46,7 +42,7 @@ class ReplayLog:
         decode: Ids to text.
         parse_calls: Ids of a turn to its calls.
         on_step: Called with each question that is answered: its number, from 1, and what it is.
-        on_departure: Called when the record has no answer, before `Departed` is raised.
+        on_departure: Called when the record has no answer, before the error of that is raised.
 
     Attributes:
         steps: How many questions were answered.
@@ -83,7 +79,7 @@ class ReplayLog:
         """See `TurnLog`.
 
         Raises:
-            Departed: The record has no such turn.
+            RolloutError: The record has no such turn.
         """
         await anyio.lowlevel.checkpoint()
         known = self._take(TurnRecord, make_turn_question(prefix, seed))
@@ -96,7 +92,7 @@ class ReplayLog:
         """See `TurnLog`.
 
         Raises:
-            Departed: The record has no such calls.
+            RolloutError: The record has no such calls.
         """
         known = self._take(ResultsRecord, question, segment)
         if known is None:
@@ -129,21 +125,21 @@ class ReplayLog:
 
     def _take(self, kind: type, question: Question, segment: str | None = None) -> Any:
         if self.departure or self.is_beyond:
-            raise Departed(self.departure or "the record has ended")
+            raise RolloutError(self.departure or "the record has ended")
         return self._answers.take(kind, question, segment)
 
     def _note_step(self, what: str) -> None:
         self.steps += 1
         self._on_step(self.steps, what)
 
-    def _depart(self, asked: str) -> Departed:
+    def _depart(self, asked: str) -> RolloutError:
         recorded = self._recorded
         if self._answers.left or (recorded is not None and _ended_itself(recorded)):
             self.departure = f"{asked}; the record has {self._show_next()}"
         else:
             self.is_beyond = True
         self._on_departure()
-        return Departed(asked)
+        return RolloutError(asked)
 
     def _show_next(self) -> str:
         if not self._answers.left:

@@ -36,11 +36,7 @@ UNFINISHED = frozenset(("closed", "interrupted", "surplus"))
 
 
 class RecordedAnswers:
-    """Turns and tool results by their questions; each is given once.
-
-    Attributes:
-        left: Those that were not given yet, in order.
-    """
+    """Turns and tool results by their questions; each is given once, and `left` has the rest."""
 
     def __init__(self, answers: Iterable[Answer]) -> None:
         self.left = list(answers)

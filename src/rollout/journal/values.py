@@ -36,8 +36,6 @@ logger = logging.getLogger("rollout.journal")
 UNENCODABLE = (NotPlainError, JournalError, TypeError, ValueError, OverflowError, RecursionError)
 #: Fields of a prompt that may be written as text: its caller passes it again on resume.
 MAY_BE_TEXT = ("extra", "ground_truth", "tools_kwargs")
-#: Reason of a trajectory that fails because it holds what cannot be written.
-UNWRITABLE = "journal"
 
 _trajectory_decoder = msgspec.msgpack.Decoder(PackedTrajectory, ext_hook=from_plain)
 
@@ -196,7 +194,7 @@ def pack_end(trajectory: Trajectory, values: ValueWriter) -> bytes:
 
 def _fail(trajectory: Trajectory, error: Exception) -> None:
     why = str(error) if isinstance(error, NotPlainError) else format_error(error)
-    trajectory.outcome, trajectory.reason = Outcome.FAILED, UNWRITABLE
+    trajectory.outcome, trajectory.reason = Outcome.FAILED, "journal"
     trajectory.limit_source, trajectory.cause = None, Cause.of(JournalError(why))
     trajectory.trainable, trajectory.reward = False, None
     for segment in trajectory.segments:
