@@ -49,7 +49,7 @@ from rollout.errors import LimitExceeded
 from rollout.journal.index import read_journal
 from rollout.journal.log_file import MAGIC
 from rollout.journal.records import EndRecord, ResultsRecord, TurnRecord
-from rollout.testing import run_virtual, simulated_tokenizer
+from rollout.testing import run_virtual
 from rollout.tools import ToolContext
 from rollout.types import ToolCall
 
@@ -205,23 +205,6 @@ def test_resume_with_another_chat_template_in_its_file_is_refused(tmp_path: Path
         run(config, prompts("quick"), tools=(), resume=True)
 
 
-def test_resume_with_another_chat_template_in_the_model_directory_is_refused(
-    tmp_path: Path,
-) -> None:
-    def generate(*, resume: bool) -> dict[str, Any]:  # virtual time does not wait for its files
-        with rollout.open_rollout_blocking(config, reward=reward, resume=resume) as runtime:
-            return content(runtime.generate(prompts("quick")).trajectories[0])
-
-    path, folder = tmp_path / "journal", tmp_path / "model"
-    tokenizer = simulated_tokenizer()
-    tokenizer.save_pretrained(folder)
-    config = config_of(path, model=attrs.evolve(ADDING.config().model, path=str(folder)))
-    assert generate(resume=False) == generate(resume=True)
-    (folder / "chat_template.jinja").write_text(f"{tokenizer.chat_template}{{# other #}}")
-    with pytest.raises(ConfigError, match=r"another run; .*\n  vocabulary and chat template ="):
-        generate(resume=True)
-
-
 def test_resume_with_other_tools_warns_of_each(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -257,17 +240,14 @@ SCHEMA: dict[str, Any] = {
 
 
 def test_generate_with_what_cannot_be_written_is_refused_by_field(tmp_path: Path) -> None:
-    given = [attrs_prompt(extra={"fine": [1, (2.5, None)], "object": {"deep": [object()]}})]
+    extra = {"fine": [1, (2.5, None)], "object": {"deep": [object()]}}
+    given = [Prompt(messages=[{"role": "user", "content": "quick"}], uid="quick", extra=extra)]
     with pytest.raises(PromptError) as refused:
         run(config_of(tmp_path / "journal"), given)
     assert str(refused.value) == (
         "prompts[0].extra['object']['deep'][0] is a object; expected plain data: None, bool, int, "
         "float, str, bytes, list, tuple, dict, or an array of numbers (journal.path is set)"
     )
-
-
-def attrs_prompt(**fields: Any) -> Prompt:
-    return Prompt(messages=[{"role": "user", "content": "quick"}], uid="quick", **fields)
 
 
 def test_trajectory_whose_extra_cannot_be_written_fails_by_that_field(tmp_path: Path) -> None:
