@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from rollout.media.records import KnownContents
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
 
+    from rollout.chat import ChatTemplate
     from rollout.chat.trajectory import Trajectory
     from rollout.types import Prompt
 
@@ -112,6 +113,7 @@ class JournalIndex:
         self.contents = KnownContents(self, str(path))
         self.size = self.torn_size = 0
         self._path = path.absolute()
+        self._template: ChatTemplate | None = None
 
     def add(self, span: Span, record: Record) -> None:
         """Note the next record."""
@@ -158,17 +160,15 @@ class JournalIndex:
     def warn_of_tail(self, what: str) -> None:
         """Say what becomes of the bytes that follow the whole frames, if there are any."""
         if self.torn_size:
-            tail = (
-                f"its last {self.torn_size} bytes, from byte {self.size} on, hold no whole record"
-            )
+            tail = f"its last {self.torn_size} bytes, from byte {self.size} on, hold no whole"
             why = "what wrote it was ended meanwhile"
-            logger.warning("%s: %s and are %s: %s", self._path, tail, what, why)
+            logger.warning("%s: %s record and are %s: %s", self._path, tail, what, why)
 
     # Reading records.
 
     def read(self, span: Span) -> Any:
         """Read a record; in any thread."""
-        with self._path.open("rb", buffering=0) as file:
+        with self._path.open("rb") as file:
             file.seek(span.start)
             return decode_record(file.read(span.size))
 
@@ -184,6 +184,13 @@ class JournalIndex:
     def read_answers(self, recorded: RecordedTrajectory) -> list[Answer]:
         """Read the turns and tool results of a trajectory, in order."""
         return list(map(self.read, recorded.answers))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Ids to text, by the tokenizer of the journal's model, which is loaded now."""
+        if self._template is None:
+            assert self.header is not None
+            self._template = load_model_template(config_from_dict(self.header.config))
+        return self._template.decode(ids)
 
     def read_end(
         self, key: Key, recorded: RecordedTrajectory, prompt: Prompt, decode: Decode
@@ -240,16 +247,11 @@ def read_finished(path: Path, known: Container[Key] = ()) -> dict[Key, Trajector
     index.warn_of_tail("left out")
     if index.header is None:
         return {}
-    load_template = cache(partial(load_model_template, config_from_dict(index.header.config)))
     find_prompt = cache(index.read_prompt)
-
-    def decode(ids: Sequence[int]) -> str:  # its tokenizer is loaded once a message is read
-        return load_template().decode(ids)
-
     found: dict[Key, Trajectory] = {}
     for key, recorded in index.trajectories.items():
         if key not in known:
-            trajectory = index.read_end(key, recorded, find_prompt(key.group), decode)
+            trajectory = index.read_end(key, recorded, find_prompt(key.group), index.decode)
             if trajectory is not None:
                 found[key] = trajectory
     return found

@@ -132,14 +132,13 @@ def find_record(
 def _read_record(index: JournalIndex, key: Key) -> Record:
     assert index.header is not None
     recorded, prompt = index.trajectories[key], index.read_prompt(key.group)
-    template = load_model_template(config_from_dict(index.header.config))
     return Record(
         key,
         index.header,
         prompt,
         index.read_answers(recorded),
         index.contents,
-        index.read_end(key, recorded, prompt, template.decode),
+        index.read_end(key, recorded, prompt, index.decode),
     )
 
 
