@@ -96,7 +96,7 @@ class JournalIndex:
         missing: By step, how many groups fewer a `collect` returned without an error.
         media: Contents of images and videos, by digest.
         contents: Gives images and videos these.
-        size: Bytes of its whole frames.
+        size: Bytes of its complete frames.
         torn_size: Bytes that follow them.
     """
 
@@ -158,7 +158,7 @@ class JournalIndex:
         return self.trajectories.setdefault(key, RecordedTrajectory())
 
     def warn_of_tail(self, what: str) -> None:
-        """Say what becomes of the bytes that follow the whole frames, if there are any."""
+        """Say what becomes of the bytes that follow the complete frames, if there are any."""
         if self.torn_size:
             tail = f"its last {self.torn_size} bytes, from byte {self.size} on, hold no whole"
             why = "what wrote it was ended meanwhile"

@@ -55,7 +55,7 @@ class JournalStatistics:
         continued: Unfinished ones that continued from their last turn.
         restarted: Unfinished ones that began again, since the state of a tool is lost.
         departed: Of the continued ones those that asked otherwise than before.
-        recalled: Turns, and tool results of turns, that were given again.
+        recalled: Turns, and tool results of turns, that were reused.
         records, bytes: Written since the runtime was opened; size of the file.
         waiting: Records that are not written yet.
         failure: Why the last attempt to write failed; "" where it did not.
@@ -228,7 +228,7 @@ def _check_header(path: str, old: Header | None, new: Header) -> None:
     if old is not None:
         _refuse_differences(path, old.files, new.files)
         schemas = msgspec.msgpack.decode(encoder.encode(new.schemas))  # as a journal gives them
-        before, now = ({_name(each): each for each in s} for s in (old.schemas, schemas))
+        before, now = ({_get_name(each): each for each in s} for s in (old.schemas, schemas))
         changes = sorted(n for n in before.keys() | now.keys() if before.get(n) != now.get(n))
         if changes:
             what = f"these tools have other schemas than before: {', '.join(changes)}"
@@ -236,7 +236,7 @@ def _check_header(path: str, old: Header | None, new: Header) -> None:
             logger.warning("%s: %s; %s, others may ask otherwise and continue", path, what, keep)
         return
     faults = []
-    values = {f"the schema of tool {_name(each)!r}": each for each in new.schemas}
+    values = {f"the schema of tool {_get_name(each)!r}": each for each in new.schemas}
     for where, value in (values | _flatten(new.config)).items():
         try:
             to_plain(value, where)
@@ -247,7 +247,7 @@ def _check_header(path: str, old: Header | None, new: Header) -> None:
         raise ConfigError(f"journal.path = {path!r}: cannot hold this run:{lines}", (*faults,))
 
 
-def _name(schema: dict[str, Any]) -> str:
+def _get_name(schema: dict[str, Any]) -> str:
     return str(schema["function"]["name"])
 
 

@@ -56,7 +56,7 @@ def read_frames(path: Path) -> Iterator[tuple[int, bytes | None]]:
     """Yield where each frame begins, and its payload; None for a torn tail, which comes last.
 
     A tail is torn where the process or machine died while it was written: nothing after it is a
-    whole frame.
+    complete frame.
 
     Raises:
         JournalError: The file cannot be read, is no journal, is one of another format, or is
@@ -93,7 +93,7 @@ def _check_magic(path: Path, found: bytes) -> bool:
 
 
 def _check_tail(path: Path, start: int, tail: bytes) -> None:
-    """Refuse a tail that has a whole frame in it: then the file is damaged, and not torn."""
+    """Refuse a tail that has a complete frame in it: then the file is damaged, and not torn."""
     for found in _ARRAY.finditer(tail, HEAD.size + 1):
         begin = found.start()
         length, checksum = HEAD.unpack_from(tail, begin - HEAD.size)
@@ -117,7 +117,7 @@ class LogFile:
         path: The file; it is made where there is none.
 
     Attributes:
-        size: Bytes of its whole frames; of a file that is resumed, set before it is written.
+        size: Bytes of its complete frames; of a file that is resumed, set before it is written.
         put_count, written: Records put so far, and how many of them are written.
         failure: Why the last attempt to write failed; None where it did not.
 
@@ -175,11 +175,7 @@ class LogFile:
     # Records.
 
     def put(self, record: Record) -> int:
-        """Have a record written; return its number, from 1.
-
-        Raises:
-            TypeError, ValueError, OverflowError: It cannot be encoded.
-        """
+        """Have a record written; return its number, from 1. Raises what encoding it raises."""
         self._frames.append(make_frame(encoder.encode(record)))
         self.put_count += 1
         if len(self._frames) == 1:
@@ -196,16 +192,16 @@ class LogFile:
             deadline: Up to when this waits for a disk that refuses it.
             is_over: Whether nobody wants what is waited for any more.
         """
-        is_late = False
+        gives_up = False
         while self.written < number and not (self._may_continue and self.failure is not None):
-            if is_late:
+            if gives_up:
                 closed = "the runtime was closed, and its journal with it"
                 return self.failure or JournalError(closed)
             self._hurry.set()
             with anyio.move_on_after(CHECK_S):
                 await self._changed.wait()
             is_late = self.failure is not None and anyio.current_time() >= deadline
-            is_late = is_late or self._is_closed or is_over()
+            gives_up = is_late or self._is_closed or is_over()
         return None
 
     @asynccontextmanager

@@ -132,14 +132,14 @@ class ReplayLog:
         self.steps += 1
         self._on_step(self.steps, what)
 
-    def _depart(self, asked: str) -> RolloutError:
+    def _depart(self, question: str) -> RolloutError:
         recorded = self._recorded
         if self._answers.left or (recorded is not None and _ended_itself(recorded)):
-            self.departure = f"{asked}; the record has {self._show_next()}"
+            self.departure = f"{question}; the record has {self._show_next()}"
         else:
             self.is_beyond = True
         self._on_departure()
-        return RolloutError(asked)
+        return RolloutError(question)
 
     def _show_next(self) -> str:
         if not self._answers.left:

@@ -1,4 +1,4 @@
-"""The journal of one trajectory: answers are written as they come, and given again on resume."""
+"""The journal of one trajectory: answers are written as they come, and reused on resume."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ UNFINISHED = frozenset(("closed", "interrupted", "surplus"))
 
 
 class RecordedAnswers:
-    """Turns and tool results by their questions; each is given once, and `left` has the rest."""
+    """Turns and tool results by their questions; each is used once, and `left` has the rest."""
 
     def __init__(self, answers: Iterable[Answer]) -> None:
         self.left = list(answers)
@@ -62,7 +62,7 @@ class TrajectoryLog(msgspec.Struct, eq=False):
     Attributes:
         key: Which trajectory it is.
         recorded: What earlier processes recorded of it.
-        recalled: How many answers were given again.
+        recalled: How many answers were reused.
         has_answers: Whether the journal had any.
         number: Of the record of its end in this process; 0 where it has not ended.
     """
@@ -166,7 +166,7 @@ class TrajectoryLog(msgspec.Struct, eq=False):
     def note_answers(
         self, question: Question, turn: TurnId, answers: Answers, stateful: Sequence[str]
     ) -> bool:
-        """See `TurnLog`. Results that cannot be written are left out, and asked for again."""
+        """See `TurnLog`. Results that cannot be written are left out: their tools run again."""
         try:
             packed = [_pack_result(each, at) for at, each in enumerate(answers.results)]
             for medium in chain.from_iterable((*r.images, *r.videos) for r in answers.results):

@@ -202,11 +202,11 @@ def _fail(trajectory: Trajectory, error: Exception) -> None:
 
 
 def _keep_plain(items: Mapping[Any, Any]) -> dict[Any, Any]:
-    kept: dict[Any, Any] = {}
+    plain: dict[Any, Any] = {}
     for key, value in items.items():
         with suppress(NotPlainError):
-            kept |= to_plain({key: value}, "")
-    return kept
+            plain |= to_plain({key: value}, "")
+    return plain
 
 
 def _encode(trajectory: Trajectory, values: ValueWriter) -> bytes:
