@@ -31,7 +31,7 @@ def make_calls_question(
     prefix: TokenPrefix, calls: Sequence[ToolCall | InvalidToolCall]
 ) -> Question:
     """Make the question of calls that are made after these tokens."""
-    return make_turn_question(prefix, zlib.crc32(show_value(calls).encode()))
+    return make_turn_question(prefix, zlib.crc32(show_value(list(calls)).encode()))
 
 
 class TurnLog(Protocol):
