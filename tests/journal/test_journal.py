@@ -515,15 +515,3 @@ def test_same_uid_in_two_calls_of_a_step_is_resumed_as_two(tmp_path: Path) -> No
     assert len(read_journal(path).trajectories) == 3
     assert run_virtual(act, True) == first
     assert len(read_journal(path).trajectories) == 3
-
-
-def test_second_runtime_on_the_same_journal_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
-
-    async def act() -> None:
-        async with rollout.open_rollout(config_of(path), [add]):
-            async with rollout.open_rollout(config_of(path), [add], resume=True):
-                pass
-
-    with pytest.raises(ConfigError, match="cannot be opened: another runtime writes it"):
-        run_virtual(act)

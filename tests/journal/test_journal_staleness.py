@@ -30,14 +30,12 @@ class Streamed:
         ages: By how many versions the weights were newer than the oldest ones of each then.
         restarted: Carried groups that began again.
         statistics: Of the journal.
-        tokens: That the engines sampled.
     """
 
     groups: list[Group] = attrs.field(factory=list)
     ages: list[int] = attrs.field(factory=list)
     restarted: int = 0
     statistics: Any = None
-    tokens: int = 0
 
     @property
     def uids(self) -> list[str]:
@@ -48,14 +46,7 @@ class Streamed:
 
 
 def streamed(
-    path: Path,
-    version: int,
-    count: int,
-    *,
-    step: int = 1,
-    start: int = 4,
-    resume: bool = True,
-    max_staleness: int = 1,
+    path: Path, version: int, count: int, *, step: int = 1, start: int = 4, resume: bool = True
 ) -> Streamed:
     """A stream of a process that begins with these weights; the version rises for each 2 groups.
 
@@ -67,11 +58,7 @@ def streamed(
         async with rollout.open_rollout(config_of(path), [add], resume=resume) as runtime:
             await runtime.update_weights(version=version, source=DiskWeights("."))
             async with runtime.stream_groups(
-                loader(start),
-                policy=CARRY,
-                step=step,
-                max_staleness=max_staleness,
-                groups_per_step=2,
+                loader(start), policy=CARRY, step=step, max_staleness=1, groups_per_step=2
             ) as groups:
                 now = version
                 async for group in groups:
@@ -84,9 +71,7 @@ def streamed(
                         now += 1
                         await runtime.update_weights(version=now, source=DiskWeights("."))
                 told.restarted = int(groups.metrics()["groups/restarted"])
-            statistics = runtime.statistics()
-            told.statistics = statistics.journal
-            told.tokens = sum(each.tokens.arrived for each in statistics.replicas)
+            told.statistics = runtime.statistics().journal
 
     run_virtual(act)
     return told
