@@ -140,7 +140,6 @@ config = scenario.timing(base_s=BASE_S).config(placement=InProcessPlacement())
 def test_journal_with_room_for_some_records_has_those_that_fit(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     file = LogFile(path)
-    file.cut(0, syncs=False)
     frames = [make_frame(msgspec.msgpack.encode(["record", at, "x" * 90])) for at in range(200)]
     for room in (10, 1000, 5000, 5200, 12_000):
         with files_up_to(room), pytest.raises(OSError, match="File too large"):

@@ -16,7 +16,7 @@ from report_runs import MadeUpRun
 from rollout import GroupPolicy, open_rollout
 from rollout.config import ObserveConfig, SchedulingConfig
 from rollout.errors import RolloutError
-from rollout.journal import finished, trajectory_record
+from rollout.journal import index, values
 from rollout.observe.report import write_report
 from rollout.observe.report.saved_trajectories import TrajectoryLines
 from rollout.testing import Scenario, run_virtual
@@ -124,11 +124,11 @@ def test_report_that_follows_a_journal_makes_each_trajectory_once(
     made: list[str] = []
 
     def unpack_end(*given: Any) -> Any:
-        trajectory = trajectory_record.unpack_end(*given)
+        trajectory = values.unpack_end(*given)
         made.append(trajectory.uid)
         return trajectory
 
-    monkeypatch.setattr(finished, "unpack_end", unpack_end)
+    monkeypatch.setattr(index, "unpack_end", unpack_end)
     whole = tmp_path / "whole"
     run(config_of(whole), prompts("quick one", "quick two"), samples=1)
     lines = TrajectoryLines(tmp_path / "none")

@@ -95,7 +95,7 @@ from rollout.runtime.opening import open_rollout as open_rollout
 from rollout.runtime.runtime import RolloutRuntime as RolloutRuntime
 from rollout.sandbox.api import Sandbox as Sandbox
 from rollout.scheduling.prompt_files import read_prompts as read_prompts
-from rollout.journal.finished import load_trajectories as load_trajectories
+from rollout.journal.index import load_trajectories as load_trajectories
 from rollout.scheduling.selection import has_signal as has_signal
 from rollout.testing import Scenario as Scenario
 from rollout.tools import (

@@ -49,7 +49,7 @@ from rollout.errors import LimitExceeded
 from rollout.journal.index import read_journal
 from rollout.journal.log_file import MAGIC
 from rollout.journal.records import EndRecord, ResultsRecord, TurnRecord
-from rollout.testing import run_virtual, simulated_tokenizer
+from rollout.testing import run_virtual
 from rollout.tools import ToolContext
 from rollout.types import ToolCall
 
@@ -132,9 +132,9 @@ def test_resume_cuts_a_torn_tail_at_every_byte_with_a_message(
 
 def test_resume_of_what_is_no_journal_of_this_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    for number in (5, 9):
+    for number in (8, 10):
         path.write_bytes(b"rollout journal %d\n" % number)
-        fault = f"a journal of format {number}; this version reads format 8"
+        fault = f"a journal of format {number}; this version reads format 9"
         with pytest.raises(ConfigError, match=fault):
             run(config_of(path), prompts("quick"), resume=True)
     path.write_bytes(b"something else")
@@ -158,8 +158,8 @@ def test_resume_of_another_run_is_refused_naming_the_difference(tmp_path: Path) 
     with pytest.raises(ConfigError) as caught:
         run(other, prompts("quick"), resume=True)
     assert str(caught.value) == (
-        f"journal.path = {str(path)!r}: is the journal of another configuration; expected the "
-        "same, or another journal:\n  sampling.temperature = 1.0 there, 0.5 here"
+        f"journal.path = {str(path)!r}: is the journal of another run; expected the same, or "
+        "another journal:\n  sampling.temperature = 1.0 there, 0.5 here"
     )
     groups = SchedulingConfig(groups=GroupPolicy(oversample=1.5))
     with pytest.raises(
@@ -171,7 +171,7 @@ def test_resume_of_another_run_is_refused_naming_the_difference(tmp_path: Path) 
             resume=True,
         )
     with pytest.raises(
-        ConfigError, match=r"another prompt file; .*\n  prompts = 'one' there, 'two'"
+        ConfigError, match=r"another run; .*\n  journal.prompts = 'one' there, 'two'"
     ):
         run(config_of(path, journal={"prompts": "two"}), prompts("quick"), resume=True)
     model = attrs.evolve(ADDING.config().model, chat_template_kwargs={"x": 1})
@@ -179,7 +179,7 @@ def test_resume_of_another_run_is_refused_naming_the_difference(tmp_path: Path) 
         ConfigError,
         match=r"\n  model.chat_template_kwargs.x = nothing there, 1 here$",
     ):
-        run(config_of(path, model=model), prompts("quick"), resume=True)
+        run(config_of(path, model=model, journal={"prompts": "one"}), prompts("quick"), resume=True)
     changed = [Prompt(messages=[{"role": "user", "content": "another"}], uid="quick")]
     with pytest.raises(PromptError) as refused:
         run(config_of(path, journal={"prompts": "one"}), changed, resume=True)
@@ -201,25 +201,8 @@ def test_resume_with_another_chat_template_in_its_file_is_refused(tmp_path: Path
     (again,) = run(config, prompts("quick"), tools=(), resume=True).trajectories
     assert content(again) == content(first)
     template.write_text(text.replace("\n", "\n\n", 1))
-    with pytest.raises(ConfigError, match=r"another model; .*\n  vocabulary and chat template ="):
+    with pytest.raises(ConfigError, match=r"another run; .*\n  vocabulary and chat template ="):
         run(config, prompts("quick"), tools=(), resume=True)
-
-
-def test_resume_with_another_chat_template_in_the_model_directory_is_refused(
-    tmp_path: Path,
-) -> None:
-    def generate(*, resume: bool) -> dict[str, Any]:  # virtual time does not wait for its files
-        with rollout.open_rollout_blocking(config, reward=reward, resume=resume) as runtime:
-            return content(runtime.generate(prompts("quick")).trajectories[0])
-
-    path, folder = tmp_path / "journal", tmp_path / "model"
-    tokenizer = simulated_tokenizer()
-    tokenizer.save_pretrained(folder)
-    config = config_of(path, model=attrs.evolve(ADDING.config().model, path=str(folder)))
-    assert generate(resume=False) == generate(resume=True)
-    (folder / "chat_template.jinja").write_text(f"{tokenizer.chat_template}{{# other #}}")
-    with pytest.raises(ConfigError, match=r"another model; .*\n  vocabulary and chat template ="):
-        generate(resume=True)
 
 
 def test_resume_with_other_tools_warns_of_each(
@@ -257,17 +240,14 @@ SCHEMA: dict[str, Any] = {
 
 
 def test_generate_with_what_cannot_be_written_is_refused_by_field(tmp_path: Path) -> None:
-    given = [attrs_prompt(extra={"fine": [1, (2.5, None)], "object": {"deep": [object()]}})]
+    extra = {"fine": [1, (2.5, None)], "object": {"deep": [object()]}}
+    given = [Prompt(messages=[{"role": "user", "content": "quick"}], uid="quick", extra=extra)]
     with pytest.raises(PromptError) as refused:
         run(config_of(tmp_path / "journal"), given)
     assert str(refused.value) == (
         "prompts[0].extra['object']['deep'][0] is a object; expected plain data: None, bool, int, "
         "float, str, bytes, list, tuple, dict, or an array of numbers (journal.path is set)"
     )
-
-
-def attrs_prompt(**fields: Any) -> Prompt:
-    return Prompt(messages=[{"role": "user", "content": "quick"}], uid="quick", **fields)
 
 
 def test_trajectory_whose_extra_cannot_be_written_fails_by_that_field(tmp_path: Path) -> None:
@@ -494,9 +474,9 @@ def test_trajectories_ended_by_a_closing_runtime_are_continued(tmp_path: Path) -
     run_virtual(act)
     (recorded,) = read_journal(path).trajectories.values()
     assert recorded.end is None
-    assert recorded.has_begun
+    assert recorded.answers
     resumed = run(config_of(path), prompts("sum"), resume=True)
-    assert resumed.statistics.recalled == len(recorded.turns) + len(recorded.results)
+    assert resumed.statistics.recalled == len(recorded.answers)
     assert resumed.trajectories[0].outcome is Outcome.COMPLETED
 
 
@@ -535,15 +515,3 @@ def test_same_uid_in_two_calls_of_a_step_is_resumed_as_two(tmp_path: Path) -> No
     assert len(read_journal(path).trajectories) == 3
     assert run_virtual(act, True) == first
     assert len(read_journal(path).trajectories) == 3
-
-
-def test_second_runtime_on_the_same_journal_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
-
-    async def act() -> None:
-        async with rollout.open_rollout(config_of(path), [add]):
-            async with rollout.open_rollout(config_of(path), [add], resume=True):
-                pass
-
-    with pytest.raises(ConfigError, match="cannot be opened: another runtime writes it"):
-        run_virtual(act)

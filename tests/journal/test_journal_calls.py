@@ -5,15 +5,12 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import anyio
 import attrs
-import numpy as np
 import pytest
-import torch
 
 import rollout
 from journal_material import records_in
@@ -25,14 +22,11 @@ from rollout import (
     Outcome,
     Prompt,
     RolloutConfig,
-    TensorWeights,
-    function_tool,
 )
 from rollout.agents import AgentContext, register_agent
 from rollout.config import AgentConfig, JournalConfig, LimitsConfig, SchedulingConfig
 from rollout.journal.records import DeliveredRecord
 from rollout.testing import Scenario, run_virtual, tool_call
-from rollout.types import ToolCall
 
 SCENARIO = (
     Scenario(seed=1)
@@ -106,35 +100,6 @@ def test_two_collects_at_once_get_their_own_batches_again(
     assert again == first
 
 
-def test_same_step_again_after_many_others_has_its_own_trajectories(tmp_path: Path) -> None:
-    steps = 70
-
-    def versions(*, resume: bool) -> list[list[int]]:
-        found: list[list[int]] = []
-
-        async def act() -> None:
-            scenario = Scenario(seed=1).reply("", "at once", filler=5).timing(base_s=0.001)
-            own = config(tmp_path / "j", "single_turn", scenario)
-            async with rollout.open_rollout(own, resume=resume) as runtime:
-                weights = TensorWeights({"a": torch.zeros(1)})
-                if resume:
-                    await runtime.update_weights(version=steps, source=weights)
-                for step in range(steps):
-                    await runtime.generate([user("train", "t")], step=step)
-                    if step in (0, steps - 1):
-                        batch = await runtime.generate([user("val", "v")], step=0, validate=True)
-                        found.extend([t.transcript.versions for t in batch.trajectories])
-                    if not resume:
-                        await runtime.update_weights(version=step + 1, source=weights)
-
-        run_virtual(act)
-        return [[*each] for each in found]
-
-    first = versions(resume=False)
-    assert first[0] != first[-1]
-    assert versions(resume=True) == first
-
-
 def collected(path: Path, source: Iterator[Prompt], *, resume: bool, **options: Any) -> Any:
     """Two steps: their rows, and how many tokens were sampled."""
     policies, groups = options.pop("policies"), options.pop("groups")
@@ -178,22 +143,6 @@ def test_group_cut_off_in_a_call_that_keeps_it_is_given_again_in_one_that_would_
         assert again[2] == 0
 
 
-def test_rows_of_a_batch_given_again_stand_in_their_order(tmp_path: Path) -> None:
-    """One of them began again after the other one had begun, so it is spoken of later."""
-    scenario = Scenario(seed=1).reply("slow", "word " * 60).reply("", "at once", filler=5)
-    given: dict[str, Any] = {
-        "policies": [GroupPolicy(oversample=3.0), GroupPolicy()],
-        "groups": 2,
-        "scenario": scenario.timing(base_s=0.01, slope_s=0.0, prefill_tokens_per_s=1e9),
-    }
-    first = collected(tmp_path / "j", loader(0), resume=False, **given)
-    names = [row[0] for row in first[1]]
-    assert names[0] == names[1] < names[2] == names[3]
-    for _ in range(2):
-        again = collected(tmp_path / "j", loader(0), resume=True, **given)
-        assert again[:2] == first[:2]
-
-
 @register_agent("journal_slow_end")
 class _SlowEnd(AgentLoop):
     async def run(self, context: AgentContext) -> None:
@@ -224,61 +173,6 @@ def test_member_whose_group_reward_failed_is_the_one_given_again(tmp_path: Path)
     asked.clear()
     assert collected(tmp_path / "j", loader(), resume=True, **given)[:2] == first[:2]
     assert asked == []
-
-
-def test_sub_agents_side_by_side_get_their_own_answers_again(tmp_path: Path) -> None:
-    numbers = count()
-
-    @function_tool(stateful=False)
-    async def pick() -> str:
-        """Make something new; the second is done first."""
-        number = next(numbers)
-        await anyio.sleep([0.5, 0.1, 0.3][number % 3])
-        return f"made {number}"
-
-    @register_agent("journal_side_by_side")
-    class _SideBySide(AgentLoop):
-        async def run(self, context: AgentContext) -> None:
-            await context.begin()
-            await context.generate()
-            start = [{"role": "user", "content": "work"}]
-            workers = [await context.subagent(start) for _ in range(3)]
-
-            async def work(at: int) -> None:
-                [result] = await workers[at].call_tools([ToolCall(name="pick", arguments={})])
-                context.extra[str(at)] = result.text
-                await workers[at].generate()
-
-            async with anyio.create_task_group() as tasks:
-                for at in range(3):
-                    tasks.start_soon(work, at)
-            if len(starts) == 1:
-                await anyio.sleep_forever()
-
-    starts: list[bool] = []
-
-    def ran(*, resume: bool) -> Any:
-        starts.append(resume)
-        found: list[Any] = []
-
-        async def act() -> None:
-            own = config(tmp_path / "j", "journal_side_by_side", samples_per_prompt=1)
-            async with rollout.open_rollout(own, [pick], resume=resume) as runtime:
-                with anyio.move_on_after(20):
-                    batch = await runtime.generate([user("go", "a")], step=0)
-                    found.append(batch.trajectories[0].extra)
-                statistics = runtime.statistics().journal
-                assert statistics is not None
-                found.append((statistics.recalled, statistics.departed, sampled(runtime)))
-
-        run_virtual(act)
-        return found
-
-    ran(resume=False)
-    [extra, counts] = ran(resume=True)
-    assert sorted(extra.values()) == ["made 0", "made 1", "made 2"]
-    assert next(numbers) == 3  # no tool was called again
-    assert counts == (7, 0, 0)
 
 
 @pytest.mark.parametrize("backend", ["trio", "asyncio"])
@@ -340,51 +234,6 @@ def test_collect_that_cannot_write_what_it_gives_ends_with_that(
     assert run_virtual(lambda: act(resume=True)) == first
 
 
-def test_texts_of_types_of_their_own_are_written_as_the_texts_that_they_are(
-    tmp_path: Path,
-) -> None:
-    @function_tool
-    async def pick() -> str:
-        """Pick a door."""
-        return np.random.default_rng(0).choice(["left", "right"])  # type: ignore[no-any-return]
-
-    @register_agent("journal_named")
-    class _Named(AgentLoop):
-        async def run(self, context: AgentContext) -> None:
-            await context.generate()
-            worker = await context.subagent(
-                [{"role": "user", "content": "go"}], purpose=np.str_("judge")
-            )
-            await worker.generate()
-            context.end(Outcome.COMPLETED, np.str_("solved"))
-
-    def ran(*, resume: bool) -> list[Any]:
-        found: list[Any] = []
-
-        async def act() -> None:
-            own = config(tmp_path / "j", samples_per_prompt=1)
-            async with rollout.open_rollout(own, [pick], resume=resume) as runtime:
-                named = Prompt(
-                    messages=[{"role": "user", "content": "go"}],
-                    uid="b",
-                    agent_name="journal_named",
-                )
-                batch = await runtime.generate([user("pick", "a"), named, user("go", "c")], step=0)
-                for each in batch.trajectories:
-                    said = [str(message.content) for message in each.messages]
-                    found.append((each.uid, each.outcome, str(each.reason), said))
-                found.append(sampled(runtime) > 0)
-
-        run_virtual(act)
-        return found
-
-    first = ran(resume=False)
-    assert [each[1] for each in first[:3]] == [Outcome.COMPLETED] * 3
-    assert first[1][2] == "solved"
-    again = ran(resume=True)
-    assert again == [*first[:3], False]
-
-
 def epoch(step: int) -> list[Prompt]:
     """The list of a step: of six prompts, that come again and again, three."""
     return [user(f"go {at}", f"p{at}") for at in range(3 * (step % 2), 3 * (step % 2) + 3)]
@@ -429,29 +278,6 @@ def test_step_that_was_interrupted_in_a_later_epoch_has_its_list_again_whole(
     assert len(found) == 1
     run_virtual(resumed)
     assert found == [["p0", "p1", "p2"]] * 3
-
-
-@pytest.mark.parametrize("cut_s", [1.0, 1.5])
-def test_list_whose_last_prompt_was_begun_again_after_a_resumption_is_known_to_be_used_up(
-    tmp_path: Path, cut_s: float
-) -> None:
-    given = config(tmp_path / "j", agent="single_turn", samples_per_prompt=1, max_in_flight=1)
-
-    def ran(steps: list[int], limit_s: float, *, resume: bool) -> list[list[str]]:
-        found: list[list[str]] = []
-
-        async def act() -> None:
-            async with rollout.open_rollout(given, resume=resume) as runtime:
-                for step in steps:
-                    with anyio.move_on_after(limit_s):
-                        found.append(uids(await runtime.collect(epoch(0), 3, step=step)))
-
-        run_virtual(act)
-        return found
-
-    ran([0], cut_s, resume=False)
-    ran([0, 0], 0.05, resume=True)
-    assert ran([0, 2], 60.0, resume=True) == [["p0", "p1", "p2"]] * 2
 
 
 @pytest.mark.parametrize("backend", ["trio", "asyncio"])

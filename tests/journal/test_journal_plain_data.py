@@ -7,7 +7,7 @@ from datetime import date
 from decimal import Decimal
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import msgspec
@@ -29,7 +29,7 @@ from rollout import (
     function_tool,
 )
 from rollout.chat.plain_data import EXPECTED, MAX_DEPTH, TOO_DEEP, NotPlainError, to_plain
-from rollout.journal.values import Unwritable, find_media, pack_prompt, read_prompt
+from rollout.journal.values import ValueWriter, find_media, pack_prompt, read_prompt
 from rollout.media.records import KnownContents
 from rollout.medium import Media
 from rollout.testing import run_virtual
@@ -84,25 +84,11 @@ def test_name_in_an_extra_that_cannot_be_written_concerns_its_trajectory_alone(
     assert [each.extra for each in again.trajectories] == [extra, extra]
 
 
-def test_values_as_deep_as_may_be_come_back_and_deeper_ones_are_refused() -> None:
-    assert to_plain(nested(MAX_DEPTH), "here") == nested(MAX_DEPTH)
-    for value in (nested(MAX_DEPTH + 1), endless()):
-        with pytest.raises(NotPlainError) as refused:
-            to_plain(value, "here")
-        assert str(refused.value) == f"here {TOO_DEEP}; {EXPECTED}"
-
-
-def test_text_of_a_set_is_the_same_in_each_process() -> None:
-    given = {"v": {"b", "a", "c"}, "w": frozenset(("z", "y"))}
-    written = Unwritable(is_text=True).pack_items(given, "x")
-    assert written == {"v": "{'a', 'b', 'c'}", "w": "{'y', 'z'}"}
-
-
-def test_extra_without_end_is_text_where_text_is_written() -> None:
-    deep = nested(3000)
-    written = Unwritable(is_text=True).pack_items({"fine": 1, "v": endless(), "w": deep}, "x")
-    assert written == {
+def test_values_as_text_are_the_same_in_each_process_and_end() -> None:
+    given = {"fine": 1, "set": {"b", "a"}, "v": endless(), "w": nested(3000)}
+    assert ValueWriter(as_text=True).write(given, "x") == {
         "fine": 1,
+        "set": "{'a', 'b'}",
         "v": "[([...], [...])]",
         "w": "<list whose repr raises RecursionError>",
     }
@@ -246,7 +232,7 @@ def test_ground_truth_that_is_no_plain_data_is_text_where_its_caller_gives_it_ag
 
 def test_packed_prompt_has_its_messages_as_they_were_given() -> None:
     """Each as a `Message` or a mapping, with values of all kinds; media without contents."""
-    extra = {"list": [1, [2]], "bytes": b"\xff", "empty": ""}
+    extra = {"list": [1, [2]], "bytes": b"\xff", "empty": "", "deep": nested(MAX_DEPTH - 2)}
     call = ToolCall(name="add", arguments={"a": [1]}, id="7", raw="…")
     picture = Media(kind="image", content=b"png", mime="image/png", width=2, height=3)
     messages = [
@@ -264,16 +250,9 @@ def test_packed_prompt_has_its_messages_as_they_were_given() -> None:
     assert shown.parts[1].content == b""  # type: ignore[union-attr]
 
 
-class Noted(Message, frozen=True, kw_only=True):
-    """A message of a type of its own."""
-
-    note: str = ""
-
-
 @pytest.mark.parametrize(
     ("message", "fault"),
     [
-        (Noted(role="user", content="hi"), r"\] is a test_journal_plain_data.Noted"),
         (
             Message(role="assistant", tool_calls=(InvalidToolCall(raw="{", reason="cut"),)),  # type: ignore[arg-type]
             r"\]: expected tool_calls of ToolCall, parts of str and Media",
@@ -282,61 +261,48 @@ class Noted(Message, frozen=True, kw_only=True):
             Message(role="user", content="", parts=({"type": "text", "text": "hi"},)),  # type: ignore[arg-type]
             r"\]: expected tool_calls of ToolCall",
         ),
+        (Message(role="user", content="hi", extra={"it": object()}), r"\]\.extra\['it'\] is"),
+        ({"role": "user", "content": "\ud800"}, r"\]\['content'\] is a str that"),
     ],
 )
-def test_packed_prompt_of_a_message_that_could_not_be_read_names_the_field(
-    message: Message, fault: str
+def test_packed_prompt_of_a_message_that_no_record_holds_names_the_field(
+    message: Any, fault: str
 ) -> None:
     with pytest.raises(JournalError, match=r"prompts\[0\]\.messages\[0" + fault):
         pack_prompt(Prompt(messages=[message]), "prompts[0]")
 
 
-def test_packed_prompt_of_messages_with_arrays_has_them_or_names_the_field() -> None:
-    array = np.arange(3)
-    message = Message(role="user", content="hi", extra={"array": array})
-    (restored,) = read_prompt(pack_prompt(Prompt(messages=[message]), "prompts[0]")).messages
-    assert isinstance(restored, Message)
-    assert restored.extra["array"].tobytes() == array.tobytes()
-    wrong = Message(role="user", content="hi", extra={"it": object()})
-    with pytest.raises(JournalError, match=r"prompts\[0\]\.messages\[0\]\.extra\['it'\] is"):
-        pack_prompt(Prompt(messages=[wrong]), "prompts[0]")
+class Odd(Tool):
+    """A tool whose schema no journal can hold."""
 
+    name = "odd"
+    schema: ClassVar[dict[str, Any]] = {
+        "type": "function",
+        "function": {
+            "name": "odd",
+            "parameters": {"type": "object", "properties": {"a": {"default": 2**70}}},
+        },
+    }
 
-def test_packed_prompt_of_a_text_that_no_file_holds_names_the_field() -> None:
-    prompt = Prompt(messages=[{"role": "user", "content": "\ud800"}])
-    with pytest.raises(JournalError, match=r"messages\[0\]\['content'\] is a str that"):
-        pack_prompt(prompt, "prompts[0]")
+    async def open(self, context: Any) -> Any:
+        raise NotImplementedError
 
 
 @pytest.mark.parametrize(
-    ("value", "fault"),
-    [(2**70, "is an int of more than 64 bits"), ("\ud800", "is a str that UTF-8 cannot hold")],
+    ("value", "tools", "fault"),
+    [
+        (2**70, [], "model.chat_template_kwargs.x is an int of more than 64 bits"),
+        ("\ud800", [], "model.chat_template_kwargs.x is a str that UTF-8 cannot hold"),
+        (1, [Odd()], "the schema of tool 'odd'['function']"),
+    ],
 )
-def test_configuration_that_cannot_be_written_is_refused_by_its_key(
-    tmp_path: Path, value: Any, fault: str
+def test_run_that_no_journal_can_hold_is_refused_by_key_or_tool(
+    tmp_path: Path, value: Any, tools: list[Tool], fault: str
 ) -> None:
     config = config_of(tmp_path / "journal")
     model = attrs.evolve(config.model, chat_template_kwargs={"x": value})
     with pytest.raises(ConfigError) as refused:
-        run(attrs.evolve(config, model=model), prompts("quick"))
+        run(attrs.evolve(config, model=model), prompts("quick"), tools=tools)
     [line] = refused.value.faults
-    assert line.startswith(f"model.chat_template_kwargs['x'] {fault}")
-    assert not (tmp_path / "journal").exists()
-
-
-def test_schema_that_cannot_be_written_is_refused_by_its_tool(tmp_path: Path) -> None:
-    class Odd(Tool):
-        name = "odd"
-
-        def __init__(self) -> None:
-            parameters = {"type": "object", "properties": {"a": {"default": 2**70}}}
-            function = {"name": "odd", "parameters": parameters}
-            self.schema = {"type": "function", "function": function}
-
-        async def open(self, context: Any) -> Any:
-            raise NotImplementedError
-
-    with pytest.raises(ConfigError) as refused:
-        run(config_of(tmp_path / "journal"), prompts("quick"), tools=[Odd()])
-    assert "the schema of tool 'odd'['function']" in str(refused.value)
+    assert line.startswith(fault)
     assert not (tmp_path / "journal").exists()

@@ -51,7 +51,7 @@ async def tokens_of(runtime: RolloutRuntime, prompts: list[Prompt], *, step: int
 def keys_of(path: Path) -> tuple[list[Any], list[Any]]:
     """Those of the prompts and of the ends that a journal holds."""
     entries = records_in(path)
-    prompts = [(e.step, e.uid, e.validate, e.call) for e in entries if isinstance(e, PromptRecord)]
+    prompts = [e.group for e in entries if isinstance(e, PromptRecord)]
     return prompts, [key for e in entries if isinstance(e, EndRecord) for key, _ in e.ends]
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rollout.cli import main
+from slow_cases import slow_after
 
 pytestmark = pytest.mark.process
 CONFIG = """
@@ -117,67 +120,57 @@ def test_replay_of_an_unchanged_agent_does_as_recorded_and_calls_no_tool(
     assert (folder / "out" / "trajectories.journal").read_bytes() == journal
 
 
-def test_replay_of_an_agent_that_says_something_else_names_step_and_tokens(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+OTHER_CALLS = "calls = [type(c)(name=c.name, arguments={'a': 9, 'b': 9}) for c in calls]"
+TURN_2 = r"turn 2 of 0/prompt-1/1 after \d+ tokens, which end with .*go on.*"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "step", "asked", "recorded"),
+    slow_after(
+        1,
+        [
+            ("saying", {"says": "go away"}, 3, r"asks the model after .*go away.*", TURN_2),
+            (
+                "calling",
+                {"hook": OTHER_CALLS},
+                2,
+                r"calls tools after \d+ tokens: add\({'a': 9, 'b': 9}\)",
+                r"calls after turn 1 of 0/prompt-1/1: add\({'a': 1, 'b': 1}\)",
+            ),
+            ("early", {"turns": 1}, 3, r"the agent ends here .*", TURN_2),
+            (
+                "late",
+                {"hook": "await context.generate() if not calls else None"},
+                6,
+                "asks the model after .*",
+                "ended as completed",
+            ),
+            (
+                "raising",
+                {"hook": "assert calls, 'no calls'"},
+                6,
+                r"ends as failed \(agent, AssertionError: no calls\)",
+                "ended as completed",
+            ),
+        ],
+    ),
+)
+def test_replay_of_a_changed_agent_names_what_it_asks_and_what_the_record_has(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    change: dict[str, Any],
+    step: int,
+    asked: str,
+    recorded: str,
 ) -> None:
-    write(folder, "saying")
+    write(folder, f"replay_{name}")
     assert main(RUN) == 0
-    write(folder, "saying", says="go away")
+    write(folder, f"replay_{name}", **change)
     code, lines = replayed(capsys)
     assert code == 1
-    assert lines[-1].startswith("departs     at step 3, from the record: asks the model after ")
-    asked, _, recorded = lines[-1].partition("; the record has turn 2 of 0/prompt-1/1 after ")
-    assert "go away" in asked
-    assert "go on" in recorded
-
-
-@pytest.mark.slow
-def test_replay_of_an_agent_that_calls_otherwise_names_both_calls(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(folder, "calling")
-    assert main(RUN) == 0
-    other = "calls = [type(c)(name=c.name, arguments={'a': 9, 'b': 9}) for c in calls]"
-    write(folder, "calling", hook=other)
-    code, lines = replayed(capsys)
-    assert code == 1
-    asked, _, recorded = lines[-1].partition("; the record has calls after turn 1 of 0/prompt-1/1")
-    assert asked.startswith("departs     at step 2, from the record: calls tools after ")
-    assert asked.endswith(" tokens: add({'a': 9, 'b': 9})")
-    assert recorded == ": add({'a': 1, 'b': 1})"
-
-
-@pytest.mark.slow
-def test_replay_of_an_agent_that_ends_early_or_late_says_what_the_record_has(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(folder, "ending")
-    assert main(RUN) == 0
-    write(folder, "ending", turns=1)
-    code, lines = replayed(capsys)
-    assert code == 1
-    assert lines[-1].startswith("departs     at step 3, from the record: the agent ends here")
-    assert "; the record has turn 2 of 0/prompt-1/1 after " in lines[-1]
-    write(folder, "ending", hook="await context.generate() if not calls else None")
-    code, lines = replayed(capsys)
-    assert code == 1
-    assert "departs     at step 6, from the record: asks the model after" in lines[-1]
-    assert "the record has ended as completed" in lines[-1]
-
-
-@pytest.mark.slow
-def test_replay_of_an_agent_that_raises_says_what(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(folder, "raising_in_a_replay")
-    assert main(RUN) == 0
-    write(folder, "raising_in_a_replay", hook="assert calls, 'no calls'")
-    code, lines = replayed(capsys)
-    assert code == 1
-    assert lines[-1] == (
-        "departs     at step 6, from the record: ends as failed (agent, AssertionError: no calls); "
-        "the record has ended as completed"
-    )
+    expected = f"departs     at step {step}, from the record: {asked}; the record has {recorded}"
+    assert re.fullmatch(expected, lines[-1]), lines[-1]
 
 
 def test_replay_of_what_is_not_there_is_refused(

@@ -314,10 +314,10 @@ async def test_opening_with_an_accept_that_is_not_there_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("", "is a directory"),
+        ("", "is no file"),
         ("file/journal", "file is no directory"),
         ("file/under/journal", "file is no directory"),
-        ("a\0b", "holds no NUL"),
+        ("a\0b", "embedded null byte"),
     ],
 )
 async def test_journal_path_that_cannot_be_is_refused_before_engines_start(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rollout.agents.turn_log import make_calls_question
 from rollout.tools import ToolResult
 from rollout.tools.call_events import CallEvents
+from rollout.tools.results import Answers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,9 +36,10 @@ async def _find_results(conversation: Conversation, calls: Calls) -> list[ToolRe
     if conversation._renderer is not state.renderer:
         schemas = conversation._renderer.reader.schemas
         offered = {str(schema["function"]["name"]) for schema in schemas}
-    question = None if log is None else log.describe_calls(conversation.transcript.prefix, calls)
-    if question is not None and log is not None and log.has_answers:
-        known = await log.recall_answers(question, session)
+    prefix = conversation.transcript.prefix
+    question = None if log is None else make_calls_question(prefix, calls)
+    if log is not None and question is not None and log.has_answers:
+        known = await log.recall_answers(question, session, calls)
         if known is not None:
             return state.tools.recall(calls, known, offered)
     tools, events, turns = state.tools, None, conversation.assistant_turns
@@ -47,9 +50,9 @@ async def _find_results(conversation: Conversation, calls: Calls) -> list[ToolRe
     results = await tools.run(calls, limit=conversation._turn, offered=offered, events=events)
     if any(result.has_media for result in results):
         results = await _read_media(conversation, calls, results)
-    if question is not None and log is not None:
-        took_s, stateful = tools.seconds - before, tools.find_stateful(calls)
-        if log.note_answers(question, session, turns, results, took_s, stateful):
+    if log is not None and question is not None:
+        answers = Answers(results, tools.seconds - before)
+        if log.note_answers(question, (session, turns), answers, tools.find_stateful(calls)):
             await log.wait_written()
     return results
 

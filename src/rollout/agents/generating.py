@@ -92,8 +92,8 @@ async def generate_turn(conversation: Conversation, options: TurnOptions) -> Ass
                 _emit_turn_ended(conversation, generation, (started, now), end)
             is_noted = False
             if is_over and recalled_s is None and state.log is not None:
-                where = (conversation.session_id, number)
-                is_noted = state.log.note_turn(prefix, seed, *where, generation, now - started)
+                turn_id = (conversation.session_id, number)
+                is_noted = state.log.note_turn(prefix, seed, turn_id, generation, now - started)
             if generation.count or generation.finish_reason:
                 finish_reason, conversation._cut_by = end
                 log.append_generated(generation.kept_part(), finish_reason, seed)

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from rollout.journal.replay_log import ReplayStep
     from rollout.runtime.replaying import Replayed
 
 
@@ -33,7 +32,7 @@ def replay_command(arguments: argparse.Namespace, output: Console) -> int:
     """
     from rollout.runtime.replaying import find_record, replay
 
-    uid, member = _named(arguments.trajectory)
+    uid, member = _parse_name(arguments.trajectory)
     path = Path(arguments.directory)
     path = path / JOURNAL if path.is_dir() else path
     if arguments.config is not None:
@@ -47,15 +46,15 @@ def replay_command(arguments: argparse.Namespace, output: Console) -> int:
     )
     print_line(output, f"{'replay':<12}{uid}/{member} of step {record.key.step}, from {path}")
 
-    def tell(step: ReplayStep) -> None:
-        print_line(output, f"{f'step {step.number}':<12}{step.what}")
+    def tell(number: int, what: str) -> None:
+        print_line(output, f"{f'step {number}':<12}{what}")
 
     run = partial(replay, record, interactions, tell)
     replayed = anyio.run(run, backend=arguments.backend)
-    return _told(replayed, output)
+    return _print_result(replayed, output)
 
 
-def _told(replayed: Replayed, output: Console) -> int:
+def _print_result(replayed: Replayed, output: Console) -> int:
     from rollout.journal.replay_log import describe_end
 
     trajectory, ended = replayed.trajectory, replayed.record.ended
@@ -76,7 +75,7 @@ def _told(replayed: Replayed, output: Console) -> int:
     return OK
 
 
-def _named(text: str) -> tuple[str, int]:
+def _parse_name(text: str) -> tuple[str, int]:
     uid, _, member = text.rpartition("/")
     if not uid or not member.isdecimal():
         raise ConfigError(f"--trajectory {text}: expected UID/MEMBER, such as prompt-3/0")

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
-import threading
-from collections import Counter
 from typing import TYPE_CHECKING
 
 from rollout.errors import JournalError, PromptError
 from rollout.journal import records as kinds
-from rollout.journal.index import PromptKey, find_oldest, get_prompt_key
-from rollout.journal.records import Key, PromptRecord
-from rollout.journal.trajectory_log import NOTHING, TrajectoryLog
+from rollout.journal.index import RecordedTrajectory, find_oldest
+from rollout.journal.records import GroupKey, Key, PromptRecord
+from rollout.journal.trajectory_log import TrajectoryLog
 from rollout.journal.values import (
     MAY_BE_TEXT,
     compare_prompts,
     find_media,
+    hash_prompt,
     pack_prompt,
     read_prompt,
 )
 from rollout.scheduling.member_group import RecordedGroup
-from rollout.scheduling.run_log import RunLog, list_logs
+from rollout.scheduling.run_log import RecordedCall, RunLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -28,6 +26,7 @@ if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
     from rollout.journal.index import RecordedPull
     from rollout.journal.journal import Journal
+    from rollout.journal.records import Span
     from rollout.scheduling.member_group import Ended, Member, MemberGroup
     from rollout.types import Prompt
 
@@ -39,124 +38,104 @@ class CallLog(RunLog):
     what it had pulled, which is recognised by its content and passed over: the journal has it, and
     the source stands where it stood. What the call delivered comes first, then what was pulled and
     nobody got, then what is new.
-
-    Args:
-        has_group_reward: Whether a member is finished only with its group.
     """
 
-    def __init__(self, journal: Journal, *, has_group_reward: bool) -> None:
-        self._journal, self._has_group_reward = journal, has_group_reward
-        index, self._lock = journal.index, threading.Lock()
+    def __init__(self, journal: Journal) -> None:
+        self._journal, self._file, self._index = journal, journal.file, journal.index
+        index = journal.index
         self.pull_count = max(index.pulls, default=-1) + 1
-        self._repeats: dict[int, Counter[bytes]] = {}
-        for pull in index.pulls.values():
-            self._repeats.setdefault(pull.step, Counter())[pull.digest] += 1
-        self._missing = dict(index.missing)
-        groups = {pull.group: pull for pull in index.pulls.values() if pull.group is not None}
-        groups_of_pulls = set(groups)
-        self._delivered = {
-            step: [groups.pop(key) for key in keys if key in groups]
-            for step, keys in index.delivered.items()
-        }
-        begun = groups.values()
-        fresh = (pull for pull in index.pulls.values() if pull.group is None)
-        left = [pull for pull in (*begun, *fresh) if not pull.is_dropped]
-        self._left = sorted(left, key=lambda pull: pull.number)
-        self._versions: dict[PromptKey, int | None] = {}
+        pulls = index.pulls.values()
+        self._left = [each for each in pulls if each.delivered_in is None and not each.is_dropped]
+        self._delivered: dict[int, list[RecordedPull]] = {}
+        for key, pull in index.groups.items():
+            if pull.delivered_in is not None and pull.group == key:
+                self._delivered.setdefault(pull.delivered_in, []).append(pull)
+        self._versions: dict[GroupKey, int | None] = {}
         for trajectory, each in index.trajectories.items():
-            key = get_prompt_key(trajectory)
-            self._versions[key] = find_oldest(self._versions.get(key), each.version)
-        #: The next call of a step; by step and uid the calls of before that may be made again.
+            known = self._versions.get(trajectory.group)
+            self._versions[trajectory.group] = find_oldest(known, each.version)
+        #: By step: the number of its next call; the prompts of earlier processes' calls, by uid.
         self._next_call: dict[tuple[int, bool], int] = {}
-        self._calls: dict[tuple[int, bool, str], list[int]] = {}
-        for key in index.prompts:
+        self._calls: dict[tuple[int, bool], dict[int, dict[str, Span]]] = {}
+        for key, span in index.prompts.items():
             step = key.step, key.validate
             self._next_call[step] = max(self._next_call.get(step, 0), key.call + 1)
-            if key not in groups_of_pulls:
-                self._calls.setdefault((*step, key.uid), []).append(key.call)
+            if key not in index.groups:
+                self._calls.setdefault(step, {}).setdefault(key.call, {})[key.uid] = span
 
-    def check_announced(self) -> None:
-        """See `Journal.check_announced`."""
-        self._journal.check_announced()
+    # Sources and groups.
 
     def note_pull(self, number: int, prompt: Prompt, step: int, where: str) -> bool:
         """See `RunLog`."""
         try:
-            fields = pack_prompt(prompt, where, self._journal.unwritable, ("extra",))
+            fields = pack_prompt(prompt, where, self._journal.values, ("extra",))
         except JournalError as error:
             raise PromptError(f"{error} (journal.path is set)") from error
-        digest = hashlib.blake2b(fields, digest_size=16).digest()
-        repeats = self._repeats.get(step)
+        repeats, digest = self._index.repeats.get(step), hash_prompt(fields)
         if repeats is not None and repeats[digest]:
             repeats[digest] -= 1
             return False
         self._journal.put_media(find_media(prompt))
-        self._journal.put(kinds.PullRecord(number, step, digest, fields))
+        self._file.put(kinds.PullRecord(number, step, fields))
         return True
 
-    def count_pulls(self, step: int) -> int:
+    def take_call(self, step: int) -> RecordedCall:
         """See `RunLog`."""
-        repeats = self._repeats.get(step)
-        return 0 if repeats is None else repeats.total()
-
-    def take_delivered(self, step: int) -> list[RecordedGroup]:
-        """See `RunLog`."""
-        return [self._read_group(pull, step) for pull in self._delivered.pop(step, ())]
-
-    def take_left(self, step: int) -> list[RecordedGroup]:
-        """See `RunLog`."""
+        delivered = self._delivered.pop(step, [])
         left = [pull for pull in self._left if pull.step <= step]
         self._left = [pull for pull in self._left if pull.step > step]
-        return list(map(self._read_group, left))
+        repeats = self._index.repeats.get(step)
+        return RecordedCall(
+            groups=list(map(self._read_group, (*delivered, *left))),
+            pull_count=0 if repeats is None else repeats.total(),
+            missing=self._index.missing.pop(step, None),
+        )
 
-    def _read_group(self, pull: RecordedPull, delivered_in: int | None = None) -> RecordedGroup:
-        record, group = self._journal.read(pull.span), pull.group
-        assert isinstance(record, kinds.PullRecord)
+    def _read_group(self, pull: RecordedPull) -> RecordedGroup:
+        fields, group = self._index.read(pull.span).fields, pull.group
         uid = None if group is None else group.uid
-        prompt = read_prompt(record.fields, uid=uid, media=self._journal.media)
+        prompt = read_prompt(fields, uid=uid, media=self._index.contents)
         if group is None:
             return RecordedGroup(pull.number, prompt)
-        version = self._versions.get(group) if delivered_in is None else None
-        return RecordedGroup(pull.number, prompt, group.step, group.call, delivered_in, version)
+        version = self._versions.get(group) if pull.delivered_in is None else None
+        where = group.step, group.call, pull.delivered_in
+        return RecordedGroup(pull.number, prompt, *where, version)
 
-    def take_missing(self, step: int) -> int | None:
+    def note_dropped(self, group: MemberGroup) -> None:
         """See `RunLog`."""
-        return self._missing.pop(step, None)
+        self._file.put(kinds.DroppedRecord(group.number))
 
-    def note_missing(self, step: int, missing: int) -> None:
-        """See `RunLog`."""
-        self._journal.put(kinds.ShortRecord(step, missing))
+    # Members.
 
     def enrol_batch(self, members: Sequence[Member]) -> Callable[[], None]:
         """See `RunLog`."""
-        records: dict[str, PromptRecord] = {}
+        firsts: dict[str, Member] = {}
+        for member in members:
+            firsts.setdefault(member.identity.uid, member)
+        records: list[PromptRecord] = []
         media: dict[str, bytes] = {}
         faults: list[str] = []
-        for member in members:
+        for uid, member in firsts.items():
             who, prompt = member.identity, member.prompt
-            if who.uid not in records:
-                records[who.uid] = PromptRecord(who.step, who.uid, who.validate, 0, b"")
-                media |= find_media(prompt)
-                try:
-                    where, unwritable = f"prompts[{who.group}]", self._journal.unwritable
-                    records[who.uid].fields = pack_prompt(prompt, where, unwritable, MAY_BE_TEXT)
-                except JournalError as error:
-                    faults.append(f"{error} (journal.path is set)")
+            where, values = f"prompts[{who.group}]", self._journal.values
+            media |= find_media(prompt)
+            try:
+                fields = pack_prompt(prompt, where, values, MAY_BE_TEXT)
+                records.append(PromptRecord(GroupKey(who.step, uid, who.validate, 0), fields))
+            except JournalError as error:
+                faults.append(f"{error} (journal.path is set)")
         if faults:
             raise PromptError("\n".join(faults))
-        if records:
-            with self._lock:
-                call = self._choose_call(list(records.values()))
-            for record in records.values():
-                record.call = call
-            for member in members:
-                self._give_log(member, call)
 
         def put() -> None:
+            call = self._choose_call(records) if records else 0
             self._journal.put_media(media)
-            for record in records.values():
-                if _get_key(record) not in self._journal.index.prompts:
-                    self._journal.put(record)
+            for record in records:
+                record.group = record.group._replace(call=call)
+                if record.group not in self._index.prompts:
+                    self._file.put(record)
+            for member in members:
+                self._give_log(member, call)
 
         return put
 
@@ -165,42 +144,39 @@ class CallLog(RunLog):
 
         Calls that were made at once may come in another order than before: their prompts tell.
         """
-        step, faults = (records[0].step, records[0].validate), list[str]()
-        for call in self._calls.get((*step, records[0].uid), ()):
-            found = [f for at, each in enumerate(records) for f in self._compare(at, each, call)]
+        step, uid, validate, _ = records[0].group
+        before, faults = self._calls.get((step, validate), {}), list[str]()
+        for call, prompts in before.items():
+            if uid not in prompts:
+                continue
+            found = []
+            for at, each in enumerate(records):
+                name = each.group.uid
+                known = self._index.read(prompts[name]).fields if name in prompts else each.fields
+                differences = compare_prompts(known, each.fields)
+                if differences:
+                    found.append(
+                        f"prompts[{at}] (uid {name!r}): is not the prompt of the journal "
+                        f"{self._journal.path}; differs in {', '.join(differences)}"
+                    )
             if not found:
-                for each in records:
-                    calls = self._calls.get((*step, each.uid), [])
-                    if call in calls:
-                        calls.remove(call)
+                del before[call]
                 return call
             faults = faults or found
         if faults:
             raise PromptError("\n".join(faults))
-        return self._take_number(step)
+        return self._take_number(step, validate)
 
-    def _take_number(self, step: tuple[int, bool]) -> int:
-        call = self._next_call.get(step, 0)
-        self._next_call[step] = call + 1
+    def _take_number(self, step: int, validate: bool) -> int:
+        call = self._next_call.get((step, validate), 0)
+        self._next_call[step, validate] = call + 1
         return call
-
-    def _compare(self, at: int, record: PromptRecord, call: int) -> list[str]:
-        """Say how a prompt differs from the one that a call of before had of its uid."""
-        span = self._journal.index.prompts.get(_get_key(record)._replace(call=call))
-        known = None if span is None else self._journal.read(span)
-        names = []
-        if isinstance(known, PromptRecord):
-            names = compare_prompts(known.fields, record.fields)
-        return names and [
-            f"prompts[{at}] (uid {record.uid!r}): is not the prompt of the journal "
-            f"{self._journal.path}; differs in {', '.join(names)}"
-        ]
 
     def _give_log(self, member: Member, call: int) -> None:
         who = member.identity
         key = Key(who.step, who.uid, who.member, who.validate, call)
-        recorded = self._journal.index.trajectories.pop(key, NOTHING)
-        member.log = TrajectoryLog(key, self._journal, recorded, recorded.start)
+        recorded = self._index.trajectories.pop(key, None)
+        member.log = TrajectoryLog(key, recorded or RecordedTrajectory(), self._journal)
 
     def enrol(self, group: MemberGroup) -> None:
         """See `RunLog`. Members that an earlier process delivered or finished come first."""
@@ -208,84 +184,44 @@ class CallLog(RunLog):
         if before is not None and before.call is not None:
             call = before.call
         else:
-            with self._lock:
-                call = self._take_number((step, False))
-            self._journal.put(kinds.GroupRecord(group.number, step, group.uid, call))
+            call = self._take_number(step, False)
+            key = GroupKey(step, group.uid, False, call)
+            self._file.put(kinds.GroupRecord(group.number, key))
         for member in group.waiting:
             self._give_log(member, call)
         if before is not None:
-            group.waiting.sort(key=_rank)
+            group.waiting.sort(key=lambda each: (not each.was_taken, not each.was_finished))
 
     def find_trajectory(self, member: Member) -> Trajectory | None:
         """See `RunLog`."""
-        if not isinstance(member.log, TrajectoryLog) or member.is_carried:
-            return None
-        return member.log.read_end(member.prompt, member.identity.group)
+        log: TrajectoryLog = member.log
+        return None if member.is_carried else log.read_end(member.prompt, member.identity.group)
 
-    def note_end(self, member: Member, trajectory: Trajectory) -> None:
+    def note_ends(self, ended: Iterable[Ended]) -> None:
         """See `RunLog`."""
-        if not self._has_group_reward:
-            self._put_ends([(member, trajectory)])
-
-    def is_rewarded(self, members: Sequence[Member]) -> bool:
-        """See `RunLog`."""
-        return all(log.is_finished for log in list_logs(members))
-
-    def note_rewards(self, ended: Sequence[Ended]) -> None:
-        """See `RunLog`."""
-        if self._has_group_reward:
-            self._put_ends(ended)
-
-    def _put_ends(self, members: Iterable[tuple[Member, Trajectory]]) -> None:
-        """Write the ends of members that no process has written, in one record."""
         ends: list[tuple[Key, bytes]] = []
         logs: list[TrajectoryLog] = []
-        for member, trajectory in members:
-            log = member.log
-            if isinstance(log, TrajectoryLog) and not (log.is_finished or log.number):
-                end = log.pack_end(trajectory)
-                if end is not None:
-                    ends.append(end)
-                    logs.append(log)
-        if not ends:
-            return
-        number = self._journal.put(kinds.EndRecord(ends))
+        for member, trajectory in ended:
+            log: TrajectoryLog = member.log
+            packed = None if member.was_finished or log.number else log.pack_end(trajectory)
+            if packed is not None:
+                ends.append((log.key, packed))
+                logs.append(log)
+        number = self._file.put(kinds.EndRecord(ends)) if ends else 0
         for log in logs:
             log.number = number
 
+    def note_delivery(
+        self, members: Sequence[Member], step: int | None = None, missing: int = 0
+    ) -> int:
+        """See `RunLog`."""
+        keys = [member.log.key for member in members if not member.was_taken]
+        if not (keys or missing):
+            return 0
+        return self._file.put(kinds.DeliveredRecord(keys, step, missing))
+
     async def wait_written(
-        self, members: Sequence[Member], deadline: float, is_over: Callable[[], bool]
+        self, number: int, deadline: float, is_over: Callable[[], bool] = lambda: False
     ) -> JournalError | None:
         """See `RunLog`."""
-        for log in list_logs(members):
-            if not await self._journal.wait_written(log.number, deadline, is_over):
-                return self._get_failure()
-        return None
-
-    def note_delivery(self, members: Sequence[Member], step: int | None = None) -> int:
-        """See `RunLog`."""
-        logs = [each.log for each in members if isinstance(each.log, TrajectoryLog)]
-        return self._journal.note_delivery([log.key for log in logs if not log.is_taken], step)
-
-    async def wait_delivery(self, number: int, deadline: float) -> JournalError | None:
-        """See `RunLog`."""
-        journal = self._journal
-        if await journal.wait_written(number, deadline):
-            return None
-        return self._get_failure()
-
-    def _get_failure(self) -> JournalError:
-        return self._journal.failure or JournalError("the journal cannot be written")
-
-    def note_dropped(self, group: MemberGroup) -> None:
-        """See `RunLog`."""
-        self._journal.put(kinds.DroppedRecord(group.number))
-
-
-def _get_key(record: PromptRecord) -> PromptKey:
-    return PromptKey(record.step, record.uid, record.validate, record.call)
-
-
-def _rank(member: Member) -> tuple[bool, bool]:
-    assert member.log is not None
-    return not member.log.is_taken, not member.log.is_finished
+        return await self._file.wait_written(number, deadline, is_over)

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import msgspec
 
+from rollout.config import config_from_dict
+from rollout.engine.pool.model_template import load_model_template
 from rollout.errors import JournalError
 from rollout.journal import records as kinds
-from rollout.journal.log_file import HEAD, MAGIC, logger, read_frames
-from rollout.journal.records import Key, Record, Span, decode_record
+from rollout.journal.log_file import HEAD, MAGIC_PREFIX, logger, read_frames
+from rollout.journal.records import Answer, GroupKey, Key, Record, Span, decode_record
+from rollout.journal.values import hash_prompt, read_prompt, unpack_end
+from rollout.media.records import KnownContents
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
+    from collections.abc import Callable, Container, Sequence
 
-    ReadRecord = Callable[[Span], Record]
+    from rollout.chat import ChatTemplate
+    from rollout.chat.trajectory import Trajectory
+    from rollout.types import Prompt
 
-
-class PromptKey(NamedTuple):
-    """Identifies a prompt of a call, and its group."""
-
-    step: int
-    uid: str
-    validate: bool
-    call: int
-
-
-def get_prompt_key(key: Key) -> PromptKey:
-    """Return the prompt of a trajectory."""
-    return PromptKey(key.step, key.uid, key.validate, key.call)
+    Decode = Callable[[Sequence[int]], str]
 
 
 @attrs.define(eq=False)
@@ -39,31 +35,30 @@ class RecordedTrajectory:
 
     Attributes:
         start: How often it had begun again.
-        turns, results: Turns, and results of tools, since its last beginning, in order.
+        answers: Turns, and results of tools, since its last beginning, in order.
         stateful: Tools called since then that keep a state.
+        version: The oldest weights that sampled for it since then; None: none did.
         end: The record of its end; None where it is not finished.
         is_delivered: Whether a caller has it.
-        version: The oldest weights that sampled for it since its last beginning.
     """
 
     start: int = 0
-    turns: list[Span] = attrs.field(factory=list)
-    results: list[Span] = attrs.field(factory=list)
+    answers: list[Span] = attrs.field(factory=list)
     stateful: set[str] = attrs.field(factory=set)
+    version: int | None = None
     end: Span | None = None
     is_delivered: bool = False
-    version: int | None = None
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether there is anything to resume it from."""
-        return bool(self.turns or self.results)
-
-    def restart(self, start: int) -> None:
-        """Forget what was before a later beginning."""
-        if start > self.start:
-            self.start, self.version = start, None
-            self.turns, self.results, self.stateful = [], [], set()
+    def add(self, span: Span, record: Answer) -> None:
+        """Note the next answer; one of a later beginning replaces what was before."""
+        if record.start > self.start:
+            self.start, self.version = record.start, None
+            self.answers, self.stateful = [], set()
+        self.answers.append(span)
+        if isinstance(record, kinds.ResultsRecord):
+            self.stateful.update(record.stateful)
+        elif isinstance(record, kinds.TurnRecord):
+            self.version = find_oldest(self.version, *(version for version, _ in record.versions))
 
 
 @attrs.define(eq=False)
@@ -71,16 +66,19 @@ class RecordedPull:
     """What became of a prompt that was pulled.
 
     Attributes:
+        number: Its number among all prompts that the run pulled.
+        step: Of the call that pulled it.
         span: Of its `PullRecord`.
-        group: Under which its members began last; None where they did not.
+        group: As which its members began last; None where they did not.
+        delivered_in: Step of the call that delivered its group; None: none did.
         is_dropped: Whether nobody will get its group.
     """
 
     number: int
     step: int
-    digest: bytes
     span: Span
-    group: PromptKey | None = None
+    group: GroupKey | None = None
+    delivered_in: int | None = None
     is_dropped: bool = False
 
 
@@ -92,24 +90,30 @@ class JournalIndex:
         version: The weights that the engines had last.
         prompts: The records that have the fields of prompts.
         pulls: By number.
+        repeats: By step, what the calls of the step pulled, and how often, by `hash_prompt`.
+        groups: The pulls of groups that have begun; those that were delivered in that order.
         trajectories: In the order of their first records.
-        delivered: By the step of the call that delivered them, its groups in order.
-        missing: By step, how many groups fewer a `collect` returned.
+        missing: By step, how many groups fewer a `collect` returned without an error.
         media: Contents of images and videos, by digest.
-        size: Bytes of its whole frames.
+        contents: Gives images and videos these.
+        size: Bytes of its complete frames.
         torn_size: Bytes that follow them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path) -> None:
         self.header: kinds.Header | None = None
         self.version: int | None = None
-        self.prompts: dict[PromptKey, Span] = {}
+        self.prompts: dict[GroupKey, Span] = {}
         self.pulls: dict[int, RecordedPull] = {}
+        self.repeats: dict[int, Counter[bytes]] = {}
+        self.groups: dict[GroupKey, RecordedPull] = {}
         self.trajectories: dict[Key, RecordedTrajectory] = {}
-        self.delivered: dict[int, list[PromptKey]] = {}
         self.missing: dict[int, int] = {}
         self.media: dict[str, Span] = {}
+        self.contents = KnownContents(self.get, str(path))
         self.size = self.torn_size = 0
+        self._path = path.absolute()
+        self._template: ChatTemplate | None = None
 
     def add(self, span: Span, record: Record) -> None:
         """Note the next record."""
@@ -117,58 +121,89 @@ class JournalIndex:
             case kinds.Header():
                 self.header = record
             case kinds.PromptRecord():
-                key = PromptKey(record.step, record.uid, record.validate, record.call)
-                self.prompts[key] = span
+                self.prompts[record.group] = span
             case kinds.PullRecord():
-                pull = RecordedPull(record.number, record.step, record.digest, span)
-                self.pulls[record.number] = pull
+                self.pulls[record.number] = RecordedPull(record.number, record.step, span)
+                repeats = self.repeats.setdefault(record.step, Counter())
+                repeats[hash_prompt(record.fields)] += 1
             case kinds.GroupRecord():
-                key = PromptKey(record.step, record.uid, False, record.call)
-                self.pulls[record.number].group = key
-                self.prompts[key] = self.pulls[record.number].span
+                pull = self.pulls[record.number]
+                pull.group = record.group
+                self.groups[record.group], self.prompts[record.group] = pull, pull.span
             case kinds.DroppedRecord():
                 self.pulls[record.number].is_dropped = True
-            case kinds.TurnRecord():
-                recorded = self._get(record.key)
-                recorded.restart(record.start)
-                recorded.turns.append(span)
-                versions = [version for version, _ in record.versions]
-                recorded.version = find_oldest(recorded.version, *versions)
-            case kinds.ResultsRecord():
-                recorded = self._get(record.key)
-                recorded.restart(record.start)
-                recorded.results.append(span)
-                recorded.stateful.update(record.stateful)
+            case kinds.TurnRecord() | kinds.ResultsRecord():
+                self._get(record.key).add(span, record)
             case kinds.EndRecord():
-                for each, _ in record.ends:
-                    self._get(each).end = span
+                for key, _ in record.ends:
+                    self._get(key).end = span
             case kinds.DeliveredRecord():
-                for each in record.keys:
-                    self._get(each).is_delivered = True
-                if record.step is not None:
-                    groups = self.delivered.setdefault(record.step, [])
-                    groups += dict.fromkeys(map(get_prompt_key, record.keys))
-            case kinds.ShortRecord():
-                self.missing[record.step] = record.missing
+                self._add_delivery(record)
             case kinds.VersionRecord():
                 self.version = record.version
             case kinds.MediumRecord():
                 self.media[record.digest] = span
 
+    def _add_delivery(self, record: kinds.DeliveredRecord) -> None:
+        for key in record.keys:
+            self._get(key).is_delivered = True
+            pull = self.groups.get(key.group)
+            if record.step is not None and pull is not None and pull.delivered_in is None:
+                pull.delivered_in = record.step
+                self.groups[key.group] = self.groups.pop(key.group)  # now the last
+        if record.step is not None and record.missing:
+            self.missing[record.step] = record.missing
+
     def _get(self, key: Key) -> RecordedTrajectory:
         return self.trajectories.setdefault(key, RecordedTrajectory())
 
-    def warn_of_tail(self, path: Path, what: str) -> None:
-        """Say what becomes of the bytes that follow the whole frames, if there are any."""
+    def warn_of_tail(self, what: str) -> None:
+        """Say what becomes of the bytes that follow the complete frames, if there are any."""
         if self.torn_size:
-            logger.warning(
-                "%s: its last %d bytes, from byte %d on, hold no whole record and are %s: what "
-                "wrote it was ended meanwhile",
-                path,
-                self.torn_size,
-                self.size,
-                what,
-            )
+            tail = f"its last {self.torn_size} bytes, from byte {self.size} on, hold no whole"
+            why = "what wrote it was ended meanwhile"
+            logger.warning("%s: %s record and are %s: %s", self._path, tail, what, why)
+
+    # Reading records.
+
+    def read(self, span: Span) -> Any:
+        """Read a record; in any thread."""
+        with self._path.open("rb") as file:
+            file.seek(span.start)
+            return decode_record(file.read(span.size))
+
+    def get(self, digest: str, /) -> bytes | None:
+        """Read the content of an image or video; None where the journal has none."""
+        span = self.media.get(digest)
+        return None if span is None else self.read(span).content
+
+    def read_prompt(self, group: GroupKey) -> Prompt:
+        """Read the prompt of a group; its images and videos are without their contents."""
+        return read_prompt(self.read(self.prompts[group]).fields, uid=group.uid)
+
+    def read_answers(self, recorded: RecordedTrajectory) -> list[Answer]:
+        """Read the turns and tool results of a trajectory, in order."""
+        return list(map(self.read, recorded.answers))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Ids to text, by the tokenizer of the journal's model, which is loaded now."""
+        if self._template is None:
+            assert self.header is not None
+            self._template = load_model_template(config_from_dict(self.header.config))
+        return self._template.decode(ids)
+
+    def read_end(
+        self, key: Key, recorded: RecordedTrajectory, prompt: Prompt, decode: Decode
+    ) -> Trajectory | None:
+        """Read a finished trajectory, images and videos without contents; None: it is not finished.
+
+        Args:
+            decode: Its ids to text, for who prints it.
+        """
+        if recorded.end is None:
+            return None
+        packed = dict(self.read(recorded.end).ends)[key]
+        return unpack_end(packed, prompt, decode)
 
 
 def find_oldest(*versions: int | None) -> int | None:
@@ -182,7 +217,7 @@ def read_journal(path: Path) -> JournalIndex:
     Raises:
         JournalError: It cannot be read, is no journal, or is damaged; names the byte.
     """
-    index = JournalIndex()
+    index = JournalIndex(path)
     for start, payload in read_frames(path):
         if payload is None:
             index.torn_size = path.stat().st_size - start
@@ -193,41 +228,64 @@ def read_journal(path: Path) -> JournalIndex:
         except (msgspec.MsgspecError, LookupError) as error:
             raise JournalError(f"{path}: the record at byte {start}: {error}") from error
         index.size = span.start + span.size
-    if not (index.size or index.torn_size) and path.stat().st_size:
-        index.size = len(MAGIC)
     return index
 
 
-def make_reader(path: Path) -> ReadRecord:
-    """Make a function that reads single records of a journal."""
+def read_finished(path: Path, known: Container[Key] = ()) -> dict[Key, Trajectory]:
+    """Read the trajectories that a journal has finished, in the order of their first records.
 
-    def read(span: Span) -> Record:
+    Images and videos are without their contents. Messages are decoded with the tokenizer of the
+    journal's model once they are read.
+
+    Args:
+        known: Those that are left out.
+
+    Raises:
+        JournalError: It cannot be read, is no journal, or is damaged.
+    """
+    index = read_journal(path)
+    index.warn_of_tail("left out")
+    if index.header is None:
+        return {}
+    find_prompt = cache(index.read_prompt)
+    found: dict[Key, Trajectory] = {}
+    for key, recorded in index.trajectories.items():
+        if key not in known:
+            trajectory = index.read_end(key, recorded, find_prompt(key.group), index.decode)
+            if trajectory is not None:
+                found[key] = trajectory
+    return found
+
+
+def load_trajectories(path: Path | str) -> list[Trajectory]:
+    """The trajectories of a ``trajectories.jsonl``, or those that a journal has finished.
+
+    In the order of the file: that of the rows where `RolloutBatch.save` wrote it. In the order of
+    (group, member) `collate` makes a batch of them. Where ``rollout run`` did not come to save a
+    batch, the journal is read that it left beside the path. Images and videos are there without
+    their contents, which `RolloutBatch.load` has. A last record of a journal that was cut short is
+    left out, with a warning.
+
+    Args:
+        path: One of these, or the directory of them.
+
+    Raises:
+        RolloutError: The file cannot be read, or a line describes no trajectory; names it.
+    """
+    from rollout.batch.storage import JOURNAL, TRAJECTORIES, read_trajectories  # imports torch
+
+    path = Path(path)
+    if path.is_dir():
+        path /= TRAJECTORIES
+    beside = path.with_name(JOURNAL)
+    if not path.exists() and path.name == TRAJECTORIES and beside.exists():
+        path = beside
+    return list(read_finished(path).values()) if _is_journal(path) else read_trajectories(path)
+
+
+def _is_journal(path: Path) -> bool:
+    try:
         with path.open("rb") as file:
-            file.seek(span.start)
-            return decode_record(file.read(span.size))
-
-    return read
-
-
-class RecordedMedia:
-    """Contents of images and videos by their digests, read where they are wanted."""
-
-    def __init__(self, spans: Mapping[str, Span], read: ReadRecord) -> None:
-        self._spans, self._read = spans, read
-
-    def get(self, digest: str, /) -> bytes | None:
-        """Read a content; None where the journal has none."""
-        span = self._spans.get(digest)
-        if span is None:
-            return None
-        record = self._read(span)
-        assert isinstance(record, kinds.MediumRecord)
-        return record.content
-
-
-def read_steps(
-    recorded: RecordedTrajectory, read: ReadRecord
-) -> list[kinds.TurnRecord | kinds.ResultsRecord]:
-    """Read the turns and tool results of a trajectory, in order."""
-    steps: Any = map(read, sorted([*recorded.turns, *recorded.results]))
-    return list(steps)
+            return file.read(len(MAGIC_PREFIX)) == MAGIC_PREFIX
+    except OSError:
+        return False  # which reading it says better

@@ -11,22 +11,35 @@ from rollout.agents.turn_log import Question
 from rollout.chat.plain_data import from_plain
 
 
-class Key(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Identifies a trajectory of the run.
+class GroupKey(NamedTuple):
+    """Identifies a prompt of a call, and its group.
 
     Attributes:
         step: The trainer's.
-        uid: Of its prompt.
-        member: Its number in its group.
+        uid: Of the prompt.
         validate: Whether it belongs to a validation.
-        call: How many earlier calls of this step had a prompt of this uid.
+        call: How many calls, or groups of a source, this step had before.
     """
+
+    step: int
+    uid: str
+    validate: bool
+    call: int
+
+
+class Key(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Identifies a trajectory of the run: its group's key, and `member`, its number there."""
 
     step: int
     uid: str
     member: int
     validate: bool = False
     call: int = 0
+
+    @property
+    def group(self) -> GroupKey:
+        """Of its prompt."""
+        return GroupKey(self.step, self.uid, self.validate, self.call)
 
 
 class Span(NamedTuple):
@@ -41,34 +54,23 @@ class Header(msgspec.Struct, array_like=True, tag=0):
 
     Attributes:
         run_seed: All seeds derive from it.
-        model: Names and values of what identifies the model.
-        config: The keys that may not change, by path.
-        prompts: `journal.prompts`; "" where that is None.
+        config: As `dump_config`.
+        files: Fingerprints of what the model's files hold, by what it is.
         schemas: Of the tools, to read messages with.
-        all_config: As `dump_config`.
         engine: The `EngineInfo` of the engines that began the run, by field.
     """
 
     run_seed: int
-    model: dict[str, Any]
     config: dict[str, Any]
-    prompts: str
+    files: dict[str, str]
     schemas: list[dict[str, Any]]
-    all_config: dict[str, Any]
-    engine: dict[str, Any] = {}
+    engine: dict[str, Any]
 
 
 class PromptRecord(msgspec.Struct, array_like=True, tag=1):
-    """A prompt of `generate` or `stream`, before its members.
+    """A prompt of `generate` or `stream`, before its members; for `fields` see `pack_prompt`."""
 
-    Attributes:
-        fields: See `pack_prompt`.
-    """
-
-    step: int
-    uid: str
-    validate: bool
-    call: int
+    group: GroupKey
     fields: bytes
 
 
@@ -78,23 +80,19 @@ class PullRecord(msgspec.Struct, array_like=True, tag=2):
     Attributes:
         number: Its number among all prompts that the run pulled.
         step: Of the call that pulled it.
-        digest: Of the prompt as its source gave it.
-        fields: See `pack_prompt`.
+        fields: As its source gave it; see `pack_prompt`.
     """
 
     number: int
     step: int
-    digest: bytes
     fields: bytes
 
 
 class GroupRecord(msgspec.Struct, array_like=True, tag=3):
-    """The members of a pulled prompt begin, or begin again, under this step, uid and call."""
+    """The members of the pulled prompt `number` begin, or begin again, as this group."""
 
     number: int
-    step: int
-    uid: str
-    call: int
+    group: GroupKey
 
 
 class DroppedRecord(msgspec.Struct, array_like=True, tag=4):
@@ -103,19 +101,14 @@ class DroppedRecord(msgspec.Struct, array_like=True, tag=4):
     number: int
 
 
-class TurnRecord(msgspec.Struct, array_like=True, tag=5, gc=False):
-    """One turn that an engine sampled.
+class Answer(msgspec.Struct, array_like=True):
+    """What a trajectory got for a question.
 
     Attributes:
         start: How often its trajectory had begun again before.
         segment: Session id of its segment.
-        turn: Its number in the conversation, from 0.
-        question: The tokens before it, and its seed.
-        ids, log_probs: int32 and float32, little-endian.
-        versions: Runs of weight version and number of ids.
-        seconds: How long it took.
-        top: Most likely ids of each token: their number, ids, log-probs; None where not wanted.
-        experts: Routed experts: layers, top_k, first token, int16; None where not wanted.
+        turn: Number of turns of the conversation before it.
+        question: The tokens before it, and the seed of a turn, or the calls.
     """
 
     key: Key
@@ -123,6 +116,19 @@ class TurnRecord(msgspec.Struct, array_like=True, tag=5, gc=False):
     segment: str
     turn: int
     question: Question
+
+
+class TurnRecord(Answer, tag=5, gc=False):
+    """One turn that an engine sampled.
+
+    Attributes:
+        ids, log_probs: int32 and float32, little-endian.
+        versions: Runs of weight version and number of ids.
+        seconds: How long it took.
+        top: Most likely ids of each token: their number, ids, log-probs; None where not wanted.
+        experts: Routed experts: layers, top_k, first token, int16; None where not wanted.
+    """
+
     ids: bytes
     log_probs: bytes
     versions: list[list[int]]
@@ -134,23 +140,16 @@ class TurnRecord(msgspec.Struct, array_like=True, tag=5, gc=False):
     experts: tuple[int, int, int, bytes] | None = None
 
 
-class ResultsRecord(msgspec.Struct, array_like=True, tag=6):
+class ResultsRecord(Answer, tag=6):
     """What tools answered to the calls of one turn.
 
     Attributes:
-        turn: Number of turns of the conversation so far.
-        question: The tokens before the calls, and the calls.
         results: The fields of each `ToolResult`, media without contents; of most only the text.
         seconds: Time in calls.
         stateful: Tools among them that keep a state, which is lost with the process.
     """
 
-    key: Key
-    start: int
-    segment: str
-    turn: int
-    question: Question
-    results: list[str | list[Any]]
+    results: list[str | dict[str, Any]]
     seconds: float
     stateful: Sequence[str] = ()
 
@@ -165,27 +164,22 @@ class DeliveredRecord(msgspec.Struct, array_like=True, tag=8):
     """A caller has these trajectories.
 
     Attributes:
-        step: Of the call that delivered them; None: their own.
+        step: Of the call that delivered groups; None: the trajectories' own.
+        missing: How many groups fewer than it wanted a `collect` returned without an error.
     """
 
     keys: list[Key]
     step: int | None = None
+    missing: int = 0
 
 
-class ShortRecord(msgspec.Struct, array_like=True, tag=9):
-    """A `collect` of this step returned without so many of its groups, and no error."""
-
-    step: int
-    missing: int
-
-
-class VersionRecord(msgspec.Struct, array_like=True, tag=10):
+class VersionRecord(msgspec.Struct, array_like=True, tag=9):
     """The engines have weights of this version from here on."""
 
     version: int
 
 
-class MediumRecord(msgspec.Struct, array_like=True, tag=11):
+class MediumRecord(msgspec.Struct, array_like=True, tag=10):
     """The content of an image or video, once, before the first record that refers to it."""
 
     digest: str
@@ -202,7 +196,6 @@ Record = (
     | ResultsRecord
     | EndRecord
     | DeliveredRecord
-    | ShortRecord
     | VersionRecord
     | MediumRecord
 )

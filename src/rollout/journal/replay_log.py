@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import anyio.lowlevel
 
+from rollout.agents.turn_log import make_turn_question
 from rollout.errors import RolloutError
-from rollout.journal.records import ResultsRecord, TurnRecord
-from rollout.journal.trajectory_log import (
-    RecordedAnswers,
-    fill_generation,
-    find_calls_question,
-    find_turn_question,
-    read_results,
-)
+from rollout.journal.records import Answer, ResultsRecord, TurnRecord
+from rollout.journal.trajectory_log import RecordedAnswers, fill_generation, read_results
 from rollout.limits import AGENT_TIMEOUT
 from rollout.types import Outcome
 
@@ -31,37 +26,23 @@ if TYPE_CHECKING:
     from rollout.tools.results import Answers
     from rollout.types import InvalidToolCall, ToolCall
 
+    Calls = Sequence[ToolCall | InvalidToolCall]
+
 #: Tokens that are shown of a context, from its end; characters of calls.
 _TAIL, _SHOWN = 24, 300
 
 
-class Departed(RolloutError):
-    """A replayed trajectory asks what its record has no answer to; it ends by that."""
-
-
-class ReplayStep(NamedTuple):
-    """A question of the agent that the record answered.
-
-    Attributes:
-        number: From 1.
-        what: It and its answer, in words.
-    """
-
-    number: int
-    what: str
-
-
 class ReplayLog:
-    """Answers from the record alone; a `MemberLog`.
+    """Answers from the record alone; a `TurnLog`.
 
     Args:
-        records: Turns and tool results, in order.
+        answers: Turns and tool results, in order.
         recorded: The trajectory as it ended; None where it had not.
         restore: Gives a medium of the record its content.
         decode: Ids to text.
         parse_calls: Ids of a turn to its calls.
-        on_step: Called with each step.
-        on_departure: Called when the record has no answer, before `Departed` is raised.
+        on_step: Called with each question that is answered: its number, from 1, and what it is.
+        on_departure: Called when the record has no answer, before the error of that is raised.
 
     Attributes:
         steps: How many questions were answered.
@@ -73,25 +54,24 @@ class ReplayLog:
 
     def __init__(
         self,
-        records: Sequence[TurnRecord | ResultsRecord],
+        answers: Sequence[Answer],
         recorded: Trajectory | None,
         *,
         restore: Callable[[Media], Media],
         decode: Callable[[array[int]], str],
-        parse_calls: Callable[[array[int]], Sequence[ToolCall | InvalidToolCall]],
-        on_step: Callable[[ReplayStep], object],
+        parse_calls: Callable[[array[int]], Calls],
+        on_step: Callable[[int, str], object],
         on_departure: Callable[[], object],
     ) -> None:
         self.steps = 0
         self.departure, self.is_beyond = "", False
-        self._records, self._recorded = list(records), recorded
+        self._all, self._recorded = answers, recorded
         self._restore, self._decode, self._parse_calls = restore, decode, parse_calls
         self._on_step, self._on_departure = on_step, on_departure
-        self._calls: Sequence[ToolCall | InvalidToolCall] = ()  # asked about just now
 
     def begin(self) -> None:
         """Begin at the start of the agent."""
-        self._left, self._answers = list(self._records), RecordedAnswers(self._records)
+        self._answers = RecordedAnswers(self._all)
 
     async def recall_turn(
         self, prefix: TokenPrefix, seed: int, generation: Generation
@@ -99,32 +79,21 @@ class ReplayLog:
         """See `TurnLog`.
 
         Raises:
-            Departed: The record has no such turn.
+            RolloutError: The record has no such turn.
         """
         await anyio.lowlevel.checkpoint()
-        known = self._take(TurnRecord, find_turn_question(prefix, seed))
+        known = self._take(TurnRecord, make_turn_question(prefix, seed))
         if known is None:
             raise self._depart(f"asks the model after {self._show_context(prefix.ids)}")
         self._note_step(f"{_name_turn(known)}: {len(known.ids) // 4} tokens, {known.finish_reason}")
         return fill_generation(generation, known)
 
-    def describe_calls(
-        self, prefix: TokenPrefix, calls: Sequence[ToolCall | InvalidToolCall]
-    ) -> Question | None:
-        """See `TurnLog`."""
-        self._calls = calls
-        question = find_calls_question(prefix, calls)
-        if question is None:
-            raise self._depart(f"calls tools with what no record can hold: {show_calls(calls)}")
-        return question
-
-    async def recall_answers(self, question: Question, segment: str) -> Answers | None:
+    async def recall_answers(self, question: Question, segment: str, calls: Calls) -> Answers:
         """See `TurnLog`.
 
         Raises:
-            Departed: The record has no such calls.
+            RolloutError: The record has no such calls.
         """
-        calls = self._calls  # between these and their results nothing else runs
         known = self._take(ResultsRecord, question, segment)
         if known is None:
             raise self._depart(f"calls tools after {question[0]} tokens: {show_calls(calls)}")
@@ -146,46 +115,41 @@ class ReplayLog:
         recorded = self._recorded
         if self.departure or self.is_beyond:
             return
-        if self._left:
+        if self._answers.left:
             self._depart(f"the agent ends here ({describe_end(trajectory)})")
         elif recorded is not None and _ended_itself(recorded):
-            ends = [(each.outcome, each.reason) for each in (trajectory, recorded)]
-            ids = [[t.prefix.ids for t in each.transcripts] for each in (trajectory, recorded)]
-            if ends[0] != ends[1]:
+            if (trajectory.outcome, trajectory.reason) != (recorded.outcome, recorded.reason):
                 self._depart(f"ends as {describe_end(trajectory)}")
-            elif ids[0] != ids[1]:
+            elif _list_ids(trajectory) != _list_ids(recorded):
                 self._depart("ends with other tokens")
 
     def _take(self, kind: type, question: Question, segment: str | None = None) -> Any:
         if self.departure or self.is_beyond:
-            raise Departed(self.departure or "the record has ended")
-        known = self._answers.take(kind, question, segment)
-        if known is not None:
-            self._left.remove(known)
-        return known
+            raise RolloutError(self.departure or "the record has ended")
+        return self._answers.take(kind, question, segment)
 
     def _note_step(self, what: str) -> None:
         self.steps += 1
-        self._on_step(ReplayStep(self.steps, what))
+        self._on_step(self.steps, what)
 
-    def _depart(self, asked: str) -> Departed:
+    def _depart(self, question: str) -> RolloutError:
         recorded = self._recorded
-        if self._left or (recorded is not None and _ended_itself(recorded)):
-            self.departure = f"{asked}; the record has {self._show_next()}"
+        if self._answers.left or (recorded is not None and _ended_itself(recorded)):
+            self.departure = f"{question}; the record has {self._show_next()}"
         else:
             self.is_beyond = True
         self._on_departure()
-        return Departed(asked)
+        return RolloutError(question)
 
     def _show_next(self) -> str:
-        if not self._left:
+        if not self._answers.left:
             return "ended" + (f" as {describe_end(self._recorded)}" if self._recorded else "")
-        record = self._left[0]
+        record = self._answers.left[0]
         length, digest, _ = record.question
         if isinstance(record, ResultsRecord):
-            turns = [each for each in self._records if isinstance(each, TurnRecord)]
-            place = record.segment, record.turn - 1
-            ids = next((each.ids for each in turns if (each.segment, each.turn) == place), b"")
+            turn = record.segment, record.turn - 1
+            turns = (each for each in self._all if isinstance(each, TurnRecord))
+            ids = next((each.ids for each in turns if (each.segment, each.turn) == turn), b"")
             calls = show_calls(self._parse_calls(array("i", ids)))
             return f"calls after {_name_turn(record, -1)}: {calls}"
         for transcript in () if self._recorded is None else self._recorded.transcripts:
@@ -198,8 +162,12 @@ class ReplayLog:
         return f"{len(ids)} tokens, which end with {self._decode(ids[-_TAIL:])!r}"
 
 
-def _name_turn(record: TurnRecord | ResultsRecord, by: int = 0) -> str:
+def _name_turn(record: Answer, by: int = 0) -> str:
     return f"turn {record.turn + by + 1} of {record.segment}"
+
+
+def _list_ids(trajectory: Trajectory) -> list[array[int]]:
+    return [transcript.prefix.ids for transcript in trajectory.transcripts]
 
 
 def show_calls(calls: Sequence[Any]) -> str:

@@ -1,25 +1,20 @@
-"""The journal of one trajectory: answers are written as they come, and given again on resume."""
+"""The journal of one trajectory: answers are written as they come, and reused on resume."""
 
 from __future__ import annotations
 
-import json
-import logging
-import zlib
-from collections import deque
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import anyio.lowlevel
 import msgspec
-from msgspec.structs import astuple
 
-from rollout.chat.plain_data import encoder, to_plain
+from rollout.agents.turn_log import make_turn_question
 from rollout.chat.trajectory_codec import collect_contents, restore_media
-from rollout.journal.index import RecordedTrajectory, read_steps
+from rollout.journal.index import RecordedTrajectory
 from rollout.journal.journal import Journal
-from rollout.journal.records import EndRecord, Key, ResultsRecord, TurnRecord
-from rollout.journal.trajectory_record import pack_end, unpack_end
-from rollout.journal.values import REFUSE, UNENCODABLE
+from rollout.journal.log_file import logger
+from rollout.journal.records import Answer, Key, ResultsRecord, TurnRecord
+from rollout.journal.values import REFUSE, UNENCODABLE, pack_end
 from rollout.media.records import drop_content
 from rollout.medium import Media
 from rollout.tools import ToolResult
@@ -29,42 +24,31 @@ from rollout.types import Outcome
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from rollout.agents.turn_log import Question
+    from rollout.agents.turn_log import Question, TurnId
     from rollout.chat.trajectory import Trajectory
     from rollout.engine.pool.generation import Generation
     from rollout.token_prefix import TokenPrefix
-    from rollout.types import InvalidToolCall, Prompt, ToolCall
-
-logger = logging.getLogger("rollout.journal")
+    from rollout.types import Prompt
 
 #: Reasons of cancelled trajectories that are not finished by it: the runtime was closed, a signal
 #: ended `rollout run`, or a call had enough groups. A resumption continues them.
 UNFINISHED = frozenset(("closed", "interrupted", "surplus"))
-#: What the journal has of a new trajectory.
-NOTHING = RecordedTrajectory()
-
-Answer = TurnRecord | ResultsRecord
 
 
 class RecordedAnswers:
-    """Turns and tool results by their questions; each is given once."""
+    """Turns and tool results by their questions; each is used once, and `left` has the rest."""
 
-    def __init__(self, records: Iterable[Answer]) -> None:
-        self._records: dict[tuple[type, Question], deque[Answer]] = {}
-        for each in records:
-            self._records.setdefault((type(each), each.question), deque()).append(each)
-
-    def __len__(self) -> int:
-        return sum(map(len, self._records.values()))
+    def __init__(self, answers: Iterable[Answer]) -> None:
+        self.left = list(answers)
 
     def take(self, kind: type, question: Question, segment: str | None = None) -> Any:
         """Take the next answer to a question, of this segment where there is one; None: none."""
-        found = self._records.get((kind, question))
-        if not found:
-            return None
-        record = next((each for each in found if each.segment == segment), found[0])
-        found.remove(record)
-        return record
+        known = [each for each in self.left if type(each) is kind and each.question == question]
+        if known:
+            answer = next((each for each in known if each.segment == segment), known[0])
+            self.left = [each for each in self.left if each is not answer]
+            return answer
+        return None
 
 
 class TrajectoryLog(msgspec.Struct, eq=False):
@@ -77,31 +61,21 @@ class TrajectoryLog(msgspec.Struct, eq=False):
 
     Attributes:
         key: Which trajectory it is.
-        recalled: How many answers were given again.
+        recorded: What earlier processes recorded of it.
+        recalled: How many answers were reused.
         has_answers: Whether the journal had any.
         number: Of the record of its end in this process; 0 where it has not ended.
     """
 
     key: Key
+    recorded: RecordedTrajectory
     _journal: Journal
-    _recorded: RecordedTrajectory = NOTHING
-    _start: int = 0
     recalled: int = 0
     has_answers: bool = False
     number: int = 0
-    _has_begun: bool = False
+    _start: int | None = None
     _latest: int = 0
     _answers: RecordedAnswers | None = None
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether an earlier process finished it."""
-        return self._recorded.end is not None
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether a caller of an earlier process had it."""
-        return self._recorded.is_delivered
 
     def read_end(self, prompt: Prompt, group: int) -> Trajectory | None:
         """Read the trajectory, where the journal has it finished.
@@ -109,70 +83,62 @@ class TrajectoryLog(msgspec.Struct, eq=False):
         Args:
             group: Its number in the call.
         """
-        if self._recorded.end is None:
-            return None
-        record = self._journal.read(self._recorded.end)
-        assert isinstance(record, EndRecord)
-        packed = dict(record.ends)[self.key]
-        trajectory = unpack_end(packed, prompt, self._journal.decode)
-        if any(transcript.media for transcript in trajectory.transcripts):
-            restore_media(trajectory, self._journal.media)
-        trajectory.group = group
-        self._journal.counts.returned += 1
+        index, decode = self._journal.index, self._journal.services.template.decode
+        trajectory = index.read_end(self.key, self.recorded, prompt, decode)
+        if trajectory is not None:
+            if any(transcript.media for transcript in trajectory.transcripts):
+                restore_media(trajectory, index.contents)
+            trajectory.group = group
+            self._journal.counts["returned"] += 1
         return trajectory
 
     def begin(self) -> None:
         """Begin an attempt from the start of the agent; the first one has what is recorded."""
-        recorded, counts = self._recorded, self._journal.counts
-        is_first, self._has_begun = not self._has_begun, True
-        if is_first and recorded.has_begun and not recorded.stateful:
-            counts.continued += 1
-            self._answers = RecordedAnswers(read_steps(recorded, self._journal.read))
-            self.has_answers = True
+        recorded, counts = self.recorded, self._journal.counts
+        is_first = self._start is None
+        self._start = recorded.start if self._start is None else self._start + 1
+        self._answers, self.has_answers = None, False
+        if not (is_first and recorded.answers):
             return
-        if is_first and not recorded.has_begun:
-            return
-        if is_first:
-            counts.restarted += 1
+        if recorded.stateful:
+            counts["restarted"] += 1
+            self._start += 1
             tools = ", ".join(sorted(recorded.stateful))
             logger.info("%s starts from its beginning: the state of %s is lost", self.key, tools)
-        self._answers, self.has_answers = None, False
-        self._start += 1
+            return
+        counts["continued"] += 1
+        self._answers = RecordedAnswers(self._journal.index.read_answers(recorded))
+        self.has_answers = True
+
+    async def wait_written(self) -> None:
+        """See `TurnLog`."""
+        await self._journal.file.wait_written(self._latest)
 
     async def recall_turn(
         self, prefix: TokenPrefix, seed: int, generation: Generation
     ) -> float | None:
         """See `TurnLog`."""
         await anyio.lowlevel.checkpoint()
-        known = self._take(TurnRecord, find_turn_question(prefix, seed))
+        known = self._take(TurnRecord, make_turn_question(prefix, seed))
         return None if known is None else fill_generation(generation, known)
 
     def _take(self, kind: type, question: Question, segment: str | None = None) -> Any:
         known = None if self._answers is None else self._answers.take(kind, question, segment)
         if known is not None:
             self.recalled += 1
-            self._journal.counts.recalled += 1
+            self._journal.counts["recalled"] += 1
         return known
 
     def note_turn(
-        self,
-        prefix: TokenPrefix,
-        seed: int,
-        segment: str,
-        turn: int,
-        generation: Generation,
-        seconds: float,
+        self, prefix: TokenPrefix, seed: int, turn: TurnId, generation: Generation, seconds: float
     ) -> bool:
         """See `TurnLog`."""
-        ids, log_probs = generation.packed()
         record = TurnRecord(
             self.key,
-            self._start,
-            segment,
-            turn,
-            find_turn_question(prefix, seed),
-            ids,
-            log_probs,
+            self._start or 0,
+            *turn,
+            make_turn_question(prefix, seed),
+            *generation.packed(),
             generation.versions,
             generation.finish_reason,
             generation.cached_tokens,
@@ -185,47 +151,36 @@ class TrajectoryLog(msgspec.Struct, eq=False):
         if generation.expert_shape is not None:
             shape, experts = generation.expert_shape, bytes(generation.routed_experts)
             record.experts = (*shape, generation.expert_room, experts)
-        self._latest = self._journal.put(record)
+        self._latest = self._journal.file.put(record)
         return self._journal.waits
 
-    def describe_calls(
-        self, prefix: TokenPrefix, calls: Sequence[ToolCall | InvalidToolCall]
-    ) -> Question | None:
-        """See `TurnLog`."""
-        return find_calls_question(prefix, calls)
-
-    async def recall_answers(self, question: Question, segment: str) -> Answers | None:
+    async def recall_answers(
+        self, question: Question, segment: str, calls: Sequence[Any]
+    ) -> Answers | None:
         """See `TurnLog`."""
         await anyio.lowlevel.checkpoint()
         known = self._take(ResultsRecord, question, segment)
-        return None if known is None else read_results(known, self._journal.media.restore)
+        restore = self._journal.index.contents.restore
+        return None if known is None else read_results(known, restore)
 
     def note_answers(
-        self,
-        question: Question,
-        segment: str,
-        turn: int,
-        results: Sequence[ToolResult],
-        seconds: float,
-        stateful: Sequence[str],
+        self, question: Question, turn: TurnId, answers: Answers, stateful: Sequence[str]
     ) -> bool:
-        """See `TurnLog`. Results that cannot be written are left out, and asked for again."""
+        """See `TurnLog`. Results that cannot be written are left out: their tools run again."""
         try:
-            packed = [_pack_result(each, at) for at, each in enumerate(results)]
-            for medium in (m for each in results for m in chain(each.images, each.videos)):
+            packed = [_pack_result(each, at) for at, each in enumerate(answers.results)]
+            for medium in chain.from_iterable((*r.images, *r.videos) for r in answers.results):
                 self._journal.put_media({medium.digest: medium.content})
-            where = self.key, self._start, segment, turn, question
-            self._latest = self._journal.put(ResultsRecord(*where, packed, seconds, stateful))
+            where = self.key, self._start or 0, *turn, question
+            record = ResultsRecord(*where, packed, answers.seconds, stateful)
+            self._latest = self._journal.file.put(record)
         except UNENCODABLE as error:
-            self._journal.warn_of_results(error)
+            what = "it is not in the journal, and a resumed trajectory calls the tool again"
+            self._journal.warn_once(f"{error}: {what}")
             return False
         return self._journal.waits
 
-    async def wait_written(self) -> None:
-        """See `TurnLog`."""
-        await self._journal.wait_written(self._latest)
-
-    def pack_end(self, trajectory: Trajectory) -> tuple[Key, bytes] | None:
+    def pack_end(self, trajectory: Trajectory) -> bytes | None:
         """Pack a trajectory that has its outcome; None where a resumption is to continue it.
 
         One that holds what cannot be written fails by that.
@@ -233,41 +188,17 @@ class TrajectoryLog(msgspec.Struct, eq=False):
         if trajectory.outcome is Outcome.CANCELLED and trajectory.reason in UNFINISHED:
             return None
         self._journal.put_media(collect_contents([trajectory]))
-        if self._answers:
-            self._journal.counts.departed += 1
+        if self._answers is not None and self._answers.left:
+            self._journal.counts["departed"] += 1
             logger.warning(
                 "%s asked otherwise than before it was resumed: %d of its recorded answers were of "
                 "no use, and it continued after the %d before them",
                 self.key,
-                len(self._answers),
+                len(self._answers.left),
                 self.recalled,
             )
         self._answers = None
-        return self.key, pack_end(trajectory, self._journal.unwritable)
-
-    def delivered(self) -> None:
-        """Note that the caller has it."""
-        if not self.is_taken:
-            self._journal.note_delivery([self.key])
-
-
-def find_turn_question(prefix: TokenPrefix, seed: int) -> Question:
-    """Describe a turn that continues these tokens with this seed."""
-    return prefix.length, prefix.compute_sum(prefix.length), seed
-
-
-def find_calls_question(
-    prefix: TokenPrefix, calls: Sequence[ToolCall | InvalidToolCall]
-) -> Question | None:
-    """Describe calls that are made after these tokens; None where no record can hold them."""
-    try:
-        encoded = encoder.encode(calls)
-    except UNENCODABLE:
-        try:  # JSON has numbers of any size, and texts that UTF-8 cannot hold
-            encoded = json.dumps(msgspec.to_builtins(calls)).encode()
-        except UNENCODABLE:
-            return None
-    return prefix.length, prefix.compute_sum(prefix.length), zlib.crc32(encoded)
+        return pack_end(trajectory, self._journal.values)
 
 
 def fill_generation(generation: Generation, known: TurnRecord) -> float:
@@ -283,20 +214,16 @@ def fill_generation(generation: Generation, known: TurnRecord) -> float:
     return known.seconds
 
 
-#: What a result has besides its text, where that is all.
-_BARE = astuple(ToolResult())[1:]
-_RESULT_FIELDS = ("text", "data", "reward", "metrics", "is_error", "end_trajectory", "extra")
+_RESULT_FIELDS = ("data", "reward", "metrics", "is_error", "end_trajectory", "extra")
 
 
-def _pack_result(result: ToolResult, at: int) -> str | list[Any]:
-    if result.data is None and astuple(result)[1:] == _BARE:
-        return str(to_plain(str.__str__(result.text), f"answers[{at}].text"))
-    fields = [
-        REFUSE.pack_value(getattr(result, name), f"answers[{at}].{name}") for name in _RESULT_FIELDS
-    ]
-    if result.has_media:
-        fields += ([drop_content(m) for m in each] for each in (result.images, result.videos))
-    return fields
+def _pack_result(result: ToolResult, at: int) -> str | dict[str, Any]:
+    text: str = REFUSE.write(str.__str__(result.text), f"answers[{at}].text")
+    if result.data is None and result == ToolResult(result.text):
+        return text
+    values = {n: REFUSE.write(getattr(result, n), f"answers[{at}].{n}") for n in _RESULT_FIELDS}
+    media = {n: [drop_content(m) for m in getattr(result, n)] for n in ("images", "videos")}
+    return {"text": text, **values, **media}
 
 
 def read_results(known: ResultsRecord, restore: Callable[[Media], Media]) -> Answers:
@@ -306,13 +233,9 @@ def read_results(known: ResultsRecord, restore: Callable[[Media], Media]) -> Ans
         restore: Gives a medium its content.
     """
     results = []
-    for fields in known.results:
-        if isinstance(fields, str):
-            results.append(ToolResult(fields))
-            continue
-        count = len(_RESULT_FIELDS)
-        own = dict(zip(_RESULT_FIELDS, fields[:count], strict=True))
-        for kind, media in zip(("images", "videos"), fields[count:], strict=False):
-            own[kind] = [restore(msgspec.convert(each, Media)) for each in media]
-        results.append(ToolResult(**own))
+    for each in known.results:
+        fields: dict[str, Any] = {"text": each} if isinstance(each, str) else dict(each)
+        for kind in fields.keys() & {"images", "videos"}:
+            fields[kind] = [restore(msgspec.convert(medium, Media)) for medium in fields[kind]]
+        results.append(ToolResult(**fields))
     return Answers(results, known.seconds)

@@ -1,119 +1,119 @@
-"""Values of users as a journal holds them, and prompts, which are made of such values."""
+"""What users hand over, as records hold it: values, prompts, and finished trajectories."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollout.chat.plain_data import (
-    NotPlainError,
-    encoder,
-    from_plain,
-    show_value,
-    to_plain,
-    to_plain_items,
+from rollout.agents.history import Messages
+from rollout.chat.plain_data import NotPlainError, encoder, from_plain, show_value, to_plain
+from rollout.chat.trajectory_codec import (
+    PackedTrajectory,
+    pack_message,
+    pack_trajectory,
+    unpack_message,
+    unpack_prompt,
+    unpack_trajectory,
 )
-from rollout.chat.trajectory_codec import pack_message, unpack_prompt
 from rollout.errors import JournalError
 from rollout.medium import Media
-from rollout.types import Message, Prompt, ToolCall, format_error
+from rollout.types import Cause, Message, Outcome, Prompt, ToolCall, format_error
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection, Sequence
 
+    from rollout.chat.trajectory import Trajectory
     from rollout.media.records import KnownContents
 
 logger = logging.getLogger("rollout.journal")
 
 #: What encoding raises for values that msgpack cannot hold.
 UNENCODABLE = (NotPlainError, JournalError, TypeError, ValueError, OverflowError, RecursionError)
-#: Fields of a prompt that may be written as text: its caller gives it again on resume.
+#: Fields of a prompt that may be written as text: its caller passes it again on resume.
 MAY_BE_TEXT = ("extra", "ground_truth", "tools_kwargs")
 
+_trajectory_decoder = msgspec.msgpack.Decoder(PackedTrajectory, ext_hook=from_plain)
 
-class Unwritable:
-    """What becomes of values that are no plain data.
 
-    Attributes:
-        is_text: They are written as text, with a warning; else they are refused.
+class ValueWriter:
+    """Makes plain data of values.
+
+    Args:
+        as_text: What is no plain data is written as text, with a warning; else it is refused.
     """
 
-    def __init__(self, *, is_text: bool) -> None:
-        self.is_text = is_text
+    def __init__(self, *, as_text: bool) -> None:
+        self._as_text = as_text
         self._warned: set[str] = set()
 
-    def pack_items(self, items: Mapping[Any, Any], where: str) -> dict[Any, Any]:
-        """Make plain data of the items of a mapping.
+    def write(self, value: Any, where: str) -> Any:
+        """Make plain data of a value, or of the items of any mapping.
 
         Metrics that cannot be written become floats, where these say the same.
 
         Raises:
-            NotPlainError: One is no plain data, and is refused.
+            NotPlainError: It is no plain data, and is refused.
         """
+        is_mapping = isinstance(value, Mapping)
         try:
-            return to_plain_items(items, where)
-        except NotPlainError:
-            pass  # what follows names the item, or writes the others
+            return to_plain(dict(value) if is_mapping else value, where)
+        except NotPlainError as error:
+            if not is_mapping:
+                self._refuse_or_warn(value, error)
+                return show_value(value)
         kind = float if where == "metrics" else repr
         written: dict[Any, Any] = {}
-        for key, value in items.items():
+        for key, each in value.items():
             try:
-                to_plain_items({key: None}, where)
-                written[key] = to_plain(value, f"{where}[{key!r}]")
+                to_plain({key: None}, where)
+                written[key] = to_plain(each, f"{where}[{key!r}]")
             except NotPlainError as error:
-                if not self.is_text:
-                    raise
-                self._warn(value, error)
-                written[show_value(key, str)] = show_value(value, kind)
+                self._refuse_or_warn(each, error)
+                written[show_value(key, str)] = show_value(each, kind)
         return written
 
-    def pack_value(self, value: Any, where: str) -> Any:
-        """Make plain data of a value; see `pack_items`."""
-        if isinstance(value, Mapping):
-            return self.pack_items(value, where)
-        try:
-            return to_plain(value, where)
-        except NotPlainError as error:
-            if not self.is_text:
-                raise
-            self._warn(value, error)
-            return show_value(value)
-
-    def _warn(self, value: Any, error: NotPlainError) -> None:
+    def _refuse_or_warn(self, value: Any, error: NotPlainError) -> None:
+        if not self._as_text:
+            raise error
         kind = type(value).__qualname__
         if kind not in self._warned:
             self._warned.add(kind)
             logger.warning("%s; it is written as text, and so are others of this type", error)
 
 
-REFUSE = Unwritable(is_text=False)
+REFUSE = ValueWriter(as_text=False)
+
+
+# Prompts.
 
 
 def pack_prompt(
-    prompt: Prompt, where: str, unwritable: Unwritable = REFUSE, texts: Collection[str] = ()
+    prompt: Prompt, where: str, values: ValueWriter = REFUSE, texts: Collection[str] = ()
 ) -> bytes:
     """Encode the fields of a prompt; media in its messages are without contents.
 
     Args:
         where: Names it in errors.
-        unwritable: What becomes of values in the fields that `texts` names.
+        values: Writes the fields that `texts` names.
 
     Raises:
         JournalError: A field holds what cannot be written; names it.
     """
-    fields: dict[str, Any] = {}
     try:
-        fields["messages"] = [
-            _pack_message(each, f"{where}.messages[{at}]")
-            for at, each in enumerate(prompt.messages)
-        ]
-        for name in Prompt.__struct_fields__:
-            if name != "messages":
-                policy = unwritable if name in texts else REFUSE
-                fields[name] = policy.pack_value(getattr(prompt, name), f"{where}.{name}")
+        fields: dict[str, Any] = {
+            "messages": [
+                _pack_message(each, f"{where}.messages[{at}]")
+                for at, each in enumerate(prompt.messages)
+            ]
+        }
+        for name in Prompt.__struct_fields__[1:]:  # after the messages
+            writer = values if name in texts else REFUSE
+            fields[name] = writer.write(getattr(prompt, name), f"{where}.{name}")
         return encoder.encode(fields)
     except (NotPlainError, JournalError) as error:
         raise JournalError(str(error)) from None
@@ -124,13 +124,18 @@ def pack_prompt(
 def _pack_message(message: Any, where: str) -> Any:
     """Pack a `Message`, whose record is a list; a mapping becomes a dict."""
     if type(message) is not Message:
-        return REFUSE.pack_value(message, where)
+        return REFUSE.write(message, where)
     are_calls = all(type(each) is ToolCall for each in message.tool_calls)
     if not are_calls or not all(isinstance(each, str | Media) for each in message.parts):
         raise JournalError(f"{where}: expected tool_calls of ToolCall, parts of str and Media")
     return pack_message(
-        message, lambda value, name: REFUSE.pack_value(value, f"{where}.{name.split('.')[-1]}")
+        message, lambda value, name: REFUSE.write(value, f"{where}.{name.split('.')[-1]}")
     )
+
+
+def hash_prompt(fields: bytes) -> bytes:
+    """Digest a packed prompt: pulled again, it is the same."""
+    return hashlib.blake2b(fields, digest_size=16).digest()
 
 
 def read_prompt(
@@ -139,7 +144,7 @@ def read_prompt(
     """Decode a prompt; mappings among its messages are dicts.
 
     Args:
-        uid: The one that it has; None: as it was given.
+        uid: The one that it has; None: as it was packed.
         media: Gives its images and videos their contents; None: they stay without.
     """
     prompt = unpack_prompt(msgspec.msgpack.decode(fields, ext_hook=from_plain))
@@ -161,3 +166,69 @@ def find_media(prompt: Prompt) -> dict[str, bytes]:
     """Find the contents of images and videos in the messages of a prompt, by digest."""
     parts = [part for message in prompt.messages for part in getattr(message, "parts", ())]
     return {part.digest: part.content for part in parts if getattr(part, "content", None)}
+
+
+# Finished trajectories.
+
+
+def pack_end(trajectory: Trajectory, values: ValueWriter) -> bytes:
+    """Pack a finished trajectory, without its prompt.
+
+    One that holds what cannot be written fails by that, and loses it: what is no plain data in its
+    `extra` and `metrics`; where that is not enough, all of these, its messages and scores.
+    """
+    try:
+        return _encode(trajectory, values)
+    except UNENCODABLE as error:
+        _fail(trajectory, error)
+    trajectory.extra = _keep_plain(trajectory.extra)
+    trajectory.metrics = _keep_plain(trajectory.metrics)
+    with suppress(*UNENCODABLE):
+        return _encode(trajectory, values)
+    trajectory.extra, trajectory.metrics, trajectory.messages = {}, {}, []
+    trajectory.turn_scores, trajectory.tool_rewards = [], []
+    for segment in trajectory.segments:
+        segment.messages = []
+    return _encode(trajectory, values)
+
+
+def _fail(trajectory: Trajectory, error: Exception) -> None:
+    why = str(error) if isinstance(error, NotPlainError) else format_error(error)
+    trajectory.outcome, trajectory.reason = Outcome.FAILED, "journal"
+    trajectory.limit_source, trajectory.cause = None, Cause.of(JournalError(why))
+    trajectory.trainable, trajectory.reward = False, None
+    for segment in trajectory.segments:
+        segment.reward = segment.token_rewards = None
+
+
+def _keep_plain(items: Mapping[Any, Any]) -> dict[Any, Any]:
+    plain: dict[Any, Any] = {}
+    for key, value in items.items():
+        with suppress(NotPlainError):
+            plain |= to_plain({key: value}, "")
+    return plain
+
+
+def _encode(trajectory: Trajectory, values: ValueWriter) -> bytes:
+    packed = pack_trajectory(
+        trajectory,
+        values.write,
+        lambda messages: [pack_message(each, values.write) for each in messages],
+    )
+    return encoder.encode(packed)
+
+
+def unpack_end(
+    packed: bytes, prompt: Prompt | None, decode: Callable[[Sequence[int]], str]
+) -> Trajectory:
+    """Unpack a trajectory; its images and videos are without their contents.
+
+    Args:
+        prompt: What it started from.
+        decode: Its ids to text, for who prints it.
+    """
+    return unpack_trajectory(
+        _trajectory_decoder.decode(packed),
+        prompt,
+        lambda messages: Messages(list(map(unpack_message, messages)), decode),
+    )

@@ -23,8 +23,7 @@ from rollout.engine.pool.pool import EnginePool, ExpectationsGiver
 from rollout.errors import AgentError, ConfigError, RolloutError
 from rollout.function_refs import refuse_while_imported
 from rollout.interactions import InteractionRegistry
-from rollout.journal.opening import open_journal, open_journal_file
-from rollout.journal.run_header import choose_run_seed
+from rollout.journal.journal import choose_run_seed, open_journal
 from rollout.observe.event_stream import EventStream
 from rollout.observe.loop_lag import LoopLag
 from rollout.observe.tally import Tally
@@ -174,8 +173,8 @@ async def open_rollout_on(
     parser = find_parser(config, registry)
     async with AsyncExitStack() as stack:
         open_now = stack.enter_async_context
-        file = await open_now(open_journal_file(config, resume=resume))
-        run_seed = choose_run_seed(config, None if file is None else file.index.header)
+        journal = await open_now(open_journal(config, resume=resume))
+        run_seed = choose_run_seed(config, journal)
         freeze = stack.enter_context(collecting_seldom(is_wanted=config.scheduling.freeze_heap))
         shipped = make_shipped(
             config.tools.builtin,
@@ -238,7 +237,8 @@ async def open_rollout_on(
                 config.agent.tokenization_check, config.agent.tokenization_ignore
             ),
         )
-        journal = await open_now(open_journal(services, file, model.facts.fingerprint, run_seed))
+        if journal is not None:
+            await open_now(journal.writing(services, model.facts.fingerprint, run_seed))
         runtime = RolloutRuntime(runner, run_seed, journal)
         single = functions.single
         is_needed = single is not None and single.takes_sandbox

@@ -21,19 +21,8 @@ from rollout.engine.core import EngineInfo
 from rollout.engine.pool.model_template import load_model_template
 from rollout.errors import AgentError, ConfigError, EngineError, ToolError
 from rollout.interactions import InteractionRegistry
-from rollout.journal.finished import read_finished
-from rollout.journal.index import (
-    JournalIndex,
-    RecordedMedia,
-    get_prompt_key,
-    make_reader,
-    read_journal,
-    read_steps,
-)
-from rollout.journal.records import Key, PromptRecord, PullRecord, ResultsRecord, TurnRecord
-from rollout.journal.replay_log import ReplayLog, ReplayStep
-from rollout.journal.values import read_prompt
-from rollout.media.records import KnownContents
+from rollout.journal.index import JournalIndex, read_journal
+from rollout.journal.replay_log import ReplayLog
 from rollout.observe.tally import Tally
 from rollout.runtime.gateway_opening import serve_gateway
 from rollout.runtime.opening import list_stop_tokens, make_executor
@@ -55,7 +44,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rollout.chat.trajectory import Trajectory
-    from rollout.journal.records import Header
+    from rollout.journal.records import Answer, Header, Key
+    from rollout.media.records import KnownContents
     from rollout.types import Prompt, ToolCall
 
 #: Reason of a replayed trajectory that has departed from its record.
@@ -66,6 +56,7 @@ class Record(NamedTuple):
     """One trajectory of a journal.
 
     Attributes:
+        answers: Turns and tool results, in order.
         media: Gives images and videos in it their contents.
         ended: As it ended; None where it had not.
     """
@@ -73,7 +64,7 @@ class Record(NamedTuple):
     key: Key
     header: Header
     prompt: Prompt
-    steps: list[TurnRecord | ResultsRecord]
+    answers: list[Answer]
     media: KnownContents
     ended: Trajectory | None
 
@@ -128,7 +119,7 @@ def find_record(
     if len({key.validate for key in keys}) > 1:
         keys = [key for key in keys if key.validate is validate]
     if len(keys) == 1:
-        return _read_record(path, index, keys[0])
+        return _read_record(index, keys[0])
     wanted = f"--trajectory {uid}/{member}"
     if keys:
         places = " or ".join(f"--step {key.step} --call {key.call}" for key in keys[:8])
@@ -138,25 +129,23 @@ def find_record(
     raise ConfigError(f"{wanted}: is not in {path}; it has {known}")
 
 
-def _read_record(path: Path, index: JournalIndex, key: Key) -> Record:
+def _read_record(index: JournalIndex, key: Key) -> Record:
     assert index.header is not None
-    read = make_reader(path)
-    record = read(index.prompts[get_prompt_key(key)])
-    assert isinstance(record, PromptRecord | PullRecord)
+    recorded, prompt = index.trajectories[key], index.read_prompt(key.group)
     return Record(
         key,
         index.header,
-        read_prompt(record.fields, uid=key.uid),
-        read_steps(index.trajectories[key], read),
-        KnownContents(RecordedMedia(index.media, read).get, str(path)),
-        read_finished(path, index.trajectories.keys() - {key}).get(key),
+        prompt,
+        index.read_answers(recorded),
+        index.contents,
+        index.read_end(key, recorded, prompt, index.decode),
     )
 
 
 async def replay(
     record: Record,
     interactions: Sequence[Any] = (),
-    on_step: Callable[[ReplayStep], object] = lambda _: None,
+    on_step: Callable[[int, str], object] = lambda *_: None,
 ) -> Replayed:
     """Run a recorded trajectory again through its agent, until it ends or departs.
 
@@ -166,7 +155,7 @@ async def replay(
     Args:
         record: From `find_record`.
         interactions: Factories of simulated users, as for `open_rollout`.
-        on_step: Called with each step.
+        on_step: Called with each step: its number, from 1, and what it is.
 
     Raises:
         ConfigError: The agent is not registered.
@@ -203,12 +192,12 @@ async def replay(
 
 
 async def _run(
-    record: Record, services: Services, on_step: Callable[[ReplayStep], object]
+    record: Record, services: Services, on_step: Callable[[int, str], object]
 ) -> Replayed:
     key, config = record.key, services.config
     reader = TurnReader(services.template, services.parser, record.header.schemas)
     log = ReplayLog(
-        record.steps,
+        record.answers,
         record.ended,
         restore=record.media.restore,
         decode=services.template.decode,
@@ -240,7 +229,7 @@ async def _run(
 
 def _make_config(header: Header) -> RolloutConfig:
     """That of the run, without limits of time and without tools that would have to be prepared."""
-    config = config_from_dict(header.all_config)
+    config = config_from_dict(header.config)
     names = [each.name for each in attrs.fields(LimitsConfig) if each.name != "cleanup_s"]
     return attrs.evolve(
         config,

@@ -84,7 +84,6 @@ class RolloutRuntime:
         self._lag = LoopLag(services.events)
         self._watch = BatchWatch(services, self._lag)
         self._steps, self._clock = StepCount(), loop_clock()
-        has_group_reward = runner.rewarding.functions.group is not None
         self._scheduler = Scheduler(
             config,
             runner,
@@ -92,7 +91,7 @@ class RolloutRuntime:
             run_seed,
             self.admission,
             lambda job: self._tasks.start_soon(job),  # noqa: PLW0108  (there is no group yet)
-            RunLog() if journal is None else CallLog(journal, has_group_reward=has_group_reward),
+            RunLog() if journal is None else CallLog(journal),
         )
         self._tasks: TaskGroup
         self._is_closing = False
@@ -240,7 +239,7 @@ class RolloutRuntime:
         What the source or `accept` raises leaves as itself. Errors after the start carry the
         groups that there were as `partial`; those count as used.
         """
-        self._refuse_when_closed()
+        self._refuse_calls()
         step, _ = check_call(step, validate=False, samples=None, layout=layout, trim=trim)
         with self._steps.counted(step) as step:
             call = make_group_call(self._scheduler, source, policy, step, groups=groups)
@@ -256,9 +255,8 @@ class RolloutRuntime:
             except BaseException:  # cancelled, or no room for tensors: nobody has them
                 call.take_back(found)
                 raise
-            if error is None and len(found) < groups:
-                call.note_missing(groups - len(found))
-            failure = await call.record_delivery(found)
+            missing = groups - len(found) if error is None else 0
+            failure = await call.record_delivery(found, missing)
             if len(found) < groups:
                 call.note_source_end()
             error = error or failure
@@ -295,7 +293,7 @@ class RolloutRuntime:
         Raises:
             PromptError, LimitExceeded, RolloutError: As `collect`, from the iterator.
         """
-        self._refuse_when_closed()
+        self._refuse_calls()
         step, _ = check_call(step, validate=False, samples=None)
         with self._steps.counted(step) as step:
             call = make_group_call(
@@ -456,24 +454,22 @@ class RolloutRuntime:
         trim: Trim = False,
     ) -> tuple[list[MemberGroup], int, Deadline]:
         """The groups of a call whose arguments are good, its step, and its deadline."""
-        self._refuse_when_closed()
-        if self._journal is not None:
-            self._journal.check_announced()
+        self._refuse_calls()
         step, samples = check_call(step, validate, samples, layout, trim)
         deadline = Deadline.after(self.config.limits.batch_s, "limits.batch_s")
         samples = samples or self.config.scheduling.samples_of(validate=validate)
         is_long = isinstance(prompts, Sized) and len(prompts) * samples > MANY_MEMBERS
         with self._steps.counted(step) as step:
             make = partial(self._make_groups, prompts, samples, step, validate)
-            groups, record_prompts = await run_in_thread(make) if is_long else make()
-        self._refuse_when_closed()
-        record_prompts()
+            groups, enrol = await run_in_thread(make) if is_long else make()
+            self._refuse_when_closed()
+            enrol()
         return groups, step, deadline
 
     def _make_groups(
         self, prompts: Sequence[Prompt], samples: int, step: int, validate: bool
     ) -> tuple[list[MemberGroup], Callable[[], None]]:
-        """Those of a call, once its prompts are known to be good; and what records these."""
+        """Those of a call, whose prompts are good; and what gives their members logs."""
         uids, services = check_prompts(prompts), self.services
         check_names(prompts, self.config.agent, services.tools.names, services.interactions)
         groups = make_groups(
@@ -486,6 +482,12 @@ class RolloutRuntime:
         )
         members = [member for group in groups for member in group.waiting]
         return groups, self._scheduler.log.enrol_batch(members)
+
+    def _refuse_calls(self) -> None:
+        """Raise where no call may begin now."""
+        self._refuse_when_closed()
+        if self._journal is not None:
+            self._journal.check_announced()
 
     def _refuse_when_closed(self) -> None:
         if self._is_closing:

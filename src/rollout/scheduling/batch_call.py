@@ -178,8 +178,9 @@ class BatchCall(Call):
 
     async def _wait_until_written(self, members: Sequence[Member]) -> bool:
         """Wait for the journal; False where it cannot be written, which is an error in the end."""
+        last = max((each.log.number for each in members if each.log is not None), default=0)
         unwritten = await self._log.wait_written(
-            members, self.deadline.at, lambda: self.is_closed or self._is_leaving
+            last, self.deadline.at, lambda: self.is_closed or self._is_leaving
         )
         self._unwritten = unwritten or self._unwritten
         return unwritten is None
@@ -209,5 +210,4 @@ class BatchCall(Call):
         except anyio.BrokenResourceError:  # the receiver has left
             return
         self._found[member] = weakref.ref(trajectory)
-        if member.log is not None:
-            member.log.delivered()
+        self._log.note_delivery([member])

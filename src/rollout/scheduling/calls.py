@@ -215,7 +215,7 @@ class Call:
     def _wants_reward(self, group: MemberGroup, ended: Sequence[Ended]) -> bool:
         """Whether `group_reward` is still to be called for these members."""
         is_open = self.scheduler.rewards_groups and group.stage < Stage.REWARDED
-        return is_open and not self._log.is_rewarded([each.member for each in ended])
+        return is_open and not (ended and all(each.member.was_finished for each in ended))
 
     # Admission.
 
@@ -319,8 +319,8 @@ class Call:
             self._met_deadline = True
             if self._config.on_deadline == "drop":
                 trajectory.trainable = False
-        if is_wanted:
-            self._log.note_end(member, trajectory)  # first: it fails what it cannot write
+        if is_wanted and not self.scheduler.rewards_groups:
+            self._log.note_ends([ended])  # first: it fails what it cannot write
         self.scheduler.count_end(member, trajectory)
         if is_wanted and self._untold is not None:
             self._untold[member] = trajectory
@@ -398,7 +398,8 @@ class Call:
         if group.stage < Stage.REWARDED:
             group.stage = Stage.REWARDED
             self._note_rewards(wanted)
-        self._log.note_rewards(group.ended)  # it fails those that it cannot write
+        if self.scheduler.rewards_groups:
+            self._log.note_ends(group.ended)  # it fails those that it cannot write
         for outcome, (_, trajectory) in zip(before, group.ended, strict=True):
             if outcome is not trajectory.outcome:
                 self._tally.outcomes[outcome] -= 1

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rollout.scheduling.group_queue import PromptSource
     from rollout.scheduling.groups import Leftovers
     from rollout.scheduling.member_group import Ended, Member, MemberGroup
+    from rollout.scheduling.run_log import RecordedCall
     from rollout.scheduling.scheduler import Scheduler
     from rollout.scheduling.selection import Accept
 
@@ -59,13 +60,13 @@ class GroupCall(Call):
         source: PromptSource,
         accept: Accept | None,
         *,
-        is_replayed: bool,
+        before: RecordedCall,
         **options: Any,
     ) -> None:
         super().__init__(scheduler, groups, **options)
         self.source, self._queue, self._accept = source, scheduler.queue, accept
         self.name = "stream_groups" if groups.wanted.groups is None else "collect"
-        self.is_replayed = is_replayed
+        self.is_replayed, self._before = before.missing is not None, before
         self.taken_names: set[str] = set()
         self.selection = Selection(by_group=scheduler.rewards_groups)
         self._has_noted_end = False
@@ -73,7 +74,7 @@ class GroupCall(Call):
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """See `Call.running`."""
-        self._queue.restore_groups(self.step)
+        self._queue.restore_groups(self._before.groups)
         self.source.calls += 1
         try:
             async with super().running():
@@ -136,19 +137,24 @@ class GroupCall(Call):
             return SourceEnded(f"the source ended: {found} of {groups} groups")
         return None
 
-    async def record_delivery(self, groups: Sequence[MemberGroup]) -> JournalError | None:
+    async def record_delivery(
+        self, groups: Sequence[MemberGroup], missing: int = 0
+    ) -> JournalError | None:
         """Record that the caller gets these groups; return why the journal could not, if so.
 
         The caller gets them all the same. Cancelled meanwhile, it has them taken back.
+
+        Args:
+            missing: How many groups fewer than it wanted the caller gets, without an error.
         """
         new = [group for group in groups if not group.delivery]  # else a caller was cancelled
         ended = [each for group in new for each in group.choose(self.groups.wanted.members)]
-        number = self._log.note_delivery([each.member for each in ended], self.step)
+        number = self._log.note_delivery([each.member for each in ended], self.step, missing)
         for group in new:
             group.delivery = number
         try:
             last = max((group.delivery for group in groups), default=0)
-            return await self._log.wait_delivery(last, self.deadline.at)
+            return await self._log.wait_written(last, self.deadline.at)
         except BaseException:
             self.take_back(groups)
             raise
@@ -158,10 +164,6 @@ class GroupCall(Call):
         if not self.groups.take_back(groups):
             self._queue.keep(groups)
         self.scheduler.change()
-
-    def note_missing(self, missing: int) -> None:
-        """Record that the caller gets so many groups fewer than it wanted, and no error."""
-        self._log.note_missing(self.step, missing)
 
     def note_source_end(self) -> None:
         """Forget a source that is over, as the caller learns now; named again, it begins again."""
@@ -203,7 +205,7 @@ class GroupCall(Call):
 
     async def _admit(self) -> None:
         # Of a resumed call, the source is brought first where it stood then.
-        for _ in range(self._log.count_pulls(self.step)):
+        for _ in range(self._before.pull_count):
             if not self.source.is_over and self.source.failure is None:
                 self.source.ask(self.step)
             while self.source.is_pulling:
@@ -326,11 +328,9 @@ def make_group_call(
 
     Raises:
         PromptError: An argument is wrong; nothing has been started.
-        ConfigError: What the policy names cannot be imported, or the weights that a journal
-            resumes with were not announced.
+        ConfigError: What the policy names cannot be imported.
     """
     config, engines = scheduler.config, scheduler.engines
-    scheduler.log.check_announced()
     check_source(source)
     check_group_call(policy, groups, max_staleness, groups_per_step)
     policy = config.scheduling.groups if policy is None else policy.over(config.scheduling.groups)
@@ -356,9 +356,9 @@ def make_group_call(
         refills=config.scheduling.max_retries if policy.refill_failed else 0,
         staleness=staleness,
     )
-    missing = scheduler.log.take_missing(step)
+    before = scheduler.log.take_call(step)
     found = Groups(wanted, lambda: engines.weight_version)
-    found.counts["dropped"] = missing or 0
+    found.counts["dropped"] = before.missing or 0
     return GroupCall(
         scheduler,
         found,
@@ -367,5 +367,5 @@ def make_group_call(
         step=step,
         deadline=deadline,
         group_s=policy.group_s,
-        is_replayed=missing is not None,
+        before=before,
     )

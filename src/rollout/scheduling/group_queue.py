@@ -83,10 +83,13 @@ class GroupQueue:
 
     # Calls.
 
-    def restore_groups(self, step: int) -> None:
-        """Queue the groups that the journal has for a call of this step, which begins."""
-        self._delivered_before += map(_restore, self._log.take_delivered(step))
-        self.keep(map(_restore, self._log.take_left(step)))
+    def restore_groups(self, recorded: Iterable[RecordedGroup]) -> None:
+        """Queue the groups that the journal has for a call that begins."""
+        for each in recorded:
+            if each.delivered_in is None:
+                self.keep([_restore(each)])
+            else:
+                self._delivered_before.append(_restore(each))
 
     def pop_group(self, call: GroupUser) -> MemberGroup | None:
         """Take the group that was pulled first, of all that a call may have.

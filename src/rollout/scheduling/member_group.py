@@ -65,9 +65,14 @@ class Member:
         return tokens
 
     @property
+    def was_finished(self) -> bool:
+        """Whether an earlier process finished it, with all its rewards."""
+        return self.log is not None and self.log.recorded.end is not None
+
+    @property
     def was_taken(self) -> bool:
         """Whether a caller of an earlier process had it."""
-        return self.log is not None and self.log.is_taken
+        return self.log is not None and self.log.recorded.is_delivered
 
     @property
     def is_ending(self) -> bool:

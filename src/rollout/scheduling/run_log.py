@@ -5,15 +5,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from rollout.chat.trajectory import Trajectory
     from rollout.errors import JournalError
     from rollout.scheduling.member_group import Ended, Member, MemberGroup, RecordedGroup
     from rollout.types import Prompt
+
+
+class RecordedCall(NamedTuple):
+    """What earlier processes recorded of a step's `collect` or `stream_groups`.
+
+    Attributes:
+        groups: Those that it delivered, in their order; then what was pulled up to this step, and
+            neither delivered nor dropped.
+        pull_count: How many prompts it pulled; it pulls these again.
+        missing: Without how many groups it returned; None: it did not return so.
+    """
+
+    groups: list[RecordedGroup]
+    pull_count: int = 0
+    missing: int | None = None
 
 
 class RunLog:
@@ -25,10 +40,7 @@ class RunLog:
 
     pull_count = 0
 
-    def check_announced(self) -> None:
-        """Raise a `ConfigError` where nobody has announced which weights the engines have."""
-
-    # Sources and groups of earlier processes.
+    # Sources and groups.
 
     def note_pull(self, number: int, prompt: Prompt, step: int, where: str) -> bool:
         """Record a prompt that a call of this step pulled; False where it did so before.
@@ -38,24 +50,9 @@ class RunLog:
         """
         return True
 
-    def count_pulls(self, step: int) -> int:
-        """Return how many prompts of an earlier call of this step it has not pulled again."""
-        return 0
-
-    def take_delivered(self, step: int) -> list[RecordedGroup]:
-        """Return the groups that a call of this step delivered, in their order; once."""
-        return []
-
-    def take_left(self, step: int) -> list[RecordedGroup]:
-        """Return what was pulled up to this step, and neither delivered nor dropped; once."""
-        return []
-
-    def take_missing(self, step: int) -> int | None:
-        """Return without how many groups a `collect` of this step returned; None: it did not."""
-        return None
-
-    def note_missing(self, step: int, missing: int) -> None:
-        """Record that a `collect` returns without so many groups, and without an error."""
+    def take_call(self, step: int) -> RecordedCall:
+        """Return what there is for a call of groups of this step; once."""
+        return RecordedCall([])
 
     def note_dropped(self, group: MemberGroup) -> None:
         """Record that nobody will get a group that was pulled."""
@@ -63,10 +60,11 @@ class RunLog:
     # Members.
 
     def enrol_batch(self, members: Sequence[Member]) -> Callable[[], None]:
-        """Give the members of a list's call their logs, in any thread; return what records them.
+        """Prepare the members of a list's call, in any thread; return what gives them their logs.
 
         Raises:
-            PromptError: A prompt holds what cannot be recorded, or differs from that of before.
+            PromptError: A prompt holds what cannot be recorded; or, by what is returned, it
+                differs from that of before.
         """
         return lambda: None
 
@@ -77,34 +75,25 @@ class RunLog:
         """Return the trajectory of a member that an earlier process finished."""
         return None
 
-    def note_end(self, member: Member, trajectory: Trajectory) -> None:
-        """Record a trajectory; with a group reward, `note_rewards` does that for its group."""
+    def note_ends(self, ended: Iterable[Ended]) -> None:
+        """Record finished members; those of a group with a reward together, once they have it."""
 
-    def is_rewarded(self, members: Sequence[Member]) -> bool:
-        """Whether an earlier process rewarded these members of a group."""
-        return False
+    def note_delivery(
+        self, members: Sequence[Member], step: int | None = None, missing: int = 0
+    ) -> int:
+        """Record that the caller gets these members; return the record's number, 0 where none is.
 
-    def note_rewards(self, ended: Sequence[Ended]) -> None:
-        """Record the members of a group, which have all their rewards."""
-
-    async def wait_written(
-        self, members: Sequence[Member], deadline: float, is_over: Callable[[], bool]
-    ) -> JournalError | None:
-        """Wait until the ends of members are recorded; return why they cannot be.
-
-        A disk that refuses them is waited for until the deadline, or until `is_over`.
+        Args:
+            step: Of the call that delivers groups; None: the members' own.
+            missing: How many groups fewer than it wanted a call returns without an error.
         """
-        return None
-
-    def note_delivery(self, members: Sequence[Member], step: int | None = None) -> int:
-        """Record that the caller, of groups one of this step, gets these; the record's number."""
         return 0
 
-    async def wait_delivery(self, number: int, deadline: float) -> JournalError | None:
-        """Wait until that record is written; return why it cannot be."""
+    async def wait_written(
+        self, number: int, deadline: float, is_over: Callable[[], bool] = lambda: False
+    ) -> JournalError | None:
+        """Wait until a record, 0 for none, is written; return why it cannot be.
+
+        A disk that refuses it is waited for until the deadline, or until `is_over`.
+        """
         return None
-
-
-def list_logs(members: Sequence[Member]) -> list[Any]:
-    """Return the logs of members that have one."""
-    return [each.log for each in members if each.log is not None]

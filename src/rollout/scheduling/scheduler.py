@@ -180,8 +180,10 @@ class Scheduler:
     def _finish_between_calls(self, member: Member, trajectory: Trajectory) -> None:
         """Note the end of a member whose group no call has."""
         member.group.forget(member)
-        member.group.between.append(Ended(member, trajectory))
-        self.log.note_end(member, trajectory)
+        ended = Ended(member, trajectory)
+        member.group.between.append(ended)
+        if not self.rewards_groups:
+            self.log.note_ends([ended])
         self.count_end(member, trajectory)
         self.tell_end(member, trajectory)
 

@@ -179,7 +179,7 @@ class TrajectoryLines:
             return []
         self._journal_size = size
         from rollout.batch.records import trajectory_line
-        from rollout.journal.finished import read_finished
+        from rollout.journal.index import read_finished
 
         new = read_finished(journal, self._from_journal)
         self._from_journal.update(new)
