@@ -221,7 +221,7 @@ async def test_policy_cache_keys_arguments_that_are_models(executor: Any) -> Non
         found.append(query.text)
 
     find.__annotations__ = {"query": Query}
-    built = executor(function_tool(find, policy=ToolPolicy(cache_size=2)))
+    built = executor(function_tool(policy=ToolPolicy(cache_size=2))(find))
     for text in "aab":
         await run(opened(built), call("find", query={"text": text}))
     assert found == ["a", "b"]
