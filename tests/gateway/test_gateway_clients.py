@@ -386,7 +386,7 @@ async def test_messages_create_gives_blocks_that_can_be_given_back() -> None:
             tools=[MESSAGES_TOOL, {"type": "web_search_20250305", "name": "web_search"}],
             tool_choice={"type": "any", "disable_parallel_tool_use": True},
             stop_sequences=["x"],
-            extra_body={"top_k": 5},
+            extra_body={"top_k": 5, "stop_token_ids": []},
         )
         result = {
             "type": "tool_result",
@@ -564,6 +564,8 @@ async def test_impossible_field_is_refused_by_name(change: dict[str, Any], field
         )
     assert raised.value.status_code == (404 if field == "model" else 400)
     assert raised.value.param == field
+    if "tool_choice" in change or "role" in field:
+        assert "expected one of " in raised.value.message
     assert asked.calls == []
 
 

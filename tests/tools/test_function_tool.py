@@ -306,6 +306,11 @@ CYCLE = "contains itself; a tool's parameters must have a finite shape"
             f"<class 'slice'>): {TAKEN}",
         ),
         (
+            make_function(type),
+            f"function tool 'function': {NO_SCHEMA} (Cannot generate a JsonSchema for "
+            f"core_schema.IsInstanceSchema (<class 'type'>)): {TAKEN}",
+        ),
+        (
             make_function("Missing"),
             "function tool 'function': its annotations cannot be read (name 'Missing' is not "
             "defined): define or import their names at module level, not under TYPE_CHECKING",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import threading
@@ -14,6 +15,7 @@ import trio
 import trio.testing
 
 from executors import call, executor_of, run
+from rollout.containment import open_containment
 from rollout.errors import LimitExceeded, ToolError
 from rollout.limits import Clock, Deadline
 from rollout.tools import (
@@ -243,6 +245,28 @@ async def test_run_faulty_calls_are_answered_and_siblings_do_not_notice(executor
         failed("invalid arguments for 'wait': missing 'seconds'"),
     ]
     assert (tools.calls, tools.errors) == (6, 5)
+
+
+@pytest.mark.anyio
+async def test_run_arguments_whose_own_type_raises_are_an_error_result(executor: Open) -> None:
+    @dataclasses.dataclass
+    class Column:
+        name: str
+
+        def __post_init__(self) -> None:
+            raise KeyError(self.name)
+
+    async def select(column):  # type: ignore[no-untyped-def]
+        """Select a column.
+
+        Args:
+            column: Which.
+        """
+
+    select.__annotations__ = {"column": Column}
+    assert await run(opened(executor(select)), call("select", column={"name": "age"})) == [
+        failed("invalid arguments for 'select': KeyError: 'age'")
+    ]
 
 
 @pytest.mark.anyio
@@ -640,6 +664,30 @@ async def test_session_open_that_never_returns_meets_the_limits(executor: Open) 
     with pytest.raises(LimitExceeded, match=r"^limits\.turn_s = 4 s is over$"):
         await tools.run([call("a"), call("wait", seconds=1)], limit=turn(4))
     assert anyio.current_time() - started == 15
+
+
+@pytest.mark.anyio
+async def test_session_that_a_cancelled_open_returns_is_closed_at_once(executor: Open) -> None:
+    log: list[str] = []
+
+    async def shielded() -> ToolSession:
+        with anyio.CancelScope(shield=True):
+            await anyio.sleep(11)
+        return RecorderSession(recorder)
+
+    async def close() -> None:
+        await anyio.sleep(1)
+        log.append("closed")
+
+    recorder = Recorder("a", log, open=shielded, close=close)
+    async with open_containment(5.0):
+        tools = opened(executor(recorder))
+        assert await run(tools, call("a")) == [
+            failed("could not open 'a': timed out after 10 s (limits.tool_s)")
+        ]
+        assert log == ["a.open", "a.close", "closed"]
+        await tools.close()
+    assert log == ["a.open", "a.close", "closed"]
 
 
 @pytest.mark.anyio

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import anyio
+import pydantic
 import pytest
 import trio.testing
 
@@ -203,6 +204,27 @@ async def test_policy_cache_keeps_no_errors_and_knows_the_prompts_kwargs(executo
     assert await run(opened(built), call("scripted")) == [ToolResult("good")]
     tools = opened(built, tools_kwargs={"scripted": {"text": "fixed"}})
     assert await run(tools, call("scripted")) == [ToolResult("other")]
+
+
+async def test_policy_cache_keys_arguments_that_are_models(executor: Any) -> None:
+    class Query(pydantic.BaseModel):
+        text: str
+
+    found: list[str] = []
+
+    async def find(query):  # type: ignore[no-untyped-def]
+        """Find.
+
+        Args:
+            query: What.
+        """
+        found.append(query.text)
+
+    find.__annotations__ = {"query": Query}
+    built = executor(function_tool(policy=ToolPolicy(cache_size=2))(find))
+    for text in "aab":
+        await run(opened(built), call("find", query={"text": text}))
+    assert found == ["a", "b"]
 
 
 # Breaker

@@ -130,9 +130,10 @@ class Parameters:
             written = self._adapter.json_schema(schema_generator=_SchemaWriter)
             self.schema = inline_references(written)
         except (TypeError, pydantic.PydanticUserError) as error:
+            why = str(error).partition("\n")[0].partition(". ")[0]
             faults.append(
-                f"a parameter has a type without a schema ({str(error).partition('. ')[0]}): use "
-                "str, int, float, bool, list, dict, Literal, an Enum or a dataclass"
+                f"a parameter has a type without a schema ({why}): use str, int, float, bool, "
+                "list, dict, Literal, an Enum or a dataclass"
             )
         if faults:
             raise ToolError(f"function tool {tool!r}: " + "; ".join(faults))

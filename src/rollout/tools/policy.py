@@ -160,7 +160,12 @@ class ToolGate:
         if not self.policy.cache_size:
             return b""
         try:
-            return msgspec.json.encode((call.arguments, kwargs), order="deterministic")
+            return msgspec.json.encode(
+                (call.arguments, kwargs),
+                order="deterministic",
+                # Models of pydantic: what they allow beyond their fields, and those left out of it.
+                enc_hook=lambda model: (model.model_dump(), vars(model)),
+            )
         except Exception:  # kwargs may hold any object
             return b""
 

@@ -23,10 +23,10 @@ import msgspec
 from rollout.bridge import loop_clock
 from rollout.containment import Contained, current_containment
 from rollout.errors import LimitExceeded, ToolError
-from rollout.limits import Clock, Deadline
+from rollout.limits import Clock, Deadline, cleanup_scope
 from rollout.observe.tally import Tally
 from rollout.scopes import unwrap_group
-from rollout.tools.attempt import CallError, attempt, conclude
+from rollout.tools.attempt import CallError, attempt, conclude, describe
 from rollout.tools.call_events import Call
 from rollout.tools.function_tools import FunctionTool
 from rollout.tools.policy import ToolGate
@@ -217,7 +217,14 @@ class TrajectoryTools:
             known = quote_all(names) or "none"
             raise ToolError(f"unknown tool {call.name!r}; known tools: {known}")
         check, kwargs = self._settings.checks[call.name], self._kwargs.get(call.name) or {}
-        return msgspec.structs.replace(call, arguments=check(call.arguments, kwargs))
+        try:
+            arguments = check(call.arguments, kwargs)
+        except ToolError:
+            raise
+        except Exception as error:  # the arguments' own types may raise anything
+            text = f"invalid arguments for {call.name!r}: {describe(error)}"
+            raise ToolError(text) from error
+        return msgspec.structs.replace(call, arguments=arguments)
 
     def _refuse(self, call: Call, result: ToolResult) -> None:
         """Answer a call that does not run."""
@@ -366,7 +373,8 @@ class TrajectoryTools:
         except LimitExceeded:
             raise
         except Exception as error:
-            raise CallError(f"could not open {name!r}: {error}") from error.__cause__ or error
+            cause = error.__cause__ if isinstance(error, CallError) else error
+            raise CallError(f"could not open {name!r}: {error}") from cause
 
     async def _start_session(self, tool: Tool, context: ToolContext, limit: Limit) -> None:
         """Open a session, in the task in which it will be closed: it may have a group open."""
@@ -385,6 +393,10 @@ class TrajectoryTools:
         session = await tool.open(context)
         if not isinstance(session, ToolSession):
             raise ToolError(f"open returned {type(session).__name__}; expected a ToolSession")
+        if task is not None and task.scope.cancel_called:  # it shielded itself: nobody waits for it
+            with cleanup_scope(self._settings.cleanup_s):
+                await session.close()
+            await anyio.lowlevel.checkpoint()  # which ends here
         self._opened[tool.name] = session
         if _overrides(session, "close"):
             self._closing = self._closing or AsyncExitStack()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import groupby
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import attrs
 import msgspec
@@ -62,7 +62,7 @@ class _Block(reading.Part):
 
 
 class _Message(msgspec.Struct):
-    role: Literal["user", "assistant", "system"]
+    role: Annotated[str, reading.one_of("user", "assistant", "system")]
     content: str | list[_Block]
 
 
@@ -74,7 +74,7 @@ class _Tool(msgspec.Struct):
 
 
 class _ToolChoice(msgspec.Struct):
-    type: Literal["auto", "any", "tool", "none"] = "auto"
+    type: Annotated[str, reading.one_of("auto", "any", "tool", "none")] = "auto"
     disable_parallel_tool_use: bool | None = None
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -45,6 +45,7 @@ Samples = Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)]
 TopLogProbs = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOG_PROBS)]
 
 _PATH = re.compile(r"^(.*) - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
+_ONE_OF = re.compile(r"^Expected `str` matching regex '\^\((.*)\)\$'$")
 #: In the system prompt of a coding agent's call for the title of a session.
 _TITLE = re.compile(r"\btitle generator\b", re.IGNORECASE)
 _ANY = msgspec.json.Decoder(Any)
@@ -52,6 +53,11 @@ _ANY = msgspec.json.Decoder(Any)
 _TEXTS = ("text", "input_text", "output_text", "summary_text", "refusal")
 #: What leaves the model free in its output.
 _FREE = (None, "text", "auto", "none")
+
+
+def one_of(*names: str) -> msgspec.Meta:
+    """Of a string that is one of these; the error of another one lists them."""
+    return msgspec.Meta(pattern=f"^({'|'.join(names)})$")
 
 
 def make_error(message: str, field: str | None = None) -> GatewayError:
@@ -82,7 +88,10 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes | msgspec.Raw, within: 
 def split_problem(error: msgspec.ValidationError) -> tuple[str, str]:
     """What is wrong with a value, and where it stands; "" where the error names none."""
     found = _PATH.match(str(error))
-    return (found[1], found[2]) if found else (str(error), "")
+    problem, path = (found[1], found[2]) if found else (str(error), "")
+    if choices := _ONE_OF.match(problem):
+        problem = f"expected one of {choices[1].replace('|', ', ')}"
+    return problem, path
 
 
 def decode_value(raw: bytes | msgspec.Raw, field: str) -> Any:
@@ -235,7 +244,7 @@ class SamplingFields(msgspec.Struct):
         del values["seed"]  # not the configuration's
         if self.top_k == 0:
             values["top_k"] = -1  # all, as elsewhere
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: value for name, value in values.items() if value not in (None, ())}
 
     def convert_seed(self) -> int | None:
         """A seed that engines take."""
@@ -307,10 +316,13 @@ def _asks_for_title(messages: Sequence[ClientMessage]) -> bool:
     return first is not None and first.role == "system" and bool(_TITLE.search(first.text[:2000]))
 
 
+ToolChoice = Annotated[str, one_of("auto", "none", "required")]
+
+
 class OpenAIBody(Body):
     """Fields that OpenAI's APIs share beside these."""
 
-    tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
+    tool_choice: ToolChoice | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     stop: Stops | None = None
     top_logprobs: TopLogProbs | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -25,7 +25,7 @@ class Item(msgspec.Struct):
     """What may stand in `input`."""
 
     type: str = "message"
-    role: Literal["system", "developer", "user", "assistant"] | None = None
+    role: Annotated[str, reading.one_of("system", "developer", "user", "assistant")] | None = None
     content: str | list[reading.Part] | None = None
     summary: list[reading.Part] | None = None
     encrypted_content: str | None = None
