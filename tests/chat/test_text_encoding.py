@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from chat_material import VOCABULARIES, tokenizer
 from rollout.chat import ChatTemplate, fast_encoding
 from rollout.chat.encoding import TextEncoder, WrittenText, get_encoder
-from rollout.chat.fast_encoding import LONG, make_encoder, make_plain_encoder
+from rollout.chat.fast_encoding import LONG, make_encoder, make_plain_codec
 from rollout.chat.tokenizer_parts import copy_tokenizer
 from rollout.errors import TemplateError
 from rollout.testing import simulated_tokenizer
@@ -100,17 +100,21 @@ def test_fastokens_gives_the_ids_of_tokenizers(vocabulary: str) -> None:
 
 
 class OtherTokenizer:
-    """What gives other ids than `tokenizers` for one text of the self-test, or cannot be opened."""
+    """What gives other ids, or other texts, than `tokenizers` for one text of the self-test."""
 
-    def __init__(self, backend: Any, wrong: str) -> None:
-        self._backend, self._wrong = backend, wrong
+    def __init__(self, backend: Any, wrong: str, other: str = "ids") -> None:
+        self._backend, self._wrong, self._other = backend, wrong, other
 
     def from_json_str(self, state: str) -> OtherTokenizer:
         return self
 
     def encode_batch_flat(self, texts: list[str], *, split_special_tokens: bool) -> Any:
-        text = texts[0] + ("x" if self._wrong in texts[0] else "")
+        text = texts[0] + ("x" if self._other == "ids" and self._wrong in texts[0] else "")
         return array("i", self._backend.encode(text).ids).tobytes(), b""
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text + ("x" if self._other == "texts" and self._wrong in text else "")
 
 
 @pytest.fixture
@@ -121,19 +125,27 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Any:
     return simulated_tokenizer().backend_tokenizer
 
 
+@pytest.mark.parametrize("other", ["ids", "texts"])
 @pytest.mark.parametrize("wrong", ["東京", "\u2028", "\U0010ffff", "\t\t"])
 def test_fastokens_that_disagrees_is_left_and_the_log_says_so_once(
-    wrong: str, library: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    wrong: str,
+    other: str,
+    library: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "rollout.chat")
-    other = type("Library", (), {"Tokenizer": OtherTokenizer(library, wrong)})
-    monkeypatch.setitem(sys.modules, "fastokens", other)
+    tokenizer = OtherTokenizer(library, wrong, other)
+    monkeypatch.setitem(sys.modules, "fastokens", type("Library", (), {"Tokenizer": tokenizer}))
     for _ in range(2):
-        encode = make_plain_encoder(library, ["<|im_end|>"])
+        encode, decode = make_plain_codec(library, ["<|im_end|>"])
         ids = array("i", encode(f"{wrong} a")).tolist()
         assert ids == library.encode(f"{wrong} a").ids
+        assert decode(ids) == f"{wrong} a"
     said = [record.message for record in caplog.records]
-    assert said == ["texts are encoded by tokenizers: fastokens gives other ids for a vocabulary"]
+    assert said == [
+        "texts are encoded by tokenizers: fastokens gives other ids, or texts, for a vocabulary"
+    ]
     assert list(fast_encoding._PROVEN.values()) == [False]
 
 
@@ -143,7 +155,7 @@ def test_fastokens_that_is_missing_leaves_texts_to_tokenizers(
     caplog.set_level(logging.INFO, "rollout.chat")
     monkeypatch.setitem(sys.modules, "fastokens", None)
     for _ in range(2):
-        assert list(array("i", make_plain_encoder(library, [])("a b"))) == list(b"a b")
+        assert list(array("i", make_plain_codec(library, [])[0]("a b"))) == list(b"a b")
     assert len(caplog.records) == 1
 
 
@@ -153,9 +165,11 @@ def test_fastokens_that_fails_on_a_text_leaves_it_to_tokenizers(
     others = OtherTokenizer(library, "never")
     other = type("fastokens", (), {"Tokenizer": others})
     monkeypatch.setitem(sys.modules, "fastokens", other)
-    encode = make_plain_encoder(library, [])
+    encode, decode = make_plain_codec(library, [])
     monkeypatch.setattr(others, "encode_batch_flat", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(others, "decode", lambda *_, **__: 1 / 0)
     assert list(array("i", encode("a b"))) == list(b"a b")
+    assert decode(list(b"a b")) == "a b"
 
 
 # Tokenizers that cannot be split

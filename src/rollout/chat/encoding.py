@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollout.chat.fast_encoding import make_encoder, make_plain_encoder
+from rollout.chat.fast_encoding import make_encoder, make_plain_codec
 from rollout.chat.messages import (
     Dialect,
     TemplateMessage,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from rollout.chat.fast_encoding import Encode
+    from rollout.chat.fast_encoding import Decode, Encode
 
 #: Where text must be kept from being read as special tokens: ``[start, stop)``.
 Place = tuple[int, int]
@@ -416,13 +416,16 @@ class TextEncoder:
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._encode_whole: Encode | None = None
         self._marked: _MarkedTexts | None = None
+        self._decode: Decode
         if self._backend is None:
+            self._decode = partial(_decode_in_python, tokenizer)
             self._encode_whole = partial(_encode_in_python, tokenizer)
             self._piece_ids = _Remembered(
                 partial(_encode_in_python, tokenizer, split_special_tokens=True)
             )
             return
-        self._piece_ids = _Remembered(make_plain_encoder(self._backend, self.specials))
+        encode, self._decode = make_plain_codec(self._backend, self.specials)
+        self._piece_ids = _Remembered(encode)
         if not can_be_split(self._backend):
             self._encode_whole = make_encoder(copy_tokenizer(self._backend))
             self._marked = _MarkedTexts(self._backend, self.specials)
@@ -453,6 +456,10 @@ class TextEncoder:
             if token is not None:
                 ids.append(self.specials[token])
         return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`, special tokens included."""
+        return self._decode(ids.tolist() if isinstance(ids, array) else list(map(int, ids)))
 
     def refuse_beyond(self, max_tokens: int | None, text: str) -> None:
         """Raise where the length of `text` says that it has more than `max_tokens` tokens.
@@ -580,6 +587,11 @@ def get_encoder(tokenizer: PreTrainedTokenizerBase) -> TextEncoder:
     if known is None or known.added != len(tokenizer.added_tokens_decoder):
         known = _ENCODERS[tokenizer] = TextEncoder(tokenizer)
     return known
+
+
+def _decode_in_python(tokenizer: Any, ids: list[int]) -> str:
+    text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return str(text)
 
 
 def _encode_in_python(tokenizer: Any, text: str, **options: bool) -> bytes:

@@ -1,4 +1,4 @@
-"""Texts to ids in which nothing is special: by `fastokens` where it proves exact.
+"""Texts to ids in which nothing is special, and ids to text: by `fastokens` where it proves exact.
 
 `fastokens` encodes several times as fast as `tokenizers`, on every script. It is an implementation
 of its own: each vocabulary is tried on a self-test before it is trusted.
@@ -11,6 +11,7 @@ import itertools
 import logging
 from array import array
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from rollout.chat.tokenizer_parts import BYTE_LETTERS, copy_tokenizer
@@ -18,8 +19,9 @@ from rollout.utf8 import check_encodable
 
 logger = logging.getLogger("rollout.chat")
 
-#: Text to ids, packed as int32.
+#: Text to ids, packed as int32; and ids to text, special tokens spelled out.
 Encode = Callable[[str], bytes]
+Decode = Callable[[list[int]], str]
 
 #: A text of more characters takes so long that it is encoded in a thread, beside the event loop.
 LONG = 16_384
@@ -44,8 +46,10 @@ _SPACES = (*" \t\n\r\v\f\x85\xa0\u2003\u2028\u3000", "\r\n")
 _STRANGE = tuple("\x00\x1b\u200b\u200d\ufeff\ufffd\uffff\U0010ffff\u0338")
 
 
-def make_plain_encoder(backend: Any, specials: Iterable[str]) -> Encode:
+def make_plain_codec(backend: Any, specials: Iterable[str]) -> tuple[Encode, Decode]:
     """Encodes texts in which none of `specials` is recognised; all other added tokens are.
+
+    And decodes.
 
     Args:
         backend: A `tokenizers.Tokenizer`, to be left as it is.
@@ -54,10 +58,11 @@ def make_plain_encoder(backend: Any, specials: Iterable[str]) -> Encode:
     plain = copy_tokenizer(backend)
     plain.add_special_tokens(list(specials))  # known already: they become special, ids stay
     plain.encode_special_tokens = True
-    exact = make_encoder(plain)
-    fast = _open_fastokens(plain, exact)
-    if fast is None:
-        return exact
+    exact, decode = make_encoder(plain), partial(backend.decode, skip_special_tokens=False)
+    codec = _open_fastokens(plain, exact)
+    if codec is None:
+        return exact, decode
+    fast, fast_decode = codec
 
     def encode(text: str) -> bytes:
         try:
@@ -65,7 +70,14 @@ def make_plain_encoder(backend: Any, specials: Iterable[str]) -> Encode:
         except Exception:  # half of a character, or a limit of its regular expressions
             return exact(text)
 
-    return encode
+    def decode_fast(ids: list[int]) -> str:
+        try:
+            return fast_decode(ids)
+        except Exception:  # an id that it does not know
+            text: str = decode(ids)
+            return text
+
+    return encode, decode_fast
 
 
 def make_encoder(backend: Any) -> Encode:
@@ -85,8 +97,8 @@ def make_encoder(backend: Any) -> Encode:
     return encode
 
 
-def _open_fastokens(plain: Any, exact: Encode) -> Encode | None:
-    """The same by `fastokens`; None where it is not installed or gives other ids."""
+def _open_fastokens(plain: Any, exact: Encode) -> tuple[Encode, Decode] | None:
+    """The same by `fastokens`; None where it is not installed, or gives other ids or texts."""
     try:
         import fastokens
     except ImportError:
@@ -105,11 +117,12 @@ def _open_fastokens(plain: Any, exact: Encode) -> Encode | None:
             packed: bytes = tokenizer.encode_batch_flat([text], split_special_tokens=True)[0]
             return packed
 
+        decode = partial(tokenizer.decode, skip_special_tokens=False)
         if name not in _PROVEN:
-            _PROVEN[name] = agree(fast, exact, plain)
+            _PROVEN[name] = agree(fast, decode, exact, plain)
         if _PROVEN[name]:
-            return fast
-    _say_once("fastokens gives other ids for a vocabulary")
+            return fast, decode
+    _say_once("fastokens gives other ids, or texts, for a vocabulary")
     return None
 
 
@@ -119,15 +132,25 @@ def _say_once(reason: str) -> None:
         logger.info("texts are encoded by tokenizers: %s", reason)
 
 
-def agree(fast: Encode, exact: Encode, backend: Any) -> bool:
+def agree(fast: Encode, decode: Decode, exact: Encode, backend: Any) -> bool:
     """Whether both give the same ids for the texts of the self-test, or both refuse one.
 
+    And the same texts for these ids, and for all but the last of them, which may end within a
+    character.
+
     Args:
-        fast, exact: What is compared.
-        backend: The `tokenizers.Tokenizer` whose vocabulary is tried.
+        fast, decode, exact: What is compared.
+        backend: The `tokenizers.Tokenizer` whose vocabulary is tried, and whose texts are right.
     """
-    texts = itertools.chain(_list_texts(), _join_vocabulary(backend))
-    return all(_try(fast, text) == _try(exact, text) for text in texts)
+    for text in itertools.chain(_list_texts(), _join_vocabulary(backend)):
+        packed = _try(exact, text)
+        if _try(fast, text) != packed:
+            return False
+        ids = array("i", packed or b"").tolist()
+        for part in (ids, ids[:-1]):
+            if decode(part) != backend.decode(part, skip_special_tokens=False):
+                return False
+    return True
 
 
 def _try(encode: Encode, text: str) -> bytes | None:

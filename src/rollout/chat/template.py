@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from array import array
 from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from rollout.chat.tokenizer_parts import read_parts, spell_token
 from rollout.errors import MediaError, TemplateError
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Iterable, Sequence
 
     from transformers import PreTrainedTokenizerBase
@@ -242,14 +242,7 @@ class ChatTemplate:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, special tokens included."""
-        numbers = ids.tolist() if isinstance(ids, array) else list(map(int, ids))
-        if self._backend is not None:
-            return str(self._backend.decode(numbers, skip_special_tokens=False))
-        text = self.tokenizer.decode(
-            numbers, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        assert isinstance(text, str)
-        return text
+        return self.encoder.decode(ids)
 
     def spell_token(self, token_id: int) -> bytes:
         """The bytes that one token adds to a text: they may be a part of a character."""
