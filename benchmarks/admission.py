@@ -236,7 +236,7 @@ async def _generate(name: str, seed: int, kv: int, is_adaptive: bool) -> Run:
         took = anyio.current_time() - began
         tasks.cancel_scope.cancel()
         (load,) = runtime.engines.loads().values()
-        tally = runtime._tally
+        tally = runtime.services.tally
     if not outcomes <= {"completed", "limit"}:
         raise SystemExit(f"{name}: outcomes {outcomes}; expected every trajectory to end")
     reuse = tally.reused_tokens / max(1, tally.known_tokens)

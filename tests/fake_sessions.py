@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from rollout.config import GatewayConfig, LimitsConfig
+from rollout.config import GatewayConfig
 from rollout.gateway.calls import (
     Answer,
     Completion,
@@ -19,7 +19,8 @@ from rollout.gateway.calls import (
 )
 from rollout.gateway.http import serve_http
 from rollout.gateway.routes import Router, TrajectoryApi
-from rollout.gateway.runtime_loop import open_runtime_loop
+from rollout.gateway.task_runner import TaskRunner
+from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -37,7 +38,6 @@ def answer(number: int = 0, text: str = "Four.", **fields: Any) -> Answer:
         "finish": "stop",
         "ids": array("i", [7, 8, 9]),
         "log_probs": array("f", [-0.5, -0.25, -1.0]),
-        "weight_versions": (3, 3, 3),
     }
     return Answer(**(said | fields))
 
@@ -55,6 +55,8 @@ class FakeSession:
         pause_s: How long an answer takes.
     """
 
+    runner: TaskRunner
+
     def __init__(self, path: str, key: str) -> None:
         self.path, self.key = path, key
         self.script: deque[Answer | Exception] = deque()
@@ -65,11 +67,12 @@ class FakeSession:
         self.cancelled = 0
         self.pause_s = 0.0
         self.tokens = 11
-        self.activity = "trajectory"
-        self.failures: list[Exception] = []
         self._stored: dict[bytes, Completion] = {}
 
     async def complete(self, call: GatewayCall) -> Completion:
+        return await self.runner.run(lambda _: self._complete(call))
+
+    async def _complete(self, call: GatewayCall) -> Completion:
         self.calls.append(call)
         stored = self._stored.pop(call.digest, None)
         if stored is not None and stored.id in self.left_ids:
@@ -104,9 +107,6 @@ class FakeSession:
     def mark_lost(self, completion_id: str) -> None:
         self.left_ids.append(completion_id)
 
-    def fail(self, error: Exception) -> None:
-        self.failures.append(error)
-
     async def count_tokens(self, call: GatewayCall) -> int:
         self.calls.append(call)
         return self.tokens
@@ -131,13 +131,11 @@ class FakeSessions:
 async def served(*sessions: FakeSession, **settings: Any) -> AsyncIterator[str]:
     """The URL of a server with these sessions, as the gateway makes it."""
     config = GatewayConfig(**settings)
-    async with open_runtime_loop() as loop:
+    async with open_task_group() as tasks:
+        for session in sessions:
+            session.runner = TaskRunner(tasks)
         api = TrajectoryApi(
-            FakeSessions(*sessions),
-            loop,
-            config,
-            LimitsConfig(),
-            lambda token_id: b"<%d>" % token_id,
+            FakeSessions(*sessions).authenticate, config, lambda token_id: b"<%d>" % token_id
         )
         async with serve_http(config, Router(api.routes).handle) as url:
             yield url

@@ -25,8 +25,7 @@ from rollout.gateway.calls import (
     Completion,
     GatewayCall,
 )
-from rollout.gateway.session import GatewaySession
-from rollout.gateway.sessions import Sessions
+from rollout.gateway.session import GatewaySession, open_session
 from rollout.testing import Scenario
 from rollout.types import ToolCall
 
@@ -45,7 +44,7 @@ ADD = {
 }
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 TRIALS: dict[str, Trial] = {}
-SESSIONS: list[Sessions] = []
+SETTINGS: list[GatewayConfig] = []
 
 
 @register_agent("through_gateway")
@@ -53,7 +52,7 @@ class ThroughGateway(AgentLoop):
     """Does what its prompt's `extra` says, as a client of the gateway."""
 
     async def run(self, context: AgentContext) -> None:
-        async with SESSIONS[-1].open(context) as session:
+        async with open_session(context, SETTINGS[-1]) as session:
             await TRIALS[context.prompt.extra["trial"]](session, context)
 
 
@@ -128,7 +127,7 @@ async def tried(
 ) -> Asked:
     """Run a trial as the client of one trajectory."""
     TRIALS["it"] = trial
-    SESSIONS.append(Sessions(settings or GatewayConfig()))
+    SETTINGS.append(settings or GatewayConfig())
     recorder = Recorder()
     sections.setdefault("engine", SimulatedEngine(replicas=2))
     config = scenario.config(
@@ -140,7 +139,7 @@ async def tried(
     async with recorder.open_rollout(config) as runtime:
         prompt = Prompt(messages=[{"role": "user", "content": "-"}], extra={"trial": "it"})
         batch = await runtime.generate([prompt])
-    SESSIONS.pop()
+    SETTINGS.pop()
     if checks:
         assert recorder.anomalies() == []
         assert balance_of(runtime).is_even  # type: ignore[arg-type]

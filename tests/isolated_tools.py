@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-import select
 import subprocess
 import sys
 from pathlib import Path
@@ -48,21 +47,6 @@ def hold_the_interpreter(marker: str) -> str:
 def die() -> None:
     """End the process."""
     os._exit(7)
-
-
-@function_tool(isolation="process")
-def copied(value: int, fork: bool) -> int:
-    """Say the value; a copy of the process says something else.
-
-    Args:
-        value: What is said.
-        fork: Whether there is a copy.
-    """
-    if fork:
-        if not (copy := os.fork()):
-            return -1
-        select.select([os.pidfd_open(copy)], [], [], 0.5)  # a copy that lives on has answered
-    return value
 
 
 REST = {

@@ -21,7 +21,6 @@ from rollout.config import (
     ModelConfig,
     RolloutConfig,
 )
-from rollout.media.torchvision_operators import declare_missing_operators
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,7 +90,6 @@ def tokenizer_of(family: str) -> Any:
 
 def processor_of(family: str) -> Any:
     """The family's own processor, for small pictures."""
-    declare_missing_operators()
     import transformers
 
     tokenizer = tokenizer_of(family)

@@ -10,14 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-
-from rollout.media.torchvision_operators import declare_missing_operators
-
-declare_missing_operators()  # transformers imports torchvision
-
-import transformers  # noqa: E402
-from PIL import Image  # noqa: E402
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
+import transformers
+from PIL import Image
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 if TYPE_CHECKING:
     from pathlib import Path

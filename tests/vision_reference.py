@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import vision_models  # noqa: F401  (before transformers imports torchvision)
 from vision_models import picture, png
 
 pytest.importorskip("torchvision", reason="processors of transformers for videos need it")

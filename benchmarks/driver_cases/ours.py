@@ -192,7 +192,7 @@ class OurSide:
 
         async def mark_end() -> None:
             while self.runtime.statistics().finished < end:  # noqa: ASYNC110
-                await anyio.sleep(0.001)
+                await anyio.sleep(0.005)
             ticker.mark()  # what follows makes the tensors
 
         async with anyio.create_task_group() as tasks:

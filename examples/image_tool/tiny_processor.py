@@ -4,7 +4,6 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from rollout.media.torchvision_operators import declare_missing_operators
 from rollout.testing import simulated_tokenizer
 
 #: They take the ids of bytes that no text has.
@@ -28,7 +27,6 @@ TEMPLATE = """{% if tools %}<|im_start|>system
 
 def write_processor(folder: Path) -> Path:
     """A directory that runtimes open like any other model's; it has no weights."""
-    declare_missing_operators()
     import transformers
 
     simulated = simulated_tokenizer()

@@ -1,51 +1,100 @@
-"""Child processes for code of users that must not share an interpreter with the event loop.
+"""Child processes for functions of users that must not share an interpreter with the event loop.
 
-The child's side is `child_serving`.
+The driver's side is `ChildProcesses`; `serve` is a child's. Requests go to a child's standard
+input, replies come from its standard output: u32 little-endian length, then msgpack. What the
+user's code prints goes to standard error. A child ends with all of its group when its input closes.
+A second pipe, whose other end the driver holds and never writes to, tells of the driver's end while
+a request is answered: the kernel then ends the group by a signal, also where the code never
+releases the interpreter. Standard input could not tell: what the driver writes to it may set off
+the signal after it has been read.
 """
 
 from __future__ import annotations
 
+import fcntl
+import functools
+import inspect
 import os
+import select
 import signal
+import struct
 import sys
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import anyio
+import msgspec
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from rollout.child_serving import LENGTH
+from rollout.function_refs import FunctionRef, function_at
 from rollout.limits import cleanup_scope
-from rollout.scopes import open_task_group, release_token
+from rollout.scopes import open_task_group
+from rollout.types import Cause, make_encodable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from anyio.abc import Process
 
-#: Runs the module that is named, where its imports find what ours do. The environment is left as it
-#: is: programs that the user's code starts there have it too, which may be of another Python.
+#: Serves for the module that is named, where its imports find what ours do. The environment is left
+#: as it is: programs that the user's code starts there have it too, which may be of another Python.
 _RUN = """
 import sys
 module, lifeline, *sys.path = sys.argv[1:]
-sys.argv[:] = [module, lifeline]
-import importlib
-importlib.import_module(module).main()
+sys.argv[:] = [module]
+from importlib import import_module
+import_module("rollout.child_processes").serve(import_module(module).answer, int(lifeline))
 """
 #: How long what a process wrote before its end is read, where a child of its own holds the pipe.
 _LAST_READ_S = 0.5
+#: Before each message in either direction.
+_LENGTH = struct.Struct("<I")
+#: Longest answer, in bytes.
+MAX_ANSWER = 64 * 2**20
+
+
+class _Request(msgspec.Struct):
+    """Import a function, and answer `body` with it; where there is neither, only reply."""
+
+    function: FunctionRef | None
+    body: bytes | None
+
+
+class _Reply(msgspec.Struct):
+    """An answer, or what was raised."""
+
+    body: bytes = b""
+    failure: Cause | None = None
+
+
+_read_request = msgspec.msgpack.Decoder(_Request).decode
+_read_reply = msgspec.msgpack.Decoder(_Reply).decode
 
 
 class ChildDiedError(Exception):
-    """A child process ended before it had answered.
-
-    Attributes:
-        exit_code: Below 0 the number of the signal that killed it.
-    """
+    """A child process ended before it had answered; says how."""
 
     def __init__(self, exit_code: int | None) -> None:
-        super().__init__(f"ended with exit code {exit_code}")
-        self.exit_code = exit_code
+        if exit_code is not None and exit_code < 0:
+            super().__init__(f"was killed by {signal.Signals(-exit_code).name}")
+        else:
+            super().__init__(f"ended with exit code {exit_code}")
+
+
+class ChildRaisedError(Exception):
+    """The user's code raised in its process.
+
+    Attributes:
+        cause: What it raised there.
+    """
+
+    def __init__(self, cause: Cause) -> None:
+        super().__init__(f"{cause.type}: {cause.message}")
+        self.cause = cause
+
+
+class NotImportedError(Exception):
+    """A child process cannot import a function; says which and why."""
 
 
 class ChildProcess:
@@ -64,28 +113,32 @@ class ChildProcess:
         assert process.stdout is not None
         self._replies = BufferedByteReceiveStream(process.stdout)
 
-    async def ask(self, request: bytes) -> bytes:
-        """The reply, an empty one to an empty request.
+    async def ask(self, function: FunctionRef | None = None, body: bytes | None = None) -> bytes:
+        """Have the process import a function, and answer `body` with it unless that is None.
 
         Cancellation kills the process with the process's group.
 
         Raises:
             ChildDiedError: It ended before it had answered.
+            ChildRaisedError: The import or the function raised.
         """
+        request = msgspec.msgpack.encode(_Request(function, body))
         try:
             async with open_task_group() as tasks:
                 tasks.start_soon(self._watch_end)
                 assert self._process.stdin is not None
-                await self._process.stdin.send(LENGTH.pack(len(request)) + request)
-                (length,) = LENGTH.unpack(await self._replies.receive_exactly(LENGTH.size))
-                reply = await self._replies.receive_exactly(length)
+                await self._process.stdin.send(_LENGTH.pack(len(request)) + request)
+                (length,) = _LENGTH.unpack(await self._replies.receive_exactly(_LENGTH.size))
+                reply = _read_reply(await self._replies.receive_exactly(length))
         except (anyio.IncompleteRead, anyio.BrokenResourceError, anyio.ClosedResourceError):
             raise ChildDiedError(await self.kill()) from None
         except BaseException:
             await self.kill()
             raise
         self.is_new = False
-        return reply
+        if reply.failure is not None:
+            raise ChildRaisedError(reply.failure)
+        return reply.body
 
     async def _watch_end(self) -> None:
         """End the request once the process has ended: what it has started may hold its pipes."""
@@ -111,34 +164,59 @@ class ChildProcesses:
     One that died, or was killed because its request was cancelled, is replaced when it is missed.
 
     Args:
-        module: Whose `main` a process runs, which calls `child_serving.serve`.
+        module: Whose ``answer(found, body) -> bytes`` a child calls with what a `FunctionRef` leads
+            to; an exception of it is the caller's `ChildRaisedError`.
         max_processes: Those at work at once; further requests wait.
         cleanup_s: Seconds for the end of a process that was killed.
     """
 
     def __init__(self, module: str, *, max_processes: int, cleanup_s: float) -> None:
         self._module, self._cleanup_s = module, cleanup_s
-        self._slots = anyio.CapacityLimiter(max_processes)
+        self._slots = anyio.Semaphore(max_processes)
         self._idle: list[ChildProcess] = []
 
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[ChildProcess]:
         """A process for the requests of the block; waits for one that is free."""
-        borrower = object()
-        child: ChildProcess | None = None
-        try:
-            await self._slots.acquire_on_behalf_of(borrower)
+        async with self._slots:
+            child = None
             while child is None and self._idle:
-                child = self._idle.pop()
+                idle = self._idle.pop()
                 with anyio.move_on_after(self._cleanup_s), suppress(ChildDiedError):
-                    await child.ask(b"")  # it may have died meanwhile, or hang
-                child = child if child.is_running else None
+                    await idle.ask()  # it may have died meanwhile, or hang
+                    child = idle
             child = child or await self._start()
-            yield child
-        finally:
-            if child is not None and child.is_running:
-                self._idle.append(child)
-            release_token(self._slots, borrower)
+            try:
+                yield child
+            finally:
+                if child.is_running:
+                    self._idle.append(child)
+
+    async def prepare(
+        self, functions: Sequence[FunctionRef], limit_s: float | None, limit: str
+    ) -> None:
+        """Have a process import the functions, each in this time, which `limit` sets.
+
+        Raises:
+            NotImportedError: It cannot.
+        """
+        async with self.worker() as child:
+            for function in functions:
+                try:
+                    with anyio.fail_after(limit_s):
+                        await child.ask(function)
+                except TimeoutError:
+                    raise NotImportedError(
+                        f"{function} was not imported within {limit} = {limit_s:g} s, by a new "
+                        f"process of {sys.executable}; raise the limit, import what is slow within "
+                        "the function, and put what a script starts under "
+                        '`if __name__ == "__main__":`'
+                    ) from None
+                except (ChildDiedError, ChildRaisedError) as error:
+                    how = f"it {error}" if isinstance(error, ChildDiedError) else error
+                    raise NotImportedError(
+                        f"{function} cannot be imported in its process: {how}"
+                    ) from error
 
     async def _start(self) -> ChildProcess:
         paths = [path or os.getcwd() for path in sys.path]
@@ -163,3 +241,72 @@ class ChildProcesses:
         idle, self._idle = self._idle, []
         for child in idle:
             await child.kill()
+
+
+def serve(answer: Callable[[Any, bytes], bytes], lifeline: int) -> None:
+    """Answer the driver's requests until it ends; then end the group of this process.
+
+    Args:
+        answer: See `ChildProcesses`.
+        lifeline: The descriptor whose other end the driver holds.
+    """
+    requests, replies, process = os.dup(0), os.dup(1), os.getpid()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    with open(requests, "rb") as source, open(replies, "wb") as sink:
+        is_open = _end_with_driver(lifeline)
+        while is_open and (request := _receive(source)) is not None:
+            reply = _reply(answer, request)
+            if os.getpid() != process:  # a copy that the code has made, and that came back from it
+                os._exit(0)
+            sink.write(_LENGTH.pack(len(reply)) + reply)
+            sink.flush()
+    if os.getpgrp() == os.getpid():  # what the user's code has started and left behind
+        os.killpg(0, signal.SIGKILL)
+
+
+def _end_with_driver(lifeline: int) -> bool:
+    """Have the driver's end be the group's from now on; whether the driver is there."""
+    os.set_inheritable(lifeline, False)
+    flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, flags | os.O_ASYNC)
+    return not select.select([lifeline], [], [], 0)[0]
+
+
+def _receive(source: BinaryIO) -> bytes | None:
+    """The next request; None where the driver has closed the pipe."""
+    header = source.read(_LENGTH.size)
+    if len(header) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(header)
+    body = source.read(length)
+    return body if len(body) == length else None
+
+
+def _reply(answer: Callable[[Any, bytes], bytes], data: bytes) -> bytes:
+    try:
+        request = _read_request(data)
+        found = request.function and function_at(request.function)
+        body = b"" if request.body is None else answer(found, request.body)
+        if len(body) > MAX_ANSWER:
+            raise ValueError(f"the answer takes {len(body)} bytes; at most {MAX_ANSWER}")
+        return msgspec.msgpack.encode(_Reply(body))
+    except BaseException as error:
+        return msgspec.msgpack.encode(_Reply(failure=make_encodable(Cause.of(error))))
+
+
+def resolve_outcome(value: Any) -> Any:
+    """What a call of the user's code gave; of an async one once it has been awaited.
+
+    All are awaited on one asyncio loop: what the code's modules keep, such as a client and its
+    connections, belongs to the loop on which it was first used.
+    """
+    return _get_loop().run_until_complete(value) if inspect.isawaitable(value) else value
+
+
+@functools.cache
+def _get_loop() -> Any:
+    import asyncio  # noqa: TID251  (where no other loop is; most functions need none)
+
+    return asyncio.new_event_loop()

@@ -17,7 +17,7 @@ import msgspec
 from rollout.errors import RolloutError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
 
 class NotImportableError(Exception):
@@ -84,24 +84,9 @@ class FunctionRef(msgspec.Struct, frozen=True):
     file: str
     qualname: str
 
-    @property
-    def home(self) -> str:
-        """The module or file, for messages."""
-        return self.file or self.module
-
-
-def describe_slow_import(functions: Sequence[FunctionRef], limit: str) -> str:
-    """What a process did not import in time, and what to do about it.
-
-    Args:
-        limit: Which limit is over, with its value.
-    """
-    names = ", ".join(f"{each.qualname} of {each.home}" for each in functions)
-    return (
-        f"{names} was not imported within {limit}, by a new process of {sys.executable}; raise the "
-        "limit, import what is slow within the function, and put what a script starts under "
-        '`if __name__ == "__main__":`'
-    )
+    def __str__(self) -> str:
+        """For messages: the function and its file or module."""
+        return f"{self.qualname} of {self.file or self.module}"
 
 
 def describe_function(function: Any) -> str:

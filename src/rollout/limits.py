@@ -123,6 +123,11 @@ class Limit:
         """Whether its time has come."""
         return self.clock.now() >= self.deadline.at
 
+    @property
+    def is_outer_over(self) -> bool:
+        """Whether the time of the limit around it has come."""
+        return self._outer is not None and self._outer.is_over
+
     def pause(self) -> None:
         """Stop its time until `resume` was called as often as `pause`."""
         if not self._pauses:
@@ -191,9 +196,12 @@ class Limit:
 
     def _shift_s(self) -> float:
         """How far its own time is behind the loop's; infinite while it is paused."""
-        if self._pauses:
-            return math.inf
-        return self._lost_s + (0.0 if self._outer is None else self._outer._shift_s())
+        shift_s = 0.0
+        limit: Limit | None = self
+        while limit is not None:
+            shift_s += math.inf if limit._pauses else limit._lost_s
+            limit = limit._outer
+        return shift_s
 
 
 class Clock(Limit):

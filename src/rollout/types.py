@@ -256,6 +256,13 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+def make_encodable(cause: Cause) -> Cause:
+    """A cause as UTF-8 can carry it."""
+    words = (cause.type, cause.message, cause.traceback)
+    kind, message, traceback = (each.encode("utf-8", "backslashreplace").decode() for each in words)
+    return Cause(type=kind, message=message, traceback=traceback)
+
+
 class _PositionalValue(msgspec.Struct, frozen=True):
     """The field of a `Reward` that needs no name."""
 

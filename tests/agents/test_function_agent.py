@@ -21,7 +21,7 @@ from rollout.agents.gateway_door import GatewayAddress
 from rollout.bridge import runs_on_trio
 from rollout.config import GatewayConfig, LimitsConfig, ToolsConfig
 from rollout.gateway.calls import ClientMessage, GatewayCall, GatewayError
-from rollout.gateway.sessions import Sessions
+from rollout.gateway.session import open_session
 from rollout.testing import Scenario
 
 pytestmark = pytest.mark.anyio
@@ -211,11 +211,10 @@ async def test_function_agent_refused_for_a_length_ends_by_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     door = fake_door(monkeypatch)
-    sessions = Sessions(GatewayConfig())
 
     @asynccontextmanager
     async def serve(context: AgentContext) -> AsyncIterator[GatewayAddress]:
-        async with sessions.open(context) as session:
+        async with open_session(context, GatewayConfig()) as session:
             TRIALS["session"] = session
             yield GatewayAddress(root_url="http://127.0.0.1:9999", api_key="key", model="m")
 

@@ -20,8 +20,7 @@ from rollout.agents import AgentContext
 from rollout.agents.gateway_door import GatewayAddress
 from rollout.config import LengthsConfig, SandboxConfig
 from rollout.gateway.calls import ClientMessage, GatewayCall, GatewayError
-from rollout.gateway.session import GatewaySession
-from rollout.gateway.sessions import Sessions
+from rollout.gateway.session import GatewaySession, open_session
 from rollout.testing import Scenario
 from slow_cases import slow_after
 
@@ -60,11 +59,11 @@ async def refused(session: GatewaySession, text: str = LONG) -> GatewayError:
 
 @pytest.fixture
 def door(monkeypatch: pytest.MonkeyPatch) -> FakeDoor:
-    door, sessions = fake_door(monkeypatch), Sessions(GatewayConfig())
+    door = fake_door(monkeypatch)
 
     @asynccontextmanager
     async def serve(context: AgentContext) -> AsyncIterator[GatewayAddress]:
-        async with sessions.open(context) as session:
+        async with open_session(context, GatewayConfig()) as session:
             SESSIONS[:] = [session]
             yield GatewayAddress(root_url=URL, api_key="key", model="m")
 
@@ -261,7 +260,7 @@ sys.exit("on, and a bug" if end == "on with words" else 3)
     [
         ("uncaught", None),
         ("words", None),
-        ("silent", None),
+        ("silent", "the program failed: exit code 3"),
         ("bug", "KeyError: 'bug'"),
         ("on", "the program failed: exit code 3"),
         ("on with words", "on, and a bug"),

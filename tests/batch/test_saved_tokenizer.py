@@ -13,7 +13,6 @@ import rollout
 from race_situations import add, user
 from rollout import RolloutBatch, RolloutError
 from rollout.cli.report import write_reports
-from rollout.config import ModelConfig
 from rollout.testing import Scenario, tool_call
 
 pytestmark = pytest.mark.anyio
@@ -45,7 +44,6 @@ async def test_saved_batch_decodes_and_prints_without_being_told(tmp_path: Path)
     assert loaded.tokenizer is not None
     record = json.loads((tmp_path / "meta.json").read_text())["tokenizer"]
     assert record["path"] == "simulated"
-    assert (len(record["fingerprint"]), len(record["chat_template"])) == (16, 16)
     (before,), (after,) = batch.trajectories, loaded.trajectories
     assert loaded.decode(after.transcript.ids().tolist()).endswith("It is 5.<|im_end|>")
     assert str(after) == str(before)
@@ -53,8 +51,7 @@ async def test_saved_batch_decodes_and_prints_without_being_told(tmp_path: Path)
     assert [str(each) for each in rollout.load_trajectories(tmp_path)] == [str(before)]
     loaded.save(tmp_path / "again")
     again = RolloutBatch.load(tmp_path / "again")
-    assert again.tokenizer is not None
-    assert again.tokenizer.record == loaded.tokenizer.record
+    assert again.tokenizer == loaded.tokenizer
     for name in ("trajectories.jsonl", "samples.jsonl"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / name).read_bytes()
 
@@ -86,15 +83,6 @@ async def test_saved_batch_whose_tokenizer_is_gone_says_so_when_it_decodes(tmp_p
     assert "[trained]" in str(moved.trajectories[0])
 
 
-async def test_saved_batch_refuses_another_tokenizer_under_its_name(tmp_path: Path) -> None:
-    await saved(tmp_path)
-    rewritten(tmp_path, fingerprint="0" * 16)
-    loaded = RolloutBatch.load(tmp_path)
-    assert loaded.decode is not None
-    with pytest.raises(RolloutError, match="is not the batch's: its vocabulary has the finger"):
-        loaded.decode([1])
-
-
 async def test_report_of_a_saved_batch_without_events_shows_its_texts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,18 +94,3 @@ async def test_report_of_a_saved_batch_without_events_shows_its_texts(
     write_reports(str(tmp_path), console)
     assert "shown as ids" not in told
     assert "shown as ids" in capsys.readouterr().out
-
-
-async def test_saved_batch_names_its_chat_template(tmp_path: Path) -> None:
-    template = tmp_path / "template.jinja"
-    template.write_text(
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    await saved(tmp_path / "one")
-    await saved(tmp_path / "two", model=ModelConfig(path="simulated", chat_template=str(template)))
-    one, two = (RolloutBatch.load(tmp_path / name).tokenizer for name in ("one", "two"))
-    assert one is not None
-    assert two is not None
-    assert one.record.fingerprint == two.record.fingerprint
-    assert one.record.chat_template != two.record.chat_template

@@ -19,7 +19,6 @@ from rollout import GatewayConfig, RolloutRuntime
 from rollout.config import SchedulingConfig, SimulatedEngine
 from rollout.gateway.gateway import Gateway
 from rollout.gateway.served_trajectories import FinishBody, OpenBody, TrajectoryServer
-from rollout.gateway.sessions import Sessions
 from rollout.observe.events import TrajectoryEnded
 from rollout.testing import Scenario
 
@@ -54,8 +53,7 @@ class Trainer:
 async def trainer(scheduling: SchedulingConfig | None = None) -> AsyncIterator[Trainer]:
     config = CHAT.config(scheduling=scheduling or SchedulingConfig(max_in_flight=1))
     async with rollout.open_rollout(config) as runtime, anyio.create_task_group() as tasks:
-        settings = GatewayConfig()
-        runtime.services.gateway.door = Gateway("http://door", Sessions(settings), settings)
+        runtime.services.gateway.door = Gateway(GatewayConfig())
         yield Trainer(runtime, TrajectoryServer(runtime, tasks))
 
 
@@ -112,16 +110,14 @@ async def test_post_whose_reply_is_lost_tells_its_end_once() -> None:
 @asynccontextmanager
 async def served() -> AsyncIterator[tuple[RolloutRuntime, httpx.AsyncClient, Callable[[], Any]]]:
     """A server with real sockets; connections that have posted and read nothing."""
-    from rollout.gateway.serving import own_config, serve_runtime
+    from rollout.gateway.serving import open_trajectory_server
 
-    config = own_config(
-        CHAT.config(
-            engine=SimulatedEngine(),
-            gateway=GatewayConfig(),
-            scheduling=SchedulingConfig(max_in_flight=1),
-        )
+    config = CHAT.config(
+        engine=SimulatedEngine(),
+        gateway=GatewayConfig(),
+        scheduling=SchedulingConfig(max_in_flight=1),
     )
-    async with rollout.open_rollout(config) as runtime, serve_runtime(runtime, TOKEN) as gateway:
+    async with open_trajectory_server(config, TOKEN) as (runtime, gateway):
         url = urlsplit(gateway.url)
 
         def post() -> socket.socket:

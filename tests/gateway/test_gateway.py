@@ -281,14 +281,6 @@ async def test_calls_at_once_past_the_limit_are_refused() -> None:
     assert 403 in trajectory.extra["result"]
 
 
-async def test_body_past_the_limit_is_refused() -> None:
-    def ask(client: Client) -> int:
-        return client.chat(user("x" * 5000)).status_code
-
-    trajectory = await tried(open_rollout, ask, CHAT, max_body_bytes=4096)
-    assert trajectory.extra["result"] == 413
-
-
 @pytest.mark.parametrize(("policy", "rows"), [("accept", 1), ("fork", 2)])
 async def test_dropped_reasoning_continues_or_forks(policy: str, rows: int) -> None:
     def drop(client: Client) -> Any:
@@ -315,23 +307,6 @@ async def test_side_calls_are_trained_on_where_asked_for(trained: bool) -> None:
     assert trajectory.is_trainable(side) is trained
 
 
-async def test_responses_follow_their_previous_one() -> None:
-    def ask(client: Client) -> list[str]:
-        first = client.post("/v1/responses", input="One").json()
-        got = client.post("/v1/responses", input="More", previous_response_id=first["id"])
-        told = [first, got.json()]
-        unknown = client.post("/v1/responses", input="More", previous_response_id="none")
-        assert (unknown.status_code, unknown.json()["error"]["param"]) == (
-            404,
-            "previous_response_id",
-        )
-        return [each["output"][0]["content"][0]["text"] for each in told]
-
-    trajectory = await tried(open_rollout, ask, CHAT)
-    assert trajectory.extra["result"] == ["First.", "Second."]
-    assert len(trajectory.segments) == 1
-
-
 async def test_messages_and_their_tokens_are_counted() -> None:
     def ask(client: Client) -> Any:
         body = {"messages": [user("One")], "max_tokens": 50}
@@ -343,15 +318,6 @@ async def test_messages_and_their_tokens_are_counted() -> None:
     counted, read, text = trajectory.extra["result"]
     assert (counted, text) == (read, "First.")
     assert len(trajectory.segments) == 1
-
-
-async def test_stop_string_ends_the_turn_before_it() -> None:
-    def ask(client: Client) -> Any:
-        got = client.chat(user("One"), stop=["st"]).json()["choices"][0]
-        return got["message"]["content"], got["finish_reason"]
-
-    trajectory = await tried(open_rollout, ask, CHAT)
-    assert trajectory.extra["result"] == ("Fir", "stop")
 
 
 async def test_several_samples_and_their_ids_are_the_engines() -> None:

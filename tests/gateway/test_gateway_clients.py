@@ -140,7 +140,7 @@ async def test_chat_body_becomes_a_call() -> None:
         ClientMessage(role="tool", text="2", call_id="call-1", name="add"),
     )
     assert call.tools == (TOOL,)
-    assert (call.tool_choice, call.parallel_calls, call.stop) == ("add", False, ("x", "y"))
+    assert (call.forced_by, call.parallel_calls, call.stop) == (("tool_choice",), False, ("x", "y"))
     assert (call.seed, call.n, call.agent_id) == (2**63 - 1, 1, "agent-7")
     assert call.sampling == {
         "temperature": 0.5,
@@ -169,9 +169,7 @@ async def test_chat_tool_calls_and_reasoning_reach_the_client() -> None:
 
 
 async def test_chat_invalid_call_is_told_as_text() -> None:
-    said = answer(
-        text="Look:", calls=(InvalidToolCall(raw="<tool_call>{", reason="no JSON"),), finish="calls"
-    )
+    said = answer(text="Look:", calls=(InvalidToolCall(raw="<tool_call>{", reason="no JSON"),))
     got = await ask(
         session(said), lambda o, _: o.chat.completions.create(model="rollout", messages=ASKED)
     )
@@ -388,7 +386,7 @@ async def test_messages_create_gives_blocks_that_can_be_given_back() -> None:
             tools=[MESSAGES_TOOL, {"type": "web_search_20250305", "name": "web_search"}],
             tool_choice={"type": "any", "disable_parallel_tool_use": True},
             stop_sequences=["x"],
-            extra_body={"top_k": 5},
+            extra_body={"top_k": 5, "stop_token_ids": []},
         )
         result = {
             "type": "tool_result",
@@ -414,7 +412,7 @@ async def test_messages_create_gives_blocks_that_can_be_given_back() -> None:
     first, second = asked.calls
     assert first.messages[0] == ClientMessage(role="system", text="Be brief.")
     assert first.tools == (TOOL,)
-    assert (first.tool_choice, first.parallel_calls, first.stop) == ("required", False, ("x",))
+    assert (first.forced_by, first.parallel_calls, first.stop) == (("tool_choice",), False, ("x",))
     assert first.sampling == {"max_new_tokens": 64, "top_k": 5}
     assert second.messages[1:] == (
         ClientMessage(
@@ -428,20 +426,6 @@ async def test_messages_create_gives_blocks_that_can_be_given_back() -> None:
         ClientMessage(role="user", text="So?"),
         ClientMessage(role="system", text="Hurry."),
     )
-
-
-async def test_messages_stream_helper_builds_what_create_gives() -> None:
-    said = answer(text="Well.", reasoning="Hm.", calls=(CALL,), finish="calls")
-
-    def stream(_: Any, a: Any) -> Any:
-        with a.messages.stream(model="rollout", max_tokens=64, messages=ASKED) as events:
-            return events.get_final_message()
-
-    got = await ask(session(said), stream)
-    thinking, text, use = got.content
-    assert (thinking.thinking, thinking.signature, text.text) == ("Hm.", "answer-0", "Well.")
-    assert use.input == {"a": 1, "b": "ü"}
-    assert (got.stop_reason, got.usage.output_tokens) == ("tool_use", 3)
 
 
 async def test_messages_stop_string_is_named() -> None:
@@ -470,13 +454,6 @@ async def test_messages_title_call_of_claude_code_is_a_side_call() -> None:
 
     await ask(asked, calls)
     assert [call.is_side for call in asked.calls] == [True, False, False]
-
-
-async def test_messages_count_tokens_counts() -> None:
-    got = await ask(
-        session(), lambda _, a: a.messages.count_tokens(model="rollout", messages=ASKED)
-    )
-    assert got.input_tokens == 11
 
 
 async def test_models_are_listed_for_both_clients() -> None:
@@ -525,16 +502,6 @@ async def test_error_is_the_clients_own_and_asked_once(
     assert len(asked.calls) == 1
 
 
-@pytest.mark.parametrize(
-    "ask_for", [CHAT, RESPONSES, MESSAGES], ids=["chat", "responses", "messages"]
-)
-async def test_wrong_key_is_an_authentication_error(ask_for: Any) -> None:
-    asked = session()
-    with pytest.raises((openai.AuthenticationError, anthropic.AuthenticationError)):
-        await ask(asked, ask_for, key="another")
-    assert asked.calls == []
-
-
 async def test_over_long_prompt_has_each_apis_code() -> None:
     error = GatewayError(400, "context_length", "9000 tokens > 8192 maximum")
     with pytest.raises(openai.BadRequestError) as raised:
@@ -571,7 +538,7 @@ async def test_over_long_prompt_of_codex_is_told_in_events() -> None:
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
         ({"tool_choice": "perhaps"}, "tool_choice"),
-        ({"stop": ["a", ""]}, "stop"),
+        ({"stop": ["a", ""]}, "stop[1]"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"extra_body": {"min_tokens": 4}}, "min_tokens"),
         ({"messages": [{"role": "clown", "content": "x"}]}, "messages[0].role"),
@@ -597,6 +564,8 @@ async def test_impossible_field_is_refused_by_name(change: dict[str, Any], field
         )
     assert raised.value.status_code == (404 if field == "model" else 400)
     assert raised.value.param == field
+    if "tool_choice" in change or "role" in field:
+        assert "expected one of " in raised.value.message
     assert asked.calls == []
 
 
@@ -661,26 +630,3 @@ async def test_error_after_signs_of_life_ends_the_stream() -> None:
     late.script.append(GatewayError(400, "limit", "enough"))
     with pytest.raises(anthropic.APIStatusError, match="enough"):
         await ask(late, messages, keep_alive_s=0.05)
-
-
-@pytest.mark.parametrize("api", ["chat", "responses", "messages"])
-async def test_signs_of_life_come_before_a_slow_answer(api: str) -> None:
-    late = session()
-
-    async def slow(call: Any) -> Any:
-        await anyio.sleep(0.2)
-        return await FakeSession.complete(late, call)
-
-    late.complete = slow  # type: ignore[method-assign]
-
-    def stream(o: Any, a: Any) -> Any:
-        if api == "chat":
-            with o.chat.completions.stream(model="rollout", messages=ASKED) as events:
-                return events.get_final_completion().choices[0].message.content
-        if api == "responses":
-            with o.responses.stream(model="rollout", input="hi") as events:
-                return events.get_final_response().output_text
-        with a.messages.stream(model="rollout", max_tokens=9, messages=ASKED) as events:
-            return events.get_final_message().content[0].text
-
-    assert await ask(late, stream, keep_alive_s=0.05) == "Four."

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import pytest
 
-from gateway_clients import ADD, SESSIONS, TRIALS, asked, echo, result, system, user
+from gateway_clients import ADD, SETTINGS, TRIALS, asked, echo, result, system, user
 from harness import Recorder, balance_of
 from rollout import Outcome, Prompt
 from rollout.config import (
@@ -22,7 +22,6 @@ from rollout.config import (
     SchedulingConfig,
     SimulatedEngine,
 )
-from rollout.gateway.sessions import Sessions
 from rollout.testing import Scenario, run_virtual, tool_call
 
 if TYPE_CHECKING:
@@ -87,8 +86,7 @@ async def converse_elsewhere(session: GatewaySession, context: AgentContext) -> 
 
 async def crowd(recorder: Recorder, trial: Any, count: int, **sections: Any) -> None:
     TRIALS["it"] = trial
-    sessions = Sessions(GatewayConfig(max_calls=40, max_branches=12))
-    SESSIONS.append(sessions)
+    SETTINGS.append(GatewayConfig(max_calls=40, max_branches=12))
     config = SCENARIO.config(
         agent=AgentConfig(name="through_gateway", tokenization_check="strict"),
         lengths=LengthsConfig(prompt=900, response=1500),
@@ -101,8 +99,7 @@ async def crowd(recorder: Recorder, trial: Any, count: int, **sections: Any) -> 
             for _ in range(count // 4)
         ]
         await runtime.generate(prompts)
-    SESSIONS.pop()
-    assert sessions.running == 0
+    SETTINGS.pop()
 
 
 def check_crowd(recorder: Recorder, count: int) -> Counter[str]:

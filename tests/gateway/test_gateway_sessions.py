@@ -12,7 +12,6 @@ import pytest
 from gateway_clients import (
     ADD,
     LOOK,
-    SESSIONS,
     Asked,
     ask,
     asked,
@@ -24,8 +23,8 @@ from gateway_clients import (
 )
 from rollout import Outcome
 from rollout.config import GatewayConfig, LimitsConfig, ModelConfig, RecoveryConfig, SimulatedEngine
-from rollout.gateway.calls import ClientMessage, GatewayError
-from rollout.gateway.sessions import Sessions
+from rollout.gateway.calls import ClientCall, ClientMessage, GatewayError
+from rollout.gateway.gateway import Gateway
 from rollout.scopes import open_task_group
 from rollout.testing import Scenario, run_virtual, tool_call
 
@@ -459,7 +458,7 @@ async def test_session_calls_are_told_as_the_client_wishes() -> None:
 
     async def none(session: GatewaySession, context: AgentContext) -> None:
         told = [user("question")]
-        (answer,) = (await ask(session, *told, tools=(ADD,), tool_choice="none")).answers
+        (answer,) = (await ask(session, *told, tools=(ADD,), allows_calls=False)).answers
         assert (answer.text, answer.calls, answer.finish) == ("So.\n" + both, (), "stop")
         await ask(session, *told, echo(answer), user("more"), tools=(ADD,))
 
@@ -494,7 +493,6 @@ async def test_session_sampling_is_the_clients_within_bounds() -> None:
         (answer,) = completion.answers
         assert (len(answer.ids), answer.finish) == (5, "length")
         assert [len(each) for each in answer.top_ids] == [2] * 5
-        assert answer.weight_versions == (0,) * 5
         for wrong in ({"temperature": -1.0}, {"top_p": 7}):
             with pytest.raises(GatewayError) as caught:
                 await ask(session, user("question"), sampling=wrong)
@@ -588,23 +586,26 @@ async def test_session_agent_that_asks_for_nothing_has_an_empty_row() -> None:
 
 async def test_sessions_keys_open_their_own_trajectory_only() -> None:
     async def trial(session: GatewaySession, context: AgentContext) -> None:
-        sessions = SESSIONS[-1]
-        assert sessions.authenticate(session.path, session.key) is session
-        async with sessions.open(context) as other:
-            assert other.key != session.key
-            assert refused(sessions, other.path, session.key) == (403, "permission")
-        assert refused(sessions, session.path, "sk-é\udc80") == (401, "authentication")
-        assert refused(sessions, session.path, "") == (401, "authentication")
-        assert refused(sessions, "nowhere", session.key) == (404, "not_found")
-        assert refused(sessions, other.path, other.key) == (403, "trajectory_ended")
+        gateway = Gateway(GatewayConfig())
+        async with gateway.open(context) as one:
+            path, key = one.root_url.rpartition("/")[2], one.api_key
+            assert gateway.authenticate(path, key).path == path
+            async with gateway.open(context) as two:
+                other = two.root_url.rpartition("/")[2]
+                assert two.api_key != key
+                assert refused(gateway, other, key) == (403, "permission")
+            assert refused(gateway, path, "sk-é\udc80") == (401, "authentication")
+            assert refused(gateway, path, "") == (401, "authentication")
+            assert refused(gateway, "nowhere", key) == (404, "not_found")
+            assert refused(gateway, other, two.api_key) == (403, "trajectory_ended")
         await ask(session, user("question"))
 
     assert (await tried(trial, HELLO)).trajectory.outcome is Outcome.COMPLETED
 
 
-def refused(sessions: Sessions, path: str, key: str) -> tuple[int, str]:
+def refused(gateway: Gateway, path: str, key: str) -> tuple[int, str]:
     with pytest.raises(GatewayError) as caught:
-        sessions.authenticate(path, key)
+        gateway.authenticate(path, key)
     return caught.value.status, caught.value.code
 
 
@@ -655,6 +656,18 @@ async def test_session_message_that_cannot_be_rendered_is_the_clients_fault() ->
 
     found = await tried(trial, TURNS)
     assert (found.trajectory.outcome, found.purposes) == (Outcome.COMPLETED, ["main"])
+
+
+@pytest.mark.parametrize("arguments", ["no JSON", [1]])
+async def test_session_call_whose_arguments_are_no_object_is_read_as_text(arguments: Any) -> None:
+    async def trial(session: GatewaySession, context: AgentContext) -> None:
+        calls = (ClientCall("add", arguments, "c"),)
+        foreign = ClientMessage(role="assistant", text="I add.", calls=calls)
+        await ask(session, user("question"), foreign, result("5", "c"), tools=(ADD,))
+
+    found = await tried(trial, HELLO)
+    assert found.trajectory.outcome is Outcome.COMPLETED
+    assert f"I add.\nadd({arguments})" in found.text(0)
 
 
 async def test_session_conversation_that_ends_with_the_assistant_is_told_again() -> None:

@@ -212,14 +212,3 @@ async def test_client_that_leaves_while_it_waits_cancels_its_generation() -> Non
         with anyio.fail_after(10):
             while not session.cancelled:
                 await anyio.sleep(0.01)
-
-
-async def test_client_that_does_not_read_its_answer_is_left() -> None:
-    session = speaking(answer(text="a" * 40_000_000))
-    async with served(session, write_s=0.3) as url:
-        host, port = url.removeprefix("http://").split(":")
-        async with await anyio.connect_tcp(host, int(port)) as stream:
-            await stream.send(request_of("chat/completions", 1))
-            with anyio.fail_after(10):
-                while not (session.cancelled or session.left_ids):
-                    await anyio.sleep(0.01)

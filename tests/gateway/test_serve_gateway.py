@@ -47,7 +47,7 @@ async def trainer(
         gateway=GatewayConfig(**gateway),
         journal=journal or JournalConfig(),
     )
-    async with open_trajectory_server(config, "secret") as served:
+    async with open_trajectory_server(config, "secret") as (_, served):
         headers = {"authorization": "Bearer secret"}
         async with httpx.AsyncClient(
             base_url=served.url, headers=headers, trust_env=False, timeout=30

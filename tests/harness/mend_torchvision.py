@@ -7,10 +7,12 @@ For environments of tests, whose processes import transformers before anything o
 from importlib.util import find_spec
 from pathlib import Path
 
-from rollout.media.torchvision_operators import OPERATORS, SCHEMA
+#: What torchvision describes at import and its own library has, which wants CUDA's torch.
+OPERATORS = ("nms", "qnms")
+SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 ADDED = f'''
-# Added by rollout.media.torchvision_operators: where the library of this wheel does not load, what
+# Added by tests/harness/mend_torchvision.py: where the library of this wheel does not load, what
 # is described at import exists all the same.
 if not _has_ops():
     for _name in {OPERATORS}:

@@ -243,7 +243,7 @@ def test_packed_prompt_has_its_messages_as_they_were_given() -> None:
     ]
     prompt = Prompt(messages=messages)
     packed = pack_prompt(prompt, "prompts[0]")
-    media = KnownContents(find_media(prompt), "here")
+    media = KnownContents(find_media(prompt).get, "here")
     assert read_prompt(packed, media=media) == prompt
     shown = read_prompt(packed).messages[3]
     assert isinstance(shown, Message)

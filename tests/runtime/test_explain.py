@@ -13,11 +13,10 @@ import anyio.lowlevel
 import pytest
 
 import rollout
-from gateway_clients import SESSIONS, TRIALS, ask, user
+from gateway_clients import SETTINGS, TRIALS, ask, user
 from rollout import AgentConfig, GroupPolicy, Prompt, SchedulingConfig, function_tool
 from rollout.cli.explain_signal import STARTING, explaining_at_signal
 from rollout.config import GatewayConfig
-from rollout.gateway.sessions import Sessions
 from rollout.observe.explanation import Explanation, TrajectoryWaits
 from rollout.scopes import open_task_group
 from rollout.testing import Scenario
@@ -220,12 +219,12 @@ async def test_explain_names_what_an_agent_behind_the_gateway_asked_for() -> Non
 
     async def call(runtime: Any) -> None:
         TRIALS["it"] = trial
-        SESSIONS.append(Sessions(GatewayConfig()))
+        SETTINGS.append(GatewayConfig())
         prompt = Prompt(messages=[{"role": "user", "content": "-"}], extra={"trial": "it"})
         try:
             await runtime.generate([prompt])
         finally:
-            SESSIONS.pop()
+            SETTINGS.pop()
 
     async with explained_after(1.0, tools=(), agent="through_gateway", call=call) as explanation:
         (wait,) = only(explanation).waits

@@ -319,8 +319,6 @@ async def test_program_agent_after_a_limit_of_its_trajectory_has_the_limits_outc
             "env: 'A=B'; expected a variable's name, without '=', as a text without NUL",
         ),
         ({"command": "x", "env": {"A": "x\0"}}, "env['A'] = 'x\\x00'; expected a text without NUL"),
-        ({"command": "x", "isolation": "none"}, "isolation is no argument any more: sandbox.prov"),
-        ({"command": "x", "readable": ["/opt"]}, "readable is no argument any more: sandbox.prov"),
     ],
 )
 async def test_program_agent_refuses_wrong_arguments(arguments: Any, message: str) -> None:

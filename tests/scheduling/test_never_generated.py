@@ -316,7 +316,7 @@ async def test_trajectory_that_is_finished_without_a_call_failed() -> None:
 
     lengths = LengthsConfig(prompt=1500, response=3000)
     async with (
-        open_trajectory_server(SCENARIO.config(lengths=lengths), "secret") as served,
+        open_trajectory_server(SCENARIO.config(lengths=lengths), "secret") as (_, served),
         httpx.AsyncClient(
             base_url=served.url,
             headers={"authorization": "Bearer secret"},

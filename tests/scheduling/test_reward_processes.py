@@ -44,6 +44,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.process]
 SHORT = Scenario(seed=1).reply("go", "Done.")
 TOOLS = Scenario(seed=1).reply("go", tool_call("add", a=2, b=3)).then("Five.")
 HOLDING = Scenario(seed=1).reply("use", tool_call("hold")).then("Held.").reply("go", "Done.")
+REPLACED = "before it had answered; another process takes its place"
 LENGTHS = LengthsConfig(prompt=800, response=200)
 
 
@@ -118,50 +119,33 @@ def user(text: str = "go", **fields: Any) -> Prompt:
     return Prompt(messages=[{"role": "user", "content": text}], **fields)
 
 
-async def test_reward_processes_among_many_three_that_fail_fail_alone() -> None:
-    does = {50: "exit", 100: "hang", 150: "raise"}
+async def test_reward_processes_among_many_those_that_fail_fail_alone() -> None:
+    does = {25: "abort", 50: "exit", 75: "leave", 100: "hang", 150: "raise"}
     prompts = [user(extra={"does": does[at]} if at in does else {}) for at in range(200)]
     batch = await rewarded(prompts, isolated_rewards.score, reward_s=10.0)
     failed = {at: each for at, each in enumerate(batch.trajectories) if each.reward is None}
     assert sorted(failed) == sorted(does)
     assert {each.reward for each in batch.trajectories} == {None, 1.0}
     assert not any(each.trainable for each in failed.values())
-    causes = {at: each.cause for at, each in failed.items()}
-    assert all(causes.values())
-    dead, late, raised = (causes[at] for at in does)
-    assert dead is not None
-    assert late is not None
-    assert raised is not None
-    assert (dead.type, dead.message) == (
-        "RewardProcessError",
-        "its process ended with exit code 7 before it had answered; another process takes its "
-        "place",
-    )
-    assert late.message == (
-        "limits.reward_s = 10 s is over: the reward function had not returned; its process was "
-        "killed, and another one takes its place"
-    )
-    assert (raised.type, raised.message) == ("OSError", "no judge")
-    assert "isolated_rewards.py" in raised.traceback
-    assert [(each.outcome, each.reason, each.limit_source) for each in failed.values()] == [
-        (Outcome.FAILED, "reward", None),
-        (Outcome.DEADLINE, "reward", "limits.reward_s"),
-        (Outcome.FAILED, "reward", None),
-    ]
-
-
-async def test_reward_process_killed_by_a_signal_and_left_by_system_exit_are_told() -> None:
-    batch = await rewarded(
-        [user(extra={"does": "abort"}), user(extra={"does": "leave"}), user()],
-        isolated_rewards.score,
-        processes=1,
-    )
-    killed, left, fine = batch.trajectories
-    assert killed.cause is not None
-    assert killed.cause.message.startswith("its process was killed by SIGSEGV before")
-    assert left.cause is not None
-    assert (left.cause.type, left.cause.message) == ("SystemExit", "3")
-    assert fine.reward == 1.0
+    causes = {does[at]: each.cause for at, each in failed.items() if each.cause}
+    assert {what: (cause.type, cause.message) for what, cause in causes.items()} == {
+        "abort": ("RewardProcessError", f"its process was killed by SIGSEGV {REPLACED}"),
+        "exit": ("RewardProcessError", f"its process ended with exit code 7 {REPLACED}"),
+        "leave": ("SystemExit", "3"),
+        "hang": (
+            "LimitExceeded",
+            "limits.reward_s = 10 s is over: the reward function had not returned; its process was "
+            "killed, and another one takes its place",
+        ),
+        "raise": ("OSError", "no judge"),
+    }
+    assert "isolated_rewards.py" in causes["raise"].traceback
+    late = failed.pop(100)
+    how = (late.outcome, late.reason, late.limit_source)
+    assert how == (Outcome.DEADLINE, "reward", "limits.reward_s")
+    for each in failed.values():
+        how = (each.outcome, each.reason, each.limit_source)
+        assert how == (Outcome.FAILED, "reward", None)
 
 
 async def test_reward_process_sees_the_trajectory_as_it_is() -> None:
@@ -205,19 +189,21 @@ async def test_reward_process_has_the_environment_and_the_paths_of_the_driver(
     assert one.extra["path"] == [path or str(Path.cwd()) for path in sys.path]
 
 
-async def test_reward_process_calls_async_functions_and_those_of_verl() -> None:
-    (one,) = (await rewarded([user()], isolated_rewards.later)).trajectories
-    assert (one.reward, one.extra["pid"] != os.getpid()) == (0.25, True)
-    prompts = [user(ground_truth="Done"), user(ground_truth="Else")]
-    batch = await rewarded(prompts, isolated_rewards.compute_score)
-    assert [each.reward for each in batch.trajectories] == [1.0, 0.0]
-
-
-async def test_reward_process_finds_what_a_name_names() -> None:
-    (one,) = (await rewarded([user()], "isolated_rewards:judge")).trajectories
-    assert one.reward == float(len(one.answer))
-    (one,) = (await rewarded([user()], "isolated_rewards:score_tenfold")).trajectories
-    assert one.reward == 10.0
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [
+        (isolated_rewards.later, 0.25),
+        (isolated_rewards.compute_score, 1.0),
+        ("isolated_rewards:judge", 5.0),
+        ("isolated_rewards:score_tenfold", 10.0),
+    ],
+)
+async def test_reward_process_calls_async_functions_those_of_verl_and_what_a_name_names(
+    reward: Any, expected: float
+) -> None:
+    (one,) = (await rewarded([user(ground_truth="Done")], reward)).trajectories
+    assert (one.answer, one.reward) == ("Done.", expected)
+    assert one.extra.get("pid") != os.getpid()
 
 
 async def test_group_reward_in_processes_fails_its_own_group_alone() -> None:
@@ -358,20 +344,9 @@ async def test_reward_that_no_process_can_import_is_refused_before_anything_star
     assert str(caught.value).startswith(said)
 
 
-async def test_reward_of_a_module_loaded_from_a_file_is_found_there(tmp_path: Path) -> None:
-    path = tmp_path / "by_hand.py"
-    path.write_text("def score(trajectory):\n    return 0.5\n")
-    spec = importlib.util.spec_from_file_location("loaded_by_hand", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    (one,) = (await rewarded([user()], module.score)).trajectories
-    assert one.reward == 0.5
-
-
-async def test_reward_in_a_decorator_of_another_file_is_found_in_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("decorator", ["", "from decorators import kept\n@kept\n"])
+async def test_reward_of_a_module_loaded_from_a_file_is_found_there_decorated_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decorator: str
 ) -> None:
     (tmp_path / "decorators.py").write_text(
         "import functools\n"
@@ -380,16 +355,13 @@ async def test_reward_in_a_decorator_of_another_file_is_found_in_its_own(
     )
     monkeypatch.syspath_prepend(tmp_path)
     path = tmp_path / "by_hand.py"
-    path.write_text(
-        f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n"
-        "from decorators import kept\n"
-        "@kept\ndef score(trajectory):\n    return 0.5\n"
-    )
-    spec = importlib.util.spec_from_file_location("decorated_by_hand", path)
+    path.write_text(f"{decorator}def score(trajectory):\n    return 0.5\n")
+    spec = importlib.util.spec_from_file_location("loaded_by_hand", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
+    if decorator:
+        monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
     (one,) = (await rewarded([user()], module.score)).trajectories
     assert one.reward == 0.5

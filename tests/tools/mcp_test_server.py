@@ -1,4 +1,4 @@
-"""An MCP server for tests, over standard input and output or, with a port, over HTTP."""
+"""An MCP server for tests, over standard input and output or, with a port and a form, over HTTP."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def process() -> str:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]), json_response=True)
+        port, is_json = int(sys.argv[1]), sys.argv[2] == "json"
+        server.run("streamable-http", host="127.0.0.1", port=port, json_response=is_json)
     else:
         server.run("stdio")

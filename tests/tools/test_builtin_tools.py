@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -22,30 +22,45 @@ def anyio_backend() -> str:
     return "trio"
 
 
-async def test_builtin_tools_are_offered_beside_those_that_are_given() -> None:
-    @rollout.function_tool
-    async def shout(text: str) -> str:
-        """Say it louder.
+@rollout.function_tool
+async def shout(text: str) -> str:
+    """Say it louder.
 
-        Args:
-            text: What.
-        """
-        return text.upper()
+    Args:
+        text: What.
+    """
+    return text.upper()
 
+
+@pytest.mark.parametrize("end", ["finish", "submit"])
+async def test_builtin_tools_are_offered_beside_those_given_and_an_answer_ends(end: Any) -> None:
     scenario = (
         Scenario(seed=1)
         .reply("go", tool_call("shout", text="a"))
         .then(tool_call("calculator", expression="6 * 7"))
-        .then(tool_call("finish", answer="42"))
+        .then(tool_call(end, answer="42"))
+        .then("not reached")
     )
-    tools = rollout.ToolsConfig(builtin=("calculator", "finish"))
-    config = scenario.config(tools=tools)
-    async with rollout.open_rollout(config, tools=[shout]) as runtime:
-        batch = await runtime.generate([Prompt(messages=[Message(role="user", content="go")])])
+    seen = []
+
+    def reward(trajectory: rollout.Trajectory) -> float:
+        seen.append(dict(trajectory.extra))
+        return 1.0
+
+    config = scenario.config(tools=rollout.ToolsConfig(builtin=("calculator", end)))
+    prompt = Prompt(messages=[Message(role="user", content="go")], extra={"level": 1})
+    async with rollout.open_rollout(config, tools=[shout], reward=reward) as runtime:
+        batch = await runtime.generate([prompt])
     (trajectory,) = batch.trajectories
-    assert trajectory.extra["answer"] == "42"
+    assert seen == [{"level": 1, "answer": "42"}]
+    assert trajectory.outcome == "completed"
     assert trajectory.metrics["tool_calls"] == 3
     assert trajectory.metrics["tool_errors"] == 0
+    said = [message.content for message in trajectory.messages if message.role == "tool"]
+    assert said == ["A", "42", "The answer is recorded."]
+    assert trajectory.messages[-1].role == "tool"
+    assert batch.samples[0].extra["answer"] == "42"
+    assert prompt.extra == {"level": 1}
 
 
 async def test_builtin_tool_that_is_given_too_is_refused() -> None:

@@ -98,8 +98,8 @@ async def test_langchain_tools_run_sync_and_async(threads: WorkerThreads) -> Non
         ToolResult("rain", data={"days": 3}),
         ToolResult("ValueError: no such city", is_error=True),
         ToolResult(
-            "invalid arguments for 'weather': unknown 'town' (it takes 'city', 'place'); missing "
-            "'city'",
+            "invalid arguments for 'weather': missing 'city'; unknown 'town' (it takes 'city', "
+            "'place')",
             is_error=True,
         ),
         ToolResult(

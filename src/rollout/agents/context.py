@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import anyio
 import msgspec
 
 from rollout.agents.calling import answer_calls
@@ -552,14 +551,11 @@ class AgentContext(Conversation):
             self.services.engines.forget(each.session_id)
         state.is_over = True
         tools = state.used_tools
-        if tools is None and state.interaction is None:
-            return
-        with anyio.CancelScope(shield=True):
-            if tools is not None:
-                await tools.close()
-            user, state.interaction = state.interaction, None
-            if user is not None:
-                await close_user(user, self.identity, self.services.config.limits.cleanup_s)
+        if tools is not None:
+            await tools.close()
+        user, state.interaction = state.interaction, None
+        if user is not None:
+            await close_user(user, self.identity, self.services.config.limits.cleanup_s)
 
 
 def open_context(

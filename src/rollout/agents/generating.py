@@ -135,7 +135,9 @@ def _draw_sampling(
         if sampling.max_new_tokens is not None:
             budget = min(budget, (sampling.max_new_tokens, "sampling.max_new_tokens"))
         most, generation.bounded_by = budget
-        stops = tuple(sorted({*sampling.stop_token_ids, *state.services.stop_token_ids}))
+        stops = state.services.stop_token_ids
+        if sampling.stop_token_ids:
+            stops = tuple(sorted({*sampling.stop_token_ids, *stops}))
         drawn = msgspec.structs.replace(
             sampling, max_new_tokens=most, seed=seed, stop_token_ids=stops
         )

@@ -117,6 +117,7 @@ class History:
     Attributes:
         rows: Its rows; the last one is written, those before it are from where the history was
             rendered again since.
+        transcript: The tokens of the last row.
         messages: All of them; after a compaction those since then.
         turns: What the model sampled, by position in `messages`.
         in_reasoning: Whether the next turn begins inside reasoning.
@@ -127,7 +128,7 @@ class History:
     """
 
     def __init__(self, row: Row, reader: TurnReader) -> None:
-        self.rows = [row]
+        self.rows, self.transcript = [row], row.transcript
         self._added: list[Message] = []
         self.messages = Messages(self._added, reader.template.decode)
         self.turns: dict[int, SampledTurn] = {}
@@ -143,11 +144,6 @@ class History:
     def row(self) -> Row:
         """The last one."""
         return self.rows[-1]
-
-    @property
-    def transcript(self) -> Transcript:
-        """The tokens of the last row."""
-        return self.rows[-1].transcript
 
     @property
     def unanswered_ids(self) -> array[int] | None:
@@ -233,7 +229,11 @@ class History:
         if self._last_turn[1] != len(self.transcript):
             self.turns[len(self._added)] = SILENT
             self._added.append(Message(role="assistant", content=""))
+        prefix = self.transcript.prefix
+        is_checked = prefix.checked == prefix.length
         self.transcript.append_observation(rendered.ids, media=rendered.media)
+        if is_checked:  # engines are refused that lack a token of the tokenizer
+            prefix.checked = prefix.length
         self._added += rendered.messages
         self.in_reasoning = rendered.opens_reasoning
         self._mark()
@@ -276,6 +276,7 @@ class History:
     def _open_row(self, ids: Sequence[int], transcript: Transcript) -> None:
         shared = common_length(ids, self.transcript.prefix.ids)
         self.rows.append(Row(transcript, COMPACTION, self.row, shared))
+        self.transcript = transcript
         self._marks, self._last_turn = [], (0, -1)
 
     def reward_turn(self, value: float) -> bool:

@@ -14,9 +14,9 @@ import numpy as np
 
 from rollout.errors import MediaError
 from rollout.media import Media
+from rollout.media.limits import check_decoded
 from rollout.media.parts import MediaSource, media_part
 from rollout.media.reading import find_url, read_media
-from rollout.media.video import check_decoded
 from rollout.tools.results import ToolResult, error_result
 from rollout.types import Message
 from rollout.worker_threads import WorkerThreads, is_async, may_leave_loop
@@ -203,7 +203,7 @@ class MediaIntake:
         try:
             medium = self.processor.sampled(medium)
             if medium.kind == "video":
-                check_decoded(medium.frames, medium.width, medium.height, self._limits)
+                check_decoded(self._limits, medium.frames, medium.width, medium.height)
         except MediaError as error:
             raise MediaError(f"{source.where}: {error}") from None
         return medium

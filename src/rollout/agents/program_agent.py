@@ -24,11 +24,8 @@ from rollout.errors import (
     SandboxUnsupported,
 )
 from rollout.sandbox.api import ExecResult
-from rollout.tools.sandbox_tools import refuse_moved
 
 if TYPE_CHECKING:
-    from typing import Never
-
     from rollout.agents.context import AgentContext
     from rollout.agents.gateway_door import GatewayAddress
     from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
@@ -86,7 +83,7 @@ class ProgramAgent(AgentLoop):
             was printed and written until then; None: only the trajectory's limits bound it.
 
     Raises:
-        AgentError: An argument is wrong, or is one that is no more.
+        AgentError: An argument is wrong.
     """
 
     needs_gateway = True
@@ -103,9 +100,7 @@ class ProgramAgent(AgentLoop):
         max_collected_bytes: int = 8 * 2**20,
         check: bool = True,
         timeout_s: float | None = None,
-        **moved: Never,
     ) -> None:
-        refuse_moved("ProgramAgent", moved, AgentError)
         if isinstance(collect, str):
             raise AgentError(f"ProgramAgent: collect = {collect!r}; expected a list of paths")
         for path in collect:

@@ -10,7 +10,7 @@ import anyio
 
 from rollout.agents.identity import RejectedPrompt
 from rollout.chat.messages import text_of_content
-from rollout.errors import ConfigError, LimitExceeded
+from rollout.errors import ConfigError
 from rollout.interactions import InteractionContext
 from rollout.limits import Clock, Deadline
 from rollout.observe.events import UserEnded
@@ -83,7 +83,7 @@ async def close_user(user: Interaction, identity: Identity, cleanup_s: float) ->
     try:
         with anyio.CancelScope(shield=True):
             await attempt(user.finish, limit=limit, what=what)
-    except (CallError, LimitExceeded) as error:
+    except CallError as error:
         logger.warning("%s: %s failed: %s", identity.session_id, what, error)
 
 

@@ -16,13 +16,11 @@ from __future__ import annotations
 import logging
 import math
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rollout.batch.rollout_batch import RolloutBatch
 
 logger = logging.getLogger("rollout")
@@ -31,6 +29,11 @@ logger = logging.getLogger("rollout")
 EPSILON = 1e-6
 #: Functions that have said that a batch has no rewards.
 _hinted: set[str] = set()
+_UNREWARDED = (
+    "%s: none of %d rows has a reward, so that every advantage is 0 and nothing is learned. Give "
+    "one as open_rollout(…, reward=…), or have the agent set context.reward; trajectories that "
+    "failed have none. (Said once.)"
+)
 
 
 def group_relative(
@@ -57,17 +60,13 @@ def group_relative(
     Every segment of a trajectory gets its value; rows that are not trainable, or of unknown reward,
     get 0.0. For the arguments see the module.
     """
-    rows = _read_rows(rewards, groups, trainable, trajectories)
-    rows.warn_unrewarded("group_relative")
-
-    def advantage(values: list[float]) -> list[float]:
-        centred = _center(values)
-        if not divide_by_std:
-            return centred
-        deviation = math.sqrt(sum(each**2 for each in centred) / max(len(values) - 1, 1))
-        return [each / (deviation + epsilon) if each else 0.0 for each in centred]
-
-    return rows.spread(advantage)
+    counted = _Counted(rewards, groups, trainable, trajectories, hint="group_relative")
+    values = counted.center()
+    if divide_by_std:
+        others = (counted.sizes - 1).clamp(min=1)
+        deviation = (counted.sum_groups(values**2) / others).sqrt()
+        values = (values / (deviation + epsilon)[counted.groups]).nan_to_num(0.0)  # 0 / 0
+    return counted.spread(values)
 
 
 def leave_one_out(
@@ -87,11 +86,9 @@ def leave_one_out(
     arXiv:2402.14740. The baseline does not depend on what it is subtracted from, so the gradient
     stays unbiased. Where n = 1 there is no baseline: 0.0. The rest is as with `group_relative`.
     """
-    rows = _read_rows(rewards, groups, trainable, trajectories)
-    rows.warn_unrewarded("leave_one_out")
-    return rows.spread(
-        lambda values: [each * len(values) / max(len(values) - 1, 1) for each in _center(values)]
-    )
+    counted = _Counted(rewards, groups, trainable, trajectories, hint="leave_one_out")
+    scale = counted.sizes / (counted.sizes - 1).clamp(min=1)
+    return counted.spread(counted.center() * scale[counted.groups])
 
 
 def pass_at_k(
@@ -122,13 +119,9 @@ def pass_at_k(
     Raises:
         ValueError: `k` is no count, or no group has so many trajectories that count.
     """
-    rows = _read_rows(rewards, groups, trainable, trajectories)
-    if rows.dtype.is_floating_point:
-        threshold = torch.tensor(threshold, dtype=rows.dtype).item()
-    estimates = []
-    for values in rows.find_large(k):
-        failed = sum(value < threshold for value in values)
-        estimates.append(1.0 - math.comb(failed, k) / math.comb(len(values), k))
+    counted = _Counted(rewards, groups, trainable, trajectories)
+    large = counted.sum_large(counted.rewards < threshold, k)
+    estimates = [1.0 - math.comb(int(failed), k) / math.comb(n, k) for n, failed in large]
     return sum(estimates) / len(estimates)
 
 
@@ -145,116 +138,108 @@ def mean_at_k(
     Estimated from all n ≥ k counted trajectories of a group, since which k of them are taken makes
     no difference to the expectation. Args and Raises: As `pass_at_k`.
     """
-    rows = _read_rows(rewards, groups, trainable, trajectories)
-    means = [sum(values) / len(values) for values in rows.find_large(k)]
-    return sum(means) / len(means)
+    counted = _Counted(rewards, groups, trainable, trajectories)
+    large = counted.sum_large(counted.rewards, k)
+    return sum(total / n for n, total in large) / len(large)
 
 
-class _Rows(NamedTuple):
-    """B rows by their trajectories.
+class _Counted:
+    """The N trajectories that count, of G groups, and which rows are theirs; on the CPU.
+
+    Args:
+        rewards, groups, trainable, trajectories: See the module.
+        hint: Names the function that says once where no row has a reward.
 
     Attributes:
-        keys: Of each row its group and its trajectory; None where the row does not count.
-        rewards: Of each group those of its counted trajectories.
-        is_unrewarded: No row has a reward.
-        dtype, device: Of the rewards.
+        rewards: (N,) in the type that they were given in.
+        groups: (N,) the number of each one's group, from 0.
+        sizes: (G,) how many count in each group.
+        rows: (B,) the number of each row's trajectory; N where the row does not count.
     """
 
-    keys: list[tuple[float, float] | None]
-    rewards: dict[float, dict[float, float]]
-    is_unrewarded: bool
-    dtype: torch.dtype
-    device: torch.device
+    def __init__(
+        self, rewards: Any, groups: Any, trainable: Any, trajectories: Any, hint: str = ""
+    ) -> None:
+        given = {"groups": groups, "trainable": trainable, "trajectories": trajectories}
+        given = {name: value for name, value in given.items() if value is not None}
+        if not isinstance(rewards, torch.Tensor) and hasattr(rewards, "tensors"):
+            if given:
+                names = ", ".join(given)
+                raise ValueError(f"{names}: expected nothing beside a batch, which has them")
+            given, rewards = _read_batch(rewards), rewards.tensors["rewards"]
+        elif groups is None:
+            raise ValueError("groups = None: expected (B,) groups beside rewards that are no batch")
+        self._device = torch.as_tensor(rewards).device
+        tensors = _check_tensors({"rewards": rewards, **given})
+        values = tensors["rewards"]
+        if hint and hint not in _hinted and len(values) and bool(values.isnan().all()):
+            _hinted.add(hint)
+            logger.warning(_UNREWARDED, hint, len(values))
+        counted = (tensors["trainable"].bool() & ~values.isnan()).nonzero().flatten()
+        numbers = (tensors["groups"], tensors["trajectories"])
+        keys = torch.stack([torch.unique(each, return_inverse=True)[1] for each in numbers])
+        pairs, own = torch.unique(keys[:, counted], dim=1, return_inverse=True)
+        found = torch.unique(pairs[0], return_inverse=True, return_counts=True)
+        self.groups: torch.Tensor = found[1]
+        self.sizes: torch.Tensor = found[2]
+        count = len(self.groups)
+        self.rows: torch.Tensor = own.new_full(values.shape, count).index_copy(0, counted, own)
+        first = own.new_full((count,), len(values)).scatter_reduce(0, own, counted, "amin")
+        self.rewards: torch.Tensor = values[first]
 
-    def spread(self, advantage: Callable[[list[float]], list[float]]) -> torch.Tensor:
-        """(B,) float32: what becomes of each group's rewards; 0.0 on rows that do not count."""
-        found: dict[tuple[float, float] | None, float] = {}
-        for group, rewards in self.rewards.items():
-            values = advantage(list(rewards.values()))
-            found |= {(group, each): value for each, value in zip(rewards, values, strict=True)}
-        on_rows = [found.get(key, 0.0) for key in self.keys]
-        return torch.tensor(on_rows, dtype=torch.float32, device=self.device)
+    def sum_groups(self, values: torch.Tensor) -> torch.Tensor:
+        """(G,) float64: the sum over each group."""
+        sums = self.sizes.new_zeros(self.sizes.shape, dtype=torch.float64)
+        return sums.index_add(0, self.groups, values.double())
 
-    def find_large(self, k: Any) -> list[list[float]]:
-        """The rewards of the groups that have k counted trajectories; a ValueError without any."""
+    def center(self) -> torch.Tensor:
+        """(N,) float64: the rewards less their group's mean: exactly 0 where all are the same."""
+        rewards = self.rewards.double()
+        least = rewards.new_full(self.sizes.shape, torch.inf)
+        rewards = rewards - least.scatter_reduce(0, self.groups, rewards, "amin")[self.groups]
+        return rewards - (self.sum_groups(rewards) / self.sizes)[self.groups]
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """(B,) float32: each trajectory's value on its rows; 0.0 on rows that do not count."""
+        return torch.cat([values, values.new_zeros(1)])[self.rows].float().to(self._device)
+
+    def sum_large(self, values: torch.Tensor, k: Any) -> list[tuple[int, float]]:
+        """Size and sum of each group of k or more; a ValueError where there is none."""
         if not isinstance(k, Integral) or isinstance(k, bool) or k < 1:
             raise ValueError(f"k = {k!r}: expected an integer ≥ 1")
-        large = [list(each.values()) for each in self.rewards.values() if len(each) >= int(k)]
+        sizes, sums = self.sizes.tolist(), self.sum_groups(values).tolist()
+        large = [(size, total) for size, total in zip(sizes, sums, strict=True) if size >= k]
         if not large:
-            most = max(map(len, self.rewards.values()), default=0)
             raise ValueError(
                 f"k = {k}: no group has so many trajectories of known reward, the largest has "
-                f"{most}"
+                f"{max(sizes, default=0)}"
             )
         return large
 
-    def warn_unrewarded(self, what: str) -> None:
-        """Say once that no row has a reward."""
-        if self.keys and self.is_unrewarded and what not in _hinted:
-            _hinted.add(what)
-            logger.warning(
-                "%s: none of %d rows has a reward, so that every advantage is 0 and nothing is "
-                "learned. Give one as open_rollout(…, reward=…), or have the agent set "
-                "context.reward; trajectories that failed have none. (Said once.)",
-                what,
-                len(self.keys),
-            )
 
-
-def _center(rewards: list[float]) -> list[float]:
-    """Less their mean: exactly 0 where all are the same."""
-    least = min(rewards)
-    mean = sum(each - least for each in rewards) / len(rewards)
-    return [each - least - mean for each in rewards]
-
-
-def _read_rows(
-    rewards: RolloutBatch | torch.Tensor, groups: Any, trainable: Any, trajectories: Any
-) -> _Rows:
-    given = {"groups": groups, "trainable": trainable, "trajectories": trajectories}
-    given = {name: value for name, value in given.items() if value is not None}
-    if not isinstance(rewards, torch.Tensor) and hasattr(rewards, "tensors"):
-        if given:
-            raise ValueError(f"{', '.join(given)}: expected nothing beside a batch, which has them")
-        tensors, device = _read_batch(rewards), rewards.tensors["rewards"].device
-    else:
-        if groups is None:
-            raise ValueError("groups = None: expected (B,) groups beside rewards that are no batch")
-        tensors = {k: torch.as_tensor(v) for k, v in {"rewards": rewards, **given}.items()}
-        device, count = tensors["rewards"].device, tensors["rewards"].numel()
-        tensors.setdefault("trainable", torch.ones(count, dtype=torch.bool))
-        tensors.setdefault("trajectories", torch.arange(count))
-        if any(tensor.shape != (count,) for tensor in tensors.values()):
-            shapes = ", ".join(f"{name} {tuple(each.shape)}" for name, each in tensors.items())
-            raise ValueError(f"expected tensors of one shape (B,), got {shapes}")
-    columns = {name: tensor.tolist() for name, tensor in tensors.items()}
-    keys: list[tuple[float, float] | None] = []
-    found: dict[float, dict[float, float]] = {}
-    for row, reward in enumerate(columns["rewards"]):
-        if math.isinf(reward):
-            raise ValueError(
-                f"rewards[{row}] = {reward}: expected finite numbers, and NaN where one is unknown"
-            )
-        group, trajectory = columns["groups"][row], columns["trajectories"][row]
-        is_counted = columns["trainable"][row] and not math.isnan(reward)
-        keys.append((group, trajectory) if is_counted else None)
-        if is_counted:
-            found.setdefault(group, {}).setdefault(trajectory, float(reward))
-    is_unrewarded = all(map(math.isnan, columns["rewards"]))
-    return _Rows(keys, found, is_unrewarded, tensors["rewards"].dtype, device)
-
-
-def _read_batch(batch: RolloutBatch) -> dict[str, torch.Tensor]:
-    tensors, samples = batch.tensors, batch.samples
+def _check_tensors(given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """On the CPU, whatever torch's default device is; those that were left out too."""
+    tensors = {name: torch.as_tensor(each).detach().cpu() for name, each in given.items()}
     rewards = tensors["rewards"]
+    count = rewards.numel()
+    tensors.setdefault("trainable", rewards.new_ones(count, dtype=torch.bool))
+    tensors.setdefault("trajectories", torch.arange(count, device="cpu"))
+    if any(tensor.shape != (count,) for tensor in tensors.values()):
+        shapes = ", ".join(f"{name} {tuple(each.shape)}" for name, each in tensors.items())
+        raise ValueError(f"expected tensors of one shape (B,), got {shapes}")
+    for row in rewards.isinf().nonzero().flatten().tolist():
+        found = f"rewards[{row}] = {rewards[row].item()}"
+        raise ValueError(f"{found}: expected finite numbers, and NaN where one is unknown")
+    return tensors
+
+
+def _read_batch(batch: RolloutBatch) -> dict[str, Any]:
+    tensors, samples = batch.tensors, batch.samples
+    read = {"groups": tensors["groups"], "trainable": tensors["trainable"]}
+    read["trajectories"] = [row.member for row in samples]
     known = {(each.group, each.member): each.reward for each in batch.trajectories}
     if known:  # else the rows are all there is
-        of_rows = [known[row.group, row.member] for row in samples]
-        listed = [math.nan if each is None else each for each in of_rows]
-        rewards = torch.tensor(listed, dtype=torch.float64)
-    return {
-        "rewards": rewards,
-        "groups": tensors["groups"],
-        "trainable": tensors["trainable"],
-        "trajectories": torch.tensor([row.member for row in samples], dtype=torch.int64),
-    }
+        listed = [known[row.group, row.member] for row in samples]
+        rewards = [math.nan if each is None else each for each in listed]
+        read["rewards"] = torch.tensor(rewards, dtype=torch.float64)
+    return read

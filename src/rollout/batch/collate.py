@@ -1,32 +1,67 @@
-"""Trajectories to the tensors that a trainer reads."""
+"""Trajectories to the tensors that a trainer reads: rectangles, or rows one after the other.
+
+Shapes: B rows, P prompt width, R response width; of a row T tokens, N of them in the response.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 
 from rollout.batch.metrics import batch_metrics
+from rollout.batch.records import Sample, count_tokens, find_media
 from rollout.batch.rollout_batch import RolloutBatch
-from rollout.batch.rows import Lengths, Row, check_rows, list_rows, pack_rows, pad_rows, read_arrays
-from rollout.batch.sample import Sample
+from rollout.chat.transcript import NO_EXPERT, NO_VERSION
 from rollout.media.tensors import MultiModalInputs
 from rollout.tensor_layout import Layout, Trim, layout_faults, trim_width
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from rollout.chat.trajectory import Trajectory
+    from rollout.chat.trajectory import Segment, Trajectory
     from rollout.media.processor import MediaProcessor
 
+#: The arrays of all rows by the names that they have in `RolloutBatch.tensors`.
+Columns = dict[str, list[npt.NDArray[Any]]]
+
+#: Which part of a row has a value for each token of it.
+PROMPT, RESPONSE, BOTH = "prompt", "response", "both"
+#: By key: that part, the type, and what padded positions hold; ids hold the padding token.
+KEYS = {
+    "prompts": (PROMPT, torch.int64, None),
+    "responses": (RESPONSE, torch.int64, None),
+    "response_mask": (RESPONSE, torch.int64, 0),
+    "input_ids": (BOTH, torch.int64, None),
+    "attention_mask": (BOTH, torch.int64, 0),
+    "position_ids": (BOTH, torch.int64, 0),
+    "rollout_log_probs": (RESPONSE, torch.float32, 0),
+    "weight_versions": (RESPONSE, torch.int32, NO_VERSION),
+    "token_rewards": (RESPONSE, torch.float32, 0),
+    "routed_experts": (BOTH, torch.int16, NO_EXPERT),
+}
 #: What a sample has of its trajectory, and of its segment.
 _OF_TRAJECTORY = (
     *("uid", "group", "member", "num_turns", "outcome", "reason", "limit_source"),
     *("turn_scores", "tool_rewards", "metrics", "extra"),
 )
 _OF_SEGMENT = ("parent", "purpose", "session_id", "seeds")
+
+
+class Lengths(Protocol):
+    """The widths of the tensors in tokens; `rollout.LengthsConfig` has them."""
+
+    @property
+    def prompt(self) -> int:
+        """P."""
+
+    @property
+    def response(self) -> int:
+        """R."""
 
 
 def collate(
@@ -71,41 +106,161 @@ def collate(
         faults.append(f"position_rows = {position_rows!r:.80}: expected 3 or 4")
     if faults:
         raise ValueError("\n".join(faults))
-    rows = list_rows(trajectories)
-    check_rows(rows, lengths)
-    arrays = read_arrays(rows, processor, position_rows)
+    rows = [(row, at) for row in trajectories for at in range(len(row.segments))]
+    samples = [_make_sample(row, *where) for row, where in enumerate(rows)]
+    segments = [trajectory.segments[at] for trajectory, at in rows]
+    _check_rows(samples, segments, lengths)
+    columns = _read_columns(segments, processor, position_rows)
     if layout == "padded":
+        longest = (max(map(len, columns[key]), default=0) for key in ("prompts", "responses"))
+        prompt, response = longest
         widths = (
-            trim_width(max((row.prompt for row in rows), default=0), lengths.prompt, trim),
-            trim_width(max((row.response for row in rows), default=0), lengths.response, trim),
+            trim_width(prompt, lengths.prompt, trim),
+            trim_width(response, lengths.response, trim),
         )
-        tensors = pad_rows(rows, arrays, widths, pad_token_id)
+        tensors = _pad_columns(columns, widths, pad_token_id)
     else:
-        tensors = pack_rows(rows, arrays)
-    samples = [_make_sample(at, row) for at, row in enumerate(rows)]
+        tensors = _pack_columns(columns)
     rewards = [math.nan if each.reward is None else each.reward for each in samples]
     trainable, groups = [each.trainable for each in samples], [each.group for each in samples]
     # On the CPU, whatever torch's default device is.
     tensors["trainable"] = torch.tensor(trainable, dtype=torch.bool, device="cpu")
     tensors["rewards"] = torch.tensor(rewards, dtype=torch.float32, device="cpu")
     tensors["groups"] = torch.tensor(groups, dtype=torch.int64, device="cpu")
+    media = [find_media(segment.transcript) for segment in segments]
     return RolloutBatch(
         tensors=TensorDict(tensors, batch_size=[len(rows)]),
         samples=samples,
         metrics=batch_metrics(trajectories, extra_metrics or {}),
         trajectories=list(trajectories),
         decode=decode,
-        multi_modal_inputs=MultiModalInputs([row.media for row in rows], processor),
+        multi_modal_inputs=MultiModalInputs(media, processor),
     )
 
 
-def _make_sample(at: int, row: Row) -> Sample:
-    trajectory, segment = row.trajectory, row.segment
+def _make_sample(row: int, trajectory: Trajectory, at: int) -> Sample:
+    segment = trajectory.segments[at]
     return Sample(
         **{name: getattr(trajectory, name) for name in _OF_TRAJECTORY},
         **{name: getattr(segment, name) for name in _OF_SEGMENT},
-        row=at,
-        segment=row.at,
+        row=row,
+        segment=at,
         trainable=trajectory.is_trainable(segment),
         reward=trajectory.reward_of(segment),
     )
+
+
+def _check_rows(samples: Sequence[Sample], segments: Sequence[Segment], lengths: Lengths) -> None:
+    """Raise a ValueError that names a row which does not fit into the batch."""
+    for sample, segment in zip(samples, segments, strict=True):
+        transcript, rewards = segment.transcript, segment.token_rewards
+        name = f"{sample.uid!r} member {sample.member}"
+        for what, found in zip(("prompt", "response"), count_tokens(transcript), strict=True):
+            if found > (longest := getattr(lengths, what)):
+                raise ValueError(
+                    f"{name}: its {what} has {found} tokens, lengths.{what} = {longest}"
+                )
+        if rewards is not None and len(rewards) != transcript.response_length:
+            raise ValueError(
+                f"{name}: segments[{sample.segment}] has {len(rewards)} token_rewards; "
+                f"expected {transcript.response_length}"
+            )
+
+
+def _read_columns(
+    segments: Sequence[Segment], processor: MediaProcessor | None, position_rows: int
+) -> Columns:
+    """Read the arrays of rows out of their segments.
+
+    ``prompts`` (T - N,), ``responses``, ``response_mask``, ``rollout_log_probs``,
+    ``weight_versions``, ``token_rewards`` (N,), ``input_ids``, ``attention_mask`` (T,),
+    ``position_ids`` (T,), or (T, position_rows) of M-RoPE families, ``routed_experts``
+    (T, layers, top_k). Those of token rewards and experts are there only where a row has some.
+
+    Args:
+        segments: One for each row.
+        processor: The model's, where it reads images or videos.
+        position_rows: 3, or 4 with the positions of a text-only row before them.
+    """
+    shapes = (segment.transcript.expert_shape for segment in segments)
+    shape = next((each for each in shapes if each is not None), None)
+    has_rewards = any(segment.token_rewards is not None for segment in segments)
+    optional = {"token_rewards": has_rewards, "routed_experts": shape is not None}
+    columns: Columns = {key: [] for key in KEYS if optional.get(key, True)}
+    for segment in segments:
+        transcript, rewards = segment.transcript, segment.token_rewards
+        start, response = count_tokens(transcript)
+        stop = start + response
+        ids = np.frombuffer(transcript.ids_bytes(), dtype=np.int32)[:stop]
+        positions: npt.NDArray[Any] = np.arange(stop)
+        if processor is not None and processor.position_rows > 1:
+            own = processor.position_ids(ids, find_media(transcript))
+            positions = (own if position_rows == 3 else np.concatenate([positions[None], own])).T
+        row = {
+            "prompts": ids[:start],
+            "responses": ids[start:],
+            "response_mask": transcript.mask()[start:stop],
+            "input_ids": ids,
+            "attention_mask": np.broadcast_to(np.int64(1), stop),
+            "position_ids": positions,
+            "rollout_log_probs": transcript.log_probs()[start:stop],
+            "weight_versions": transcript.weight_versions()[start:stop],
+        }
+        if has_rewards:
+            unknown = np.full(response, np.nan, dtype=np.float32)
+            row["token_rewards"] = unknown if rewards is None else np.asarray(rewards)[:response]
+        if shape is not None:
+            experts = transcript.routed_experts()
+            unknown = np.full((stop, *shape), NO_EXPERT, dtype=np.int16)
+            row["routed_experts"] = unknown if experts is None else experts[:stop]
+        for key, values in row.items():
+            columns[key].append(values)
+    return columns
+
+
+def _pad_columns(
+    columns: Columns, widths: tuple[int, int], pad_token_id: int
+) -> dict[str, torch.Tensor]:
+    """Make rectangles: prompts padded on the left, responses on the right.
+
+    Args:
+        columns: Of the batch.
+        widths: (P, R).
+        pad_token_id: In padded positions of ids.
+    """
+    prompt, response = widths
+    width = {PROMPT: prompt, RESPONSE: response, BOTH: prompt + response}
+    starts = [prompt - len(ids) for ids in columns["prompts"]]
+    tensors = {}
+    for key, rows in columns.items():
+        part, dtype, filler = KEYS[key]
+        shape = (len(rows), width[part], *(rows[0].shape[1:] if rows else ()))
+        filler = pad_token_id if filler is None else filler
+        tensor = torch.full(shape, filler, dtype=dtype, device="cpu")
+        padded = tensor.numpy()
+        for at, values in enumerate(rows):
+            start = 0 if part is RESPONSE else starts[at]
+            padded[at, start : start + len(values)] = values
+        tensors[key] = tensor
+    if tensors["position_ids"].dim() == 3:  # of an M-RoPE family: (B, 3 or 4, P + R)
+        tensors["position_ids"] = tensors["position_ids"].transpose(1, 2).contiguous()
+    return tensors
+
+
+def _pack_columns(columns: Columns) -> dict[str, torch.Tensor]:
+    """Make jagged nested tensors: the rows one after the other, without padding.
+
+    Keys of equal lengths share their offsets: torch then lets them be combined.
+    """
+    offsets, tensors = {}, {}
+    for key, rows in columns.items():
+        part, dtype, _ = KEYS[key]
+        if part not in offsets:
+            ends = np.cumsum([len(values) for values in rows])
+            offsets[part] = torch.tensor([0, *ends], dtype=torch.int64, device="cpu")
+        shape = (int(offsets[part][-1]), *(rows[0].shape[1:] if rows else ()))
+        packed = torch.empty(shape, dtype=dtype, device="cpu")
+        if rows:
+            np.concatenate(rows, out=packed.numpy(), casting="unsafe")
+        tensors[key] = torch.nested.nested_tensor_from_jagged(packed, offsets[part])
+    return tensors

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
 
 #: Metrics of trajectories that are summed up, with their names in a batch.
-_SUMMED = {
+_SUMS = {
     "resumes": "recovery/resumes",
     "restarts": "recovery/restarts",
     "discarded_tokens": "tokens/discarded",
@@ -25,8 +25,6 @@ _SUMMED = {
     "tool_calls": "tool_calls",
     "tool_errors": "tool_errors",
 }
-#: With which figures of one tool begin.
-TOOL = "tool/"
 
 
 def batch_metrics(
@@ -59,53 +57,45 @@ def batch_metrics(
             engines now), ``loop_lag_s/max``, ``loop_starved_s/max``, ``queue/…``, ``zombies/…`` and
             ``replica/<name>/…``, the last three over the engines' reports, about one a second.
     """
-    names = ("prompt", "generated", "observation", "trailing_observation")
-    found: dict[str, float] = defaultdict(float, {f"tokens/{name}": 0 for name in names})
-    sampled_by: Counter[int] = Counter()  # tokens by the version of their weights
-    seconds: dict[str, list[float]] = {"generation_s": [], "tool_s": [], "total_s": []}
-    truncated = 0.0
+    values: dict[str, list[float]] = defaultdict(list)  # of each metric of trajectories
     for row in trajectories:
-        found[f"outcomes/{row.outcome}"] += 1
-        if row.reason:
-            found[f"outcomes/{row.outcome}/{row.reason}"] += 1
-        for transcript in row.transcripts:
-            generated = transcript.generated_length
-            found["tokens/prompt"] += transcript.prompt_length
-            found["tokens/generated"] += generated
-            found["tokens/observation"] += transcript.response_length - generated
-            found["tokens/trailing_observation"] += transcript.trailing_observation_length
-            for span in transcript.generated_spans():
-                for version, count in span.versions:
-                    sampled_by[version] += count
         for name, value in row.metrics.items():
-            if name in _SUMMED:
-                found[_SUMMED[name]] += value
-            elif name in seconds:
-                seconds[name].append(value)
-            elif name == "truncated_tokens":
-                truncated += value
-            elif name.startswith(DRIFT):
-                found[name] += 1
-            elif name.startswith(TOOL) and name.endswith("/seconds_max"):
-                found[name] = max(found.get(name, 0.0), value)
-            elif name.startswith(TOOL):
-                found[name] += value
-    found |= _spread("generation_s", seconds["generation_s"])
-    found |= _spread("tool_s", seconds["tool_s"])
+            values[name].append(value)
+    transcripts = [each for row in trajectories for each in row.transcripts]
+    generated = sum(each.generated_length for each in transcripts)
+    responses = sum(each.response_length for each in transcripts)
+    found: dict[str, float] = {
+        "tokens/prompt": sum(each.prompt_length for each in transcripts),
+        "tokens/generated": generated,
+        "tokens/observation": responses - generated,
+        "tokens/trailing_observation": sum(e.trailing_observation_length for e in transcripts),
+        **Counter(f"outcomes/{row.outcome}" for row in trajectories),
+        **Counter(f"outcomes/{row.outcome}/{row.reason}" for row in trajectories if row.reason),
+    }
+    for name, numbers in values.items():
+        if name in _SUMS:
+            found[_SUMS[name]] = sum(numbers)
+        elif name.startswith(DRIFT):
+            found[name] = len(numbers)
+        elif name.startswith("tool/"):
+            found[name] = max(numbers) if name.endswith("/seconds_max") else sum(numbers)
+    found |= _spread("generation_s", values["generation_s"])
+    found |= _spread("tool_s", values["tool_s"])
     found |= _spread("reward", [row.reward for row in trajectories if row.reward is not None])
-    if longest := _spread("trajectory_s", seconds["total_s"]):
-        found["trajectory_s/max"] = longest["trajectory_s/max"]
+    if longest := _spread("total_s", values["total_s"]):
+        found["trajectory_s/max"] = longest["total_s/max"]
     if trajectories:
         found["turns/mean"] = sum(row.num_turns for row in trajectories) / len(trajectories)
-    if truncated and found["tokens/generated"]:
-        found["sampling/truncated_share"] = truncated / found["tokens/generated"]
-    current = extra.get("weights/version")
-    if current is not None and sampled_by.total():
-        behind = sum((current - version) * count for version, count in sampled_by.items())
-        found["staleness/mean"] = behind / sampled_by.total()
-        found["staleness/max"] = current - min(sampled_by)
+    if generated and (truncated := sum(values["truncated_tokens"])):
+        found["sampling/truncated_share"] = truncated / generated
+    versions = [v for each in transcripts for span in each.generated_spans() for v in span.versions]
+    current, sampled = extra.get("weights/version"), sum(count for _, count in versions)
+    if current is not None and sampled:
+        behind = sum((current - version) * count for version, count in versions)
+        found["staleness/mean"] = behind / sampled
+        found["staleness/max"] = current - min(version for version, _ in versions)
     if (batch_s := extra.get("batch_s", 0.0)) > 0:
-        found["throughput/tokens_per_s"] = found["tokens/generated"] / batch_s
+        found["throughput/tokens_per_s"] = generated / batch_s
         found["throughput/trajectories_per_s"] = len(trajectories) / batch_s
     found |= extra
     return {name: float(value) for name, value in found.items() if math.isfinite(value)}

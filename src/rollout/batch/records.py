@@ -15,21 +15,68 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from rollout.batch.sample import Sample
-from rollout.chat.plain_data import show_value
+from rollout.chat.plain_data import MAX_DEPTH, show_value
+from rollout.chat.trajectory import MAIN, Parent
 from rollout.chat.trajectory_codec import TrajectoryRecord, pack_trajectory, unpack_trajectory
 from rollout.chat.transcript import Span, SpanKind, Transcript
 from rollout.media.records import drop_contents, record_prompt_messages
-from rollout.types import Message, Prompt
+from rollout.types import Message, Outcome, Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from rollout.chat.trajectory import Trajectory
+    from rollout.medium import PlacedMedia
 
     Decode = Callable[[Sequence[int]], str]
 
 logger = logging.getLogger("rollout.batch")
+
+
+class Sample(msgspec.Struct, kw_only=True):
+    """One row of a batch beside its tensors; the fields are those of its `Trajectory`.
+
+    Attributes:
+        row: Its place in the tensors.
+        segment: Which segment of the trajectory it is: an index.
+        parent: The segment that it departs from, and the position; None for the first.
+        purpose: As `Segment.purpose`.
+        session_id, seeds: As those of the `Segment`.
+        trainable: Whether a trainer may learn from this row, apart from the mask.
+        reward: Of this row: the segment's own, or else its trajectory's; None where it is unknown.
+    """
+
+    uid: str
+    group: int
+    member: int
+    row: int
+    num_turns: int
+    outcome: Outcome
+    reason: str
+    limit_source: str | None
+    trainable: bool
+    reward: float | None
+    turn_scores: list[float]
+    tool_rewards: list[float]
+    metrics: dict[str, float]
+    extra: dict[str, Any]
+    segment: int = 0
+    parent: Parent | None = None
+    purpose: str = MAIN
+    session_id: str = ""
+    seeds: list[int] = []
+
+
+def count_tokens(transcript: Transcript) -> tuple[int, int]:
+    """Tokens of the prompt, and of the response up to the last generated one."""
+    response = transcript.response_length - transcript.trailing_observation_length
+    return transcript.prompt_length, response
+
+
+def find_media(transcript: Transcript) -> list[PlacedMedia]:
+    """The media among the tokens of a row."""
+    stop = sum(count_tokens(transcript))
+    return [each for each in transcript.media if each.start + each.count <= stop]
 
 
 class _SpanLine(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -46,21 +93,15 @@ class _SpanLine(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 # Not strict: a string such as "nan" is the float that JSON cannot write.
-_decode_sample = msgspec.json.Decoder(Sample, strict=False).decode
+sample_from_line = msgspec.json.Decoder(Sample, strict=False).decode
 _decode_line = msgspec.json.Decoder(TrajectoryRecord[_SpanLine, list[Message]], strict=False).decode
 
 
 def sample_line(sample: Sample) -> bytes:
     """One line of ``samples.jsonl``."""
-    where = f"{sample.uid!r} member {sample.member}: extra"
-    record = msgspec.structs.replace(sample, extra=_write(sample.extra, where))
-    _set_floats(record)
-    return _encode(record)
-
-
-def sample_from_line(line: bytes) -> Sample:
-    """The sample of one line; a `msgspec.MsgspecError` says what is wrong."""
-    return _decode_sample(line)
+    extra = _write(sample.extra, f"{sample.uid!r} member {sample.member}: extra")
+    metrics = _make_floats(sample.metrics)
+    return encode_json(msgspec.structs.replace(sample, extra=extra, metrics=metrics))
 
 
 def trajectory_line(trajectory: Trajectory, decode: Decode | None) -> bytes:
@@ -70,14 +111,13 @@ def trajectory_line(trajectory: Trajectory, decode: Decode | None) -> bytes:
         return _write(value, f"{trajectory.uid!r} member {trajectory.member}: {name}")
 
     def write_messages(messages: Sequence[Message]) -> Any:
-        return write([drop_contents(each) for each in messages], "messages")
+        return write(list(map(drop_contents, messages)), "messages")
 
     record: Any = pack_trajectory(trajectory, write, write_messages)
-    _set_floats(record)
-    record.spans = [_write_span(span, decode) for span in record.spans]
+    record.metrics = _make_floats(record.metrics)
+    for each in (record, *record.segments):
+        each.spans = each.spans and [_write_span(span, decode) for span in each.spans]
     for segment in record.segments:
-        if segment.spans is not None:
-            segment.spans = [_write_span(span, decode) for span in segment.spans]
         if segment.token_rewards is not None:
             segment.token_rewards = array("f", segment.token_rewards).tolist()
     prompt = trajectory.prompt
@@ -85,7 +125,7 @@ def trajectory_line(trajectory: Trajectory, decode: Decode | None) -> bytes:
         fields = {name: getattr(prompt, name) for name in Prompt.__struct_fields__}
         fields["messages"] = record_prompt_messages(prompt.messages, trajectory.messages)
         record.prompt = write(fields, "prompt")
-    return _encode(record)
+    return encode_json(record)
 
 
 def trajectory_from_line(line: bytes) -> Trajectory:
@@ -96,10 +136,9 @@ def trajectory_from_line(line: bytes) -> Trajectory:
         ValueError: Its spans make no transcript.
     """
     record: Any = _decode_line(line)
-    record.spans = _read_spans(record.spans)
+    for each in (record, *record.segments):
+        each.spans = each.spans and _read_spans(each.spans)
     for segment in record.segments:
-        if segment.spans is not None:
-            segment.spans = _read_spans(segment.spans)
         if segment.token_rewards is not None:
             segment.token_rewards = array("f", map(float, segment.token_rewards)).tobytes()
     prompt = None if record.prompt is None else Prompt(**record.prompt)
@@ -112,7 +151,7 @@ def _write_span(span: Span, decode: Decode | None) -> _SpanLine:
         kind=span.kind,
         ids=ids,
         text=None if decode is None else decode(ids),
-        log_probs=np.frombuffer(span.log_probs, np.float32).tolist(),
+        log_probs=array("f", span.log_probs).tolist(),
         versions=list(span.versions),
         finish_reason=span.finish_reason,
     )
@@ -142,32 +181,25 @@ def _read_spans(lines: Sequence[_SpanLine]) -> list[Span]:
     return list(transcript.spans)
 
 
-def _set_floats(record: Any) -> None:
+def _make_floats(metrics: Mapping[str, float]) -> dict[str, float]:
     """Whole numbers are written as the floats that they are read as."""
-    record.reward = None if record.reward is None else float(record.reward)
-    record.turn_scores = list(map(float, record.turn_scores))
-    record.tool_rewards = list(map(float, record.tool_rewards))
-    record.metrics = {name: float(value) for name, value in record.metrics.items()}
+    return {name: float(value) for name, value in metrics.items()}
 
 
-def _write(value: Any, where: str) -> Any:
-    """`value`, with a text in the place of what JSON cannot hold, of which a warning tells."""
-    if isinstance(value, Mapping):
-        return {str(key): _write(item, f"{where}[{key!r}]") for key, item in value.items()}
+def _write(value: Any, where: str, depth: int = 0) -> Any:
+    """`value` in builtins, with a text for what JSON cannot hold, of which a warning tells."""
     try:
-        msgspec.json.encode(value, enc_hook=_list_array)
-    except UnicodeEncodeError:
-        return value  # `_encode` writes half a surrogate pair as an escape
+        return msgspec.to_builtins(value, enc_hook=_list_array, str_keys=True)
     except Exception as error:  # whatever a foreign object raises
         if isinstance(value, msgspec.Struct):
-            names = value.__struct_fields__
-            own = {name: _write(getattr(value, name), f"{where}.{name}") for name in names}
-            return msgspec.structs.replace(value, **own)
+            value = msgspec.structs.asdict(value)
+        if isinstance(value, Mapping) and depth < MAX_DEPTH:
+            named = ((key, f"{where}[{key!r}]") for key in value)
+            return {str(key): _write(value[key], name, depth + 1) for key, name in named}
         if isinstance(value, list | tuple) and all(isinstance(v, msgspec.Struct) for v in value):
-            return [_write(each, f"{where}[{at}]") for at, each in enumerate(value)]
+            return [_write(each, f"{where}[{at}]", depth + 1) for at, each in enumerate(value)]
         logger.warning("%s is saved as text: %s", where, error)
         return show_value(value)
-    return value
 
 
 def _list_array(value: Any) -> Any:
@@ -178,22 +210,21 @@ def _list_array(value: Any) -> Any:
     return tolist()
 
 
-def _encode(record: msgspec.Struct) -> bytes:
-    plain = msgspec.to_builtins(record, enc_hook=_list_array, str_keys=True)
-    return msgspec.json.encode(make_writable(plain))
+def encode_json(record: Any) -> bytes:
+    """A record as JSON, with what JSON cannot hold as strings: odd floats, halves of characters."""
+    return msgspec.json.encode(_escape(msgspec.to_builtins(record, enc_hook=_list_array)))
 
 
-def make_writable(value: Any) -> Any:
-    """Builtins without floats that JSON, and halves of surrogate pairs that UTF-8 cannot hold."""
+def _escape(value: Any) -> Any:
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
     if isinstance(value, dict):
-        return {make_writable(key): make_writable(item) for key, item in value.items()}
+        return {_escape(key): _escape(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         kinds = set(map(type, value))  # long lists are ids and log-probs
         if kinds <= {int} or (kinds == {float} and all(map(math.isfinite, value))):
             return value
-        return [make_writable(item) for item in value]
+        return [_escape(item) for item in value]
     return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,8 @@ from typing import Any
 import msgspec
 from tensordict import TensorDict
 
-from rollout.batch.rows import list_rows
-from rollout.batch.sample import Sample
-from rollout.batch.saved_tokenizer import BatchTokenizer
-from rollout.batch.storage import read_batch, write_batch
+from rollout.batch.records import Sample, find_media
+from rollout.batch.storage import BatchTokenizer, read_batch, write_batch
 from rollout.chat.trajectory import Trajectory
 from rollout.errors import RolloutError
 from rollout.media.processor import MediaProcessor  # noqa: TC001  (a Struct looks its names up)
@@ -66,8 +65,13 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
         return int(self.tensors.batch_size[0])
 
     def __repr__(self) -> str:
-        outcomes = [f"{outcome}: {n:g}" for outcome in Outcome if (n := self._count(outcome))]
-        shapes = [f"{key} {_shape(value)}" for key, value in self.tensors.items()]
+        tensors: Any = self.tensors
+        counts = Counter(sample.outcome for sample in self.samples)
+        outcomes = [f"{outcome}: {counts[outcome]}" for outcome in Outcome if counts[outcome]]
+        shapes = [
+            f"{key} ({len(value)}, …)" if value.is_nested else f"{key} {tuple(value.shape)}"
+            for key, value in tensors.items()
+        ]
         return (
             f"<RolloutBatch of {len(self)} rows ({', '.join(outcomes) or 'no outcomes'}); "
             f"{', '.join(shapes[:2])}, …>"
@@ -116,7 +120,8 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
             RolloutError: A file is missing, damaged or not of this batch; names it and says why.
         """
         parts = read_batch(Path(directory), tokenizer)
-        media = [row.media for row in list_rows(parts["trajectories"])]
+        rows = [segment for each in parts["trajectories"] for segment in each.segments]
+        media = [find_media(segment.transcript) for segment in rows]
         batch = cls(**parts, multi_modal_inputs=MultiModalInputs(media, processor))
         if (Path(directory) / EVENTS).exists():
             batch.events_path = Path(directory)
@@ -137,10 +142,3 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
         rows = {(t.uid, t.member, str(t.outcome), t.num_turns) for t in self.trajectories}
         events = events_of_batch(self.events_path, self.number)
         write_timeline(of_batch(events, self.number, rows), path)
-
-    def _count(self, outcome: Outcome) -> int:
-        return sum(sample.outcome is outcome for sample in self.samples)
-
-
-def _shape(value: Any) -> str:
-    return f"({len(value)}, …)" if value.is_nested else str(tuple(value.shape))

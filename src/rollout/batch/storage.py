@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import tempfile
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,25 +15,24 @@ import torch
 from tensordict import TensorDict
 
 from rollout.batch.records import (
-    make_writable,
+    encode_json,
     sample_from_line,
     sample_line,
     trajectory_from_line,
     trajectory_line,
 )
-from rollout.batch.saved_tokenizer import BatchTokenizer, TokenizerRecord, make_decodable
 from rollout.chat.trajectory_codec import collect_contents, restore_media
 from rollout.disk_room import unwritable
+from rollout.engine.model_tokenizer import load_decoder
 from rollout.errors import RolloutError
 from rollout.media.records import KnownContents
 from rollout.plurals import count
+from rollout.types import Message
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from rollout.chat.trajectory import Trajectory
-
-logger = logging.getLogger("rollout.batch")
 
 TENSORS = "tensors.safetensors"
 SAMPLES = "samples.jsonl"
@@ -55,6 +54,60 @@ VALUES, OFFSETS = ".values", ".offsets"
 T = TypeVar("T")
 
 
+class BatchTokenizer(msgspec.Struct, kw_only=True, dict=True):
+    """The tokenizer of a batch, as ``meta.json`` names it; it is loaded when somebody decodes.
+
+    Attributes:
+        path, revision: Of its model, as `model.path` and `model.revision`; a directory absolute.
+    """
+
+    path: str
+    revision: str | None = None
+
+    def __post_init__(self) -> None:
+        if Path(self.path).is_dir():
+            self.path = str(Path(self.path).resolve())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Ids to text, special tokens spelled out.
+
+        Raises:
+            RolloutError: The tokenizer cannot be loaded.
+        """
+        return self._decoder(ids)
+
+    @cached_property
+    def _decoder(self) -> Callable[[Sequence[int]], str]:
+        try:
+            return load_decoder(self.path, self.revision)
+        except RolloutError as error:
+            name = f"{self.path} (revision {self.revision})" if self.revision else self.path
+            raise RolloutError(
+                f"the batch's tokenizer, that of {name}, cannot be loaded: {error}; give "
+                "RolloutBatch.load(..., tokenizer=) where it is now"
+            ) from error
+
+
+class DecodableMessages(list[Message]):
+    """Messages of a loaded trajectory, with what decodes its tokens."""
+
+    decode: Callable[[Sequence[int]], str]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)  # who gets it elsewhere has no tokenizer
+
+
+def _make_decodable(trajectories: Iterable[Trajectory], tokenizer: BatchTokenizer) -> None:
+    """Let loaded trajectories be printed with their tokens."""
+    for trajectory in trajectories:
+        before, messages = trajectory.messages, DecodableMessages(trajectory.messages)
+        messages.decode = tokenizer.decode
+        trajectory.messages = messages
+        for segment in trajectory.segments:
+            if segment.messages is before:
+                segment.messages = messages
+
+
 class _File(msgspec.Struct, kw_only=True):
     """What a file of the batch must be."""
 
@@ -67,39 +120,14 @@ class _Meta(msgspec.Struct, kw_only=True):
     rows: int
     jagged: list[str]
     files: dict[str, _File]
-    tokenizer: TokenizerRecord | None = None
+    tokenizer: BatchTokenizer | None = None
 
 
 def write_batch(directory: Path, batch: Any, *, overwrite: bool) -> None:
     """Write a `RolloutBatch`; see its `save`."""
-    tokenizer, decode = batch.tokenizer, batch.decode
-    if tokenizer is not None:
-        decode = None  # a loaded batch is saved again where its tokenizer is not
-        with suppress(RolloutError):
-            decode = tokenizer.decode
-    entries, jagged = _split_jagged(batch.tensors)
-    lines = [trajectory_line(each, decode) for each in batch.trajectories]
-    files = {
-        TENSORS: _dump_tensors(entries),
-        SAMPLES: b"".join(sample_line(each) + b"\n" for each in batch.samples),
-        TRAJECTORIES: b"".join(line + b"\n" for line in lines),
-        METRICS: _format(make_writable({k: float(v) for k, v in batch.metrics.items()})),
-    }
-    if contents := collect_contents(batch.trajectories):
-        files[MEDIA] = _dump_tensors(
-            {k: torch.frombuffer(bytearray(v), dtype=torch.uint8) for k, v in contents.items()}
-        )
-    listed = {name: _describe(content) for name, content in files.items()}
+    files = _encode_files(batch)
     if not overwrite:
-        _check_free(directory, listed)
-    meta = _Meta(
-        format=FORMAT,
-        rows=len(batch.samples),
-        jagged=jagged,
-        files=listed,
-        tokenizer=None if tokenizer is None else tokenizer.record,
-    )
-    files[META] = _format(meta)  # last
+        _check_free(directory, files)
     path = directory
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -109,13 +137,41 @@ def write_batch(directory: Path, batch: Any, *, overwrite: bool) -> None:
             for name, content in files.items():
                 path = directory / name
                 Path(aside, name).write_bytes(content)
-            for name in files:
+            for name in files:  # the one with the checksums last
                 Path(aside, name).replace(directory / name)
     except OSError as error:  # what stood aside takes up no room any more
         raise unwritable(path, error, sum(map(len, files.values()))) from error
 
 
-def _check_free(directory: Path, listed: Mapping[str, _File]) -> None:
+def _encode_files(batch: Any) -> dict[str, bytes]:
+    """The content of each file; that of ``meta.json`` comes last."""
+    tensors, jagged = _dump_tensors(batch.tensors)
+    samples, trajectories = map(sample_line, batch.samples), batch.trajectories
+    try:
+        lines = [trajectory_line(each, batch.decode) for each in trajectories]
+    except RolloutError:  # a loaded batch is saved again where its tokenizer is not
+        lines = [trajectory_line(each, None) for each in trajectories]
+    metrics = {name: float(value) for name, value in batch.metrics.items()}
+    files = {
+        TENSORS: tensors,
+        SAMPLES: b"".join(line + b"\n" for line in samples),
+        TRAJECTORIES: b"".join(line + b"\n" for line in lines),
+        METRICS: msgspec.json.format(encode_json(metrics)),
+    }
+    if contents := collect_contents(trajectories):
+        media = {k: torch.frombuffer(bytearray(v), dtype=torch.uint8) for k, v in contents.items()}
+        files[MEDIA], _ = _dump_tensors(media)
+    meta = _Meta(
+        format=FORMAT,
+        rows=len(batch.samples),
+        jagged=jagged,
+        files={name: _describe(content) for name, content in files.items()},
+        tokenizer=batch.tokenizer,
+    )
+    return files | {META: msgspec.json.format(encode_json(meta))}
+
+
+def _check_free(directory: Path, files: Mapping[str, bytes]) -> None:
     """Refuse to write over files of another batch or of something else."""
     found = [name for name in (META, *FILES, MEDIA) if (directory / name).exists()]
     if not found:
@@ -123,7 +179,7 @@ def _check_free(directory: Path, listed: Mapping[str, _File]) -> None:
     what = "other files"
     with suppress(RolloutError):
         meta = _read_meta(directory / META)
-        if all(meta.files[name] == listed[name] for name in (SAMPLES, TRAJECTORIES)):
+        if all(meta.files[name] == _describe(files[name]) for name in (SAMPLES, TRAJECTORIES)):
             return
         what = f"another batch, of {count(meta.rows, 'row')}"
     raise RolloutError(
@@ -136,30 +192,21 @@ def _describe(content: bytes) -> _File:
     return _File(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
 
 
-def _format(value: object) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(value))
-
-
-def _dump_tensors(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    # Cloned, because safetensors refuses tensors that share memory.
-    own = {key: each.detach().cpu().contiguous().clone() for key, each in tensors.items()}
-    return safetensors.torch.save(own)
-
-
-def _split_jagged(tensors: TensorDict) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """What the file of tensors holds, by name; and the keys of jagged ones."""
+def _dump_tensors(tensors: Any) -> tuple[bytes, list[str]]:
+    """The file of tensors, and the keys of jagged ones."""
     entries: dict[str, torch.Tensor] = {}
     jagged: list[str] = []
     for key, value in tensors.items():
         if not isinstance(key, str) or not isinstance(value, torch.Tensor):
             raise RolloutError(f"tensors[{key!r}] cannot be saved: expected a flat dict of tensors")
+        entries[key] = value
         if value.is_nested:
             jagged.append(key)
-            entries[key + VALUES] = value.values()
             entries[key + OFFSETS] = value.offsets()  # type: ignore[attr-defined]
-        else:
-            entries[key] = value
-    return entries, jagged
+            entries[key + VALUES] = entries.pop(key).values()
+    # Cloned, because safetensors refuses tensors that share memory.
+    own = {key: each.detach().cpu().contiguous().clone() for key, each in entries.items()}
+    return safetensors.torch.save(own), jagged
 
 
 def read_batch(directory: Path, moved_to: str | None = None) -> dict[str, Any]:
@@ -173,8 +220,6 @@ def read_batch(directory: Path, moved_to: str | None = None) -> dict[str, Any]:
     files = {}
     for name in (*FILES, *({MEDIA} & meta.files.keys())):
         path, expected = directory / name, meta.files[name]
-        if not path.is_file():
-            raise RolloutError(f"{path} does not exist, though {META} lists it")
         files[name] = _read(path)
         found = _describe(files[name])
         if found != expected:
@@ -182,56 +227,44 @@ def read_batch(directory: Path, moved_to: str | None = None) -> dict[str, Any]:
                 f"{path} is not the file that {META} lists ({found.bytes} bytes, expected "
                 f"{expected.bytes}; or another checksum): it was changed, or a save was cut short"
             )
-    samples = _decode_lines(files[SAMPLES], directory / SAMPLES, sample_from_line)
     path = directory / TRAJECTORIES
     trajectories = _decode_lines(files[TRAJECTORIES], path, trajectory_from_line)
     media = safetensors.torch.load(files[MEDIA]) if MEDIA in files else {}
     contents = {digest: tensor.numpy().tobytes() for digest, tensor in media.items()}
-    known = KnownContents(contents, str(directory / MEDIA))
+    known = KnownContents(contents.get, str(directory / MEDIA))
     for trajectory in trajectories:
         restore_media(trajectory, known)
-    tokenizer = _open_tokenizer(meta.tokenizer, moved_to, trajectories)
+    tokenizer = meta.tokenizer if moved_to is None else BatchTokenizer(path=moved_to)
+    if tokenizer is not None:
+        _make_decodable(trajectories, tokenizer)
     metrics = _decode(files[METRICS], directory / METRICS, dict[str, float | str])
     return {
         "tokenizer": tokenizer,
-        "decode": None if tokenizer is None else tokenizer.decode_ids,
+        "decode": None if tokenizer is None else tokenizer.decode,
         "tensors": _load_tensors(files[TENSORS], directory / TENSORS, meta),
-        "samples": samples,
+        "samples": _decode_lines(files[SAMPLES], directory / SAMPLES, sample_from_line),
         "metrics": {name: float(value) for name, value in metrics.items()},
         "trajectories": trajectories,
     }
 
 
 def read_trajectories(path: Path) -> list[Trajectory]:
-    """Those of a ``trajectories.jsonl``; a last line that was cut short is left out.
+    """Those of a ``trajectories.jsonl``, printed with the tokenizer of the batch beside it.
 
     Raises:
         RolloutError: The file cannot be read, or a line describes no trajectory; names it.
     """
-    trajectories = _decode_lines(_read(path), path, trajectory_from_line, may_be_cut=True)
-    _open_tokenizer(read_tokenizer_record(path.parent), None, trajectories)
+    trajectories = _decode_lines(_read(path), path, trajectory_from_line)
+    if (tokenizer := read_tokenizer(path.parent)) is not None:
+        _make_decodable(trajectories, tokenizer)
     return trajectories
 
 
-def read_tokenizer_record(directory: Path) -> TokenizerRecord | None:
+def read_tokenizer(directory: Path) -> BatchTokenizer | None:
     """Which tokenizer the batch in a directory was written with; None where it does not say."""
     with suppress(RolloutError):
         return _read_meta(directory / META).tokenizer
     return None
-
-
-def _open_tokenizer(
-    record: TokenizerRecord | None, moved_to: str | None, trajectories: Sequence[Trajectory]
-) -> BatchTokenizer | None:
-    """The tokenizer of a batch, loaded once it is needed, which these are printed with."""
-    if moved_to is not None:
-        known = record or TokenizerRecord(path="")
-        record = msgspec.structs.replace(known, path=moved_to, revision=None)
-    if record is None:
-        return None
-    tokenizer = BatchTokenizer(record)
-    make_decodable(trajectories, tokenizer)
-    return tokenizer
 
 
 def _load_tensors(content: bytes, path: Path, meta: _Meta) -> TensorDict:
@@ -248,17 +281,12 @@ def _load_tensors(content: bytes, path: Path, meta: _Meta) -> TensorDict:
         raise RolloutError(f"{path} cannot be read as tensors: {error}") from error
 
 
-def _decode_lines(
-    content: bytes, path: Path, read: Callable[[bytes], T], *, may_be_cut: bool = False
-) -> list[T]:
+def _decode_lines(content: bytes, path: Path, read: Callable[[bytes], T]) -> list[T]:
     rows = []
-    for at, line in enumerate(content.splitlines(keepends=True), start=1):
+    for at, line in enumerate(content.splitlines(), start=1):
         try:
             rows.append(read(line))
         except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
-            if may_be_cut and not line.endswith(b"\n"):
-                logger.warning("%s, line %d was cut short and is left out", path, at)
-                break
             raise RolloutError(f"{path}, line {at}: {error}") from error
     return rows
 

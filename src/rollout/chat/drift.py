@@ -18,6 +18,7 @@ import msgspec
 from rollout.chat.continuation import USER_MARKER, common_prefix
 from rollout.chat.messages import template_call
 from rollout.chat.reasoning import CLOSED, END_THINK, THINK, lacks_reasoning, opens_reasoning
+from rollout.chat.transcript import common_length
 from rollout.errors import TemplateError
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def compare(
     if transcript == rendering:
         return Drift(kind="identical")
     spelling = re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or "$^")
-    at = _first_difference(transcript, rendering)
+    at = common_length(transcript, rendering)
     at = min(_start_of_special(text, at, spelling) for text in (transcript, rendering))
     left, right = (_pieces(text[at : at + WINDOW], spelling) for text in (transcript, rendering))
     steps = difflib.SequenceMatcher(None, left, right, autojunk=False).get_opcodes()
@@ -128,18 +129,6 @@ def _squashed(text: str) -> str:
     return "".join(text.split())
 
 
-def _first_difference(left: str, right: str) -> int:
-    """Where the texts begin to differ; in steps of halves, since they may be long."""
-    low, high = 0, min(len(left), len(right))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
 def _excerpt(text: str, start: int, stop: int) -> str:
     shown = text[start:stop]
     if len(shown) > SHOWN:
@@ -149,19 +138,6 @@ def _excerpt(text: str, start: int, stop: int) -> str:
 
 
 _QUESTION: TemplateMessage = {"role": "user", "content": USER_MARKER}
-
-
-class FullRendering(msgspec.Struct, frozen=True):
-    """A conversation rendered as a whole.
-
-    Attributes:
-        text: With the sampled texts in it.
-        is_reasoning_stripped: Whether the template leaves out reasoning that was sampled, or that
-            the prompt had opened.
-    """
-
-    text: str
-    is_reasoning_stripped: bool
 
 
 class FullRenderer:
@@ -182,7 +158,7 @@ class FullRenderer:
         self._ends = ends
         self._stops = stops
         self._opening = render([_QUESTION], True, None).partition(USER_MARKER)[2]
-        answer = {"role": "assistant", "content": _mark(0)}
+        answer = {"role": "assistant", "content": _word("Turn", 0)}
         answered = render([_QUESTION, answer], False, None).partition(USER_MARKER)[2]
         self._drops_opening = lacks_reasoning(answered, self._opening)
 
@@ -193,14 +169,18 @@ class FullRenderer:
         tools: Tools,
         *,
         with_calls: bool,
-    ) -> FullRendering:
-        """The conversation, up to where a transcript of it ends.
+    ) -> tuple[str, bool]:
+        """Render the conversation, with the sampled texts in it, up to where its transcript ends.
 
         Args:
             messages: All of them, those that the model said included.
             said: What the model sampled, by position in `messages`.
             tools: As the prompt was rendered with.
             with_calls: Whether turns that tools answered call them: some templates ask for that.
+
+        Returns:
+            The text, and whether the template leaves out reasoning that was sampled, or that the
+            prompt had opened.
 
         Raises:
             TemplateError: The template refuses the conversation.
@@ -211,7 +191,7 @@ class FullRenderer:
         dropped = self._without_reasoning(marked, said, is_open, tools)
         for at, sampled in said.items():
             body = self._body(marked[at], at)
-            found = body if text.count(body) == 1 else _mark(at)
+            found = body if text.count(body) == 1 else _word("Turn", at)
             before, mark, after = text.partition(found)
             if not mark:
                 raise TemplateError("the chat template leaves out an answer of the assistant")
@@ -219,9 +199,11 @@ class FullRenderer:
                 kept = sampled.rpartition(END_THINK)[2]
             else:
                 kept = self._opened(sampled, before)
-            is_last = at == len(messages) - 1
-            text = before + kept if is_last else before + self._ended(kept) + after
-        return FullRendering(text, bool(dropped) or self._drops_opening)
+            if at < len(messages) - 1:  # the template writes too what ended the turn
+                stop = next((stop for stop in self._stops if kept.endswith(stop)), "")
+                kept = kept.removesuffix(stop) + after
+            text = before + kept
+        return text, bool(dropped) or self._drops_opening
 
     def _opened(self, sampled: str, before: str) -> str:
         """`sampled`, after the tag that the prompt had opened and the history writes again."""
@@ -230,17 +212,12 @@ class FullRenderer:
             return sampled
         return self._opening[self._opening.rfind(THINK) :] + sampled
 
-    def _ended(self, sampled: str) -> str:
-        """`sampled` without the token that ended it: the template writes it too."""
-        stop = next((stop for stop in self._stops if sampled.endswith(stop)), "")
-        return sampled.removesuffix(stop)
-
     def _body(self, turn: TemplateMessage, at: int) -> str:
         """What the template writes of a turn, from where the model takes over to its end."""
         alone = self._render([_QUESTION, turn], False, None).partition(USER_MARKER)[2]
         body = alone.removesuffix(self._ends.called if "tool_calls" in turn else self._ends.said)
         common = len(common_prefix(self._opening, body, self._encoder))
-        return body[common:] if _mark(at) in body[common:] else _mark(at)
+        return body[common:] if _word("Turn", at) in body[common:] else _word("Turn", at)
 
     def _without_reasoning(
         self,
@@ -255,13 +232,16 @@ class FullRenderer:
             return frozenset()
         probed = list(marked)
         for at in reasoned:
-            content = f"{THINK}\n{_reason(at)}\n{END_THINK}\n\n{_kept(at)}{marked[at]['content']}"
+            reason, kept = _word("Reason", at), _word("Kept", at)
+            content = f"{THINK}\n{reason}\n{END_THINK}\n\n{kept}{marked[at]['content']}"
             probed[at] = {**marked[at], "content": content}
         try:
             text = self._render(probed, is_open, tools)
         except TemplateError:
             return frozenset()
-        return frozenset(at for at in reasoned if _kept(at) in text and _reason(at) not in text)
+        return frozenset(
+            at for at in reasoned if _word("Kept", at) in text and _word("Reason", at) not in text
+        )
 
 
 def _marked(
@@ -276,7 +256,7 @@ def _marked(
     """
     marked = list(messages)
     for at in said:
-        turn: dict[str, Any] = {"role": "assistant", "content": _mark(at)}
+        turn: dict[str, Any] = {"role": "assistant", "content": _word("Turn", at)}
         results = itertools.takewhile(lambda message: message["role"] == "tool", messages[at + 1 :])
         calls = [
             template_call(result.get("tool_call_id", f"call_{n}"), result.get("name", "tool"), {})
@@ -289,13 +269,5 @@ def _marked(
     return marked
 
 
-def _mark(at: int) -> str:
-    return f"rolloutTurn{at}x"
-
-
-def _kept(at: int) -> str:
-    return f"rolloutKept{at}x"
-
-
-def _reason(at: int) -> str:
-    return f"rolloutReason{at}x"
+def _word(kind: str, at: int) -> str:
+    return f"rollout{kind}{at}x"

@@ -226,15 +226,14 @@ class ChatTemplate:
         drifts: list[Drift] = []
         for with_calls in (False, True):
             try:
-                full = renderer.render(given, said, tools, with_calls=with_calls)
+                full, is_stripped = renderer.render(given, said, tools, with_calls=with_calls)
             except TemplateError:
                 if with_calls and not drifts:
                     raise
                 continue
-            rendering = self._expand_media(WrittenText(full.text), given, (), None).text
+            rendering = self._expand_media(WrittenText(full), given, (), None).text
             if rendering != text:  # the vocabulary may not spell every text (NFC, missing bytes)
                 rendering = self.decode(self.encoder.encode(rendering))
-            is_stripped = full.is_reasoning_stripped
             specials = self.encoder.specials
             drifts.append(compare(text, rendering, specials, is_reasoning_stripped=is_stripped))
             if drifts[-1].kind == "identical":

@@ -23,7 +23,7 @@ from rollout.media.records import (
     record_prompt_messages,
 )
 from rollout.medium import Media, PlacedMedia
-from rollout.types import Cause, Message, Outcome, Prompt, ToolCall
+from rollout.types import Cause, Message, Outcome, Prompt, ToolCall, make_encodable
 from rollout.utf8 import encodable, is_encodable
 
 #: Makes plain data of a value of a user's; the text says where it stands, for errors.
@@ -212,13 +212,6 @@ def unpack_prompt(fields: dict[str, Any]) -> Prompt:
     return Prompt(messages=messages, **fields)
 
 
-def make_encodable(cause: Cause) -> Cause:
-    """A cause as UTF-8 can carry it."""
-    words = (cause.type, cause.message, cause.traceback)
-    kind, message, traceback = (each.encode("utf-8", "backslashreplace").decode() for each in words)
-    return Cause(type=kind, message=message, traceback=traceback)
-
-
 def pack_complete(trajectory: Trajectory, where: str) -> CompleteTrajectory:
     """A trajectory with its prompt; values that msgpack has no type for are simplified.
 
@@ -259,7 +252,7 @@ def unpack_complete(complete: CompleteTrajectory) -> Trajectory:
         record, prompt, lambda messages: list(map(unpack_message, messages))
     )
     if contents:
-        restore_media(trajectory, KnownContents(contents, "the trajectory"))
+        restore_media(trajectory, KnownContents(contents.get, "the trajectory"))
     return trajectory
 
 

@@ -30,7 +30,7 @@ from rollout.journal.log_file import find_path_fault
 from rollout.runtime.opening import needs_sandbox
 from rollout.sandbox.providers import open_provider
 from rollout.scheduling.selection import find_accept
-from rollout.tools.loading import SHIPPED
+from rollout.tools.loading import make_shipped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -171,7 +171,7 @@ async def look_at_sandbox(config: RolloutConfig, tools: Sequence[Tool]) -> tuple
             return provider.name, []
     except (SandboxError, ConfigError) as error:
         fault = str(error)
-    builtin = [SHIPPED[name]() for name in config.tools.builtin if name in SHIPPED]
+    builtin = make_shipped([name for name in config.tools.builtin if name != "search"])
     is_needed = config.sandbox.provider != "auto" or bool(config.sandbox.warm)
     with suppress(AgentError):  # there is no such agent, which is another fault
         is_needed = is_needed or needs_sandbox(config.agent.name, [*builtin, *tools])

@@ -79,10 +79,12 @@ def _decode(directory: Path, tokenizer: str | None, output: Console) -> Decode |
 def _model_of(directory: Path) -> dict[str, Any]:
     """The section `model` of the run's configuration, or what its saved batch says of it."""
     if not (directory / EVENTS).exists():
-        from rollout.batch.storage import read_tokenizer_record  # imports torch
+        from rollout.batch.storage import read_tokenizer  # imports torch
 
-        record = read_tokenizer_record(directory)
-        return {} if record is None else {"path": record.path, "revision": record.revision}
+        tokenizer = read_tokenizer(directory)
+        if tokenizer is None:
+            return {}
+        return {"path": tokenizer.path, "revision": tokenizer.revision}
     runs = [event for event in read_events(directory) if isinstance(event, RunStarted)]
     model = runs[-1].config.get("model") if runs else None
     return model if isinstance(model, dict) else {}

@@ -11,8 +11,7 @@ import anyio
 
 from rollout.cli.explain_signal import explaining_at_signal
 from rollout.cli.wrapping import print_line
-from rollout.gateway.serving import own_config, serve_runtime
-from rollout.runtime.opening import open_rollout
+from rollout.gateway.serving import open_trajectory_server
 from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
@@ -42,10 +41,7 @@ async def serve_gateway(config: RolloutConfig, output: Console) -> None:
     async with open_task_group() as tasks:
         tasks.start_soon(watch_signals)
         with serving:
-            async with (
-                open_rollout(own_config(config)) as runtime,
-                serve_runtime(runtime, token) as gateway,
-            ):
+            async with open_trajectory_server(config, token) as (runtime, gateway):
                 with explaining_at_signal(runtime.explain):
                     print_line(output, f"{'url':<8}{gateway.url}")
                     said = f"that of {TOKEN}" if given else token

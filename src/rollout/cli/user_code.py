@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from rollout.agents.agent_loop import registered_agents
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, ToolError
 from rollout.interactions import Interaction
 from rollout.scheduling.rewards.functions import check_reward
 from rollout.tools.loading import find_tools, is_shipped, make_shipped
@@ -112,13 +112,10 @@ class UserCode:
         option = f"--tools {source}"
         module = self._file(source, option)
         self._named.append(module)
-        found = find_tools(module)
-        if not found:
-            raise ConfigError(
-                f"{option}: no tools; expected functions decorated with "
-                "@rollout.function_tool, or Tool objects, at the top level of the file"
-            )
-        return found
+        try:
+            return find_tools(module)
+        except ToolError as error:
+            raise ConfigError(f"{option}: {error}") from error
 
     def reward(self, reference: str) -> RewardFunction:
         """The function named ``path.py:function`` or ``package.module:function``.

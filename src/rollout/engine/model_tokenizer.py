@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollout.config.sections import SIMULATED_MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from transformers import PreTrainedTokenizerBase
 
-
-def load_model_tokenizer(model: str, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model; code of its repository is never run."""
+def load_decoder(model: str, revision: str | None = None) -> Callable[[Sequence[int]], str]:
+    """Ids to text, special tokens spelled out; code of a model's repository is never run."""
     from rollout.chat.template_loading import load_tokenizer
     from rollout.engine.cores.simulated.tokenizer import simulated_tokenizer
     from rollout.engine.model_files import resolve_model
 
+    tokenizer: Any
     if model == SIMULATED_MODEL:
-        return simulated_tokenizer()
-    return load_tokenizer(resolve_model(model, revision, needs_weights=False), revision=revision)
-
-
-def load_decoder(model: str, revision: str | None = None) -> Callable[[Sequence[int]], str]:
-    """Ids to text, special tokens spelled out; code of a model's repository is never run."""
-    tokenizer = load_model_tokenizer(model, revision)
-    return make_decoder(tokenizer)
-
-
-def make_decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
-    """Ids to text by a tokenizer, special tokens spelled out."""
+        tokenizer = simulated_tokenizer()
+    else:
+        path = resolve_model(model, revision, needs_weights=False)
+        tokenizer = load_tokenizer(path, revision=revision)
 
     def decode(ids: Sequence[int]) -> str:
         return str(

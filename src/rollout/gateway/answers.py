@@ -10,7 +10,7 @@ import msgspec
 from rollout.gateway.apis.reading import MAX_DEPTH, is_too_deep
 from rollout.gateway.apis.writing import write_text_input
 from rollout.gateway.calls import ID_LENGTH, Answer, ClientCall, ClientMessage, mint_call_id
-from rollout.gateway.message_keys import hash_reasoning, hash_turn
+from rollout.gateway.message_keys import hash_message
 from rollout.gateway.turn_index import Turn
 from rollout.types import InvalidToolCall, ToolCall
 
@@ -40,7 +40,7 @@ def make_answer(
     calls, text, written = tuple(map(_limit_depth, turn.calls)), turn.content, turn.written
     if calls != turn.calls:
         written = None
-    if call.tool_choice == "none":
+    if not call.allows_calls:
         written = None
         text, calls = "\n".join(filter(None, [text, *(each.raw for each in calls)])), ()
     sent: list[ToolCall | InvalidToolCall] = []
@@ -82,9 +82,6 @@ def _collect_tokens(call: GatewayCall, generation: Generation) -> dict[str, Any]
     """The fields of an answer about its tokens."""
     part = generation.kept_part()
     fields: dict[str, Any] = {"ids": array("i", part.ids), "log_probs": array("f", part.log_probs)}
-    if call.wants_log_probs or call.wants_ids:
-        versions = (version for version, count in part.versions for _ in range(count))
-        fields["weight_versions"] = tuple(versions)
     top = part.top() if call.wants_log_probs else None
     if top is not None:
         fields["top_ids"] = tuple(map(tuple, top[0].tolist()))
@@ -96,34 +93,30 @@ def make_turn(
     turn: AssistantTurn, answer: Answer, call: GatewayCall, conversation: AgentContext
 ) -> Turn:
     """What an answer is known by when it comes back; the conversation ends with the turn."""
-    sent = answer.valid_calls
+    key, sent = hash_message(echo(answer, call), -1), answer.valid_calls
     valid = [each for each in map(_limit_depth, turn.calls) if isinstance(each, ToolCall)]
-    values = [(each.name, _send_arguments(each, call)) for each in sent]
     return Turn(
         conversation=conversation,
         stop=len(conversation.transcript),
-        content=hash_turn(answer.client_text, values),
-        reasoning=hash_reasoning(turn.reasoning),
+        content=key.content,
+        reasoning=key.reasoning,
         ids=frozenset([answer.id, *(each.id[-ID_LENGTH:] for each in sent)]),
-        calls=[] if call.tool_choice == "none" else [(each.name, each.id) for each in valid],
+        calls=[(each.name, each.id) for each in valid] if call.allows_calls else [],
         sent_calls=len(sent),
     )
 
 
-def _send_arguments(each: ToolCall, call: GatewayCall) -> Any:
-    """Those of a call as the client gives it back."""
-    return {"input": write_text_input(each)} if each.name in call.text_tools else each.arguments
-
-
 def echo(answer: Answer, call: GatewayCall) -> ClientMessage:
     """The message with which a client gives an answer back."""
+    calls = []
+    for each in answer.valid_calls:
+        is_text = each.name in call.text_tools
+        arguments: Any = {"input": write_text_input(each)} if is_text else each.arguments
+        calls.append(ClientCall(each.name, arguments, each.id))
     return ClientMessage(
         role="assistant",
         text=answer.client_text,
         reasoning=answer.reasoning,
-        calls=tuple(
-            ClientCall(each.name, _send_arguments(each, call), each.id)
-            for each in answer.valid_calls
-        ),
+        calls=tuple(calls),
         ids=(answer.id,),
     )

@@ -85,8 +85,7 @@ class GatewayCall(msgspec.Struct, frozen=True, kw_only=True):
             system message that comes first then is meant for the conversation from its beginning.
         tools: OpenAI-style ``{"type": "function", "function": {…}}``.
         text_tools: Names of those whose calls the client gets, and gives back, as plain text.
-        tool_choice: "auto", "none", "required" or the name of one; engines cannot force a call, so
-            that all but "none" mean "auto".
+        allows_calls: Whether the model's calls are calls; else they are text.
         parallel_calls: Whether one turn may call several tools.
         sampling: Fields of `SamplingConfig` that the client sets; `max_new_tokens` among them.
         seed: The client's; None: derived from the tokens before the turn.
@@ -105,7 +104,7 @@ class GatewayCall(msgspec.Struct, frozen=True, kw_only=True):
     messages: tuple[ClientMessage, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     text_tools: frozenset[str] = frozenset()
-    tool_choice: str = "auto"
+    allows_calls: bool = True
     parallel_calls: bool = True
     sampling: Mapping[str, Any] = {}
     seed: int | None = None
@@ -141,7 +140,6 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
         ids: Sampled, int32; those past a stop string are not among them.
         log_probs: float32, one for each of `ids`.
         top_ids, top_log_probs: For each of `ids` the most likely ones, where they were asked for.
-        weight_versions: One for each of `ids`.
     """
 
     id: str
@@ -155,7 +153,6 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     log_probs: array[float]
     top_ids: tuple[tuple[int, ...], ...] = ()
     top_log_probs: tuple[tuple[float, ...], ...] = ()
-    weight_versions: tuple[int, ...] = ()
 
     @property
     def client_text(self) -> str:
@@ -207,6 +204,11 @@ class GatewayError(Exception):
         self.status = status
         self.code = code
         self.field = field
+
+
+def refuse_ended(why: str = "the trajectory has ended") -> GatewayError:
+    """What calls get that come too late; clients do not repeat it."""
+    return GatewayError(403, "trajectory_ended", why)
 
 
 def check_forced(call: GatewayCall, unenforced: Literal["accept", "refuse"]) -> None:

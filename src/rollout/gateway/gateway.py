@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hmac
+import secrets
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -9,45 +11,89 @@ import attrs
 
 from rollout.agents.gateway_door import GatewayAddress
 from rollout.function_refs import refuse_while_imported
+from rollout.gateway.calls import GatewayError, refuse_ended
 from rollout.gateway.http import serve_http
 from rollout.gateway.routes import PREFIX, Router, TrajectoryApi
-from rollout.gateway.runtime_loop import open_runtime_loop
-from rollout.gateway.sessions import Sessions
+from rollout.gateway.session import GatewaySession, open_session
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable
+    from collections.abc import AsyncIterator, Sequence
 
     from rollout.agents.context import AgentContext
     from rollout.agents.services import Services
     from rollout.config import GatewayConfig
     from rollout.gateway.routes import Route
-    from rollout.gateway.runtime_loop import RuntimeLoop
     from rollout.runtime.runtime import RolloutRuntime
+
+
+#: Begins a key; hexadecimal digits and the path that it opens follow.
+_SK, _DIGITS = "sk-", 64
 
 
 class Gateway:
     """Serves trajectories over HTTP; made by `open_gateway`, and a `GatewayDoor` of agents.
 
+    A key is a signature of its trajectory's path, so that nothing of one that has ended is kept to
+    know it.
+
     Attributes:
         url: Where it listens, without a path.
     """
 
-    def __init__(self, url: str, sessions: Sessions, config: GatewayConfig) -> None:
-        self.url = url
-        self._sessions = sessions
+    def __init__(self, config: GatewayConfig) -> None:
+        self.url = ""
         self._config = config
+        self._secret = secrets.token_bytes(32)
+        self._running: dict[str, GatewaySession] = {}
 
     @asynccontextmanager
     async def open(self, context: AgentContext, **limits: Any) -> AsyncIterator[GatewayAddress]:
         """As `GatewayDoor.open`.
 
         Args:
+            context: The trajectory's.
             limits: Fields of `GatewayConfig`, for this trajectory.
+
+        Raises:
+            Exception: As `open_session`.
         """
         config = attrs.evolve(self._config, **limits) if limits else self._config
-        async with self._sessions.open(context, config) as session:
-            root_url = f"{self.url}{PREFIX}/{session.path}"
-            yield GatewayAddress(root_url=root_url, api_key=session.key, model=config.model)
+        path = secrets.token_urlsafe(12)
+        root_url = f"{self.url}{PREFIX}/{path}"
+        try:
+            async with open_session(context, config, path) as self._running[path]:
+                yield GatewayAddress(
+                    root_url=root_url, api_key=self._sign(path), model=config.model
+                )
+        finally:
+            self._running.pop(path, None)
+
+    def authenticate(self, path: str, key: str) -> GatewaySession:
+        """The session at a path, for who has its key; from any thread.
+
+        Raises:
+            GatewayError: There is none (404), it has ended (403), the key is wrong (401) or that of
+                another one (403).
+        """
+        session = self._running.get(path)
+        own = key[len(_SK) + _DIGITS :]
+        is_ours = hmac.compare_digest(_encode(key), _encode(self._sign(own)))
+        if session is None and not (is_ours and own == path):
+            raise GatewayError(404, "not_found", "there is no such trajectory")
+        if not is_ours:
+            raise GatewayError(401, "authentication", "the key is wrong")
+        if own != path:
+            raise GatewayError(403, "permission", "the key is that of another trajectory")
+        if session is None:
+            raise refuse_ended()
+        return session
+
+    def _sign(self, path: str) -> str:
+        return f"{_SK}{hmac.digest(self._secret, _encode(path), 'sha256').hex()}{path}"
+
+
+def _encode(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
 
 
 def open_gateway(runtime: RolloutRuntime) -> AbstractAsyncContextManager[Gateway]:
@@ -66,26 +112,20 @@ def open_gateway(runtime: RolloutRuntime) -> AbstractAsyncContextManager[Gateway
 
 @asynccontextmanager
 async def serve_trajectories(
-    services: Services,
-    list_routes: Callable[[RuntimeLoop], Iterable[Route]] | None = None,
+    services: Services, routes: Sequence[Route] = ()
 ) -> AsyncIterator[Gateway]:
     """`open_gateway`, of what the trajectories of a runtime share.
 
     Args:
-        list_routes: Of paths that it serves beside those of trajectories, given the loop on which
-            the runtime runs.
+        services: Of the runtime.
+        routes: Of paths that it serves beside those of trajectories.
     """
     config = services.config.gateway
-    sessions = Sessions(config)
-    async with open_runtime_loop() as loop:
-        api = TrajectoryApi(
-            sessions, loop, config, services.config.limits, services.template.spell_token
-        )
-        router = Router([*(list_routes(loop) if list_routes else ()), *api.routes])
-        async with serve_http(config, router.handle) as url:
-            gateway = Gateway(url, sessions, config)
-            before, services.gateway.door = services.gateway.door, gateway
-            try:
-                yield gateway
-            finally:
-                services.gateway.door = before
+    gateway = Gateway(config)
+    api = TrajectoryApi(gateway.authenticate, config, services.template.spell_token)
+    async with serve_http(config, Router([*routes, *api.routes]).handle) as gateway.url:
+        before, services.gateway.door = services.gateway.door, gateway
+        try:
+            yield gateway
+        finally:
+            services.gateway.door = before

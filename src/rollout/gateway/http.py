@@ -52,6 +52,8 @@ FINAL: Headers = [(b"x-should-retry", b"false")]
 MAX_HEAD_BYTES = 64 * 1024
 #: For what of a refused request's body is still on its way, and for handlers when the server ends.
 DRAIN_S = 5.0
+#: How long a reply may turn out to be unread; later a connection breaks for other reasons.
+UNREAD_S = 5.0
 #: Connections that the system holds until they are accepted.
 BACKLOG = 4096
 
@@ -89,12 +91,6 @@ class Exchange:
             return token.strip()
         return self.headers.get("x-api-key", "")
 
-    def require(self, *methods: str) -> None:
-        """Refuse other methods."""
-        if self.method not in methods:
-            message = f"method {self.method}: expected {' or '.join(methods)}"
-            raise GatewayError(405, "method_not_allowed", message)
-
     async def read_body(self) -> bytes:
         """The body."""
         encoding = self.headers.get("content-encoding", "identity")
@@ -124,39 +120,30 @@ class Exchange:
             tasks.start_soon(self._connection.watch_client)
             return await function(*args)
 
-    async def begin(self, status: int, headers: Headers) -> None:
-        """Send the head of a reply whose parts follow."""
+    async def write(self, data: bytes, headers: Headers) -> None:
+        """Send a part of the reply, the first one behind its head; `reply` sends the rest."""
+        head = [] if self.has_begun else [_make_head(200, headers)]
         self.has_begun = True
-        await self._connection.send(_make_head(status, headers))
-
-    async def write(self, data: bytes) -> None:
-        """Send a part of the reply."""
-        await self._connection.send(h11.Data(data=data))
-
-    async def end(self, data: bytes) -> None:
-        """Send the last part."""
-        await self._connection.send(h11.Data(data=data), h11.EndOfMessage())
+        await self._connection.send(*head, h11.Data(data=data))
 
     async def reply(self, data: bytes, headers: Headers = JSON, status: int = 200) -> None:
-        """Send a reply in one piece."""
+        """Send the reply in one piece; its last part where it has begun."""
+        body = h11.Data(data=b"" if self.method == "HEAD" else data)
+        if self.has_begun:
+            await self._connection.send(body, h11.EndOfMessage())
+            return
         self.has_begun = True
         length = (b"content-length", b"%d" % len(data))
         head = _make_head(status, [*headers, length])
-        body = h11.Data(data=b"" if self.method == "HEAD" else data)
         await self._connection.send(head, body, h11.EndOfMessage())
 
     async def reply_json(self, value: Any, status: int = 200) -> None:
         """Send a reply of JSON; errors are final."""
         await self.reply(encode(value), JSON if status < 400 else JSON + FINAL, status)
 
-    def on_unread(self, callback: Callable[[], object], *, within_s: float | None = None) -> None:
-        """Call it where the connection turns out to have been closed with the reply unread.
-
-        Args:
-            within_s: What shows later than in so many seconds counts no more.
-        """
-        until = None if within_s is None else anyio.current_time() + within_s
-        self._connection.on_unread = (callback, until)
+    def on_unread(self, callback: Callable[[], object]) -> None:
+        """Call it where the connection was closed with the reply unread, and that shows soon."""
+        self._connection.on_unread = callback, anyio.current_time() + UNREAD_S
 
 
 def _make_head(status: int, headers: Headers) -> h11.Response:
@@ -178,7 +165,7 @@ class _Connection:
         self._stream = stream
         self._config = config
         self._protocol = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES - 1)
-        self.on_unread: tuple[Callable[[], object], float | None] | None = None
+        self.on_unread: tuple[Callable[[], object], float] | None = None
 
     async def serve(self, handle: Handler) -> None:
         """Answer requests, one after the other, until either side ends."""
@@ -195,10 +182,8 @@ class _Connection:
                 self._protocol.start_next_cycle()
                 patience_s = self._config.idle_s
         except anyio.BrokenResourceError:
-            if self.on_unread is not None:
-                callback, until = self.on_unread
-                if until is None or anyio.current_time() < until:
-                    callback()
+            if self.on_unread is not None and anyio.current_time() < self.on_unread[1]:
+                self.on_unread[0]()
         except (ClientLeftError, h11.RemoteProtocolError, anyio.ClosedResourceError):
             pass
         except Exception:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rollout.errors import AgentError
 
@@ -27,25 +27,15 @@ class LengthRefusals:
 
     Args:
         path: Of the session; it stands in the URLs of its requests.
-
-    Attributes:
-        count: How many there are.
     """
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._by_message: dict[str, LimitExceeded] = {}
-        self.count = 0
-        self._answered_after = -1
 
     def add(self, error: LimitExceeded) -> None:
         """A call was refused for a length."""
-        self.count += 1
         self._by_message[str(error)] = error
-
-    def note_answer(self, begun_after: int) -> None:
-        """A call was answered that began when there were so many refusals."""
-        self._answered_after = max(self._answered_after, begun_after)
 
     def raise_refusal(self, error: BaseException) -> None:
         """Raise the refusal that made an agent raise this; nothing where the error is another one.
@@ -60,44 +50,34 @@ class LengthRefusals:
             raise (own or error) from error.__cause__
 
     def _find(self, error: BaseException) -> LimitExceeded | None:
-        """The refusal behind an error: its message or the 400 of an address of the session."""
+        """The refusal behind an error: by its message, else by the 400 of an address of ours."""
         if not self._by_message:
             return None
         for each in _list_causes(error):
             if isinstance(each, BaseExceptionGroup):
                 found = [self._find(inner) for inner in each.exceptions]
                 return None if None in found else found[0]
-            text = str(each)
             if isinstance(each, AgentError) and each.output is not None:
-                text = each.output
+                words, is_refusal = each.output, _IN_OUTPUT.search(each.output) is not None
+            else:
+                reply = _read_reply(each)
+                words = f"{each} {getattr(each, 'url', '')}"
+                is_refusal = not reply and self._path in words and "400" in words
+                words += reply
             for message, refusal in self._by_message.items():
-                if message in text:
+                if message in words:
                     return refusal
-            if CODE in text or self._is_bad_request(each, text) or self._is_of_program(each):
+            if is_refusal or CODE in words:
                 return next(iter(self._by_message.values()))
         return None
 
-    def _is_bad_request(self, error: BaseException, text: str) -> bool:
-        """Whether it is an HTTP error of the session's without another message in its reply."""
-        response: Any = getattr(error, "response", None)
-        names = ("status_code", "status", "code")
-        statuses = [getattr(each, name, None) for each in (error, response) for name in names]
-        urls = [text, *(str(getattr(each, "url", "")) for each in (error, response))]
-        if 400 not in statuses or not any(self._path in url for url in urls):
-            return False
-        try:
-            words = str(getattr(response, "text", None) or "")
-        except Exception:  # of a reply that was not read, for example
-            words = ""
-        return not words or any(message in words for message in self._by_message)
 
-    def _is_of_program(self, error: BaseException) -> bool:
-        """A program that fails without a word is taken at its last call."""
-        if not isinstance(error, AgentError) or error.output is None:
-            return False
-        if error.output.strip():
-            return _IN_OUTPUT.search(error.output) is not None
-        return self._answered_after < self.count
+def _read_reply(error: BaseException) -> str:
+    """The body of the reply that an error of HTTP was made of; "" where it has none."""
+    try:
+        return str(getattr(getattr(error, "response", None), "text", None) or "")
+    except Exception:  # of a reply that was not read, for example
+        return ""
 
 
 def _list_causes(error: BaseException) -> Iterator[BaseException]:

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
-
-import msgspec
 
 from rollout.chat.result_order import MessageIds, result_order
 from rollout.gateway.calls import ClientMessage, GatewayError
 
 #: Integers from this on are no longer exact in JavaScript, which writes 1.0 as 1, too.
 EXACT = 2**53
-_encode = msgspec.json.Encoder(order="sorted").encode
-#: What it raises of half a character, a huge integer, another mapping than a dict, deep nesting.
-_UNENCODABLE = (UnicodeEncodeError, TypeError, OverflowError, RecursionError)
+_encode = json.JSONEncoder(sort_keys=True, default=str).encode
 
 
 class MessageKey(NamedTuple):
@@ -93,13 +90,13 @@ def _hash_part(part: str | Mapping[str, Any]) -> int:
     """Of an image, its content counts, however it is wrapped."""
     if isinstance(part, str):
         return hash(("text", part))
-    return hash(("media", _write_json(canonicalize(part[str(part["type"])]))))
+    return hash(("media", hash_json(part[str(part["type"])])))
 
 
 def hash_turn(text: str, calls: Sequence[tuple[str, Any]]) -> int:
     """Of a turn: its text without white space around it, its calls as names with JSON values."""
     values = [[name, {} if value in (None, "") else value] for name, value in calls]
-    return hash(("assistant", text.strip(), _write_json(canonicalize(values)) if values else b""))
+    return hash(("assistant", text.strip(), hash_json(values) if values else 0))
 
 
 def hash_reasoning(reasoning: str | None) -> int | None:
@@ -110,18 +107,23 @@ def hash_reasoning(reasoning: str | None) -> int | None:
 
 def hash_tools(tools: Sequence[Mapping[str, Any]]) -> int:
     """Of a set of tools, in whatever order."""
-    return hash(tuple(sorted(_write_json(canonicalize(tool)) for tool in tools)))
+    return hash(tuple(sorted(map(hash_json, tools))))
+
+
+def hash_json(value: Any) -> int:
+    """Of a JSON value, however a client writes it.
+
+    Raises:
+        GatewayError: It is nested too deeply.
+    """
+    try:
+        return hash(_encode(canonicalize(value)))
+    except RecursionError:
+        raise GatewayError(400, "invalid_request", "JSON is nested too deeply") from None
 
 
 def canonicalize(value: Any) -> Any:
     """A JSON value whose numbers are equal wherever a client may write them so."""
-    try:
-        return _canonicalize(value)
-    except RecursionError:
-        raise _refuse_depth() from None
-
-
-def _canonicalize(value: Any) -> Any:
     if isinstance(value, bool | str) or value is None:
         return value
     if isinstance(value, int):
@@ -129,30 +131,15 @@ def _canonicalize(value: Any) -> Any:
     if isinstance(value, float):
         return int(value) if value.is_integer() and abs(value) < EXACT else value
     if isinstance(value, Mapping):
-        return {name: _canonicalize(each) for name, each in value.items()}
-    return [_canonicalize(each) for each in value] if isinstance(value, list | tuple) else value
+        return {str(name): canonicalize(each) for name, each in value.items()}
+    return [canonicalize(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def _round(value: int) -> int | float:
+def _round(value: int) -> float:
     try:
         return float(value)
     except OverflowError:
-        return value
-
-
-def _write_json(value: Any) -> bytes:
-    try:
-        return _encode(value)
-    except _UNENCODABLE:  # json writes all but what is nested too deeply
-        pass
-    try:
-        return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()
-    except RecursionError:
-        raise _refuse_depth() from None
-
-
-def _refuse_depth() -> GatewayError:
-    return GatewayError(400, "invalid_request", "JSON is nested too deeply")
+        return math.inf
 
 
 def mint_id(*parts: object, length: int) -> str:

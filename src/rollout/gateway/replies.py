@@ -24,7 +24,7 @@ class Reply:
         id: The completion's.
         build: Makes the completion; the tokens that the model read are not copied for it.
         turns: What it consists of.
-        is_lost: Whether its client left before it had all of it, or nobody waits for it yet.
+        is_lost: Whether its client left before it had all of it.
         replays: How often it was sent to clients that retry.
     """
 
@@ -32,7 +32,7 @@ class Reply:
     id: str
     build: Callable[[], Completion]
     turns: Sequence[Turn]
-    is_lost: bool = True
+    is_lost: bool = False
     replays: int = 0
 
 
@@ -61,6 +61,8 @@ class Replies:
         """
         equal = [each for each in self._replies if digest and each.digest == digest]
         lost = next((each for each in equal if each.is_lost), None)
+        if lost is not None:
+            lost.is_lost = False
         if lost is not None or not is_retry:
             return lost
         open_ends = [

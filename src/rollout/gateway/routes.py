@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import logging
-import math
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
 
 from rollout.clocks import wall
-from rollout.errors import AgentError
 from rollout.gateway.apis import chat, messages, responses
 from rollout.gateway.apis.writing import ApiRequest, ReplyContext, encode, format_openai_error
-from rollout.gateway.calls import Completion, GatewayCall, GatewayError, check_forced
+from rollout.gateway.calls import GatewayError, check_forced
 from rollout.gateway.http import EVENTS, JSON, ClientLeftError, Exchange
-from rollout.gateway.runtime_loop import LoopBlockedError, RuntimeLoop
 from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-    from rollout.config import GatewayConfig, LimitsConfig
-    from rollout.gateway.calls import Completion, GatewayCall
+    from rollout.config import GatewayConfig
     from rollout.gateway.session import GatewaySession
-    from rollout.gateway.sessions import Sessions
 
 logger = logging.getLogger("rollout.gateway")
 
@@ -37,11 +33,13 @@ class Route(NamedTuple):
 
     Attributes:
         pattern: Of the path; its groups are the parameters.
+        methods: Those that it has; all where it names none.
         handle: Answers; what it raises becomes a reply.
         format_error: The body of an error.
     """
 
     pattern: str
+    methods: tuple[str, ...]
     handle: Callable[[Exchange], Awaitable[None]]
     format_error: Callable[[GatewayError], Mapping[str, Any]] = format_openai_error
 
@@ -50,7 +48,7 @@ class Router:
     """Answers requests by the first route that fits their path."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
-        routes = [*routes, Route(".*", refuse_path)]
+        routes = [*routes, Route(".*", (), refuse_path)]
         self._routes = [(re.compile(each.pattern), each) for each in routes]
 
     async def handle(self, exchange: Exchange) -> None:
@@ -63,6 +61,9 @@ class Router:
         found, route = next((found, route) for found, route in fitting if found is not None)
         exchange.parameters = found.groupdict()
         try:
+            if route.methods and exchange.method not in route.methods:
+                message = f"method {exchange.method}: expected {' or '.join(route.methods)}"
+                raise GatewayError(405, "method_not_allowed", message)
             await route.handle(exchange)
         except ClientLeftError:
             raise
@@ -70,11 +71,7 @@ class Router:
             if not isinstance(error, GatewayError):
                 logger.exception("a %s request failed", exchange.method)
                 error = GatewayError(500, "engine", "internal error")
-            body = route.format_error(error)
-            if exchange.has_begun:
-                await exchange.end(encode(body))
-            else:
-                await exchange.reply_json(body, error.status)
+            await exchange.reply_json(route.format_error(error), error.status)
 
 
 async def refuse_path(_exchange: Exchange) -> None:
@@ -84,7 +81,6 @@ async def refuse_path(_exchange: Exchange) -> None:
 
 async def confirm(exchange: Exchange) -> None:
     """Tell that somebody is there."""
-    exchange.require("GET", "HEAD")
     await exchange.reply(b"", [])
 
 
@@ -92,51 +88,42 @@ class TrajectoryApi:
     """The paths below a trajectory's.
 
     Args:
-        sessions: Those that are served.
-        loop: Where they run.
+        authenticate: Gives the session at a path, for who has its key.
         config: The section `gateway`.
-        limits: The section `limits`.
         spell: The bytes of a token.
     """
 
     def __init__(
         self,
-        sessions: Sessions,
-        loop: RuntimeLoop,
+        authenticate: Callable[[str, str], GatewaySession],
         config: GatewayConfig,
-        limits: LimitsConfig,
         spell: Callable[[int], bytes],
     ) -> None:
-        self._sessions = sessions
-        self._loop = loop
+        self._get_session = authenticate
         self._config = config
         self._models = (config.model, *config.model_aliases)
-        bounds = (limits.generation_s, limits.turn_s, limits.trajectory_s)
-        #: How long an agent may keep the runtime's loop from its own request.
-        self._begin_s = min((bound for bound in bounds if bound is not None), default=math.inf)
         self._spell = spell
 
     @property
     def routes(self) -> list[Route]:
         """All of them."""
         root = rf"{PREFIX}/(?P<path>[^/]+)"
+        chat_path, responses_path = rf"{root}/v1/chat/completions", rf"{root}/v1/responses"
+        messages_path, models_path = rf"{root}/v1/messages", rf"{root}/v1/models"
+        post, get, of_messages = ("POST",), ("GET", "HEAD"), messages.format_error
         return [
-            Route(rf"{root}/v1/chat/completions", self._route(chat.read_request)),
-            Route(rf"{root}/v1/responses", self._route(responses.read_request)),
-            Route(
-                rf"{root}/v1/messages",
-                self._route(messages.read_request),
-                messages.format_error,
-            ),
-            Route(rf"{root}/v1/messages/count_tokens", self._count, messages.format_error),
-            Route(rf"{root}/v1/messages/.*", refuse_path, messages.format_error),
-            Route(rf"{root}/v1/models", self._list_models),
-            Route(rf"{root}/v1/models/(?P<model>.+)", self._show_model),
-            Route(rf"({root})?/?", confirm),
+            Route(chat_path, post, self._route(chat.read_request)),
+            Route(responses_path, post, self._route(responses.read_request)),
+            Route(messages_path, post, self._route(messages.read_request), of_messages),
+            Route(f"{messages_path}/count_tokens", post, self._count, of_messages),
+            Route(f"{messages_path}/.*", (), refuse_path, of_messages),
+            Route(models_path, get, self._list_models),
+            Route(rf"{models_path}/(?P<model>.+)", get, self._show_model),
+            Route(rf"({root})?/?", get, confirm),
         ]
 
     def _authenticate(self, exchange: Exchange) -> GatewaySession:
-        return self._sessions.authenticate(exchange.parameters["path"], exchange.key)
+        return self._get_session(exchange.parameters["path"], exchange.key)
 
     def _check_model(self, name: str) -> None:
         if name not in self._models:
@@ -150,13 +137,14 @@ class TrajectoryApi:
         """What answers requests for a generation in one of the APIs."""
 
         async def handle(exchange: Exchange) -> None:
-            exchange.require("POST")
             session = self._authenticate(exchange)
             request = read_request(await exchange.read_body(), exchange.headers)
-            if request.model is not None:
-                self._check_model(request.model)
+            if request.parsed.model is not None:
+                self._check_model(request.parsed.model)
             check_forced(request.call, self._config.unenforced)
-            context = ReplyContext(request.model or self._models[0], int(wall()), self._spell)
+            context = ReplyContext(
+                request.parsed.model or self._models[0], int(wall()), self._spell
+            )
             try:
                 await self._generate(exchange, session, request, context)
             except GatewayError as error:
@@ -173,72 +161,51 @@ class TrajectoryApi:
     ) -> None:
         async with open_task_group() as tasks:
             tasks.start_soon(self._keep_alive, exchange, request)
-            completion = await exchange.while_there(self._complete, session, request.call)
-        lost = (session.mark_lost, completion.id)
+            completion = await exchange.while_there(session.complete, request.call)
+        mark_lost = partial(session.mark_lost, completion.id)
         try:
-            if request.is_streamed:
+            if request.parsed.stream:
                 data = b"".join(request.format_events(completion, context))
             else:
                 data = encode(request.format_body(completion, context))
-            if exchange.has_begun:
-                await exchange.end(data)
-            else:
-                await exchange.reply(data, EVENTS if request.is_streamed else JSON)
+            await exchange.reply(data, EVENTS if request.parsed.stream else JSON)
         except BaseException:
-            self._loop.post(*lost)
+            mark_lost()
             raise
-        exchange.on_unread(lambda: self._loop.post(*lost))
-
-    async def _complete(self, session: GatewaySession, call: GatewayCall) -> Completion:
-        try:
-            return await self._loop.run(
-                session.complete, call, begin_s=self._begin_s, activity=session.activity
-            )
-        except LoopBlockedError as error:
-            session.fail(AgentError(str(error)))
-            raise
+        exchange.on_unread(mark_lost)
 
     async def _keep_alive(self, exchange: Exchange, request: ApiRequest) -> None:
         """Signs of life of an answer that is not there yet: white space before a JSON body."""
-        sign, headers = (request.keep_alive, EVENTS) if request.is_streamed else (b" ", JSON)
+        sign, headers = (request.keep_alive, EVENTS) if request.parsed.stream else (b" ", JSON)
         while True:
             await anyio.sleep(self._config.keep_alive_s)
             with anyio.CancelScope(shield=True):  # an event is sent in one piece
-                if not exchange.has_begun:
-                    await exchange.begin(200, headers)
-                await exchange.write(sign)
+                await exchange.write(sign, headers)
 
     async def _send_error(
         self, exchange: Exchange, request: ApiRequest, context: ReplyContext, error: GatewayError
     ) -> None:
         """An error in events, where the stream has begun or its client looks for it there."""
         is_length = error.code == "context_length" and request.has_length_in_events
-        if not request.is_streamed or not (exchange.has_begun or is_length):
+        if not request.parsed.stream or not (exchange.has_begun or is_length):
             raise error
-        data = b"".join(request.format_failure(error, context))
-        if exchange.has_begun:
-            await exchange.end(data)
-        else:
-            await exchange.reply(data, EVENTS)
+        await exchange.reply(b"".join(request.format_failure(error, context)), EVENTS)
 
     async def _count(self, exchange: Exchange) -> None:
-        exchange.require("POST")
         session = self._authenticate(exchange)
         request = messages.read_request(await exchange.read_body(), exchange.headers)
-        if request.model is not None:
-            self._check_model(request.model)
-        tokens = await self._loop.run(session.count_tokens, request.call)
+        if request.parsed.model is not None:
+            self._check_model(request.parsed.model)
+        tokens = await session.count_tokens(request.call)
         await exchange.reply_json({"input_tokens": tokens})
 
     async def _list_models(self, exchange: Exchange) -> None:
-        exchange.require("GET", "HEAD")
         self._authenticate(exchange)
         served = [_format_model(name) for name in self._models]
         ends = {"first_id": served[0]["id"], "last_id": served[-1]["id"], "has_more": False}
         await exchange.reply_json({"object": "list", "data": served, **ends})
 
     async def _show_model(self, exchange: Exchange) -> None:
-        exchange.require("GET", "HEAD")
         self._authenticate(exchange)
         name = exchange.parameters["model"]
         self._check_model(name)

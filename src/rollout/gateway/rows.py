@@ -75,8 +75,7 @@ class Rows:
     async def _branch(
         self, request: Request, row: AgentContext, position: int, messages: Any = None
     ) -> AgentContext:
-        self._check_rows()
-        purpose = SIDE if request.call.is_side else BRANCH
+        purpose = self._begin_row(request)
         branch = await row.branch(position, purpose=purpose, messages=messages, is_ordered=True)
         return self._note_row(branch, request)
 
@@ -84,27 +83,26 @@ class Rows:
         """The conversation from its beginning."""
         context, call = self._context, request.call
         messages: Any = await prepare_conversation(context.services, request)
-        is_beside = call.is_side or call.agent_id is not None
-        if not context.main.transcript and not is_beside:
+        if not context.main.transcript and not call.is_side and call.agent_id is None:
             await context.main.begin_with(messages, tools=call.tools)
             return context.main
-        self._check_rows()
-        purpose = SIDE if call.is_side else SUBAGENT if call.agent_id is not None else BRANCH
+        purpose = self._begin_row(request, SUBAGENT if call.agent_id is not None else BRANCH)
         parent = context.main if request.turn is None else request.turn.conversation
         opened = await parent.subagent(messages, purpose=purpose, tools=call.tools)
         return self._note_row(opened, request)
 
-    def _note_row(self, opened: AgentContext, request: Request) -> AgentContext:
-        self._opened += 1
-        if request.call.is_side and not self._config.train_side_calls:
-            opened.trainable = False
-        return opened
-
-    def _check_rows(self) -> None:
-        """Refuse one row more than are allowed."""
+    def _begin_row(self, request: Request, purpose: str = BRANCH) -> str:
+        """The purpose of one row more; refused where there are as many as are allowed."""
         most = self._config.max_branches
         if most is not None and self._opened >= most:
             limit = "gateway.max_branches"
             self._context.end(Outcome.LIMIT, "branches", limit_source=limit)
             message = f"{limit} = {most}: the trajectory has as many rows beside its main one"
             raise GatewayError(403, "limit", message)
+        return SIDE if request.call.is_side else purpose
+
+    def _note_row(self, opened: AgentContext, request: Request) -> AgentContext:
+        self._opened += 1
+        if request.call.is_side and not self._config.train_side_calls:
+            opened.trainable = False
+        return opened

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import secrets
 from collections import Counter
-from contextvars import copy_context
+from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 import msgspec
@@ -13,13 +15,14 @@ import msgspec
 from rollout.agents.long_texts import is_long, room_beside
 from rollout.agents.turn_options import StopStrings, TurnOptions
 from rollout.engine.pool.generation import Generation
-from rollout.errors import EngineError, LimitExceeded, TemplateError
+from rollout.errors import AgentError, EngineError, LimitExceeded, TemplateError
 from rollout.gateway.answers import echo, make_answer, make_turn
 from rollout.gateway.calls import (
     ID_LENGTH,
     Completion,
     GatewayCall,
     GatewayError,
+    refuse_ended,
     refuse_messages,
 )
 from rollout.gateway.length_errors import LengthRefusals
@@ -27,14 +30,15 @@ from rollout.gateway.message_keys import mint_id
 from rollout.gateway.replies import Replies, Reply
 from rollout.gateway.rows import Rows
 from rollout.gateway.sampling import sample_call
-from rollout.gateway.template_messages import convert_observation, prepare_conversation
+from rollout.gateway.task_runner import LoopBlockedError, TaskRunner
+from rollout.gateway.template_messages import prepare_conversation
 from rollout.gateway.turn_index import TurnIndex
-from rollout.scopes import unwrap_group
+from rollout.scopes import find_propagating, open_task_group, unwrap_group
 from rollout.seeds import derive_seed
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from anyio.abc import TaskGroup
 
@@ -45,21 +49,6 @@ if TYPE_CHECKING:
     from rollout.gateway.turn_index import Request, Turn
 
 T = TypeVar("T")
-
-
-def refuse_ended(why: str = "the trajectory has ended") -> GatewayError:
-    """What calls get that come too late; clients do not repeat it."""
-    return GatewayError(403, "trajectory_ended", why)
-
-
-class _Pending(Generic[T]):
-    """A call that runs in its trajectory's task group while its caller waits."""
-
-    def __init__(self) -> None:
-        self.scope = anyio.CancelScope()
-        self.done = anyio.Event()
-        self.result: T | None = None
-        self.error: GatewayError | None = None
 
 
 class _Sample:
@@ -102,31 +91,68 @@ class _Sample:
         self.cached_tokens = generations[-1].cached_tokens
 
 
+@asynccontextmanager
+async def open_session(
+    context: AgentContext, config: GatewayConfig, path: str | None = None
+) -> AsyncIterator[GatewaySession]:
+    """Serve a trajectory while the block runs, in the task that enters it.
+
+    Calls run in a task group of the block's. At its end they are cancelled, and later ones get a
+    final error.
+
+    Args:
+        context: The trajectory's.
+        config: How it is served.
+        path: What names it in URLs; None makes one up.
+
+    Raises:
+        Exception: An engine failed, or something in here: in place of what the block makes of
+            that.
+        LimitExceeded: The block raised what a refusal for a length made of its client.
+    """
+    try:
+        async with open_task_group() as tasks:
+            session = GatewaySession(path or secrets.token_urlsafe(12), config, context, tasks)
+            yield session
+    except BaseException as error:
+        if find_propagating(error) is not None:
+            raise
+        if session.failure is None:
+            session.lengths.raise_refusal(error)
+            raise
+    finally:
+        session.exclude_unread_rows()
+    if session.failure is not None:
+        raise session.failure
+
+
 class GatewaySession:
     """The calls of one trajectory.
 
-    Each runs in the task group that the session is opened with. Until its turns are
-    in rows, a call has the trajectory to itself; then it generates beside others.
+    Calls may come from any thread; each runs in the task group that the session is opened with.
+    Until its turns are in rows, a call has the trajectory to itself; then it generates beside
+    others.
 
     Attributes:
-        path, key: What names and opens it.
+        path: What names it.
         failure: What ended it that was not its client's fault: its trajectory fails with it.
         lengths: What calls were refused for where that is a length: its trajectory ends with it
             where the client does not know how to continue.
     """
 
     def __init__(
-        self, path: str, key: str, config: GatewayConfig, context: AgentContext, tasks: TaskGroup
+        self, path: str, config: GatewayConfig, context: AgentContext, tasks: TaskGroup
     ) -> None:
         self.path = path
-        self.key = key
         self.failure: Exception | None = None
         self.lengths = LengthRefusals(path)
-        self._is_closed = False
         self._config = config
         self._context = context
-        self._tasks = tasks
-        self._scheduler_context = copy_context()
+        self._runner = TaskRunner(tasks)
+        limits = context.services.config.limits
+        bounds = (limits.generation_s, limits.turn_s, limits.trajectory_s)
+        #: How long the agent may keep the loop from its own request.
+        self._begin_s = min((bound for bound in bounds if bound is not None), default=math.inf)
         self._lock = anyio.Lock()
         self._index = TurnIndex(is_reasoning_needed=config.dropped_reasoning == "fork")
         self._rows = Rows(context, config)
@@ -137,10 +163,6 @@ class GatewaySession:
         self._answered: set[AgentContext] = set()
         self._cut: set[AgentContext] = set()
         context.main.history = "append_only"  # clients render nothing
-
-    def close(self) -> None:
-        """Begin no more calls; those that run are about to be cancelled."""
-        self._is_closed = True
 
     def exclude_unread_rows(self) -> None:
         """Rows of which no client has read a word, since all left, are not trained on."""
@@ -156,9 +178,19 @@ class GatewaySession:
         Raises:
             GatewayError: It cannot be served, or the trajectory has ended.
         """
-        reply = await self._run(partial(self._answer, call), call.field)
-        reply.is_lost = False
-        return reply.build()
+        reply: Reply | None = None
+
+        async def answer(scope: anyio.CancelScope) -> Completion:
+            nonlocal reply
+            reply = await self._answer(call, scope)
+            return reply.build()
+
+        try:
+            return await self._run(answer, call.field)
+        except BaseException:
+            if reply is not None:  # the caller left as it came
+                reply.is_lost = True
+            raise
 
     async def count_tokens(self, call: GatewayCall) -> int:
         """How many tokens the model would read; nothing is generated.
@@ -167,32 +199,27 @@ class GatewaySession:
             GatewayError: It cannot be rendered, or the trajectory has ended.
         """
 
+        services, tools = self._context.services, call.tools
+
         async def count(_: object) -> int:
             request = self._index.match(call)
             try:
-                if request.turn is not None and request.is_answerable:
-                    return await self._count_continued(request, request.turn)
-            except TemplateError:  # it cannot write these there
-                pass
-            return await self._count_rendered(request)
+                messages: Any = await prepare_conversation(services, request)
+                return await services.texts.run(
+                    is_long(messages, room_beside(tools)),
+                    lambda: len(services.template.prompt_ids(messages, tools or None)),
+                )
+            except TemplateError as error:
+                raise refuse_messages(call, error) from error
 
         return await self._run(count, call.field)
 
     def mark_lost(self, completion_id: str) -> None:
         """The client left before it had all of an answer; also where that shows later."""
-        self._replies.mark_lost(completion_id)
-
-    @property
-    def activity(self) -> str:
-        """What the agent does, as the watchdog names it; from any thread."""
-        return str(self._context.identity)
-
-    def fail(self, error: Exception) -> None:
-        """Its trajectory ends with this error; from any thread."""
-        self.failure = self.failure or error
+        self._runner.call_soon(partial(self._replies.mark_lost, completion_id))
 
     def _check_open(self) -> None:
-        if self._is_closed or self.failure is not None:
+        if self.failure is not None:
             raise refuse_ended()
         ending = self._context.ending
         if ending is not None:
@@ -200,47 +227,33 @@ class GatewaySession:
 
     async def _run(self, function: Callable[[anyio.CancelScope], Awaitable[T]], field: str) -> T:
         """The result of a function that runs in the trajectory's task group."""
-        self._check_open()
-        pending = _Pending[T]()
 
-        async def run() -> None:
-            refusals = self.lengths.count
+        async def run(scope: anyio.CancelScope) -> T:
+            self._check_open()
             try:
-                with pending.scope:
-                    pending.result = await function(pending.scope)
-                    self.lengths.note_answer(refusals)
+                return await function(scope)
+            except GatewayError:
+                raise
             except Exception as error:
-                pending.error = self._refuse(error, field)
-            finally:
-                pending.done.set()
+                raise self._refuse(error, field) from error
 
-        self._scheduler_context.run(self._tasks.start_soon, run)
         try:
-            await pending.done.wait()
-        except BaseException:
-            pending.scope.cancel()
-            with anyio.CancelScope(shield=True):  # a retry finds its row as the cut call left it
-                await pending.done.wait()
+            activity = str(self._context.identity)
+            return await self._runner.run(run, begin_s=self._begin_s, activity=activity)
+        except LoopBlockedError as error:
+            self.failure = self.failure or AgentError(str(error))
             raise
-        if pending.result is None:
-            raise pending.error or refuse_ended()
-        return pending.result
 
     def _refuse(self, error: Exception, field: str) -> GatewayError:
         """What the client of a call gets that raised."""
-        if isinstance(error, GatewayError):
-            return error
         if isinstance(error, LimitExceeded):
             if error.outcome is not Outcome.LENGTH:
                 return refuse_ended(f"the trajectory has ended: {error}")
             self.lengths.add(error)
-            refusal = GatewayError(400, "context_length", str(error), field)
-        else:
-            self.fail(error)
-            what = str(error) if isinstance(error, EngineError) else "internal error"
-            refusal = GatewayError(400, "engine", what)
-        refusal.__cause__ = error
-        return refusal
+            return GatewayError(400, "context_length", str(error), field)
+        self.failure = self.failure or error
+        what = str(error) if isinstance(error, EngineError) else "internal error"
+        return GatewayError(400, "engine", what)
 
     async def _answer(self, call: GatewayCall, scope: anyio.CancelScope) -> Reply:
         reply = self._replies.find(call.digest, is_retry=call.is_retry)
@@ -336,28 +349,3 @@ class GatewaySession:
         reply = Reply(digest=digest, id=completion_id, build=build, turns=turns)
         self._replies.add(reply)
         return reply
-
-    async def _count_continued(self, request: Request, turn: Turn) -> int:
-        """The tokens of the transcript that a request continues, and of what follows there."""
-        services, transcript = self._context.services, turn.conversation.transcript
-        last = transcript.prefix.slice(max(0, turn.stop - 64), turn.stop)
-        before = [each.medium for each in transcript.media if each.start < turn.stop]
-        messages: Any = convert_observation(request.rest, turn)
-        messages = await services.media.prepared(messages, len(before))
-
-        def count() -> int:
-            return len(services.template.observation_ids(messages, after=last, before=before))
-
-        return turn.stop + await services.texts.run(is_long(messages), count)
-
-    async def _count_rendered(self, request: Request) -> int:
-        services, tools = self._context.services, request.call.tools
-        try:
-            messages: Any = await prepare_conversation(services, request)
-
-            def count() -> int:
-                return len(services.template.prompt_ids(messages, tools or None))
-
-            return await services.texts.run(is_long(messages, room_beside(tools)), count)
-        except TemplateError as error:
-            raise refuse_messages(request.call, error) from error

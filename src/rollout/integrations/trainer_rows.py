@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable
 
     from rollout.batch import RolloutBatch
-    from rollout.batch.rows import Lengths
+    from rollout.batch.collate import Lengths
     from rollout.chat.trajectory import Segment, Trajectory
 
 __all__ = ["RowPolicy", "TrainerRow", "TrainerRows", "trainer_rows"]

@@ -110,7 +110,7 @@ class JournalIndex:
         self.trajectories: dict[Key, RecordedTrajectory] = {}
         self.missing: dict[int, int] = {}
         self.media: dict[str, Span] = {}
-        self.contents = KnownContents(self, str(path))
+        self.contents = KnownContents(self.get, str(path))
         self.size = self.torn_size = 0
         self._path = path.absolute()
         self._template: ChatTemplate | None = None
@@ -263,8 +263,8 @@ def load_trajectories(path: Path | str) -> list[Trajectory]:
     In the order of the file: that of the rows where `RolloutBatch.save` wrote it. In the order of
     (group, member) `collate` makes a batch of them. Where ``rollout run`` did not come to save a
     batch, the journal is read that it left beside the path. Images and videos are there without
-    their contents, which `RolloutBatch.load` has. A last line or record that was cut short is left
-    out, with a warning.
+    their contents, which `RolloutBatch.load` has. A last record of a journal that was cut short is
+    left out, with a warning.
 
     Args:
         path: One of these, or the directory of them.

@@ -67,9 +67,7 @@ def media_part(where: str, part: object) -> MediaSource | Media | None:
     """
     if isinstance(part, Media):
         return part
-    if isinstance(part, bytes | bytearray | memoryview):
-        return MediaSource("image", bytes(part), where=where)
-    if is_image(part) or is_pixels(part):
+    if kind_of_media(part) is not None or is_pixels(part):
         return MediaSource("image", part, where=where)
     if not isinstance(part, Mapping):
         return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+from collections import Counter
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,7 +19,6 @@ import numpy as np
 from rollout.errors import MediaError, TemplateError
 from rollout.lazy import importing
 from rollout.media.reading import decode
-from rollout.media.torchvision_operators import declare_missing_operators
 from rollout.medium import Media, PlacedMedia
 from rollout.model_repository import model_file
 
@@ -63,13 +63,10 @@ class _Shape(NamedTuple):
         """The shape of a medium."""
         return cls(*(getattr(medium, name) for name in cls._fields))
 
-    def blank_pixels(self) -> Any:
-        """Black pixels of this shape, as processors take them."""
-        if self.kind == "video":
-            return np.zeros((len(self.indices), self.height, self.width, 3), np.uint8)
-        from PIL import Image
-
-        return Image.new("RGB", (self.width, self.height))
+    def blank_pixels(self) -> npt.NDArray[np.uint8]:
+        """Black pixels of this shape."""
+        frames = (len(self.indices),) if self.kind == "video" else ()
+        return np.zeros((*frames, self.height, self.width, 3), np.uint8)
 
     def metadata(self) -> dict[str, Any]:
         """What transformers knows of a video whose frames are sampled; processors may change it."""
@@ -81,6 +78,21 @@ class _Shape(NamedTuple):
             "duration": self.total_frames / self.fps,
             "frames_indices": list(self.indices),
         }
+
+
+class _TextRecorder:
+    """A tokenizer that remembers the text which a processor gives it, placeholders written out."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.text = ""
+
+    def __call__(self, text: Any, **options: Any) -> Any:
+        (self.text,) = [text] if isinstance(text, str) else text
+        return self._tokenizer(text, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
 
 
 class MediaProcessor:
@@ -111,8 +123,7 @@ class MediaProcessor:
                 self.placeholder_ids[kind] = processor.tokenizer.convert_tokens_to_ids(token)
         self._rope = None if config is None else _make_rope_model(config)
         self.position_rows = 1 if self._rope is None else 3
-        self._expanded = lru_cache(_MAX_SIZES)(self._expand)
-        self._grids = lru_cache(_MAX_SIZES)(self._measure)
+        self._process_blank = lru_cache(_MAX_SIZES)(self._process_blank_media)
 
     @property
     def name(self) -> str:
@@ -150,31 +161,34 @@ class MediaProcessor:
             The text, and the same places in it.
 
         Raises:
-            TemplateError: The template writes fewer or more of them, or the processor writes those
-                before otherwise once these follow.
+            TemplateError: The template writes fewer or more of them, or there are some before of
+                a family whose processor writes those otherwise once these follow.
             MediaError: The processor refuses one.
         """
-        waiting: dict[MediaKind, list[str]] = {"image": [], "video": []}
-        for medium, replacement in zip(media, self._replacements(media, before), strict=True):
-            waiting[medium.kind].append(replacement)
-        found = self._find_placeholders(text, plain)
-        for kind, replacements in waiting.items():
-            count = sum(each == kind for each, _, _ in found)
-            if count != len(replacements):
-                raise TemplateError(
-                    f"the chat template writes {count} {kind} placeholders "
-                    f"({self.tokens.get(kind)!r}) for {len(replacements)} in the messages"
-                )
-        pieces, moves, at, moved = [], [(0, 0)], 0, 0  # moves: from a place on, by how much
-        for kind, start, stop in found:
-            replacement = waiting[kind].pop(0)
-            pieces += [text[at:start], replacement]
-            moved += len(replacement) - (stop - start)
-            moves.append((stop, moved))
+        waiting: dict[str, list[str]] = {token: [] for token in self.tokens.values()}
+        for medium, replacement in zip(media, self._list_replacements(media, before), strict=True):
+            waiting[self.tokens[medium.kind]].append(replacement)
+        found: Counter[str] = Counter()
+
+        def replace(match: re.Match[str]) -> str:
+            token = match[0]
+            found[token] += 1
+            return waiting[token][found[token] - 1] if found[token] <= len(waiting[token]) else ""
+
+        pattern = "|".join(map(re.escape, waiting)) or r"(?!)"
+        pieces, places, at, length = [], [], 0, 0
+        for start, stop in (*plain, (len(text), len(text))):
+            pieces += [re.sub(pattern, replace, text[at:start]), text[start:stop]]
+            length += len(pieces[-2]) + stop - start
+            places.append((length - (stop - start), length))
             at = stop
-        shifts = [max(move for move in moves if move[0] <= start)[1] for start, _ in plain]
-        shifted = ((start + by, stop + by) for (start, stop), by in zip(plain, shifts, strict=True))
-        return "".join((*pieces, text[at:])), tuple(shifted)
+        for kind, token in self.tokens.items():
+            if found[token] != len(waiting[token]):
+                raise TemplateError(
+                    f"the chat template writes {found[token]} {kind} placeholders ({token!r}) for "
+                    f"{len(waiting[token])} in the messages"
+                )
+        return "".join(pieces), tuple(places[:-1])
 
     def places(self, ids: npt.ArrayLike, media: Sequence[Media]) -> tuple[PlacedMedia, ...]:
         """Where each of `media` stands among ids that hold their placeholders, and no others.
@@ -185,14 +199,13 @@ class MediaProcessor:
         row = np.asarray(ids, dtype=np.int64)
         left = {kind: np.flatnonzero(row == token) for kind, token in self.placeholder_ids.items()}
         placed = []
-        for medium, text in zip(media, self._replacements(media), strict=True):
+        for medium, text in zip(media, self._list_replacements(media), strict=True):
             count = text.count(self.tokens[medium.kind])
             own, left[medium.kind] = np.split(left[medium.kind], [count])
             if len(own) < count or not count:
                 raise TemplateError(f"{medium!r} has {len(own)} of {count}")
             placed.append(PlacedMedia(medium, int(own[0]), int(own[-1] - own[0]) + 1))
-        if any(map(len, left.values())):
-            rest = {kind: len(each) for kind, each in left.items() if len(each)}
+        if rest := {kind: len(each) for kind, each in left.items() if len(each)}:
             raise TemplateError(f"placeholders that stand for nothing: {rest}")
         return tuple(placed)
 
@@ -224,10 +237,7 @@ class MediaProcessor:
         Raises:
             MediaError: One cannot be decoded.
         """
-        if not media:
-            return {}
-        given = self._call(list(map(_Shape.read, media)), list(map(_decode_for_processor, media)))
-        return {name: value for name, value in given.items() if name not in _OF_TEXT}
+        return self._process(list(map(_Shape.read, media)), list(map(decode, media)))[0]
 
     def position_ids(
         self,
@@ -252,8 +262,7 @@ class MediaProcessor:
 
         inside = [each for each in placed if each.start + each.count <= len(row)]
         if features is None or len(inside) < len(placed):
-            shapes = tuple(_Shape.read(each.medium) for each in inside)
-            features = self._grids(shapes) if shapes else {}
+            _, features = self._process_blank(tuple(_Shape.read(each.medium) for each in inside))
         known: dict[str, Any] = {
             **features,
             "input_ids": torch.from_numpy(row)[None],
@@ -279,21 +288,9 @@ class MediaProcessor:
             kinds[own][row[own] == self.placeholder_ids[each.medium.kind]] = number
         return kinds
 
-    def _find_placeholders(
-        self, text: str, plain: Sequence[Place]
-    ) -> list[tuple[MediaKind, int, int]]:
-        """Where the template wrote them; what messages spell, in `plain` places, is theirs."""
-        kind_of = {token: kind for kind, token in self.tokens.items()}
-        found = []
-        spelled = list(reversed(plain))
-        for match in re.finditer("|".join(map(re.escape, kind_of)) or r"(?!)", text):
-            while spelled and spelled[-1][1] <= match.start():
-                spelled.pop()
-            if not spelled or match.end() <= spelled[-1][0]:
-                found.append((kind_of[match[0]], match.start(), match.end()))
-        return found
-
-    def _replacements(self, media: Sequence[Media], before: Sequence[Media] = ()) -> Sequence[str]:
+    def _list_replacements(
+        self, media: Sequence[Media], before: Sequence[Media] = ()
+    ) -> Sequence[str]:
         """What the processor writes for each of `media`."""
         for medium in media:
             if medium.kind not in self.tokens:
@@ -301,17 +298,15 @@ class MediaProcessor:
                 raise MediaError(f"the model reads {reads}, no {medium.kind}s ({self.name})")
         shapes = tuple(map(_Shape.read, media))
         if self._is_independent:
-            return [self._expanded((shape,))[0] for shape in shapes]
-        earlier = tuple(map(_Shape.read, before))
-        texts = self._expanded((*earlier, *shapes))
-        if texts[: len(earlier)] != self._expanded(earlier):
+            return [self._process_blank((shape,))[0][0] for shape in shapes]
+        if before and media:
             raise TemplateError(
                 f"{self.name} writes earlier images in other tokens once more follow (a single "
                 "one in tiles, several without), and a transcript never changes: none can be "
                 "appended; show all in the prompt, or use a model of another family "
                 "(Qwen2.5-VL, Qwen3-VL)"
             )
-        return texts[len(earlier) :]
+        return self._process_blank(shapes)[0]
 
     @cached_property
     def _is_independent(self) -> bool:
@@ -319,74 +314,53 @@ class MediaProcessor:
 
         It is not of LLaVA-OneVision, which cuts a single image into tiles and none of several.
         """
-        if "image" not in self.tokens:
-            return True
         shapes = (_Shape("image", 640, 320), _Shape("image", 320, 640))
-        return self._expand(shapes) == (*self._expand(shapes[:1]), *self._expand(shapes[1:]))
+        alone = [self._process_blank((shape,))[0][0] for shape in shapes if "image" in self.tokens]
+        return not alone or list(self._process_blank(shapes)[0]) == alone
 
-    def _expand(self, shapes: tuple[_Shape, ...]) -> tuple[str, ...]:
-        """What the processor writes for media of these sizes: it never looks at their pixels."""
+    def _process_blank_media(
+        self, shapes: tuple[_Shape, ...]
+    ) -> tuple[tuple[str, ...], dict[str, Tensor]]:
+        """Process black media of these sizes, since placeholders and positions depend on no pixel.
+
+        Returns:
+            What is written for each of them, and their features but for pixels: grids and times.
+        """
+        features, text = self._process(shapes, [shape.blank_pixels() for shape in shapes])
+        texts = text.split(_BETWEEN) if shapes else []
+        assert len(texts) == len(shapes), text[:200]
+        return tuple(texts), {name: v for name, v in features.items() if "pixel" not in name}
+
+    def _process(
+        self, shapes: Sequence[_Shape], pixels: Sequence[Any]
+    ) -> tuple[dict[str, Tensor], str]:
+        """Call the processor once on all of them, as a conversation of one turn has them.
+
+        Returns:
+            The features, and the text that the processor writes.
+        """
         if not shapes:
-            return ()
-        recorder = _TextRecorder(self.processor.tokenizer)
-        self._call(shapes, [shape.blank_pixels() for shape in shapes], recorder)
-        texts = recorder.text.split(_BETWEEN)
-        assert len(texts) == len(shapes), recorder.text[:200]
-        return tuple(texts)
+            return {}, ""
+        from PIL import Image
 
-    def _measure(self, shapes: tuple[_Shape, ...]) -> dict[str, Tensor]:
-        """`features` as they are for blank media of these sizes: enough for positions."""
-        given = self._call(shapes, [shape.blank_pixels() for shape in shapes])
-        return {n: v for n, v in given.items() if n not in _OF_TEXT and "pixel" not in n}
-
-    def _call(
-        self, shapes: Sequence[_Shape], pixels: Sequence[Any], tokenizer: Any = None
-    ) -> Mapping[str, Any]:
-        """One call of the processor on all of them, as a conversation of one turn has them."""
-        processor = self.processor
-        if tokenizer is not None:
-            processor = copy.copy(processor)
-            processor.tokenizer = tokenizer
+        processor = copy.copy(self.processor)
+        processor.tokenizer = recorder = _TextRecorder(processor.tokenizer)
+        kinds = [shape.kind for shape in shapes]
         given: dict[str, Any] = {}
-        images = [p for shape, p in zip(shapes, pixels, strict=True) if shape.kind == "image"]
-        videos = [p for shape, p in zip(shapes, pixels, strict=True) if shape.kind == "video"]
-        if images:
-            given["images"] = [images]
-        if videos:
+        if "image" in kinds:  # of Pillow, so that no processor guesses which axis is colour
+            pairs = zip(kinds, pixels, strict=True)
+            given["images"] = [[Image.fromarray(p) for kind, p in pairs if kind == "image"]]
+        if "video" in kinds:
+            given["videos"] = [p for kind, p in zip(kinds, pixels, strict=True) if kind == "video"]
             metadata = [shape.metadata() for shape in shapes if shape.kind == "video"]
-            given |= {"videos": videos, "video_metadata": metadata, "do_sample_frames": False}
-        text = _BETWEEN.join(self.tokens[shape.kind] for shape in shapes)
+            given |= {"video_metadata": metadata, "do_sample_frames": False}
+        text = _BETWEEN.join(self.tokens[kind] for kind in kinds)
         try:
-            called: Mapping[str, Any] = processor(text=[text], return_tensors="pt", **given)
+            found = processor(text=[text], return_tensors="pt", **given)
         except Exception as error:  # e.g. of an aspect ratio that the model cannot take
             sizes = ", ".join(f"{shape.width}x{shape.height}" for shape in shapes)
             raise MediaError(f"{self.name} refuses media of {sizes}: {error}") from None
-        return called
-
-
-class _TextRecorder:
-    """A tokenizer that remembers the text which a processor gives it, placeholders written out."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.text = ""
-
-    def __call__(self, text: Any, **options: Any) -> Any:
-        (self.text,) = [text] if isinstance(text, str) else text
-        return self._tokenizer(text, **options)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
-
-
-def _decode_for_processor(medium: Media) -> Any:
-    """Pixels; of an image by Pillow, so that no processor guesses which axis is colour."""
-    pixels = decode(medium)
-    if medium.kind == "video":
-        return pixels
-    from PIL import Image
-
-    return Image.fromarray(pixels)
+        return {n: v for n, v in found.items() if n not in _OF_TEXT}, recorder.text
 
 
 def _make_rope_model(config: Any) -> Any:
@@ -394,27 +368,13 @@ def _make_rope_model(config: Any) -> Any:
     import torch
     from transformers import AutoModel
 
-    known = AutoModel._model_mapping
-    kind: Any = known.get(type(config), None)
+    kind: Any = AutoModel._model_mapping.get(type(config), None)
     if not hasattr(kind, "get_rope_index"):
         return None
     model = kind.__new__(kind)
     torch.nn.Module.__init__(model)
     model.config = config
     return model
-
-
-def _has_rope_positions(processor: str) -> bool:
-    """Whether some model that has a processor of this class has positions of M-RoPE."""
-    from transformers import AutoModel
-    from transformers.models.auto import processing_auto
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    names: Mapping[str, str] = vars(processing_auto)["PROCESSOR_MAPPING_NAMES"]
-    models = [name for name, own in names.items() if own == processor]
-    configs = [CONFIG_MAPPING[name] for name in models if name in CONFIG_MAPPING]
-    known = AutoModel._model_mapping
-    return any(hasattr(known[each], "get_rope_index") for each in configs if each in known)
 
 
 def load_media_processor(
@@ -430,23 +390,14 @@ def load_media_processor(
             return None
     except (OSError, ValueError) as error:
         raise MediaError(f"the processor of {model} cannot be looked for: {error}") from None
-    options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         with importing:
-            declare_missing_operators()
             from transformers import AutoConfig, AutoProcessor
 
-        processor = AutoProcessor.from_pretrained(  # type: ignore[no-untyped-call]
-            model, **options
-        )
-        has_config = model_file(model, "config.json", revision) is not None
-        config = AutoConfig.from_pretrained(model, **options) if has_config else None
+        auto: Any = AutoProcessor  # its methods have no types
+        processor = auto.from_pretrained(model, **options)
+        loaded = MediaProcessor(processor, AutoConfig.from_pretrained(model, **options))
     except Exception as error:  # loaders raise almost anything, and name packages that are missing
         raise MediaError(f"the processor of {model} cannot be loaded: {error}") from None
-    loaded = MediaProcessor(processor, config)
-    if loaded.kinds and config is None and _has_rope_positions(loaded.name):
-        raise MediaError(
-            f"the positions of what {loaded.name} shows are by config.json, which is not in "
-            f"{model}: expected it beside the processor"
-        )
     return loaded if loaded.kinds else None

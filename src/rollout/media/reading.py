@@ -9,13 +9,16 @@ import binascii
 import io
 import os
 import stat
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from rollout.errors import MediaError
+from rollout.lazy import import_extra
+from rollout.media.limits import check_limit, check_pixels, explain_faults
 from rollout.media.parts import is_image, is_pixels
-from rollout.media.video import decode_video, read_frames, read_video, show_fault
+from rollout.media.video import decode_video, read_frames, read_video
 from rollout.medium import Media
 
 if TYPE_CHECKING:
@@ -25,26 +28,20 @@ if TYPE_CHECKING:
     from rollout.config import MediaConfig
     from rollout.media.parts import MediaSource
 
-#: Formats of pictures that are read, as Pillow calls them, and their MIME types.
-IMAGE_FORMATS = {
-    "PNG": "image/png",
-    "JPEG": "image/jpeg",
-    "WEBP": "image/webp",
-    "GIF": "image/gif",
-    "BMP": "image/bmp",
-    "TIFF": "image/tiff",
-}
+#: Formats of pictures that are read, as Pillow calls them, and MIME types do too.
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 #: Two pictures and more in one JPEG, as cameras write them: the first is seen.
 _CAMERA_JPEG = "MPO"
 #: Pixels of more than 8 bits, which converting to RGB would clip.
-_DEEP_MODES = ("I", "F", "I;")
+_DEEP_MODES = ("I", "F")
 #: Characters of base64 that are decoded at once, whole groups of 4: others wait for so long.
 _BASE64_PIECE = 1 << 20
-#: How SVG begins, and other texts that are no pictures of pixels.
-_MARKUP = (b"<svg", b"<?xml", b"<!doctype", b"<html")
+_CANNOT_DECODE = "a picture that cannot be decoded"
 #: Types that stand for any.
 _ANY_MIME = ("", "application/octet-stream", "binary/octet-stream")
 _SAME_MIME = {"image/jpg": "image/jpeg", "image/pjpeg": "image/jpeg", "image/x-png": "image/png"}
+
+_import_pillow = partial(import_extra, extra="media", user="a picture", kind=MediaError)
 
 
 def decode(media: Media) -> npt.NDArray[np.uint8]:
@@ -65,12 +62,9 @@ def decode(media: Media) -> npt.NDArray[np.uint8]:
 def find_url(source: MediaSource) -> str | None:
     """The http(s) address that a source names; None of any other."""
     value = source.value
-    is_url = (
-        isinstance(value, str)
-        and not source.is_base64
-        and value[:8].lower().startswith(("http://", "https://"))
-    )
-    return value if is_url else None
+    if source.is_base64 or not isinstance(value, str):
+        return None
+    return value if value[:8].lower().startswith(("http://", "https://")) else None
 
 
 def read_media(source: MediaSource, limits: MediaConfig) -> Media:
@@ -94,8 +88,7 @@ def _read(source: MediaSource, limits: MediaConfig) -> Media:
     elif isinstance(value, str):
         value, mime = _read_text(source, limits)
     if isinstance(value, bytes | bytearray | memoryview):
-        if len(value) > limits.max_bytes:
-            raise _too_many_bytes(limits, f"{len(value)} bytes")
+        check_limit(limits, "max_bytes", len(value), f"it has {len(value)} bytes")
         return _check_file(bytes(value), mime, source, limits)
     if source.kind == "video":
         return read_frames(value, source.fps, limits)
@@ -125,8 +118,7 @@ def _read_text(source: MediaSource, limits: MediaConfig) -> tuple[bytes, str]:
 
 def _decode_base64(text: str, start: int, limits: MediaConfig) -> bytes:
     size = (len(text) - start) * 3 // 4
-    if size > limits.max_bytes + 3:
-        raise _too_many_bytes(limits, f"about {size} bytes")
+    check_limit(limits, "max_bytes", size - 3, f"it has about {size} bytes")  # 3 of padding
     text = text[start:]
     if "%" in text:
         text = unquote(text)
@@ -158,24 +150,24 @@ def _read_file(name: str, limits: MediaConfig) -> bytes:
         if not any(path.is_relative_to(root) for root in roots):
             raise MediaError(f"{name:.200} is not below one of media.roots = {list(limits.roots)}")
 
+    def open_at_once(path: str, flags: int) -> int:
+        # Without waiting for the other end of a pipe, and not through a link put there since.
+        return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
+
     real = Path(os.path.realpath(name))
     check(real)
     try:
-        # Without waiting for the other end of a pipe, and not through a link put there since.
-        handle = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with open(real, "rb", opener=open_at_once) as file:
+            if Path("/proc/self/fd").is_dir():
+                check(Path(os.path.realpath(f"/proc/self/fd/{file.fileno()}")))
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise IsADirectoryError
+            content = file.read(limits.max_bytes + 1)
+    except IsADirectoryError:
+        raise MediaError(f"{name:.200} is no file") from None
     except OSError as error:
         raise MediaError(f"{name:.200} cannot be opened: {error.strerror}") from None
-    try:
-        if Path("/proc/self/fd").is_dir():
-            check(Path(os.path.realpath(f"/proc/self/fd/{handle}")))
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise MediaError(f"{name:.200} is no file")
-        with os.fdopen(handle, "rb", closefd=False) as file:
-            content = file.read(limits.max_bytes + 1)
-    finally:
-        os.close(handle)
-    if len(content) > limits.max_bytes:
-        raise _too_many_bytes(limits, "more")
+    check_limit(limits, "max_bytes", len(content), "it has more")
     return content
 
 
@@ -183,8 +175,8 @@ def _check_file(content: bytes, mime: str, source: MediaSource, limits: MediaCon
     """The medium of an encoded file that is what it is said to be."""
     said = mime.lower().partition(";")[0].strip()
     said = _SAME_MIME.get(said, said)
-    start = content[:64].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
-    if said == "image/svg+xml" or (start.startswith(_MARKUP) and b"<svg" in content[:4096].lower()):
+    is_markup = content[:64].lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<")
+    if said == "image/svg+xml" or (is_markup and b"<svg" in content[:4096].lower()):
         raise MediaError("an SVG: expected a picture of pixels (PNG, JPEG, WEBP, GIF, BMP, TIFF)")
     is_gif = said == "image/gif" and source.kind == "video"
     if said not in _ANY_MIME and not said.startswith(f"{source.kind}/") and not is_gif:
@@ -192,10 +184,10 @@ def _check_file(content: bytes, mime: str, source: MediaSource, limits: MediaCon
     if source.kind == "video":
         return read_video(content, said, limits)
     image = _open_image(content)
-    mime = IMAGE_FORMATS["JPEG" if image.format == _CAMERA_JPEG else image.format]
+    mime = "image/jpeg" if image.format == _CAMERA_JPEG else f"image/{image.format.lower()}"
     if said not in _ANY_MIME and said != mime:
         raise MediaError(f"said to be {said}, and is {mime}")
-    _check_pixels(image.width, image.height, limits)
+    check_pixels(limits, image.width, image.height)
     if _is_animated(image):
         raise MediaError(
             f"an animated {image.format} where one picture is expected; a video part may have "
@@ -209,26 +201,21 @@ def _check_file(content: bytes, mime: str, source: MediaSource, limits: MediaCon
 
 def _encode_pixels(value: Any, limits: MediaConfig) -> Media:
     """The medium of a PIL image or an array, as PNG."""
-    if is_image(value):
-        _check_pixels(value.width, value.height, limits)
-        if _is_animated(value):
-            raise MediaError("an animated picture where a single one is expected")
-        image = _convert_to_rgb(value)
-    elif is_pixels(value):
-        image = _convert_array(value, limits)
-    else:
+    if is_pixels(value):
+        value = _convert_array(value, limits)
+    elif not is_image(value):
         raise MediaError(
             f"{type(value).__name__}: expected a PIL image, an array, bytes, a data URL, a path "
             "below media.roots or a URL for the media_fetcher"
         )
-    file = io.BytesIO()
-    try:
+    check_pixels(limits, value.width, value.height)
+    if _is_animated(value):
+        raise MediaError("an animated picture where a single one is expected")
+    image, file = _convert_to_rgb(value), io.BytesIO()
+    with explain_faults(_CANNOT_DECODE):  # one that is read while it is saved may be broken
         image.save(file, "png", compress_level=1)
-    except Exception as error:  # an image that is read while it is saved may be broken
-        raise MediaError(f"a picture that cannot be decoded: {error}") from None
     content = file.getvalue()
-    if len(content) > limits.max_bytes:
-        raise _too_many_bytes(limits, f"{len(content)} bytes as PNG")
+    check_limit(limits, "max_bytes", len(content), f"it has {len(content)} bytes as PNG")
     return Media(
         kind="image", content=content, mime="image/png", width=image.width, height=image.height
     )
@@ -245,25 +232,21 @@ def _convert_array(value: Any, limits: MediaConfig) -> Any:
             f"an array of {value.dtype} {shape}; expected uint8 of (H, W), (H, W, 1), (H, W, 3) "
             f"or (H, W, 4)"
         )
-    _check_pixels(shape[1], shape[0], limits)
     pixels = np.ascontiguousarray(value)
-    image = _import_pillow().fromarray(pixels.reshape(shape[:2]) if is_grey else pixels)
-    return image.convert("RGB")
+    return _import_pillow("PIL.Image").fromarray(pixels.reshape(shape[:2]) if is_grey else pixels)
 
 
 def _open_image(content: bytes) -> Any:
     """A PIL image whose header is read and whose pixels are not."""
-    pillow, formats = _import_pillow(), ", ".join(IMAGE_FORMATS)
+    pillow = _import_pillow("PIL.Image")
+    expected = f"expected a picture ({', '.join(IMAGE_FORMATS)})"
     if not content:
         raise MediaError("no bytes at all; expected a picture")
-    try:
-        return pillow.open(io.BytesIO(content), formats=tuple(IMAGE_FORMATS))
-    except pillow.UnidentifiedImageError:
-        raise MediaError(f"expected a picture ({formats}): it is none") from None
-    except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
-        raise MediaError(f"{error}; media.max_pixels bounds images") from None
-    except Exception as error:  # a broken header ends in whatever the format's reader raises
-        raise MediaError(f"expected a picture ({formats}): {show_fault(error)}") from None
+    with explain_faults(expected):  # a broken header ends in whatever the format's reader raises
+        try:
+            return pillow.open(io.BytesIO(content), formats=tuple(IMAGE_FORMATS))
+        except pillow.UnidentifiedImageError:
+            raise MediaError(f"{expected}: it is none") from None
 
 
 def _is_animated(image: Any) -> bool:
@@ -272,39 +255,11 @@ def _is_animated(image: Any) -> bool:
 
 def _convert_to_rgb(image: Any) -> Any:
     """A PIL image in RGB, upright."""
-    pillow = _import_pillow()
-    from PIL import ImageOps
-
     if image.mode.startswith(_DEEP_MODES):
         raise MediaError(
             f"a picture of mode {image.mode!r}: expected 8 bits for each channel; scale it before"
         )
-    try:
+    with explain_faults(_CANNOT_DECODE):
         image.load()
-        upright = ImageOps.exif_transpose(image)
+        upright = _import_pillow("PIL.ImageOps").exif_transpose(image)
         return upright if upright.mode == "RGB" else upright.convert("RGB")
-    except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
-        raise MediaError(f"{error}; media.max_pixels bounds images") from None
-    except Exception as error:
-        raise MediaError(f"a picture that cannot be decoded: {show_fault(error)}") from None
-
-
-def _import_pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError:
-        raise MediaError("images need pillow: pip install 'rollout-rl[media]'") from None
-    return Image
-
-
-def _check_pixels(width: int, height: int, limits: MediaConfig) -> None:
-    if width < 1 or height < 1:
-        raise MediaError(f"a picture of {width} x {height} pixels; expected some")
-    if width * height > limits.max_pixels:
-        raise MediaError(
-            f"media.max_pixels = {limits.max_pixels}: {width} x {height} are {width * height}"
-        )
-
-
-def _too_many_bytes(limits: MediaConfig, count: str) -> MediaError:
-    return MediaError(f"media.max_bytes = {limits.max_bytes}: it has {count}")

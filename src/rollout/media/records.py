@@ -5,13 +5,14 @@ A record has media without their contents; these stand in a file of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import msgspec
 
 from rollout.errors import RolloutError
+from rollout.media.parts import kind_of_media
 from rollout.medium import Media
 
 if TYPE_CHECKING:
@@ -28,9 +29,15 @@ def drop_content(medium: Media) -> Media:
 
 def drop_contents(message: Message) -> Message:
     """A message whose media have no contents."""
-    if not message.parts:
+    changed: Message = _change_media(message, drop_content)
+    return changed
+
+
+def _change_media(message: Any, change: Callable[[Media], Media]) -> Any:
+    """A message, or a mapping, which prompts may have too; itself where it shows no media."""
+    if not getattr(message, "parts", ()):
         return message
-    parts = [drop_content(p) if isinstance(p, Media) else p for p in message.parts]
+    parts = tuple(change(part) if isinstance(part, Media) else part for part in message.parts)
     return msgspec.structs.replace(message, parts=parts)
 
 
@@ -48,30 +55,25 @@ def record_prompt_messages(messages: Any, read: Sequence[Message]) -> Any:
         read: As its trajectory read them; of one that never began there are none, and no more than
             the kinds of its media stay.
     """
-    if not _shows_more_than_text(messages):
+    if not isinstance(messages, list | tuple) or not any(map(_shows_more_than_text, messages)):
         return messages
-    own = read[: len(messages)] if isinstance(messages, list | tuple) else []
+    own = read[: len(messages)]
     if any(message.parts for message in own):
         return [drop_contents(message) for message in own]
     return _describe_media(messages)
 
 
-def _shows_more_than_text(messages: Any) -> bool:
-    for message in messages if isinstance(messages, list | tuple) else ():
-        content = message.get("content") if isinstance(message, Mapping) else None
-        if content is None:
-            content = getattr(message, "parts", None) or getattr(message, "content", None)
-        if not isinstance(content, str | None):
-            return True
-    return False
+def _shows_more_than_text(message: Any) -> bool:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if content is None:
+        content = getattr(message, "parts", None) or getattr(message, "content", None)
+    return not isinstance(content, str | None)
 
 
 def _describe_media(value: Any) -> Any:
     """`value` with a few words in the place of what may be a picture."""
     if isinstance(value, Media):
         return repr(value)
-    if isinstance(value, bytes | bytearray | memoryview):
-        return f"<{len(value)} bytes>"
     if isinstance(value, msgspec.Struct):
         value = msgspec.structs.asdict(value)
     if isinstance(value, Mapping):
@@ -81,28 +83,21 @@ def _describe_media(value: Any) -> Any:
     if isinstance(value, str) and value.startswith("data:") and len(value) > _MAX_DATA_URL:
         return f"{value[:64]}… ({len(value)} characters)"
     is_array = hasattr(value, "dtype") and getattr(value, "ndim", 0) > 1
-    if is_array or type(value).__module__.startswith("PIL."):
+    if is_array or kind_of_media(value) is not None:
         return f"<{type(value).__name__}>"
     return value
-
-
-class Contents(Protocol):
-    """Contents of media by their digests."""
-
-    def get(self, digest: str, /) -> bytes | None:
-        """One of them; None where there is none."""
 
 
 class KnownContents:
     """Puts contents back into media that were read from records, one object for each.
 
     Args:
-        contents: By digest.
+        find: The content of a digest; None where there is none.
         where: Names their file in errors.
     """
 
-    def __init__(self, contents: Contents, where: str) -> None:
-        self._contents = contents
+    def __init__(self, find: Callable[[str], bytes | None], where: str) -> None:
+        self._find = find
         self._where = where
         self._known: WeakValueDictionary[str, Media] = WeakValueDictionary()
 
@@ -117,7 +112,7 @@ class KnownContents:
         known = self._known.get(medium.digest)
         if known is not None:
             return known
-        content = self._contents.get(medium.digest)
+        content = self._find(medium.digest)
         if content is None:
             raise RolloutError(f"{self._where} lacks {medium!r}")
         restored = msgspec.structs.replace(medium, content=content)
@@ -134,10 +129,4 @@ class KnownContents:
         """
         if not any(getattr(message, "parts", ()) for message in messages):
             return messages
-        return [self._restore_message(message) for message in messages]
-
-    def _restore_message(self, message: Any) -> Any:
-        if not getattr(message, "parts", ()):
-            return message
-        parts = (self.restore(p) if isinstance(p, Media) else p for p in message.parts)
-        return msgspec.structs.replace(message, parts=tuple(parts))
+        return [_change_media(message, self.restore) for message in messages]

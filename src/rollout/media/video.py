@@ -8,6 +8,8 @@ import zlib
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import MediaError
+from rollout.lazy import import_extra
+from rollout.media.limits import check_decoded, check_limit, check_pixels, explain_faults
 from rollout.media.parts import is_image
 from rollout.medium import FRAMES_MIME, Media
 
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
 
 #: Frames a second of frames that come without: transformers assumes it too.
 ASSUMED_FPS = 24.0
-#: Times as many bytes as a video may have, that its frames may have once decoded.
-_DECODED = 64
 #: Formats of videos that are read, as FFmpeg calls them. Others name further files and addresses,
 #: which FFmpeg would open (playlists, lists of files, descriptions of streams).
 _VIDEO_FORMATS = (
@@ -33,6 +33,7 @@ _VIDEO_FORMATS = (
 )
 #: Nothing but the bytes at hand is opened, whatever a file of these formats may name.
 _ONLY_THE_BYTES = {"format_whitelist": ",".join(_VIDEO_FORMATS), "protocol_whitelist": "none"}
+_CANNOT_DECODE = "a video that cannot be decoded"
 #: Frames, height and width of packed frames.
 _FRAMES_HEAD = struct.Struct("<III")
 
@@ -45,52 +46,40 @@ def read_video(content: bytes, mime: str, limits: MediaConfig) -> Media:
     """
     with _open_video(content) as container:
         stream = container.streams.video[0]
-        size = stream.codec_context.width, stream.codec_context.height
-        _check_size(*size, limits)
-        for entry in getattr(stream, "index_entries", ()):  # of MP4 and MOV
-            if entry.pos + entry.size > len(content):
-                stop = entry.pos + entry.size
-                raise MediaError(
-                    f"a video that breaks off: {len(content)} bytes of at least {stop}"
-                )
-        _check_count(stream.frames, limits)  # as the header says, before anything is decoded
+        width, height = stream.codec_context.width, stream.codec_context.height
+        check_pixels(limits, width, height)
+        stop = max((e.pos + e.size for e in getattr(stream, "index_entries", ())), default=0)
+        if stop > len(content):  # of MP4 and MOV
+            raise MediaError(f"a video that breaks off: {len(content)} bytes of at least {stop}")
+        # As the header says, before anything is decoded.
+        check_limit(limits, "max_frames", stream.frames, f"it has {stream.frames}")
         if stream.duration and stream.time_base:
             _check_seconds(float(stream.duration * stream.time_base), limits)
+        total, seconds = 0, 0.0
+        with explain_faults(_CANNOT_DECODE):
+            for frame in container.decode(video=0):
+                total += 1
+                seconds = frame.time or seconds
+                check_limit(limits, "max_frames", total, "it has more")
+                _check_seconds(seconds, limits)
+                if (frame.width, frame.height) != (width, height):
+                    raise MediaError("a video whose frames change their size")
+        if not total:
+            raise MediaError("a video without frames")
         rate = stream.average_rate or stream.guessed_rate
         name = container.format.name.partition(",")[0]
-        total, seconds = _count_frames(container, size, limits)
     fps = float(rate) if rate else (total / seconds if seconds else ASSUMED_FPS)
     _check_seconds(total / fps, limits)
     return Media(
         kind="video",
         content=content,
         mime=mime if mime.startswith("video/") else f"video/{name}",
-        width=size[0],
-        height=size[1],
+        width=width,
+        height=height,
         indices=_sample_indices(total, fps, limits),
         total_frames=total,
         fps=fps,
     )
-
-
-def _count_frames(container: Any, size: tuple[int, int], limits: MediaConfig) -> tuple[int, float]:
-    """How many frames there are and how long they take; each is decoded, and dropped."""
-    total, last = 0, 0.0
-    try:
-        for frame in container.decode(video=0):
-            total += 1
-            last = frame.time or last
-            _check_count(total, limits, "more")
-            _check_seconds(last, limits)
-            if (frame.width, frame.height) != size:
-                raise MediaError("a video whose frames change their size")
-    except MediaError:
-        raise
-    except Exception as error:  # av raises an error of its own for each fault of a file
-        raise MediaError(f"a video that cannot be decoded: {error}") from None
-    if not total:
-        raise MediaError("a video without frames")
-    return total, last
 
 
 def _sample_indices(total: int, fps: float, limits: MediaConfig) -> tuple[int, ...]:
@@ -121,11 +110,12 @@ def read_frames(value: Any, fps: float | None, limits: MediaConfig) -> Media:
             f"{given}: expected a video file, or frames: uint8 of (T, H, W, 3), or a list of images"
         )
     count, height, width = shape[:3]
-    _check_frames(count, width, height, limits)
+    check_pixels(limits, width, height)
+    check_limit(limits, "max_frames", count, f"it has {count}")
+    check_decoded(limits, count, width, height)
     _check_seconds(count / rate, limits)
     content = pack_frames(np.ascontiguousarray(value))
-    if len(content) > limits.max_bytes:
-        raise MediaError(f"media.max_bytes = {limits.max_bytes}: it has {len(content)} bytes")
+    check_limit(limits, "max_bytes", len(content), f"it has {len(content)} bytes")
     return Media(
         kind="video",
         content=content,
@@ -138,23 +128,24 @@ def read_frames(value: Any, fps: float | None, limits: MediaConfig) -> Media:
     )
 
 
+def _check_seconds(seconds: float, limits: MediaConfig) -> None:
+    check_limit(limits, "max_seconds", seconds, f"it takes {seconds:.1f} s")
+
+
 def _stack_frames(frames: Sequence[Any], limits: MediaConfig) -> Any:
     import numpy as np
 
-    if not frames:
-        raise MediaError("a video without frames")
-    _check_count(len(frames), limits)
+    check_limit(limits, "max_frames", len(frames), f"it has {len(frames)}")
     arrays: list[Any] = []
-    for at, frame in enumerate(frames):
+    for frame in frames:
         if is_image(frame):
-            if not at:
-                _check_frames(len(frames), frame.width, frame.height, limits)
-            frame = np.asarray(frame.convert("RGB"))  # noqa: PLW2901
-        if getattr(frame, "ndim", 0) != 3 or frame.shape != (arrays or [frame])[0].shape:
-            kind = getattr(frame, "shape", type(frame).__name__)
-            raise MediaError(f"frame {at} is {kind}; expected images of one size, (H, W, 3)")
-        arrays.append(frame)
-    return np.stack(arrays)
+            check_pixels(limits, frame.width, frame.height)
+            check_decoded(limits, len(frames), frame.width, frame.height)
+            arrays.append(np.asarray(frame.convert("RGB")))
+        else:
+            arrays.append(frame)
+    with explain_faults("expected frames that are images of one size, (H, W, 3)"):
+        return np.stack(arrays)
 
 
 def decode_video(media: Media) -> Pixels:
@@ -167,27 +158,17 @@ def decode_video(media: Media) -> Pixels:
         return _unpack_frames(media)
     import numpy as np
 
-    at_index: dict[int, list[int]] = {}
-    for place, index in enumerate(media.indices):
-        at_index.setdefault(index, []).append(place)
-    pixels: Pixels | None = None
-    left = len(at_index)
-    try:
-        with _open_video(media.content) as container:
-            for index, frame in enumerate(container.decode(video=0)):
-                if index in at_index:
-                    one = frame.to_ndarray(format="rgb24")
-                    if pixels is None:  # once: stacked afterwards, all would be there twice
-                        pixels = np.empty((len(media.indices), *one.shape), np.uint8)
-                    pixels[at_index[index]] = one
-                    left -= 1
-                if not left:
-                    break
-    except MediaError:
-        raise
-    except Exception as error:  # av raises an error of its own for each fault of a file
-        raise MediaError(f"a video that cannot be decoded: {show_fault(error)}") from None
-    if left or pixels is None:
+    indices, left = np.asarray(media.indices), len(media.indices)
+    pixels = np.empty((left, media.height, media.width, 3), np.uint8)
+    with explain_faults(_CANNOT_DECODE), _open_video(media.content) as container:
+        for index, frame in enumerate(container.decode(video=0)):
+            places = indices == index
+            if places.any():
+                pixels[places] = frame.to_ndarray(format="rgb24")
+                left -= int(places.sum())
+            if not left:
+                break
+    if left:
         total = media.total_frames
         raise MediaError(f"a video of fewer frames than the {total} that were counted")
     return pixels
@@ -201,7 +182,7 @@ def pack_frames(frames: Pixels) -> bytes:
 def _unpack_frames(media: Media) -> Pixels:
     import numpy as np
 
-    try:
+    with explain_faults("packed frames that cannot be read"):
         count, height, width = _FRAMES_HEAD.unpack_from(media.content)
         if (height, width) != (media.height, media.width):
             raise ValueError(f"frames of {width}x{height}")
@@ -209,71 +190,18 @@ def _unpack_frames(media: Media) -> Pixels:
         packed = zlib.decompressobj().decompress(media.content[_FRAMES_HEAD.size :], size)
         frames = np.frombuffer(packed, np.uint8).reshape(count, height, width, 3)
         return frames[list(media.indices)]
-    except (ValueError, IndexError, struct.error, zlib.error) as error:
-        raise MediaError(f"packed frames that cannot be read: {show_fault(error)}") from None
 
 
 def _open_video(content: bytes) -> Any:
     """An av container."""
-    try:
-        import av
-    except ImportError:
-        raise MediaError("videos need av: pip install 'rollout-rl[media]'") from None
-    try:
+    av = import_extra("av", "media", "a video", MediaError)
+    formats = "MP4, MOV, WebM, MKV, AVI, GIF, FLV, MPEG, OGG, ASF, IVF"
+    with explain_faults(f"expected a video ({formats})"):
         container = av.open(
             io.BytesIO(content), metadata_errors="ignore", container_options=_ONLY_THE_BYTES
         )
-    except Exception as error:
-        raise MediaError(
-            f"expected a video (MP4, MOV, WebM, MKV, AVI, GIF, FLV, MPEG, OGG, ASF, IVF): "
-            f"{show_fault(error)}"
-        ) from None
     if not container.streams.video:
         container.close()
         raise MediaError("expected a video; the file has no picture in it")
     container.streams.video[0].thread_count = 1  # our threads are bounded; its own are not
     return container
-
-
-def check_decoded(count: int, width: int, height: int, limits: MediaConfig) -> None:
-    """Refuse frames that take too much memory once they are decoded.
-
-    Raises:
-        MediaError: They do.
-    """
-    size = count * width * height * 3
-    if size > limits.max_bytes * _DECODED:
-        raise MediaError(
-            f"media.max_bytes = {limits.max_bytes}: {count} frames have {size} decoded"
-        )
-
-
-def _check_frames(count: int, width: int, height: int, limits: MediaConfig) -> None:
-    _check_size(width, height, limits)
-    _check_count(count, limits)
-    check_decoded(count, width, height, limits)
-
-
-def _check_size(width: int, height: int, limits: MediaConfig) -> None:
-    if width < 1 or height < 1:
-        raise MediaError(f"a video of {width} x {height} pixels; expected some")
-    if width * height > limits.max_pixels:
-        raise MediaError(
-            f"media.max_pixels = {limits.max_pixels}: frames of {width} x {height} are "
-            f"{width * height}"
-        )
-
-
-def _check_seconds(seconds: float, limits: MediaConfig) -> None:
-    if seconds > limits.max_seconds:
-        raise MediaError(f"media.max_seconds = {limits.max_seconds}: it takes {seconds:.1f} s")
-
-
-def _check_count(count: int, limits: MediaConfig, shown: str = "") -> None:
-    if count > limits.max_frames:
-        raise MediaError(f"media.max_frames = {limits.max_frames}: it has {shown or count}")
-
-
-def show_fault(error: BaseException) -> str:
-    """A library's error, shortened for ours."""
-    return f"{type(error).__name__}: {error}"[:300]

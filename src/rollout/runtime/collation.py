@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from rollout.agents.services import Services
     from rollout.batch import RolloutBatch
-    from rollout.batch.saved_tokenizer import BatchTokenizer
     from rollout.chat.trajectory import Trajectory
     from rollout.runtime.measuring import BatchWindow
     from rollout.tensor_layout import Layout, Trim
@@ -30,7 +29,6 @@ class Collation:
 
     def __init__(self, services: Services) -> None:
         self._config, self._template = services.config, services.template
-        self._tokenizer: BatchTokenizer | None = None
         self._limiter = anyio.CapacityLimiter(MAX_THREADS)
 
     async def batch(
@@ -54,7 +52,6 @@ class Collation:
         window.found = batch.metrics
         path = self._config.observe.path
         batch.number, batch.events_path = window.batch, None if path is None else Path(path)
-        batch.tokenizer = self._tokenizer
         return batch
 
     def _collate(
@@ -65,12 +62,10 @@ class Collation:
         trim: Trim,
     ) -> RolloutBatch:
         from rollout.batch import collate  # torch, loaded while the runtime opens
-        from rollout.batch.saved_tokenizer import BatchTokenizer, TokenizerRecord
+        from rollout.batch.storage import BatchTokenizer
 
         config, template = self._config, self._template
-        model = TokenizerRecord(path=config.model.path, revision=config.model.revision)
-        self._tokenizer = self._tokenizer or BatchTokenizer(model, template)
-        return collate(
+        batch = collate(
             trajectories,
             config.lengths,
             template.pad_token_id,
@@ -81,6 +76,9 @@ class Collation:
             processor=template.processor,
             position_rows=config.media.position_rows,
         )
+        model = config.model
+        batch.tokenizer = BatchTokenizer(path=model.path, revision=model.revision)
+        return batch
 
 
 def attach(error: BaseException, batch: RolloutBatch) -> None:

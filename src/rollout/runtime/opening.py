@@ -355,4 +355,4 @@ def make_executor(
 
 def list_stop_tokens(template: ChatTemplate, parser: ToolParser) -> tuple[int, ...]:
     """The ids that end a turn, in the template or in the tool-call format."""
-    return (*template.stop_token_ids, *stop_token_ids(parser, template.tokenizer))
+    return tuple(sorted({*template.stop_token_ids, *stop_token_ids(parser, template.tokenizer)}))

@@ -230,7 +230,7 @@ async def _run_agent(services: Services, run: TrajectoryRun, agent: Registered) 
     """Run the agent to its end, and close its tools; cancelling the member ends it."""
     member, context = run.member, run.context
     run.what = _agent_name(agent)
-    run.code = Contained[None](run.containment, run.what, activity=context.identity)
+    run.code = Contained(run.containment, run.what, activity=context.identity)
     member.concluding_since = None
     run.clock.govern(run.code.scope)
     member.set_running(run)

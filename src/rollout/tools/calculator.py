@@ -5,8 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import operator
-import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollout.tools.function_tools import function_tool
 from rollout.tools.results import ToolResult, error_result
@@ -16,12 +15,10 @@ if TYPE_CHECKING:
 
 Number = int | float
 
-MAX_EXPRESSION, MAX_DEPTH = 1000, 50
+MAX_EXPRESSION = 1000
 #: Bits of an exact integer: some 1200 digits.
 MAX_BITS = 4096
 _SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "^": "**"})
-#: Python refuses numbers such as 007.
-_LEADING_ZEROS = re.compile(r"(?<![\w.])0+(?=[0-9])")
 
 
 class CalculationError(ValueError):
@@ -36,14 +33,14 @@ def calculate(expression: str) -> Number:
     where it leaves no rest.
 
     Raises:
-        CalculationError: It is no such expression, divides by zero, has no real value, or passes
-            a bound: 1000 characters, 50 levels of nesting, integers of 4096 bits.
+        CalculationError: It is no such expression, divides by zero, has no real value, is nested
+            too deep for Python, or passes a bound: 1000 characters, integers of 4096 bits.
     """
     if (size := len(expression)) > MAX_EXPRESSION:
         raise CalculationError(f"the expression has {size} characters; at most {MAX_EXPRESSION}")
-    text = _LEADING_ZEROS.sub("", " ".join(expression.translate(_SPELLINGS).split()))
+    text = " ".join(expression.translate(_SPELLINGS).split())
     try:
-        return _evaluate(ast.parse(text, mode="eval").body, MAX_DEPTH)
+        return _evaluate(ast.parse(text, mode="eval").body)
     except SyntaxError as error:
         raise CalculationError(error.msg) from None
     except (MemoryError, RecursionError):
@@ -60,26 +57,21 @@ def format_number(value: Number) -> str:
     return str(value) if isinstance(value, int) else format(value + 0.0, ".15g")
 
 
-def _evaluate(node: ast.expr, depth: int) -> Number:
-    if not depth:
-        raise CalculationError(f"nested deeper than {MAX_DEPTH} levels")
-    result: Number
+def _evaluate(node: ast.expr) -> Number:
     match node:
         case ast.Constant(value=int() | float() as result) if not isinstance(result, bool):
             pass
-        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=operand):
-            result = _evaluate(operand, depth - 1) * (-1 if isinstance(sign, ast.USub) else 1)
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATIONS:
+            result = _OPERATIONS[type(op)](_evaluate(operand))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
-            # A chain such as 1 + 2 + 3 nests on the left, and is not deep.
-            is_chain = isinstance(left, ast.BinOp)
-            result = _evaluate(left, depth if is_chain else depth - 1)
-            result = _OPERATIONS[type(op)](result, _evaluate(right, depth - 1))
+            result = _OPERATIONS[type(op)](_evaluate(left), _evaluate(right))
         case ast.Tuple():
             raise CalculationError("write numbers without commas")
         case _:
             raise CalculationError(f"{ast.unparse(node)!r:.80} is no arithmetic")
-    is_small = isinstance(result, int) and result.bit_length() <= MAX_BITS
-    if not (is_small or (isinstance(result, float) and math.isfinite(result))):
+    if isinstance(result, complex):
+        raise CalculationError("a negative number to a fractional power is not real")
+    if result.bit_length() > MAX_BITS if isinstance(result, int) else not math.isfinite(result):
         raise OverflowError
     return result
 
@@ -89,17 +81,16 @@ def _divide(left: Number, right: Number) -> Number:
     return left // right if are_exact and right and left % right == 0 else left / right
 
 
-def _raise_power(left: Number, right: Number) -> Number:
-    if isinstance(left, int) and isinstance(right, int) and right >= 0:
-        if abs(left) > 1 and left.bit_length() * right > 2 * MAX_BITS:
-            raise OverflowError
-        return int(left**right)
-    if left < 0 and right != math.floor(right):
-        raise CalculationError("a negative number to a fractional power is not real")
-    return float(left) ** right
+def _raise_power(left: Number, right: Number) -> Any:
+    are_exact = isinstance(left, int) and isinstance(right, int)
+    if are_exact and abs(left) > 1 and int(left).bit_length() * right > 2 * MAX_BITS:
+        raise OverflowError  # before it is computed
+    return left**right
 
 
-_OPERATIONS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
+_OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,

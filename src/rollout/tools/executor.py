@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from rollout.child_processes import ChildProcesses, NotImportedError
 from rollout.errors import ToolError
 from rollout.observe.tally import Tally
 from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
 from rollout.tools.function_tools import FunctionTool
-from rollout.tools.langchain import LangChainTool, is_langchain_tool
+from rollout.tools.langchain import is_langchain_tool, wrap_langchain_tool
 from rollout.tools.policy import ToolGate, ToolPolicy
-from rollout.tools.processes import ToolProcesses
 from rollout.tools.schemas import SchemaCheck, quote_all
 from rollout.tools.tool import Tool, ToolContext
 from rollout.tools.trajectory_tools import ToolSettings, TrajectoryTools
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rollout.tools.truncate import TruncateSide
     from rollout.types import Prompt
     from rollout.worker_threads import WorkerThreads
@@ -61,21 +63,16 @@ class ToolExecutor:
         tally: Tally | None = None,
     ) -> None:
         self._tools = _key_by_name([_as_tool(tool) for tool in tools])
-        self._chooses = any(
-            type(tool).is_offered is not Tool.is_offered for tool in self._tools.values()
-        )
         self._warned: set[str] = set()
         self._threads = threads
-        self._processes = ToolProcesses(max_processes=max_processes, cleanup_s=cleanup_s)
+        self._processes = ChildProcesses(
+            "rollout.tools.isolation", max_processes=max_processes, cleanup_s=cleanup_s
+        )
         self._settings = ToolSettings(
-            checks={name: _make_check(tool) for name, tool in self._tools.items()},
-            gates={name: ToolGate(name, tool.policy) for name, tool in self._tools.items()},
-            tally=tally or Tally(),
-            max_parallel_calls=max_parallel_calls,
-            max_response_length=max_response_length,
-            truncate_side=truncate_side,
-            tool_s=tool_s,
-            cleanup_s=cleanup_s,
+            {name: _make_check(tool) for name, tool in self._tools.items()},
+            {name: ToolGate(name, tool.policy, tool_s) for name, tool in self._tools.items()},
+            tally or Tally(),
+            *(max_parallel_calls, max_response_length, truncate_side, tool_s, cleanup_s),
         )
         self.opens_first = any(tool.opens_first for tool in self._tools.values())
 
@@ -85,14 +82,14 @@ class ToolExecutor:
         return tuple(self._tools)
 
     def names_for(self, prompt: Prompt) -> Sequence[str] | None:
-        """Names of the tools that a prompt is offered; None: all.
+        """Names of the tools that a prompt is offered.
 
         Raises:
             ToolError: It asks wrongly for one.
         """
-        if prompt.tools is not None or not self._chooses:
+        if prompt.tools is not None:
             return prompt.tools
-        return tuple(name for name, tool in self._tools.items() if tool.is_offered(prompt))
+        return [name for name, tool in self._tools.items() if tool.is_offered(prompt)]
 
     async def prepare(self) -> None:
         """Let each tool make sure that it can answer here.
@@ -104,7 +101,10 @@ class ToolExecutor:
             await tool.prepare()
         found = [getattr(tool, "function_ref", None) for tool in self._tools.values()]
         if refs := [ref for ref in found if ref is not None]:
-            await self._processes.prepare(refs, self._settings.tool_s)
+            try:
+                await self._processes.prepare(refs, self._settings.tool_s, "limits.tool_s")
+            except NotImportedError as error:
+                raise ToolError(f"isolation = 'process': {error}") from error
 
     def schemas(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """Schemas of the tools offered, in the order of `names`; None takes all.
@@ -133,9 +133,8 @@ class ToolExecutor:
         Raises:
             ToolError: `names` name an unknown tool, or the kwargs of one are no mapping.
         """
-        tools = self._select(names)
-        kwargs = {n: value for n, value in (tools_kwargs or {}).items() if n in tools}
-        for name, value in (tools_kwargs or {}).items():
+        tools, kwargs = self._select(names), tools_kwargs or {}
+        for name, value in kwargs.items():
             if name not in tools and name not in self._warned:
                 self._warned.add(name)
                 known = f"is no tool here; known: {quote_all(self._tools) or 'none'}"
@@ -171,28 +170,19 @@ class ToolExecutor:
 def _as_tool(tool: Tool | Callable[..., Any]) -> Tool:
     """`tool` itself after a look at its name and schema, or a function as a tool."""
     if is_langchain_tool(tool):
-        return LangChainTool(tool)
+        return wrap_langchain_tool(tool)
     if not isinstance(tool, Tool):
         return FunctionTool(tool)
     name, schema = getattr(tool, "name", None), getattr(tool, "schema", None)
+    function = schema.get("function") if isinstance(schema, Mapping) else None
     if not isinstance(name, str) or not name:
         raise ToolError(f"{type(tool).__name__}.name = {name!r}; expected a name for the model")
-    function = schema.get("function") if isinstance(schema, Mapping) else None
     if not isinstance(function, Mapping) or function.get("name") != name:
-        raise ToolError(
-            f"tool {name!r}: its schema is {schema!r:.200}; expected "
-            f"{{'type': 'function', 'function': {{'name': {name!r}, ...}}}}"
-        )
+        expected = f"{{'type': 'function', 'function': {{'name': {name!r}, ...}}}}"
+        raise ToolError(f"tool {name!r}: its schema is {schema!r:.200}; expected {expected}")
     if not isinstance(tool.policy, ToolPolicy):
         raise ToolError(f"tool {name!r}: policy = {tool.policy!r:.80}; expected a ToolPolicy")
     return tool
-
-
-def _make_check(tool: Tool) -> Callable[[Any, Mapping[str, Any]], dict[str, Any]]:
-    if isinstance(tool, FunctionTool):
-        return tool.check
-    check = SchemaCheck(tool.name, tool.schema["function"].get("parameters"))
-    return lambda arguments, kwargs: check.check(arguments)
 
 
 def _key_by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
@@ -201,10 +191,17 @@ def _key_by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
         home: Any = tool if isinstance(tool, FunctionTool) else type(tool)
         origin = getattr(tool, "origin", f"{home.__module__}.{home.__qualname__}")
         homes.setdefault(tool.name, []).append(origin)
-    collisions = [f"{name!r} ({', '.join(at)})" for name, at in homes.items() if len(at) > 1]
-    if collisions:
+    if collisions := [f"{name!r} ({', '.join(at)})" for name, at in homes.items() if len(at) > 1]:
         raise ToolError(
             f"tools with the same name: {', '.join(collisions)}; give all but one of each another "
             f'name, as in @function_tool("another_name")'
         )
     return {tool.name: tool for tool in tools}
+
+
+def _make_check(tool: Tool) -> Callable[[Any, Mapping[str, Any]], dict[str, Any]]:
+    """Return what checks arguments, and merges the prompt's kwargs into those of functions."""
+    if isinstance(tool, FunctionTool):
+        return tool.check
+    check = SchemaCheck(tool.name, tool.schema["function"].get("parameters"))
+    return lambda arguments, kwargs: check.check(arguments)

@@ -4,26 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Generic,
-    Literal,
-    ParamSpec,
-    TypeVar,
-    get_args,
-    overload,
-)
+from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, get_args, overload
 
 from rollout.errors import ToolError
-from rollout.function_refs import (
-    FunctionRef,
-    NotImportableError,
-    check_top_level,
-    function_ref,
-)
+from rollout.function_refs import FunctionRef, NotImportableError, check_top_level, function_ref
+from rollout.tools.isolation import run_isolated
 from rollout.tools.parameters import Parameters
-from rollout.tools.schemas import SchemaCheck, as_openai_schema, read_object
+from rollout.tools.schemas import SchemaCheck, as_openai_schema
 from rollout.tools.tool import METHOD_KWARGS, Tool, ToolContext, ToolSession
 
 if TYPE_CHECKING:
@@ -73,35 +60,23 @@ class FunctionTool(Tool, Generic[P, R]):
         isolation: Isolation = "none",
         stateful: bool | None = None,
     ) -> None:
-        _check_function(function)
+        if not (inspect.isfunction(function) or inspect.ismethod(function)):
+            raise ToolError(
+                f"{function!r:.200} is neither a Tool nor a function: write a function around it, "
+                "or a subclass of Tool"
+            )
         functools.update_wrapper(self, function)
         if schema is not None:
             schema = as_openai_schema(schema, f"schema of function tool {function.__name__!r}")
         self.name = name or (function.__name__ if schema is None else schema["function"]["name"])
-        for option, value, choices in (
-            ("backend", backend, get_args(Backend)),
-            ("isolation", isolation, get_args(Isolation)),
-        ):
-            if value not in choices:
-                known = " or ".join(map(repr, choices))
-                raise self._make_error(f"{option} = {value!r}; expected {known}")
-        self.function = function
+        self.function: Callable[P, R] = function
+        self.parameters = Parameters(function, self.name, is_documented=schema is None)
         self._is_async = inspect.iscoroutinefunction(function)
         self._backend, self._is_isolated = backend, isolation == "process"
-        self.parameters = Parameters(function, self.name, is_documented=schema is None)
-        context_name = self.parameters.context_name
-        self.stateful = context_name is not None if stateful is None else bool(stateful)
-        if self._is_isolated:
-            try:
-                check_top_level(function)
-            except NotImportableError as error:
-                raise self._make_error(f"isolation = 'process' {error}") from None
-            if context_name is not None:
-                raise self._make_error(
-                    "isolation = 'process' cannot hand over the ToolContext: remove the parameter "
-                    f"{context_name!r}"
-                )
-        self._schema_check = None if schema is None else self._check_schema(schema)
+        takes_context = self.parameters.context_name is not None
+        self.stateful = takes_context if stateful is None else stateful
+        if fault := self._find_fault(backend, isolation, schema):
+            raise self._make_error(fault)
         self.schema = schema or {
             "type": "function",
             "function": {
@@ -110,8 +85,33 @@ class FunctionTool(Tool, Generic[P, R]):
                 "parameters": self.parameters.schema,
             },
         }
+        self._schema_check = SchemaCheck(self.name, self.schema["function"].get("parameters"))
         if policy is not None:
             self.policy = policy
+
+    def _find_fault(self, backend: str, isolation: str, schema: dict[str, Any] | None) -> str:
+        """Why the function cannot be a tool with these options; "" where it can."""
+        function = self.function
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            return "it yields: return one value instead"
+        if backend not in get_args(Backend) or isolation not in get_args(Isolation):
+            known = f"{get_args(Backend)} and {get_args(Isolation)}"
+            return f"backend = {backend!r}, isolation = {isolation!r}; expected some of {known}"
+        if self._is_isolated:
+            try:
+                check_top_level(function)
+            except NotImportableError as error:
+                return f"isolation = 'process' {error}"
+            if context_name := self.parameters.context_name:
+                why = "cannot hand over the ToolContext: remove the parameter"
+                return f"isolation = 'process' {why} {context_name!r}"
+        shown: dict[str, Any] = {"name": self.name} if schema is None else schema["function"]
+        if shown["name"] != self.name:
+            return f"its schema is named {shown['name']!r}; expected the same name"
+        properties = (shown.get("parameters") or {}).get("properties", ())
+        if unknown := ", ".join(name for name in properties if not self.parameters.takes(name)):
+            return f"its schema has properties that are no parameters of the function: {unknown}"
+        return ""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function itself, unchecked."""
@@ -134,12 +134,12 @@ class FunctionTool(Tool, Generic[P, R]):
         Raises:
             ToolError: The prompt's kwargs name no parameter.
         """
-        known = self.parameters.names
-        unknown = sorted(set(context.kwargs) - known - METHOD_KWARGS)
-        if unknown and not self.parameters.takes_others:
+        names = context.kwargs.keys() - METHOD_KWARGS
+        if unknown := ", ".join(sorted(n for n in names if not self.parameters.takes(n))):
+            known = ", ".join(sorted(self.parameters.schema["properties"])) or "none"
             raise ToolError(
-                f"tools_kwargs of {self.name!r} name no parameter of it: {', '.join(unknown)}; "
-                f"expected some of: {', '.join(sorted(known)) or 'none'}"
+                f"tools_kwargs of {self.name!r} name no parameter of it: {unknown}; "
+                f"expected some of: {known}"
             )
         return _FunctionSession(self, context)
 
@@ -151,20 +151,10 @@ class FunctionTool(Tool, Generic[P, R]):
         Raises:
             ArgumentsError: It names each missing, unknown and wrong one, and what was expected.
         """
-        merged, fixed = read_object(self.name, arguments), {}
-        if kwargs:
-            known, takes_others = self.parameters.names, self.parameters.takes_others
-            fixed = {
-                name: value
-                for name, value in kwargs.items()
-                if name in known or (takes_others and name not in METHOD_KWARGS)
-            }
-        if self._schema_check is not None:
-            shown = {name: fixed[name] for name in self._schema_check.names if name in fixed}
-            self._schema_check.check({**merged, **shown})
-        merged |= fixed
-        checked = self.parameters.check(merged)
-        return merged if self._is_isolated else checked
+        fixed = {name: value for name, value in kwargs.items() if self.parameters.takes(name)}
+        merged = self._schema_check.check(arguments, fixed) | fixed
+        typed = self.parameters.check(merged)
+        return merged if self._is_isolated else typed
 
     @functools.cached_property
     def function_ref(self) -> FunctionRef | None:
@@ -192,7 +182,8 @@ class FunctionTool(Tool, Generic[P, R]):
         if self.function_ref is not None:
             if context.processes is None:
                 raise ToolError(f"{self.name}: this ToolContext has no processes to run in")
-            return await context.processes.run(self.name, self.function_ref, dict(arguments))
+            where = context.processes, self.name, self.function_ref
+            return await run_isolated(*where, dict(arguments))
         if self.parameters.context_name is not None:
             arguments = {**arguments, self.parameters.context_name: context}
         call: Callable[[], Any] = functools.partial(self.function, **arguments)
@@ -203,19 +194,6 @@ class FunctionTool(Tool, Generic[P, R]):
         result = await context.threads.run(self.name, call)
         # An async function in a sync wrapper: the wrapper ran in the thread, the rest does not.
         return await result if inspect.isawaitable(result) else result
-
-    def _check_schema(self, schema: dict[str, Any]) -> SchemaCheck:
-        name, parameters = schema["function"]["name"], schema["function"].get("parameters")
-        if name != self.name:
-            raise self._make_error(f"its schema is named {name!r}; expected the same name")
-        known = self.parameters.names
-        unknown = [each for each in (parameters or {}).get("properties", {}) if each not in known]
-        if unknown and not self.parameters.takes_others:
-            raise self._make_error(
-                "its schema has properties that are no parameters of the function: "
-                + ", ".join(unknown)
-            )
-        return SchemaCheck(self.name, parameters)
 
     def _make_error(self, text: str) -> ToolError:
         return ToolError(f"function tool {self.name!r}: {text}")
@@ -231,16 +209,6 @@ class _FunctionSession(ToolSession):
         return await self._tool.run(call.arguments, self._context)
 
 
-def _check_function(function: Any) -> None:
-    if not (inspect.isfunction(function) or inspect.ismethod(function)):
-        raise ToolError(
-            f"{function!r:.200} is neither a Tool nor a function: write a function around it, or a "
-            f"subclass of Tool"
-        )
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise ToolError(f"function tool {function.__name__!r} yields: return one value instead")
-
-
 @overload
 def function_tool(function: Callable[P, R], /) -> FunctionTool[P, R]: ...
 
@@ -251,13 +219,7 @@ def function_tool(
 ) -> Callable[[Callable[P, R]], FunctionTool[P, R]]: ...
 
 
-def function_tool(
-    function: Any = None,
-    /,
-    *,
-    name: str | None = None,
-    **options: Any,
-) -> Any:
+def function_tool(function: Any = None, /, *, name: str | None = None, **options: Any) -> Any:
     """Make a function a tool: ``@function_tool``, ``@function_tool("name")`` or with keywords.
 
     The schema is that of `transformers.utils.get_json_schema`, without the result's: types from

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import re
+import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,20 +17,12 @@ from rollout.tools.tool import Tool, ToolProvider
 from rollout.user_files import UserCodeError, run_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from types import ModuleType
 
 #: The shipped tools that need no settings.
-SHIPPED: Mapping[str, Callable[[], Tool]] = {
-    "calculator": lambda: calculator,
-    "edit": EditTool,
-    "finish": lambda: finish,
-    "python": PythonTool,
-    "shell": ShellTool,
-    "submit": lambda: submit,
-}
-_IMPORTS_VERL = re.compile(rb"^\s*(from|import)\s+verl\b", re.MULTILINE)
-#: What reads verl's own registry of functions lives above; it is imported for files that use verl.
+SHIPPED = ("calculator", "edit", "finish", "python", "shell", "submit")
+#: What reads verl's own registry of functions lives above; it is imported where verl is.
 _import_reader = lazy_exports(
     {"__name__": __name__},
     {"rollout.integrations.verl.function_tools": ("forget_functions", "find_functions")},
@@ -47,16 +40,21 @@ def make_shipped(
     """One tool for each name.
 
     Args:
-        names: Keys of `SHIPPED`, or ``search``.
+        names: Of `SHIPPED`, or ``search``.
         search_url: Of the retriever that the search asks.
         max_pictures: Of a program's call, which the model is shown; see `PythonTool`.
     """
-    with_settings: dict[str, Callable[[], Tool]] = {
-        "python": lambda: PythonTool(max_pictures=max_pictures),
-        "shell": lambda: ShellTool(max_pictures=max_pictures),
-        "search": lambda: SearchTool(search_url),
+    shipped: dict[str, Tool | Callable[[], Tool]] = {
+        "calculator": calculator,
+        "edit": EditTool,
+        "finish": finish,
+        "python": partial(PythonTool, max_pictures=max_pictures),
+        "search": partial(SearchTool, search_url),
+        "shell": partial(ShellTool, max_pictures=max_pictures),
+        "submit": submit,
     }
-    return [{**SHIPPED, **with_settings}[name]() for name in names]
+    made = [shipped[name] for name in names]
+    return [tool if isinstance(tool, Tool) else tool() for tool in made]
 
 
 def load_tools(path: str | Path) -> list[Tool | ToolProvider]:
@@ -71,26 +69,26 @@ def load_tools(path: str | Path) -> list[Tool | ToolProvider]:
     file = Path(path).resolve()
     if not file.is_file():
         raise ToolError(f"load_tools: {path} is no file")
-    if _IMPORTS_VERL.search(file.read_bytes()):
+    if "verl" in sys.modules:
         _import_reader("forget_functions")(file)
     try:
-        module = run_file(file)
-    except UserCodeError as error:
+        return find_tools(run_file(file))
+    except (UserCodeError, ToolError) as error:
         raise ToolError(f"load_tools: {path}: {error}") from error
-    tools = find_tools(module)
-    if not tools:
-        raise ToolError(
-            f"load_tools: {path}: no tools; expected functions decorated with "
-            "@rollout.function_tool, or Tool objects, at the top level of the file"
-        )
-    return tools
 
 
 def find_tools(module: ModuleType) -> list[Tool | ToolProvider]:
-    """The tools at the top level of a module."""
+    """The tools at the top level of a module.
+
+    Raises:
+        ToolError: It has none.
+    """
     values = vars(module).values()
-    ours = {id(value): value for value in values if isinstance(value, Tool | ToolProvider)}
-    homes = [getattr(v, "__module__", None) or getattr(v, "__name__", None) for v in values]
-    if not any(str(home).partition(".")[0] == "verl" for home in homes):
-        return list(ours.values())
-    return [*ours.values(), *_import_reader("find_functions")(module)]
+    tools = {id(value): value for value in values if isinstance(value, Tool | ToolProvider)}
+    functions = _import_reader("find_functions")(module) if "verl" in sys.modules else ()
+    if found := [*tools.values(), *functions]:
+        return found
+    raise ToolError(
+        "no tools; expected functions decorated with @rollout.function_tool, or Tool objects, at "
+        "the top level of the file"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import typing
-from collections import OrderedDict
+from contextlib import asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -14,14 +14,17 @@ import msgspec
 from rollout.config.checks import Count, Natural, Positive, validate
 from rollout.errors import ToolError
 from rollout.scopes import release_token
-from rollout.tools.results import error_result
+from rollout.tools.attempt import CallError, attempt
+from rollout.tools.results import ToolResult, error_result, normalise_result
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
-    from rollout.tools.results import ToolResult
+    from rollout.limits import Limit
+    from rollout.types import ToolCall
 
 logger = logging.getLogger("rollout")
+_NO_SLOT = nullcontext()
 
 
 class TransientError(ToolError):
@@ -80,45 +83,102 @@ class ToolPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolGate:
-    """What all trajectories of a runtime share of one tool: its slots, rate, cache and breaker."""
+    """Runs the calls of one tool as its policy says, for all trajectories of a runtime.
 
-    def __init__(self, name: str, policy: ToolPolicy) -> None:
+    Attributes:
+        has_queue: Whether calls may wait for a slot.
+    """
+
+    def __init__(self, name: str, policy: ToolPolicy, tool_s: float | None) -> None:
         self.name, self.policy = name, policy
-        #: Whether calls may wait for a slot.
         self.has_queue = policy.max_concurrency is not None or policy.rate_limit_per_s is not None
+        self._call_s, self._source = tool_s, "limits.tool_s"
+        if policy.timeout_s is not None:
+            self._call_s, self._source = policy.timeout_s, f"timeout_s of {name!r}"
         self._slots = anyio.CapacityLimiter(policy.max_concurrency or math.inf)
-        self._starting = anyio.Lock()
-        self._next_start = 0.0
-        self._results: OrderedDict[bytes, ToolResult] = OrderedDict()
+        self._starting, self._next_start = anyio.Lock(), 0.0
+        self._cache: dict[bytes, ToolResult] = {}  # the result used longest ago first
         self._failures, self._last_failure, self._refuses_until = 0, "", -math.inf
 
-    async def acquire(self, slot: object) -> None:
-        """Take one of `max_concurrency` slots, once the rate allows another start.
+    async def run(
+        self,
+        execute: Callable[[ToolCall], Awaitable[Any]],
+        call: ToolCall,
+        kwargs: Mapping[str, Any],
+        turn: Limit,
+        activity: str,
+    ) -> ToolResult:
+        """Return the cached result of a call, or that of the first try without a transient failure.
 
-        Cancellation may leave the slot taken: `release` it whatever happens.
+        The limit of a call begins with its slot, and holds for all tries.
+
+        Raises:
+            CallError: The last try failed, or the limit was over.
+            LimitExceeded: The turn's limit was over.
         """
-        await self._slots.acquire_on_behalf_of(slot)
-        if self.policy.rate_limit_per_s is not None:
-            async with self._starting:
-                await anyio.sleep_until(self._next_start)
-                now = max(self._next_start, anyio.current_time())
-                self._next_start = now + 1 / self.policy.rate_limit_per_s
+        key = self._make_key(call, kwargs)
+        known = self._cache.pop(key, None) or self.find_refusal()
+        if known is not None:
+            return self._store(key, known)
+        policy, limit, tries = self.policy, None, 0
+        while True:
+            tries += 1
+            try:
+                async with self._take_slot() if self.has_queue else _NO_SLOT:
+                    limit = limit or turn.open(self._call_s, self._source)
+                    what = f"tool {self.name!r}"
+                    result = await attempt(
+                        _execute, execute, call, limit=limit, what=what, activity=activity
+                    )
+                self._failures = 0
+                return self._store(key, result)
+            except CallError as error:
+                cause, pause_s = error.__cause__, policy.backoff_s * 2 ** (tries - 1)
+                is_last = tries > policy.retries or not policy.is_transient(cause or error)
+                assert limit is not None
+                if is_last or anyio.current_time() + pause_s >= limit.deadline.at:
+                    text = f"{error} (after {tries} attempts)" if tries > 1 else str(error)
+                    raise CallError(text) from cause
+            await anyio.sleep(pause_s)
 
-    def release(self, slot: object) -> None:
-        """Give the slot back, where one was taken."""
-        if self.has_queue:
-            release_token(self._slots, slot)
+    @asynccontextmanager
+    async def _take_slot(self) -> AsyncIterator[None]:
+        """Hold one of `max_concurrency` slots, from when the rate allows another start."""
+        borrower = object()
+        try:
+            await self._slots.acquire_on_behalf_of(borrower)
+            if self.policy.rate_limit_per_s is not None:
+                async with self._starting:
+                    await anyio.sleep_until(self._next_start)
+                    self._next_start = anyio.current_time() + 1 / self.policy.rate_limit_per_s
+            yield
+        finally:
+            release_token(self._slots, borrower)
 
-    def find_result(self, arguments: Any, kwargs: Mapping[str, Any]) -> ToolResult | None:
-        """The result of a call without running it: of an earlier one like it, or the breaker's."""
-        key = self._make_key(arguments, kwargs)
-        if key in self._results:
-            self._results.move_to_end(key)
-            return self._results[key]
-        return self.find_refusal()
+    def _make_key(self, call: ToolCall, kwargs: Mapping[str, Any]) -> bytes:
+        """Return the key of a call in the cache; an empty one where its result is not cached."""
+        if not self.policy.cache_size:
+            return b""
+        try:
+            return msgspec.json.encode(
+                (call.arguments, kwargs),
+                order="deterministic",
+                # Models of pydantic: what they allow beyond their fields, and those left out of it.
+                enc_hook=lambda model: (model.model_dump(), vars(model)),
+            )
+        except Exception:  # kwargs may hold any object
+            return b""
+
+    def _store(self, key: bytes, result: ToolResult) -> ToolResult:
+        """Cache a result; the one used longest ago makes room."""
+        if key and not result.is_error:
+            self._cache[key] = result
+            if len(self._cache) > self.policy.cache_size:
+                del self._cache[next(iter(self._cache))]
+        return result
 
     def find_refusal(self) -> ToolResult | None:
-        """The breaker's answer where a call may not run now."""
+        """Return the breaker's answer where a call may not run now."""
         if not self._failures or anyio.current_time() >= self._refuses_until:
             return None
         return error_result(
@@ -126,31 +186,17 @@ class ToolGate:
             f"one: {self._last_failure}); not called"
         )
 
-    def _make_key(self, arguments: Any, kwargs: Mapping[str, Any]) -> bytes:
-        """What the result of a call is kept under; empty where it is not kept."""
-        if not self.policy.cache_size:
-            return b""
-        try:
-            return msgspec.json.encode((arguments, kwargs), order="deterministic")
-        except Exception:  # kwargs may hold any object
-            return b""
-
-    def note_success(self, arguments: Any, kwargs: Mapping[str, Any], result: ToolResult) -> None:
-        """A call was answered: keep its result; the one used longest ago makes room."""
-        self._failures = 0
-        if not result.is_error and (key := self._make_key(arguments, kwargs)):
-            self._results[key] = result
-            if len(self._results) > self.policy.cache_size:
-                self._results.popitem(last=False)
-
     def note_failure(self, failure: str) -> None:
-        """A call raised, or timed out."""
+        """Count a call that raised or timed out, and refuse further ones after too many."""
         self._failures, self._last_failure = self._failures + 1, failure
         limit, now = self.policy.breaker_failures, anyio.current_time()
-        if limit is None or self._failures < limit or now < self._refuses_until:
-            return
-        self._refuses_until = now + self.policy.breaker_s
-        logger.warning(
-            "tool %r: %d calls in a row failed, the last with: %s; calls are refused for %g s",
-            *(self.name, self._failures, failure, self.policy.breaker_s),
-        )
+        if limit is not None and self._failures >= limit and now >= self._refuses_until:
+            self._refuses_until = now + self.policy.breaker_s
+            logger.warning(
+                "tool %r: %d calls in a row failed, the last with: %s; calls are refused for %g s",
+                *(self.name, self._failures, failure, self.policy.breaker_s),
+            )
+
+
+async def _execute(execute: Callable[[ToolCall], Awaitable[Any]], call: ToolCall) -> ToolResult:
+    return normalise_result(await execute(call))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping, Sequence, Sized
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -24,7 +25,6 @@ from rollout.media.parts import (
 #: What the model reads where a tool answers None.
 NO_OUTPUT = "(no output)"
 _NO_MEDIA: tuple[Any, ...] = ()
-_EXPECTED = "return text, a number, a dict or list of JSON values, None or a ToolResult"
 
 
 class _Text(msgspec.Struct, frozen=True):
@@ -125,62 +125,6 @@ def normalise_result(value: Any) -> ToolResult:
     return _show_media(value) or _write_json(value)
 
 
-def _show_media(value: Any) -> ToolResult | None:
-    """The result in what is a picture, or in parts of which one is; None of anything else."""
-    if isinstance(value, Media):
-        is_image = value.kind == "image"
-        return ToolResult(images=[value]) if is_image else ToolResult(videos=[value])
-    if kind_of_media(value) is not None:
-        return ToolResult(images=[value])
-    if not isinstance(value, list) or not all(map(_is_part, value)):
-        return None
-    media = [media_part(f"part {at} of the tool's answer", part) for at, part in enumerate(value)]
-    if not any(media):
-        return None
-    texts = [part["text"] for part in value if part.get("type") == "text"]
-    images, videos = split_media(media)
-    return ToolResult("\n".join(texts), images=images, videos=videos)
-
-
-def split_media(parts: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """The images, and the videos, among what `media_part` found."""
-    found = [part for part in parts if part is not None]
-    images = [part for part in found if part.kind == "image"]
-    return images, [part for part in found if part.kind == "video"]
-
-
-def _is_part(value: object) -> bool:
-    """Whether it is a part of a content: text, an image or a video."""
-    if isinstance(value, Mapping) and value.get("type") == "text":
-        return isinstance(value.get("text"), str)
-    return isinstance(value, Mapping) and is_media_part(value)
-
-
-def _write_json(value: Any) -> ToolResult:
-    try:
-        check_answer("the tool's answer", value)
-        encoded = msgspec.json.encode(value, enc_hook=_convert_plain)
-        return ToolResult(msgspec.json.format(encoded, indent=0).decode(), data=value)
-    except MediaError:
-        raise
-    except Exception as error:  # an iterator or a property of the value may raise anything
-        kind = type(value).__name__
-        return error_result(f"the tool returned {kind}, which is not JSON ({error}); {_EXPECTED}")
-
-
-def _convert_plain(value: Any) -> Any:
-    """A pydantic model, an array or one of its scalars as plain data, without media in it."""
-    check_answer("the tool's answer", value)
-    if isinstance(value, BaseModel):
-        plain = value.model_dump(mode="json")
-    elif callable(getattr(value, "tolist", None)):
-        plain = value.tolist()
-    else:
-        raise NotImplementedError(f"no JSON for {type(value).__name__}")
-    check_answer("the tool's answer", plain)
-    return plain
-
-
 def check_result(result: ToolResult) -> ToolResult:
     """The result with plain dicts and a float reward; an error where a field is none such."""
     if not isinstance(result.text, str):
@@ -203,19 +147,64 @@ def check_result(result: ToolResult) -> ToolResult:
 
 def read_reward(value: Any) -> float | None:
     """`value` as a finite float; None where it is no such number (a bool is none)."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        with suppress(OverflowError):  # an integer past what a float holds
+            return float(value) if math.isfinite(value) else None
+    return None
+
+
+def _show_media(value: Any) -> ToolResult | None:
+    """The result in what is a picture, or in parts of which one is; None of anything else."""
+    if isinstance(value, Media) and value.kind == "video":
+        return ToolResult(videos=[value])
+    if isinstance(value, Media) or kind_of_media(value) is not None:
+        return ToolResult(images=[value])
+    if not isinstance(value, list) or not all(map(_is_part, value)):
         return None
+    media = [media_part(f"part {at} of the tool's answer", part) for at, part in enumerate(value)]
+    if not any(media):
+        return None
+    texts = [part["text"] for part in value if part.get("type") == "text"]
+    images, videos = split_media(media)
+    return ToolResult("\n".join(texts), images=images, videos=videos)
+
+
+def _is_part(value: object) -> bool:
+    """Whether it is a part of a content: text, an image or a video."""
+    if isinstance(value, Mapping) and value.get("type") == "text":
+        return isinstance(value.get("text"), str)
+    return isinstance(value, Mapping) and is_media_part(value)
+
+
+def split_media(parts: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """The images, and the videos, among what `media_part` found."""
+    found = [part for part in parts if part is not None]
+    images = [part for part in found if part.kind == "image"]
+    return images, [part for part in found if part.kind == "video"]
+
+
+def _write_json(value: Any) -> ToolResult:
     try:
-        number = float(value)
-    except OverflowError:  # an integer past what a float holds
-        return None
-    return number if math.isfinite(number) else None
+        check_answer("the tool's answer", value)
+        encoded = msgspec.json.encode(value, enc_hook=_convert_plain)
+        return ToolResult(msgspec.json.format(encoded, indent=0).decode(), data=value)
+    except MediaError:
+        raise
+    except Exception as error:  # an iterator or a property of the value may raise anything
+        return error_result(
+            f"the tool returned {type(value).__name__}, which is not JSON ({error}); return text, "
+            "a number, a dict or list of JSON values, None or a ToolResult"
+        )
 
 
-def add_metrics(sums: dict[str, float], tool: str, metrics: Mapping[str, Any]) -> None:
-    """Add what one call measured to a trajectory's sums; what is no finite number stays out."""
-    for name, value in metrics.items():
-        number = float(value) if isinstance(value, bool) else read_reward(value)
-        if number is not None:
-            key = f"tools/{tool}/{name}"
-            sums[key] = sums.get(key, 0.0) + number
+def _convert_plain(value: Any) -> Any:
+    """A pydantic model, an array or one of its scalars as plain data, without media in it."""
+    check_answer("the tool's answer", value)
+    if isinstance(value, BaseModel):
+        plain = value.model_dump(mode="json")
+    elif callable(getattr(value, "tolist", None)):
+        plain = value.tolist()
+    else:
+        raise NotImplementedError(f"no JSON for {type(value).__name__}")
+    check_answer("the tool's answer", plain)
+    return plain

@@ -20,10 +20,8 @@ from rollout.tools.tool import Tool, ToolContext, ToolSession
 from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from typing import Never
+    from collections.abc import Awaitable, Callable, Sequence
 
-    from rollout.errors import RolloutError
     from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
     from rollout.types import ToolCall
 
@@ -90,23 +88,6 @@ _LIST = (
 )
 
 
-#: What the tools of a sandbox of their own took, and where it is said now.
-_MOVED = {
-    "isolation": "sandbox.provider of the configuration says who makes sandboxes",
-    "limits": "timeout_s bounds a call, and the section sandbox of the configuration the rest",
-    "readable": "sandbox.provider_options of the configuration has readable, for bubblewrap",
-    "is_stateful": "variables always stay",
-}
-
-
-def refuse_moved(kind: str, given: Mapping[str, object], error: type[RolloutError]) -> None:
-    """Refuse arguments that are no more, or never were any."""
-    for name in given:
-        if name not in _MOVED:
-            raise TypeError(f"{kind} got an unexpected keyword argument {name!r}")
-        raise error(f"{kind}: {name} is no argument any more: {_MOVED[name]}")
-
-
 class SandboxTool(Tool):
     """A tool in the trajectory's sandbox.
 
@@ -121,7 +102,7 @@ class SandboxTool(Tool):
             images.
 
     Raises:
-        ToolError: `max_pictures` is none, or an argument is given that is no more.
+        ToolError: `max_pictures` is none.
     """
 
     needs_sandbox = True
@@ -136,9 +117,7 @@ class SandboxTool(Tool):
         description: str | None = None,
         timeout_s: float | None = None,
         max_pictures: int = 0,
-        **moved: Never,
     ) -> None:
-        refuse_moved(type(self).__name__, moved, ToolError)
         if type(max_pictures) is not int or max_pictures < 0:
             raise ToolError(f"max_pictures = {max_pictures!r}: expected an integer ≥ 0")
         self.name = name or self.name
@@ -151,6 +130,68 @@ class SandboxTool(Tool):
         parameters |= {"required": self.required, "additionalProperties": False}
         function = {"name": self.name, "description": text, "parameters": parameters}
         self.schema = {"type": "function", "function": function}
+
+    async def open(self, context: ToolContext) -> ToolSession:
+        """See `Tool.open`; nothing is started yet."""
+        return SandboxSession(context.sandbox, self._answer, self.max_pictures)
+
+    @abstractmethod
+    async def _answer(self, session: SandboxSession, call: ToolCall) -> Any:
+        """Answer one call, without pictures."""
+
+
+class SandboxSession(ToolSession):
+    """A trajectory's use of one tool; calls of all tools of one sandbox run one after another.
+
+    Attributes:
+        directory: Where the tool keeps its own, in the sandbox; None until it is made.
+        is_lost: Whether an interpreter has ended since the model last read so.
+    """
+
+    directory: str | None = None
+    is_lost = False
+
+    def __init__(
+        self,
+        sandbox: TrajectorySandbox,
+        answer: Callable[[SandboxSession, ToolCall], Awaitable[Any]],
+        max_pictures: int,
+    ) -> None:
+        self.serial = self.sandbox = sandbox
+        self._answer, self._max_pictures = answer, max_pictures
+
+    async def execute(self, call: ToolCall) -> Any:
+        """See `ToolSession.execute`."""
+        before = await self._list_pictures()
+        answer = await self._answer(self, call)
+        result = answer if isinstance(answer, ToolResult) else ToolResult(answer)
+        written = await self._list_pictures() - before
+        pictures: list[bytes] = []
+        for path in sorted(line.partition(" ./")[2] for line in written):
+            if not result.is_error and len(pictures) < self._max_pictures:
+                with suppress(OSError, SandboxLimit):  # gone by now, or no picture for a model
+                    pictures.append(await self.sandbox.read_file(path))
+        if not pictures:
+            return result
+        return ToolResult("" if result.text == NO_OUTPUT else result.text, images=pictures)
+
+    async def _list_pictures(self) -> set[str]:
+        """A line for each picture in the sandbox's directory, new where it was written since."""
+        if not self._max_pictures:
+            return set()
+        result = await self.sandbox.exec(_PICTURES)
+        return set(result.stdout.decode(errors="surrogateescape").splitlines())
+
+    async def make_directory(self, script: str, *words: str, program: str = "") -> str:
+        """The directory that the script makes and prints."""
+        command = ["/bin/sh", "-c", script, "sh", *words]
+        result = await self.sandbox.exec(command, input=program, timeout_s=_START_S)
+        printed = result.stdout.decode(errors="replace").strip()
+        if result.exit_code or not printed:
+            why = result.stderr.decode(errors="replace").strip() or printed
+            raise ToolError(f"cannot start in {self.sandbox.id}: {why}")
+        self.directory = printed
+        return printed
 
 
 class PythonTool(SandboxTool):
@@ -176,9 +217,44 @@ class PythonTool(SandboxTool):
         super().__init__(name, **options)
         self.python = python
 
-    async def open(self, context: ToolContext) -> ToolSession:
-        """See `Tool.open`; nothing is started yet."""
-        return _PythonSession(self, context.sandbox)
+    async def _answer(self, session: SandboxSession, call: ToolCall) -> Any:
+        directory = session.directory or await session.make_directory(
+            _START, self.python, program=read_program("python_session")
+        )
+        note = f"[{_GONE}]\n" if session.is_lost else ""
+        session.is_lost = True  # until it has answered
+        try:
+            result = await session.sandbox.exec(
+                ["/bin/sh", "-c", _CELL, "sh", directory, str(CAP)],
+                input=encodable(call.arguments["code"]),
+                timeout_s=self.timeout_s,
+                max_output_bytes=CAP + 64,
+                keep="head",
+            )
+        except SandboxTimeout as error:
+            output = await _kill_interpreter(session)
+            return _report_failure(output, f"timed out after {error.seconds:g} s; {_GONE}")
+        except BaseException:
+            with anyio.CancelScope(shield=True), suppress(SandboxError):
+                await _kill_interpreter(session)
+            raise
+        if result.exit_code:
+            await _kill_interpreter(session)
+            return _report_failure(result.stdout, f"the interpreter has ended; {_GONE}")
+        session.is_lost = False
+        head, _, output = result.stdout.partition(b"\n")
+        is_ok, size = map(int, head.split())
+        text = note + output.decode(errors="replace")
+        if size > CAP:
+            text = f"{text.rstrip()}\n[only the first {CAP} bytes of the output are shown]"
+        return ToolResult(text or NO_OUTPUT) if is_ok else error_result(text.rstrip("\n"))
+
+
+async def _kill_interpreter(session: SandboxSession) -> bytes:
+    """End the interpreter with what is in its process group; what it had printed."""
+    directory, session.directory = session.directory, None
+    command = ["/bin/sh", "-c", _KILL, "sh", str(directory), str(CAP)]
+    return (await session.sandbox.exec(command, timeout_s=_KILL_S)).stdout
 
 
 class ShellTool(SandboxTool):
@@ -198,9 +274,27 @@ class ShellTool(SandboxTool):
     parameters: ClassVar = {"command": {"type": "string", "description": "The command line."}}
     required: ClassVar = ["command"]
 
-    async def open(self, context: ToolContext) -> ToolSession:
-        """See `Tool.open`; nothing is started yet."""
-        return _ShellSession(self, context.sandbox)
+    async def _answer(self, session: SandboxSession, call: ToolCall) -> Any:
+        directory = session.directory or await session.make_directory(_MAKE + 'echo "$d"')
+        try:
+            result = await session.sandbox.exec(
+                ["/bin/sh", "-c", _SHELL, "sh", directory, _SHELL_CALL],
+                input=encodable(call.arguments["command"]),
+                timeout_s=self.timeout_s,
+                max_output_bytes=CAP,
+            )
+        except SandboxTimeout as error:
+            return _report_failure(error.stdout, f"timed out after {error.seconds:g} s")
+        note = f"[only the last {CAP} bytes of the output are shown]\n" if result.truncated else ""
+        output = note.encode() + result.stdout
+        if result.exit_code:
+            return _report_failure(output, f"exit code {result.exit_code}")
+        return output.decode(errors="replace") or NO_OUTPUT
+
+
+def _report_failure(output: bytes, reason: str) -> ToolResult:
+    text = output.decode(errors="replace").rstrip("\n")
+    return error_result(f"{text}\n[{reason}]" if text else f"[{reason}]")
 
 
 class EditTool(SandboxTool):
@@ -236,178 +330,49 @@ class EditTool(SandboxTool):
     def __init__(self, name: str | None = None, *, description: str | None = None) -> None:
         super().__init__(name, description=description)
 
-    async def open(self, context: ToolContext) -> ToolSession:
-        """See `Tool.open`."""
-        return _EditSession(self, context.sandbox)
-
-
-class _SandboxSession(ToolSession):
-    """Calls of all tools of one sandbox run one after another."""
-
-    def __init__(self, tool: SandboxTool, sandbox: TrajectorySandbox) -> None:
-        self.tool = tool
-        self.serial = self.sandbox = sandbox
-
-    @abstractmethod
-    async def answer(self, call: ToolCall) -> Any:
-        """What the call did, without pictures."""
-
-    async def execute(self, call: ToolCall) -> Any:
-        """See `ToolSession.execute`."""
-        before = await self._find_pictures()
-        answer = await self.answer(call)
-        result = answer if isinstance(answer, ToolResult) else ToolResult(answer)
-        pictures: list[bytes] = []
-        for path, written in sorted((await self._find_pictures()).items()):
-            is_shown = not result.is_error and len(pictures) < self.tool.max_pictures
-            if is_shown and before.get(path) != written:
-                with suppress(OSError, SandboxLimit):  # gone by now, or no picture for a model
-                    pictures.append(await self.sandbox.read_file(path))
-        if not pictures:
-            return result
-        return ToolResult("" if result.text == NO_OUTPUT else result.text, images=pictures)
-
-    async def _find_pictures(self) -> dict[str, str]:
-        """Pictures in the sandbox's directory, and what tells whether one was written since."""
-        if not self.tool.max_pictures:
-            return {}
-        found = (await self.sandbox.exec(_PICTURES)).stdout.decode(errors="surrogateescape")
-        lines = (line.partition(" ./") for line in found.splitlines())
-        return {path: written for written, _, path in lines}
-
-    async def make_directory(self, script: str, *words: str, program: str = "") -> str:
-        """The directory that a script makes and prints; the tool's own."""
-        command = ["/bin/sh", "-c", script, "sh", *words]
-        result = await self.sandbox.exec(command, input=program, timeout_s=_START_S)
-        said = result.stdout.decode(errors="replace").strip()
-        if result.exit_code or not said:
-            what = result.stderr.decode(errors="replace").strip() or said
-            raise ToolError(f"cannot start in {self.sandbox.id}: {what}")
-        return said
-
-
-class _PythonSession(_SandboxSession):
-    tool: PythonTool
-    _directory: str | None = None
-    _is_lost = False
-
-    async def answer(self, call: ToolCall) -> Any:
-        code = encodable(call.arguments["code"])
-        if self._directory is None:
-            program = read_program("python_session")
-            self._directory = await self.make_directory(_START, self.tool.python, program=program)
-        note = f"[{_GONE}]\n" if self._is_lost else ""
-        self._is_lost = True  # until it has answered
-        try:
-            result = await self.sandbox.exec(
-                ["/bin/sh", "-c", _CELL, "sh", self._directory, str(CAP)],
-                input=code,
-                timeout_s=self.tool.timeout_s,
-                max_output_bytes=CAP + 64,
-                keep="head",
-            )
-        except SandboxTimeout as error:
-            output = await self._kill()
-            return _failure(output, f"timed out after {error.seconds:g} s; {_GONE}")
-        except BaseException:
-            with anyio.CancelScope(shield=True), suppress(SandboxError):
-                await self._kill()
-            raise
-        if result.exit_code:
-            await self._kill()
-            return _failure(result.stdout, f"the interpreter has ended; {_GONE}")
-        self._is_lost = False
-        head, _, output = result.stdout.partition(b"\n")
-        is_ok, size = map(int, head.split())
-        text = note + output.decode(errors="replace")
-        if size > CAP:
-            text = f"{text.rstrip()}\n[only the first {CAP} bytes of the output are shown]"
-        return ToolResult(text or NO_OUTPUT) if is_ok else error_result(text.rstrip("\n"))
-
-    async def _kill(self) -> bytes:
-        """End the interpreter with what is in its process group; what it had printed."""
-        directory, self._directory = self._directory, None
-        command = ["/bin/sh", "-c", _KILL, "sh", str(directory), str(CAP)]
-        self._is_lost = True
-        result = await self.sandbox.exec(command, timeout_s=_KILL_S)
-        return result.stdout
-
-
-class _ShellSession(_SandboxSession):
-    _directory: str | None = None
-
-    async def answer(self, call: ToolCall) -> Any:
-        if self._directory is None:
-            self._directory = await self.make_directory(_MAKE + 'echo "$d"')
-        try:
-            result = await self.sandbox.exec(
-                ["/bin/sh", "-c", _SHELL, "sh", self._directory, _SHELL_CALL],
-                input=encodable(call.arguments["command"]),
-                timeout_s=self.tool.timeout_s,
-                max_output_bytes=CAP,
-            )
-        except SandboxTimeout as error:
-            return _failure(error.stdout, f"timed out after {error.seconds:g} s")
-        text = result.stdout.decode(errors="replace")
-        if result.truncated:
-            text = f"[only the last {CAP} bytes of the output are shown]\n{text}"
-        if result.exit_code:
-            return _failure(text.encode(), f"exit code {result.exit_code}")
-        return text or NO_OUTPUT
-
-
-def _failure(output: bytes, reason: str) -> ToolResult:
-    text = output.decode(errors="replace").rstrip("\n")
-    return error_result(f"{text}\n[{reason}]" if text else f"[{reason}]")
-
-
-class _EditSession(_SandboxSession):
-    async def answer(self, call: ToolCall) -> Any:
-        arguments: dict[str, Any] = {
+    async def _answer(self, session: SandboxSession, call: ToolCall) -> Any:
+        given: dict[str, Any] = {
             name: encodable(value) if isinstance(value, str) else value
             for name, value in call.arguments.items()
         }
-        command, path = arguments["command"], arguments["path"]
+        command, path, sandbox = given["command"], given["path"], session.sandbox
         try:
             if command == "view":
-                return await self._view(path, arguments.get("view_range"))
+                return await _view(sandbox, path, given.get("view_range"))
             if command == "create":
-                await self.sandbox.write_file(path, arguments["file_text"])
-                return f"{path} is written: {len(_split(arguments['file_text']))} lines"
-            before = (await self.sandbox.read_file(path)).decode(errors="surrogateescape")
+                await sandbox.write_file(path, given["file_text"])
+                return f"{path} is written: {len(_split(given['file_text']))} lines"
+            text = (await sandbox.read_file(path)).decode(errors="surrogateescape")
             if command == "insert":
-                after, at = _insert(before, arguments["insert_line"], arguments["new_str"])
+                new = given["new_str"]
+                text, line = _insert(text, given["insert_line"], new)
             else:
-                after, at = _replace(before, arguments["old_str"], arguments.get("new_str", ""))
-            data = after.encode(errors="surrogateescape")
-            await self.sandbox.write_file(path, data)
+                new = given.get("new_str", "")
+                text, line = _replace(text, given["old_str"], new)
+            await sandbox.write_file(path, text.encode(errors="surrogateescape"))
         except KeyError as error:
             raise ToolError(f"{command} needs {error.args[0]}") from error
         except IsADirectoryError as error:
             raise ToolError(f"{path} is a directory, which only `view` takes") from error
         except OSError as error:
             raise ToolError(f"{path}: {error.strerror or error}") from error
-        except SandboxLimit as error:
-            raise ToolError(str(error)) from error
-        lines, last = (
-            _split(data.decode(errors="replace")),
-            arguments.get("new_str", "").count("\n"),
-        )
-        return f"{path} is changed:\n{_number(lines, at - 3, at + last + 4)}"
+        last = line + new.count("\n")
+        return f"{path} is changed:\n{_number(_split(text), line - 3, last + 4)}"
 
-    async def _view(self, path: str, lines: list[int] | None) -> str:
-        try:
-            data = await self.sandbox.read_file(path)
-        except IsADirectoryError:
-            result = await self.sandbox.exec(["/bin/sh", "-c", _LIST, "sh", path])
-            found = sorted(result.stdout.decode(errors="replace").splitlines())
-            return "\n".join(path.rstrip("/") + each.removeprefix(".") for each in found)
-        text = _split(data.decode(errors="replace"))
-        first, last = lines or (1, -1)
-        last = len(text) if last == -1 else last
-        if lines and not 1 <= first <= min(last, len(text)):
-            raise ToolError(f"view_range = {lines}: {path} has {len(text)} lines")
-        return _number(text, first, last) or "(the file is empty)"
+
+async def _view(sandbox: TrajectorySandbox, path: str, lines: list[int] | None) -> str:
+    try:
+        data = await sandbox.read_file(path)
+    except IsADirectoryError:
+        result = await sandbox.exec(["/bin/sh", "-c", _LIST, "sh", path])
+        found = sorted(result.stdout.decode(errors="replace").splitlines())
+        return "\n".join(path.rstrip("/") + each.removeprefix(".") for each in found)
+    text = _split(data.decode(errors="surrogateescape"))
+    first, last = lines or (1, -1)
+    last = len(text) if last == -1 else last
+    if lines and not 1 <= first <= min(last, len(text)):
+        raise ToolError(f"view_range = {lines}: {path} has {len(text)} lines")
+    return _number(text, first, last) or "(the file is empty)"
 
 
 def _split(text: str) -> list[str]:
@@ -419,7 +384,8 @@ def _split(text: str) -> list[str]:
 def _number(lines: list[str], first: int, last: int) -> str:
     first = max(1, first)
     shown = enumerate(lines[first - 1 : last], first)
-    return "\n".join(f"{number:6}\t{line.removesuffix(chr(13))}" for number, line in shown)
+    text = "\n".join(f"{number:6}\t{line.removesuffix(chr(13))}" for number, line in shown)
+    return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def _insert(text: str, after: int, new: str) -> tuple[str, int]:
@@ -427,17 +393,21 @@ def _insert(text: str, after: int, new: str) -> tuple[str, int]:
     lines = _split(text)
     if not 0 <= after <= len(lines):
         raise ToolError(f"insert_line = {after}: the file has {len(lines)} lines")
-    added = _split(new) or [""]
-    if "\r\n" in text and "\r" not in new:
-        added = [line + "\r" for line in added]
-    end = "\n" if text.endswith("\n") or after == len(lines) else ""
-    return "\n".join([*lines[:after], *added, *lines[after:]]) + end, after + 1
+    start = sum(len(line) + 1 for line in lines[:after])
+    if start > len(text):  # the last line has no end
+        text += "\n"
+    new = _fit_line_ends(new if new.endswith("\n") else new + "\n", text)
+    return text[:start] + new + text[start:], after + 1
+
+
+def _fit_line_ends(new: str, text: str) -> str:
+    """What models write, with the line ends of the file: they write no carriage returns."""
+    return new.replace("\n", "\r\n") if "\r\n" in text and "\r" not in new else new
 
 
 def _replace(text: str, old: str, new: str) -> tuple[str, int]:
     """The text with the one `old` replaced, and the number of the line where it was."""
-    if "\r\n" in text and old not in text:  # models write no carriage returns
-        old, new = (each.replace("\n", "\r\n") for each in (old, new))
+    old, new = old if old in text else _fit_line_ends(old, text), _fit_line_ends(new, text)
     found = re.finditer(f"(?={re.escape(old)})", text) if old else ()  # also within each other
     starts = [each.start() for each in islice(found, 21)]
     if not starts:

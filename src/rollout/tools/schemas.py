@@ -12,31 +12,19 @@ from rollout.errors import ToolError
 
 #: Characters of a wrong argument, and of what is said about it, that the model sees.
 MAX_SHOWN, MAX_EXPECTED = 80, 240
-#: Faults of one call that are listed.
-MAX_FAULTS = 8
 
-#: Keywords beside which a missing `additionalProperties` does not mean that all are listed.
-_OPEN = frozenset(
-    (
-        *("$ref", "allOf", "anyOf", "oneOf", "if", "patternProperties", "unevaluatedProperties"),
-        *("additionalProperties", "propertyNames"),
-    )
-)
 #: Keys whose values are data or names, not schemas: copied as they are.
 _VERBATIM = frozenset({"const", "default", "enum", "examples", "required"})
 #: Keys that are left out. A discriminator maps tags to references; the tags stand in the
 #: alternatives as well.
-_DROPPED = frozenset({"title", "discriminator", "$defs", "definitions"})
+_DROPPED = frozenset({"$ref", "title", "discriminator", "$defs", "definitions"})
 
 
 class ArgumentsError(ToolError):
     """A call's arguments are not what the tool takes; the text lists every fault."""
 
     def __init__(self, tool: str, faults: Iterable[str]) -> None:
-        listed = list(faults)
-        if len(listed) > MAX_FAULTS:
-            listed[MAX_FAULTS:] = [f"and {len(listed) - MAX_FAULTS} more"]
-        super().__init__(f"invalid arguments for {tool!r}: {'; '.join(listed)}")
+        super().__init__(f"invalid arguments for {tool!r}: {'; '.join(faults)}")
 
 
 class SchemaCheck:
@@ -55,28 +43,30 @@ class SchemaCheck:
     def __init__(self, tool: str, parameters: Mapping[str, Any] | None) -> None:
         self._tool = tool
         self._schema: dict[str, Any] = _allow_null(dict(parameters or {}))
-        if "properties" in self._schema and not _OPEN & self._schema.keys():
-            self._schema["additionalProperties"] = False
+        if "properties" in self._schema:
+            self._schema.setdefault("unevaluatedProperties", False)
         self.names = tuple(self._schema.get("properties", ()))
         try:
             self._validator = jsonschema_rs.Draft202012Validator(
                 self._schema, retriever=_refuse_remote
             )
         except (jsonschema_rs.ValidationError, jsonschema_rs.ReferencingError, ValueError) as error:
-            path = _write_path(getattr(error, "instance_path", ()))
+            path = write_path(["parameters", *getattr(error, "instance_path", ())])
             text = getattr(error, "message", str(error)).partition("\n")[0]
             raise ToolError(
-                f"tool {tool!r}: parameters{path} of its schema: {text:.{MAX_EXPECTED}}; expected "
-                f"a JSON Schema"
+                f"tool {tool!r}: {path} of its schema: {text:.240}; expected a JSON Schema"
             ) from None
 
-    def check(self, arguments: Any) -> dict[str, Any]:
-        """Return right arguments as they are.
+    def check(self, arguments: Any, fixed: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return right arguments; those of `fixed` that the schema has take their places.
 
         Raises:
             ArgumentsError: It names each missing, unknown and wrong one.
         """
-        found = read_object(self._tool, arguments)
+        if not isinstance(arguments, Mapping):
+            raise ArgumentsError(self._tool, [f"{arguments!r:.80} is no object of arguments"])
+        shown = {name: value for name, value in (fixed or {}).items() if name in self.names}
+        found = {**arguments, **shown}
         try:
             errors = list(self._validator.iter_errors(found))
         except ValueError:  # tools_kwargs may hold what JSON has no word for
@@ -87,31 +77,20 @@ class SchemaCheck:
         return found
 
     def _describe(self, error: Any) -> str:
-        keyword, path = error.kind.name, _write_path(error.instance_path).removeprefix(".")
+        keyword, path = error.kind.name, write_path(error.instance_path)
         where = f" in {path}" if path else ""
         if keyword == "required":
             return f"missing {error.kind.property!r}{where}"
-        if keyword == "additionalProperties":
+        if keyword in ("additionalProperties", "unevaluatedProperties"):
             taken = "" if where else f" (it takes {quote_all(self.names) or 'none'})"
             return f"unknown {quote_all(error.kind.unexpected)}{where}{taken}"
         if keyword not in ("anyOf", "oneOf"):
-            return f"{path or 'arguments'}: {error.message:.{MAX_EXPECTED}}"
+            return f"{path or 'arguments'}: {error.message:.240}"
         schema: Any = self._schema
         for step in error.schema_path:
             schema = schema[step]
-        found = f"{path or 'arguments'} = {show(error.instance)}"
-        return f"{found}: expected one of {show(schema, MAX_EXPECTED)}"
-
-
-def read_object(tool: str, arguments: Any) -> dict[str, Any]:
-    """The arguments as a dict.
-
-    Raises:
-        ArgumentsError: They are no object.
-    """
-    if not isinstance(arguments, Mapping):
-        raise ArgumentsError(tool, [f"{show(arguments)} is no object of arguments"])
-    return dict(arguments)
+        found = f"{path or 'arguments'} = {_show(error.instance, MAX_SHOWN)}"
+        return f"{found}: expected one of {_show(schema, MAX_EXPECTED)}"
 
 
 def _allow_null(schema: Any) -> Any:
@@ -124,6 +103,8 @@ def _allow_null(schema: Any) -> Any:
     if schema.get("nullable") is not True:  # a property may have that name
         return schema
     del schema["nullable"]
+    if isinstance(schema.get("type"), str) and "enum" not in schema:
+        return {**schema, "type": [schema["type"], "null"]}
     return {"anyOf": [schema, {"type": "null"}]}
 
 
@@ -131,8 +112,10 @@ def _refuse_remote(uri: str) -> Any:
     raise ValueError(f"{uri} is not fetched; write the schema out")
 
 
-def _write_path(steps: Iterable[Any]) -> str:
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
+def write_path(steps: Iterable[Any]) -> str:
+    """Where a value is within others, such as ``points[0].x``."""
+    texts = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
+    return "".join(texts).removeprefix(".")
 
 
 def quote_all(names: Iterable[str]) -> str:
@@ -140,12 +123,9 @@ def quote_all(names: Iterable[str]) -> str:
     return ", ".join(repr(name) for name in names)
 
 
-def show(value: Any, limit: int = MAX_SHOWN) -> str:
-    """`value` as JSON, or the name of its type, cut to `limit` characters."""
-    try:
-        text = msgspec.json.encode(value).decode()
-    except Exception:  # it came from tools_kwargs and may be any object
-        text = f"<{type(value).__name__}>"
+def _show(value: Any, limit: int) -> str:
+    """`value` as JSON, cut to `limit` characters."""
+    text = msgspec.json.encode(value).decode()
     return text if len(text) <= limit else f"{text[:limit]}…"
 
 
@@ -175,30 +155,28 @@ def inline_references(schema: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         TypeError: A type within it contains itself, or a reference leads nowhere.
     """
-    inlined: dict[str, Any] = _inline(dict(schema), {}, ())
-    return inlined
+    definitions = {**schema.get("definitions", {}), **schema.get("$defs", {})}
 
-
-def _inline(schema: Any, definitions: dict[str, Any], within: tuple[str, ...]) -> Any:
-    if isinstance(schema, list):
-        return [_inline(item, definitions, within) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    definitions = {**definitions, **schema.get("$defs", {}), **schema.get("definitions", {})}
-    inlined: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key == "$ref" and isinstance(value, str):
-            name = value.rpartition("/")[2]
+    def inline(node: Any, within: tuple[str, ...] = ()) -> Any:
+        if isinstance(node, list):
+            return [inline(each, within) for each in node]
+        if not isinstance(node, dict):
+            return node
+        inlined: dict[str, Any] = {}
+        if isinstance(ref := node.get("$ref"), str):
+            name = ref.rpartition("/")[2]
             if name not in definitions:
-                raise TypeError(f"{value} leads nowhere")
+                raise TypeError(f"{ref} leads nowhere")
             if name in within:
                 text = f"{name} contains itself; a tool's parameters must have a finite shape"
                 raise TypeError(text)
-            inlined = {**_inline(definitions[name], definitions, (*within, name)), **inlined}
-        elif key == "properties":  # its keys are names, one of which may be "title" or "default"
-            inlined[key] = {n: _inline(each, definitions, within) for n, each in value.items()}
-        elif key in _VERBATIM:
-            inlined[key] = value
-        elif key not in _DROPPED:
-            inlined[key] = _inline(value, definitions, within)
-    return inlined
+            inlined = inline(definitions[name], (*within, name))
+        for key, value in node.items():
+            if key == "properties":  # its keys are names, one of which may be "title" or "default"
+                inlined[key] = {name: inline(each, within) for name, each in value.items()}
+            elif key not in _DROPPED:
+                inlined[key] = value if key in _VERBATIM else inline(value, within)
+        return inlined
+
+    whole: dict[str, Any] = inline(dict(schema))
+    return whole

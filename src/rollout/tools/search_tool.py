@@ -51,14 +51,18 @@ class SearchTool(FunctionTool[..., ToolResult]):
         if fault:
             raise ToolError(f"search tool {name!r}: {fault}")
         self.url, self.top_k, self.timeout_s = url, top_k, timeout_s
-        count = {"type": "integer", "description": "How many passages.", "default": top_k}
-        properties = {
-            "query": {"type": "string", "description": "What to look for, in a few words."},
-            "top_k": {**count, "minimum": 1, "maximum": max_top_k},
+        query = {"type": "string", "description": "What to look for, in a few words."}
+        count: dict[str, Any] = {"type": "integer", "minimum": 1, "maximum": max_top_k}
+        count |= {"default": top_k, "description": "How many passages."}
+        schema = {
+            "name": name,
+            "description": description or "Search for passages about the query, the best first.",
+            "parameters": {
+                "type": "object",
+                "properties": {"query": query, "top_k": count},
+                "required": ["query"],
+            },
         }
-        description = description or "Search for passages about the query, the best first."
-        parameters = {"type": "object", "properties": properties, "required": ["query"]}
-        schema = {"name": name, "description": description, "parameters": parameters}
         super().__init__(self.search, name=name, schema=schema, policy=ToolPolicy(retries=2))
 
     def search(self, query: str, top_k: int | None = None) -> ToolResult:
@@ -74,22 +78,20 @@ class SearchTool(FunctionTool[..., ToolResult]):
         try:
             with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
                 found = list(json.loads(answer.read(MAX_ANSWER))["result"][0])
+            passages = [_show_passage(each, number) for number, each in enumerate(found, 1)]
         except urllib.error.HTTPError as error:
             error.close()
             kind = TransientError if error.code >= 500 or error.code == 429 else ToolError
             raise kind(f"the retriever answered HTTP {error.code} {error.reason}") from None
         except OSError as error:
             raise TransientError(f"the retriever does not answer: {error}") from error
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ToolError(f"the retriever gave no list of results ({error!r:.100})") from error
-        text = "\n\n".join(_show_passage(each, number) for number, each in enumerate(found, 1))
-        return ToolResult(text or "No passage was found.", data=found)
+        return ToolResult("\n\n".join(passages) or "No passage was found.", data=found)
 
 
-def _show_passage(found: Any, number: int) -> str:
-    document = found.get("document", found) if isinstance(found, dict) else found
-    if not isinstance(document, dict):
-        return f"[{number}] {document}"
-    text = document.get("contents", document.get("text", ""))
+def _show_passage(found: dict[str, Any], number: int) -> str:
+    document = found.get("document", found)
     title = f" {document['title']}" if document.get("title") else ""
+    text = document.get("contents", document.get("text", ""))
     return f"[{document.get('id', number)}]{title}\n{text}"

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from rollout.child_processes import ChildProcesses
 from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
 from rollout.tools.policy import ToolPolicy
-from rollout.tools.processes import ToolProcesses
 from rollout.types import Prompt
 from rollout.worker_threads import WorkerThreads
 
@@ -47,7 +47,7 @@ class ToolContext(msgspec.Struct, frozen=True, kw_only=True):
     member: int
     threads: WorkerThreads
     prompt: Prompt | None = None
-    processes: ToolProcesses | None = None
+    processes: ChildProcesses | None = None
     kwargs: Mapping[str, Any] = msgspec.field(default_factory=dict)
     extra: dict[str, Any] = msgspec.field(default_factory=dict)
     state: dict[str, Any] = msgspec.field(default_factory=dict)

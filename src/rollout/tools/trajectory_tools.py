@@ -1,54 +1,56 @@
 """The tools of one trajectory: calls in, one result for each of them out.
 
-The way of a call: `TrajectoryTools.run` checks it, opens its tool at the first use and starts it
-beside the other calls of its turn; `_execute` waits for the tool's `ToolGate` and tries as often as
-the policy says; `attempt` runs the foreign code within the call's limit; `normalise_result` makes
-the `ToolResult` of what it returned, or the error becomes one.
+The way of a call: `TrajectoryTools.run` checks it, opens its tool at the first use and runs it
+beside the other calls of its turn; `_run_call` has it wait for its session, counts it, and makes a
+result of its failure; `ToolGate.run` waits for a slot and tries as often as the tool's policy says;
+`attempt` runs the foreign code within the call's limit, and `normalise_result` makes the
+`ToolResult` of what it returned.
 """
 
 from __future__ import annotations
 
 import logging
-import traceback
+from collections import defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AsyncExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import anyio.lowlevel
 import msgspec
 
+from rollout.bridge import loop_clock
 from rollout.containment import Contained, current_containment
 from rollout.errors import LimitExceeded, ToolError
-from rollout.limits import Clock, Deadline, Limit
+from rollout.limits import Clock, Deadline, cleanup_scope
 from rollout.observe.tally import Tally
-from rollout.tools.attempt import CallError, attempt, conclude, run_side_by_side
-from rollout.tools.call_events import CallEvents
+from rollout.scopes import unwrap_group
+from rollout.tools.attempt import CallError, attempt, conclude, describe
+from rollout.tools.call_events import Call
 from rollout.tools.function_tools import FunctionTool
 from rollout.tools.policy import ToolGate
-from rollout.tools.results import (
-    ToolResult,
-    add_metrics,
-    error_result,
-    normalise_result,
-    read_reward,
-)
+from rollout.tools.results import ToolResult, error_result, read_reward
+from rollout.tools.schemas import quote_all
 from rollout.tools.tool import ToolContext, ToolSession
 from rollout.tools.truncate import TruncateSide, truncate_text
-from rollout.types import NOT_PARSED, UNKNOWN_TOOL, InvalidToolCall, ToolCall
+from rollout.types import NOT_PARSED, UNKNOWN_TOOL, Cause, InvalidToolCall, ToolCall
 from rollout.utf8 import encodable
-from rollout.wait_places import format_user_frames
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Coroutine, Sequence
 
+    from rollout.limits import Limit
+    from rollout.tools.call_events import CallEvents
     from rollout.tools.results import Answers
     from rollout.tools.tool import Tool
 
 logger = logging.getLogger("rollout")
+#: In place of what calls of other tools wait for.
+_AT_ONCE = nullcontext()
 
 
-class ToolSettings(msgspec.Struct, frozen=True, kw_only=True):
+class ToolSettings(msgspec.Struct, frozen=True):
     """What the tools of all trajectories share; the other fields are `ToolExecutor`'s arguments.
 
     Attributes:
@@ -64,37 +66,6 @@ class ToolSettings(msgspec.Struct, frozen=True, kw_only=True):
     truncate_side: TruncateSide
     tool_s: float | None
     cleanup_s: float
-
-
-class _Call(msgspec.Struct, eq=False, gc=False):
-    """One call of a turn.
-
-    Attributes:
-        call: As the model wrote it.
-        checked: With the arguments that the tool gets; None where the call cannot run.
-        result: None until it is answered.
-    """
-
-    position: int
-    call: ToolCall | InvalidToolCall
-    events: CallEvents | None = None
-    checked: ToolCall | None = None
-    result: ToolResult | None = None
-    began: float = 0.0
-
-    @property
-    def name(self) -> str:
-        """The tool's, of a call that was parsed."""
-        return self.call.name if isinstance(self.call, ToolCall) else NOT_PARSED
-
-
-class _Counts(msgspec.Struct):
-    """Figures of the calls of one tool that have ended."""
-
-    calls: float = 0.0
-    errors: float = 0.0
-    seconds: float = 0.0
-    seconds_max: float = 0.0
 
 
 class TrajectoryTools:
@@ -120,14 +91,13 @@ class TrajectoryTools:
         kwargs: Mapping[str, Mapping[str, Any]],
     ) -> None:
         self._settings, self._tools, self._context, self._kwargs = settings, tools, context, kwargs
+        self._clock = loop_clock()
         self._opened: dict[str, ToolSession] = {}  # in the order in which they were opened
-        #: Of sessions that wait in the task in which they were opened, to be closed there.
-        self._tasks: dict[str, Contained[None]] = {}
-        self._opening = anyio.Lock(fast_acquire=True)
-        self._serial: dict[int, anyio.Lock] = {}
-        self._running: dict[_Call, None] = {}
-        self._counts: dict[str, _Counts] = {}
-        self.metrics: dict[str, float] = {}
+        self._closing: AsyncExitStack | None = None  # of sessions that have something to close
+        self._locks: dict[int, anyio.Lock] = {}
+        self._running: dict[Call, None] = {}
+        self._counts: defaultdict[str, float] = defaultdict(float)
+        self.metrics: defaultdict[str, float] = defaultdict(float)
         self.seconds, self.idle_since, self.is_closed = 0.0, 0.0, False
         self.calls = self.errors = self.invalid_in_a_row = 0
         self.reward: float | None = None
@@ -145,20 +115,23 @@ class TrajectoryTools:
     @property
     def counts(self) -> dict[str, float]:
         """Of each tool that was called, ``tool/TOOL/{calls,errors,seconds,seconds_max}``."""
-        return {
-            f"tool/{name}/{key}": value
-            for name, counts in self._counts.items()
-            for key, value in msgspec.structs.asdict(counts).items()
-        }
+        return dict(self._counts)
 
     @property
     def under_way(self) -> Sequence[tuple[str, float]]:
         """Calls that run, or wait for a slot: name, and since when."""
-        return [(each.name, each.began) for each in self._running]
+        return [(each.tool, each.began) for each in self._running]
 
     def has_open_sessions(self) -> bool:
         """Whether a tool is open that may hold something: plain functions hold nothing."""
         return any(not isinstance(self._tools[name], FunctionTool) for name in self._opened)
+
+    def find_stateful(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[str]:
+        """Names of the tools among those called whose answers depend on the calls before them."""
+        names = dict.fromkeys(call.name for call in calls if isinstance(call, ToolCall))
+        return [name for name in names if name in self._opened and self._tools[name].stateful]
+
+    # Calls.
 
     async def run(
         self,
@@ -186,15 +159,14 @@ class TrajectoryTools:
         """
         if self.is_closed:
             raise ToolError("the tools of this trajectory are closed")
-        turn = [_Call(position, call, events) for position, call in enumerate(calls)]
-        self._check_calls(turn, offered)
-        if any(each.checked is not None and each.name not in self._opened for each in turn):
-            await self._open_tools(turn, limit)
-        pending = [each for each in turn if each.checked is not None]
-        if len(pending) == 1:
-            await self._run_call(pending[0], limit)
+        turn = self._check_calls(calls, offered, events)
+        if any(each.checked is not None and each.tool not in self._opened for each in turn):
+            await self._open_used(turn, limit)
+        running = [each for each in turn if each.checked is not None]
+        if len(running) == 1:
+            await self._run_call(running[0], limit)
         else:
-            await run_side_by_side([partial(self._run_call, each, limit) for each in pending])
+            await _run_all([partial(self._run_call, each, limit) for each in running])
         return [self._bound_text(each.result) for each in turn if each.result is not None]
 
     def recall(
@@ -204,14 +176,86 @@ class TrajectoryTools:
         offered: Collection[str] | None = None,
     ) -> list[ToolResult]:
         """As `run`, with the answers of before; no tool runs."""
-        turn = [_Call(position, call) for position, call in enumerate(calls)]
-        self._check_calls(turn, offered)
+        recalled = [e for e in self._check_calls(calls, offered) if e.checked is not None]
         self.seconds += answers.seconds
-        pending = [each for each in turn if each.checked is not None]
-        for each in pending:
+        for each in recalled:
             each.result = answers.results[each.position]
-            self._count(each, answers.seconds / len(pending))
+            self._count(each, answers.seconds / len(recalled))
         return list(answers.results)
+
+    def _check_calls(
+        self,
+        calls: Sequence[ToolCall | InvalidToolCall],
+        offered: Collection[str] | None,
+        events: CallEvents | None = None,
+    ) -> list[Call]:
+        """Check the calls of a turn; those that cannot run are answered."""
+        most, now, turn = self._settings.max_parallel_calls, self._clock(), list[Call]()
+        for position, call in enumerate(calls):
+            tool = call.name if isinstance(call, ToolCall) else NOT_PARSED
+            if isinstance(call, ToolCall) and tool not in self._tools:
+                tool = UNKNOWN_TOOL
+            turn.append(each := Call(position, call, tool, now, events))
+            if position >= most and isinstance(call, ToolCall):  # nor is it invalid
+                limit = f"at most {most} calls per turn (agent.max_parallel_calls)"
+                self._refuse(each, error_result(f"not executed: {limit}; call it again"))
+                continue
+            try:
+                each.checked = self._check(call, offered)
+                self.invalid_in_a_row = 0
+            except ToolError as error:
+                self.invalid_in_a_row += 1
+                self._refuse(each, error_result(str(error)))
+        return turn
+
+    def _check(self, call: ToolCall | InvalidToolCall, offered: Collection[str] | None) -> ToolCall:
+        """Return the call as its tool gets it; a `ToolError` says why it cannot run as it is."""
+        if isinstance(call, InvalidToolCall):
+            raise ToolError(f"invalid tool call: {call.reason}")
+        if call.name not in self._tools or not (offered is None or call.name in offered):
+            names = [name for name in self._tools if offered is None or name in offered]
+            known = quote_all(names) or "none"
+            raise ToolError(f"unknown tool {call.name!r}; known tools: {known}")
+        check, kwargs = self._settings.checks[call.name], self._kwargs.get(call.name) or {}
+        try:
+            arguments = check(call.arguments, kwargs)
+        except ToolError:
+            raise
+        except Exception as error:  # the arguments' own types may raise anything
+            text = f"invalid arguments for {call.name!r}: {describe(error)}"
+            raise ToolError(text) from error
+        return msgspec.structs.replace(call, arguments=arguments)
+
+    def _refuse(self, call: Call, result: ToolResult) -> None:
+        """Answer a call that does not run."""
+        call.checked, call.result, call.began = None, result, self._clock()
+        self._count(call, 0.0, is_refused=True)
+
+    async def _run_call(self, call: Call, turn: Limit) -> None:
+        """Run a call, and set its result; those of sessions with one `serial` wait for each other.
+
+        While a call waits the turn's limit counts, in which its own one lies.
+        """
+        checked, session = call.checked, self._opened[call.tool]
+        gate, kwargs = self._settings.gates[call.tool], self._kwargs.get(call.tool, {})
+        activity = f"tool {call.tool!r} of trajectory {self._context.uid}/{self._context.member}"
+        serial = session.serial
+        assert checked is not None
+        with _AT_ONCE if serial is None and not gate.has_queue else turn.open(None, ""):
+            async with _AT_ONCE if serial is None else self._find_lock(serial):
+                call.began = self._clock()
+                self._running[call] = None
+                call.emit_started()
+                try:
+                    call.result = await gate.run(session.execute, checked, kwargs, turn, activity)
+                except CallError as error:
+                    call.result = self._note_failure(call.tool, error)
+                finally:
+                    self.idle_since = self._clock()
+                    if call in self._running:  # else it was abandoned
+                        del self._running[call]
+                        self.seconds += self.idle_since - call.began
+                        self._count(call, self.idle_since - call.began)
 
     def _bound_text(self, result: ToolResult) -> ToolResult:
         text, limit = result.text, self._settings.max_response_length
@@ -220,60 +264,65 @@ class TrajectoryTools:
         text = encodable(text)
         return result if text is result.text else msgspec.structs.replace(result, text=text)
 
-    def _check_calls(self, turn: Sequence[_Call], offered: Collection[str] | None) -> None:
-        """Check the calls of a turn; those that cannot run are answered."""
-        most = self._settings.max_parallel_calls
-        for each in turn:
-            if each.position >= most and isinstance(each.call, ToolCall):  # nor is it invalid
-                limit = f"at most {most} calls per turn (agent.max_parallel_calls)"
-                self._refuse(each, error_result(f"not executed: {limit}; call it again"))
-                continue
-            try:
-                each.checked = self._check(each.call, offered)
-                self.invalid_in_a_row = 0
-            except ToolError as error:
-                self.invalid_in_a_row += 1
-                self._refuse(each, error_result(str(error)))
+    def _find_lock(self, owner: object) -> anyio.Lock:
+        """Return the lock of what one task at a time may use."""
+        if id(owner) not in self._locks:
+            self._locks[id(owner)] = anyio.Lock(fast_acquire=True)
+        return self._locks[id(owner)]
 
-    def _check(self, call: ToolCall | InvalidToolCall, offered: Collection[str] | None) -> ToolCall:
-        """The call as its tool gets it.
+    # Figures.
 
-        Raises:
-            ToolError: It cannot be run as it is.
+    def _count(self, call: Call, seconds: float, *, is_refused: bool = False) -> None:
+        """Count a call that has its result, or was cancelled, and emit its event: here only.
+
+        Args:
+            is_refused: Whether it did not run.
         """
-        if isinstance(call, InvalidToolCall):
-            raise ToolError(f"invalid tool call: {call.reason}")
-        if call.name not in self._tools or not (offered is None or call.name in offered):
-            names = [repr(name) for name in self._tools if offered is None or name in offered]
-            known = ", ".join(names) or "none"
-            raise ToolError(f"unknown tool {call.name!r}; known tools: {known}")
-        check = self._settings.checks[call.name]
-        arguments = check(call.arguments, self._kwargs.get(call.name) or {})
-        return msgspec.structs.replace(call, arguments=arguments)
+        result, tally, counts = call.result, self._settings.tally, self._counts
+        is_error = result is None or result.is_error
+        self.calls += 1
+        self.errors += is_error
+        tally.tool_calls += 1
+        tally.tool_errors += is_error
+        tally.tool(call.tool).calls += 1
+        counts[f"tool/{call.tool}/calls"] += 1
+        counts[f"tool/{call.tool}/errors"] += is_error
+        counts[f"tool/{call.tool}/seconds"] += seconds
+        longest = f"tool/{call.tool}/seconds_max"
+        counts[longest] = max(counts[longest], seconds)
+        for name, value in () if result is None else result.metrics.items():
+            number = float(value) if isinstance(value, bool) else read_reward(value)
+            if number is not None:  # finite
+                self.metrics[f"tools/{call.tool}/{name}"] += number
+        call.emit_ended(call.began + seconds, is_refused=is_refused)
 
-    def _refuse(self, call: _Call, result: ToolResult) -> None:
-        """Answer a call that does not run."""
-        call.checked, call.result = None, result
-        call.began = anyio.current_time()
-        self._count(call, 0.0, is_refused=True)
+    def _note_failure(self, name: str, error: CallError) -> ToolResult:
+        """Count that a tool raised, or was too late; return what the model reads then."""
+        self._settings.gates[name].note_failure(str(error))
+        tool = self._settings.tally.tool(name)
+        tool.failed += 1
+        if not tool.first:
+            tool.first = str(error)
+            if error.__cause__ is not None:
+                cause = Cause.of(error.__cause__)
+                where = f"Traceback (most recent call last):\n{cause.traceback}"
+                tool.first = f"{where}{cause.type}: {cause.message}"
+        return error_result(str(error))
 
-    async def _open_tools(self, turn: Sequence[_Call], limit: Limit) -> None:
-        """Open the tools that are used for the first time; where one fails, so do its calls."""
-        with limit.open(None, ""):
-            async with self._opening:  # another conversation may open some meanwhile
-                for name in dict.fromkeys(each.name for each in turn if each.checked is not None):
-                    refusal = self._settings.gates[name].find_refusal()
-                    if name in self._opened:
-                        continue
-                    if refusal is None:
-                        try:
-                            await self._open(name, limit, self._settings.tool_s)
-                            continue
-                        except CallError as error:
-                            refusal = self._note_failure(name, error)
-                    for each in turn:
-                        if each.checked is not None and each.name == name:
-                            self._refuse(each, refusal)
+    def note_refused_media(self, name: str) -> None:
+        """Count an answer as an error after all: the model is shown none of its media."""
+        self.errors += 1
+        self._settings.tally.tool_errors += 1
+        if (key := f"tool/{name}/errors") in self._counts:
+            self._counts[key] += 1
+
+    def abandon(self) -> None:
+        """Count calls that were given up and will not end, as cancelled ones."""
+        running, self._running = self._running, {}
+        for call in running:
+            self._count(call, self._clock() - call.began)
+
+    # Sessions.
 
     async def open_first(self) -> list[str | Sequence[Mapping[str, Any]]]:
         """Open and begin the tools with `Tool.opens_first`; what they observe, in their order.
@@ -292,200 +341,70 @@ class TrajectoryTools:
         observations = [await each.begin() for each in list(self._opened.values())]
         return [each for each in observations if each is not None]
 
-    async def _open(self, name: str, turn: Limit, tool_s: float | None) -> None:
-        """Open a tool within `tool_s`, for the calls of a turn.
+    async def _open_used(self, turn: Sequence[Call], limit: Limit) -> None:
+        """Open the tools that are used for the first time; where one fails, so do its calls."""
+        for name in dict.fromkeys(each.tool for each in turn if each.checked is not None):
+            if name in self._opened:
+                continue
+            refusal = self._settings.gates[name].find_refusal()
+            try:
+                if refusal is None:
+                    await self._open(name, limit, self._settings.tool_s)
+            except CallError as error:
+                refusal = self._note_failure(name, error)
+            for each in turn:
+                if refusal is not None and each.checked is not None and each.tool == name:
+                    self._refuse(each, refusal)
 
-        Raises:
-            CallError: It raised, took longer, or returned no session.
-            LimitExceeded: `turn` was over.
-        """
-        tool, context = self._tools[name], self._context
+    async def _open(self, name: str, outer: Limit, tool_s: float | None) -> None:
+        """Open a tool within `tool_s`; a `CallError` where it raises or takes longer."""
+        tool, context, limit = self._tools[name], self._context, outer
         if kwargs := self._kwargs.get(name):
             context = msgspec.structs.replace(context, kwargs=dict(kwargs))
-        limit = turn.open(tool_s, "limits.tool_s")
         try:
             if isinstance(tool, FunctionTool):  # which has nothing to wait for
                 self._opened[name] = tool.open_session(context)
                 return
-            what = f"open of tool {name!r}"
-            if (containment := current_containment()) is None:
-                await attempt(self._open_session, tool, context, limit=limit, what=what)
-                return
-            # The session is closed in the task in which it was opened: it may have a group open.
-            task = Contained[None](containment, what)
-
-            async def serve() -> None:
-                session = await self._open_session(tool, context)
-                if type(session).close is not ToolSession.close:
-                    limit.release()
-                    self._tasks[name] = task
-                    await task.pause()
-                    await session.close()
-
-            await conclude(task, task.run(serve), limit)
+            with outer.open(None, ""):
+                async with self._find_lock(self):
+                    if name not in self._opened:  # another conversation may have opened it
+                        limit = outer.open(tool_s, "limits.tool_s")
+                        await self._start_session(tool, context, limit)
         except LimitExceeded:
-            if turn.is_over:
-                raise
-            why = describe_timeout(limit.deadline)
-            raise CallError(f"could not open {name!r}: {why}") from None
+            raise
         except Exception as error:
-            raise CallError(f"could not open {name!r}: {error}") from error
+            cause = error.__cause__ if isinstance(error, CallError) else error
+            raise CallError(f"could not open {name!r}: {error}") from cause
 
-    async def _open_session(self, tool: Tool, context: ToolContext) -> ToolSession:
+    async def _start_session(self, tool: Tool, context: ToolContext, limit: Limit) -> None:
+        """Open a session, in the task in which it will be closed: it may have a group open."""
+        containment, what = current_containment(), f"open of tool {tool.name!r}"
+        if containment is None:  # outside of a runtime
+            await attempt(self._open_session, tool, context, limit, limit=limit, what=what)
+        else:
+            task = Contained[None](containment, what)
+            running = task.run(partial(self._open_session, tool, context, limit, task))
+            await conclude(task, running, limit)
+
+    async def _open_session(
+        self, tool: Tool, context: ToolContext, limit: Limit, task: Contained[None] | None = None
+    ) -> None:
+        """Open a session in its task, and close it there once `_close_session` lets it go on."""
         session = await tool.open(context)
         if not isinstance(session, ToolSession):
             raise ToolError(f"open returned {type(session).__name__}; expected a ToolSession")
+        if task is not None and task.scope.cancel_called:  # it shielded itself: nobody waits for it
+            with cleanup_scope(self._settings.cleanup_s):
+                await session.close()
+            await anyio.lowlevel.checkpoint()  # which ends here
         self._opened[tool.name] = session
-        return session
-
-    def _run_call(self, call: _Call, turn: Limit) -> Coroutine[Any, Any, None]:
-        """Run a call: at once, or where it may have to wait for others before."""
-        serial, gate = self._opened[call.name].serial, self._settings.gates[call.name]
-        if serial is None and not gate.has_queue:
-            return self._answer(call, turn)
-        return self._answer_in_order(call, serial, turn)
-
-    async def _answer_in_order(self, call: _Call, serial: object | None, turn: Limit) -> None:
-        """Calls of sessions with the same `serial` wait for each other, in order."""
-        lock = None
-        if serial is not None:
-            lock = self._serial.setdefault(id(serial), anyio.Lock(fast_acquire=True))
-        # The limit of a call lies within the turn's, which counts also while it waits for others.
-        with turn.open(None, ""):
-            async with lock or nullcontext():
-                await self._answer(call, turn)
-
-    async def _answer(self, call: _Call, turn: Limit) -> None:
-        """Set the result of a call, and count it."""
-        assert call.checked is not None
-        call.began = anyio.current_time()
-        self._running[call] = None
-        if call.events is not None:
-            call.events.started(call.position, call.checked, call.began)
-        try:
-            call.result = await self._execute(call.checked, turn)
-        except CallError as error:
-            logger.debug("tool %r failed: %s", call.name, error, exc_info=error.__cause__)
-            call.result = self._note_failure(call.name, error)
-        finally:
-            self.idle_since = now = anyio.current_time()
-            if call in self._running:  # else it was abandoned
-                del self._running[call]
-                self.seconds += now - call.began
-                self._count(call, now - call.began)
-
-    async def _execute(self, call: ToolCall, turn: Limit) -> ToolResult:
-        """The result that is there already, or of the first attempt without a transient error.
-
-        The limit of a call begins with its slot, and holds for all attempts.
-
-        Raises:
-            CallError: The last attempt failed, or the limit was over.
-            LimitExceeded: The turn's limit was over.
-        """
-        gate, session, limit = self._settings.gates[call.name], self._opened[call.name], None
-        kwargs, policy = self._kwargs.get(call.name, {}), gate.policy
-        found = gate.find_result(call.arguments, kwargs)
-        if found is not None:
-            return found
-        seconds, source = self._settings.tool_s, "limits.tool_s"
-        if policy.timeout_s is not None:
-            seconds, source = policy.timeout_s, f"timeout_s of {call.name!r}"
-        slot, tries = object(), 0
-        while True:
-            tries += 1
-            try:
-                if gate.has_queue:
-                    await gate.acquire(slot)
-                limit = limit or turn.open(seconds, source)
-                result = await self._attempt(session, call, limit)
-            except LimitExceeded:
-                if limit is None or turn.is_over:
-                    raise
-                failure = CallError(describe_timeout(limit.deadline))
-            except CallError as error:
-                failure = error
-            else:
-                gate.note_success(call.arguments, kwargs, result)
-                return result
-            finally:
-                gate.release(slot)
-            assert limit is not None
-            pause_s = policy.backoff_s * 2 ** (tries - 1)
-            is_last = tries > policy.retries or not policy.is_transient(failure.root)
-            if is_last or anyio.current_time() + pause_s >= limit.deadline.at:
-                if tries == 1:
-                    raise failure
-                raise CallError(f"{failure} (after {tries} attempts)") from failure.__cause__
-            await anyio.sleep(pause_s)
-
-    def _attempt(
-        self, session: ToolSession, call: ToolCall, limit: Limit
-    ) -> Coroutine[Any, Any, ToolResult]:
-        what = f"tool {call.name!r}"
-        activity = f"{what} of trajectory {self._context.uid}/{self._context.member}"
-        return attempt(_execute, session, call, limit=limit, what=what, activity=activity)
-
-    def _count(self, call: _Call, seconds: float, *, is_refused: bool = False) -> None:
-        """Count a call that has its result, or was cancelled, and emit its event: here only.
-
-        Args:
-            is_refused: Whether it did not run.
-        """
-        result, name, tally = call.result, call.name, self._settings.tally
-        if isinstance(call.call, ToolCall) and name not in self._tools:
-            name = UNKNOWN_TOOL
-        is_error = result is None or result.is_error
-        self.calls += 1
-        self.errors += is_error
-        tally.tool_calls += 1
-        tally.tool_errors += is_error
-        tally.tool(name).calls += 1
-        counts = self._counts.get(name)
-        if counts is None:
-            counts = self._counts[name] = _Counts()
-        counts.calls += 1
-        counts.errors += is_error
-        counts.seconds += seconds
-        counts.seconds_max = max(counts.seconds_max, seconds)
-        if result is not None and result.metrics:
-            add_metrics(self.metrics, name, result.metrics)
-        if call.events is not None:
-            end = call.began + seconds
-            call.events.ended(
-                call.position, call.call, result, call.began, end, is_refused=is_refused
-            )
-
-    def _note_failure(self, name: str, error: CallError) -> ToolResult:
-        """Count that a tool raised, or was too late; what the model reads then."""
-        text, cause = str(error), error.__cause__
-        self._settings.gates[name].note_failure(text)
-        tool = self._settings.tally.tool(name)
-        tool.failed += 1
-        if not tool.first:
-            tool.first = text
-            if cause is not None:
-                frames = ["Traceback (most recent call last):\n", *format_user_frames(cause)]
-                tool.first = "".join([*frames, *traceback.format_exception_only(cause)])
-        return error_result(text)
-
-    def note_refused_media(self, name: str) -> None:
-        """Count an answer as an error after all: the model is shown none of its media."""
-        self.errors += 1
-        self._settings.tally.tool_errors += 1
-        if name in self._counts:
-            self._counts[name].errors += 1
-
-    def abandon(self) -> None:
-        """Count calls that were given up and will not end, as cancelled ones."""
-        running, self._running = self._running, {}
-        for call in running:
-            self._count(call, anyio.current_time() - call.began)
-
-    def find_stateful(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[str]:
-        """Names of the tools among those called whose answers depend on the calls before them."""
-        names = dict.fromkeys(call.name for call in calls if isinstance(call, ToolCall))
-        return [name for name in names if name in self._opened and self._tools[name].stateful]
+        if _overrides(session, "close"):
+            self._closing = self._closing or AsyncExitStack()
+            self._closing.push_async_callback(self._close_session, tool.name, session, task)
+            if task is not None:
+                limit.release()
+                await task.pause()
+                await session.close()
 
     async def calc_rewards(self) -> list[float]:
         """Rewards of the tools that were used, in the order of their first use; sets `reward`.
@@ -496,24 +415,23 @@ class TrajectoryTools:
         Raises:
             ToolError: The one that failed decides the trajectory's reward.
         """
-        judges = self._find_overriding("calc_reward")
-        rewards: dict[str, float | None] = dict.fromkeys(judges)
+        self.reward, rewards = None, list[float]()
+        for name, session in list(self._opened.items()):
+            reward = await self._calc_reward(name, session)
+            if reward is not None:
+                rewards.append(reward)
+                if session.decides_reward:
+                    self.reward = (self.reward or 0.0) + reward
+        return rewards
 
-        async def judge(name: str) -> None:
-            rewards[name] = await self._calc_reward(name)
-
-        await run_side_by_side([partial(judge, name) for name in judges])
-        found = {name: reward for name, reward in rewards.items() if reward is not None}
-        decided = [found[name] for name in found if self._opened[name].decides_reward]
-        self.reward = sum(decided) if decided else None
-        return list(found.values())
-
-    async def _calc_reward(self, name: str) -> float | None:
-        session, what = self._opened[name], f"calc_reward of tool {name!r}"
+    async def _calc_reward(self, name: str, session: ToolSession) -> float | None:
+        if not _overrides(session, "calc_reward"):
+            return None
         limit = Clock(Deadline.after(self._settings.tool_s, "limits.tool_s"))
+        what = f"calc_reward of tool {name!r}"
         try:
             value: Any = await attempt(session.calc_reward, limit=limit, what=what)
-        except (CallError, LimitExceeded) as error:
+        except CallError as error:
             if session.decides_reward:
                 raise ToolError(f"tool {name!r}: calc_reward failed: {error}") from error
             logger.warning("tool %r: calc_reward failed: %s", name, error)
@@ -524,11 +442,6 @@ class TrajectoryTools:
             logger.warning(text, name, value)
         return reward
 
-    def _find_overriding(self, method: str) -> list[str]:
-        """Names of the open sessions that do not leave this method as it is."""
-        default = getattr(ToolSession, method)
-        return [n for n, each in self._opened.items() if getattr(type(each), method) is not default]
-
     async def close(self) -> None:
         """Close every session once, the last opened first, each within ``limits.cleanup_s``.
 
@@ -537,31 +450,45 @@ class TrajectoryTools:
         Where a close is given up with its task, another call closes the others.
         """
         self.is_closed = True
-        interruption: BaseException | None = None
-        for name in reversed(self._find_overriding("close")):
-            session, what = self._opened.pop(name), f"close of tool {name!r}"
-            limit = Clock(Deadline.after(self._settings.cleanup_s, "limits.cleanup_s"))
-            try:
-                with anyio.CancelScope(shield=True):
-                    task = self._tasks.pop(name, None)
-                    if task is None:
-                        await attempt(session.close, limit=limit, what=what)
-                    else:
-                        task.what = what
-                        await conclude(task, task.finish(), limit)
-            except (CallError, LimitExceeded) as error:
-                logger.warning("tool %r: close failed: %s", name, error)
-            except BaseException as error:
-                interruption = interruption or error
         self._opened.clear()
-        if interruption is not None:
-            raise interruption
+        if self._closing is not None:
+            with anyio.CancelScope(shield=True):
+                await self._closing.aclose()
+
+    async def _close_session(
+        self, name: str, session: ToolSession, task: Contained[None] | None
+    ) -> None:
+        limit = Clock(Deadline.after(self._settings.cleanup_s, "limits.cleanup_s"))
+        what = f"close of tool {name!r}"
+        try:
+            if task is None:
+                await attempt(session.close, limit=limit, what=what)
+            else:
+                task.what = what
+                await conclude(task, task.finish(), limit)
+        except CallError as error:
+            logger.warning("tool %r: close failed: %s", name, error)
 
 
-async def _execute(session: ToolSession, call: ToolCall) -> ToolResult:
-    return normalise_result(await session.execute(call))
+def _overrides(session: ToolSession, method: str) -> bool:
+    return getattr(type(session), method) is not getattr(ToolSession, method)
 
 
-def describe_timeout(deadline: Deadline) -> str:
-    """What a call that met its deadline is answered with."""
-    return f"timed out after {deadline.seconds:g} s ({deadline.source})"
+async def _run_all(jobs: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> None:
+    """Run the jobs at the same time and wait for all; each is begun before the next one.
+
+    What one raises ends the others, and leaves as itself.
+    """
+    try:
+        async with anyio.create_task_group() as tasks:
+            for position, job in enumerate(jobs):
+                if position:
+                    await anyio.lowlevel.checkpoint()  # trio shuffles what is ready together
+                tasks.start_soon(job)
+        return
+    except BaseExceptionGroup as group:
+        failure = unwrap_group(group)
+    try:
+        raise failure
+    finally:
+        del failure  # it holds this frame

@@ -9,7 +9,7 @@ TruncateSide = Literal["left", "right", "middle"]
 #: What stands in place of the removed text, by the side that lost it; as in verl.
 MARKERS = {"left": "(truncated)...", "right": "...(truncated)", "middle": "...(truncated)..."}
 #: Our names of sides by verl's, which are those of the side kept.
-_SEED_SIDES: dict[str, TruncateSide] = {"left": "right", "right": "left", "middle": "middle"}
+SIDES_BY_VERL: dict[str, TruncateSide] = {"left": "right", "right": "left", "middle": "middle"}
 
 
 def truncate_text(
@@ -34,13 +34,19 @@ def truncate_text(
     Raises:
         ValueError: An argument is none of the above.
     """
-    side = truncate_side(side, convention)
+    for name, value, choices in (
+        ("side", side, ("left", "right", "middle")),
+        ("unit", unit, ("characters", "tokens")),
+        ("convention", convention, ("rollout", "seed")),
+    ):
+        if value not in choices:
+            *others, last = map(repr, choices)
+            raise ValueError(f"{name} = {value!r}: expected {', '.join(others)} or {last}")
     if limit < 0:
         raise ValueError(f"limit = {limit}: expected 0 or more")
-    if unit not in ("characters", "tokens"):
-        raise ValueError(f"unit = {unit!r}: expected 'characters' or 'tokens'")
     if unit == "tokens" and tokenizer is None:
         raise ValueError("unit = 'tokens' needs a tokenizer")
+    side = SIDES_BY_VERL[side] if convention == "seed" else side
     units: Any = text if unit == "characters" else tokenizer.encode(text, add_special_tokens=False)
     if len(units) <= limit:
         return text
@@ -49,16 +55,3 @@ def truncate_text(
     if unit == "tokens":  # what is left of a character that was cut is none
         ends = [str(tokenizer.decode(ids)).strip("\ufffd") if ids else "" for ids in ends]
     return MARKERS[side].join(ends)
-
-
-def truncate_side(side: str, convention: str) -> TruncateSide:
-    """Our name of a side; "seed" is verl's convention, which names them after the side kept.
-
-    Raises:
-        ValueError: There is no such side or convention.
-    """
-    if side not in _SEED_SIDES:
-        raise ValueError(f"side = {side!r}: expected 'left', 'right' or 'middle'")
-    if convention not in ("rollout", "seed"):
-        raise ValueError(f"convention = {convention!r}: expected 'rollout' or 'seed'")
-    return _SEED_SIDES[side] if convention == "seed" else _SEED_SIDES[_SEED_SIDES[side]]

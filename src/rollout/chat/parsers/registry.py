@@ -130,5 +130,7 @@ def stop_token_ids(parser: ToolParser, tokenizer: PreTrainedTokenizerBase) -> tu
 def strip_stop(text: str, stop_tokens: tuple[str, ...]) -> str:
     """`text` without the one token that ended it, and without white space at its end."""
     text = text.rstrip()
-    stop = next((token for token in stop_tokens if text.endswith(token)), "")
-    return text.removesuffix(stop).rstrip()
+    for stop in stop_tokens:
+        if text.endswith(stop):
+            return text.removesuffix(stop).rstrip()
+    return text

@@ -17,23 +17,14 @@ from rollout.gateway.apis.writing import (
     format_openai_error,
     write_arguments,
 )
-from rollout.gateway.calls import Answer, ClientCall, ClientMessage, Completion, GatewayCall
+from rollout.gateway.calls import Answer, ClientCall, ClientMessage, Completion
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from rollout.gateway.calls import GatewayError
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 FINISH = {"stop": "stop", "length": "length", "calls": "tool_calls", "stop_string": "stop"}
-
-
-class _Part(msgspec.Struct):
-    type: str = "text"
-    text: str | None = None
-    refusal: str | None = None
-    image_url: Any = None
-    video_url: Any = None
 
 
 class _Function(msgspec.Struct):
@@ -47,8 +38,8 @@ class _Call(msgspec.Struct):
 
 
 class _Message(msgspec.Struct):
-    role: str
-    content: str | list[_Part] | None = None
+    role: Annotated[str, reading.one_of("system", "developer", "user", "assistant", "tool")]
+    content: str | list[reading.Part] | None = None
     tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
     name: str | None = None
@@ -71,12 +62,10 @@ class _Body(reading.OpenAIBody):
     stream_options: _StreamOptions | None = None
     max_tokens: reading.Tokens | None = None
     max_completion_tokens: reading.Tokens | None = None
-    stop_token_ids: reading.StopIds | None = None
     n: reading.Samples | None = None
     logprobs: bool | None = None
     response_format: Any = None
-    modalities: list[str] | None = None
-    functions: list[Any] | None = None
+    modalities: list[Annotated[str, reading.one_of("text")]] | None = None
 
 
 _DECODER = msgspec.json.Decoder(_Body)
@@ -85,90 +74,50 @@ _DECODER = msgspec.json.Decoder(_Body)
 def read_request(body: bytes, headers: Mapping[str, str]) -> ChatRequest:
     """What a body asks for."""
     parsed = reading.decode(_DECODER, body)
-    _refuse_impossible(parsed)
-    reading.refuse_many(parsed.messages, "messages", "content", "tool_calls")
-    tools = tuple(
-        reading.make_schema(tool.function, f"tools[{index}].function")
-        for index, tool in enumerate(parsed.tools or ())
-        if tool.type == "function" and tool.function is not None
-    )
-    messages = _read_messages(parsed.messages)
-    call = GatewayCall(
-        api="chat",
-        messages=messages,
-        tools=tools,
-        tool_choice=_read_choice(parsed, tools),
-        parallel_calls=parsed.parallel_tool_calls is not False,
-        sampling=parsed.list_sampling(
-            max_new_tokens=parsed.max_completion_tokens or parsed.max_tokens,
-            stop_token_ids=tuple(parsed.stop_token_ids) if parsed.stop_token_ids else None,
-            top_log_probs=parsed.top_logprobs if parsed.logprobs else None,
-        ),
-        seed=reading.convert_seed(parsed.seed),
-        n=parsed.n or 1,
-        stop=reading.check_stops(parsed.stop, "stop"),
-        agent_id=headers.get("x-claude-code-agent-id"),
-        is_side=not tools and reading.asks_for_title(messages),
-        wants_log_probs=bool(parsed.logprobs),
-        wants_ids=bool(parsed.return_token_ids),
-        forced_by=parsed.list_forcing(response_format=parsed.response_format),
-        digest=reading.digest_body("chat", body),
-        is_retry=reading.is_retry(headers),
-    )
-    options = parsed.stream_options
-    return ChatRequest(
-        call=reading.check_call(call),
-        model=parsed.model,
-        is_streamed=bool(parsed.stream),
-        has_usage=options is not None and bool(options.include_usage),
-    )
-
-
-def _refuse_impossible(parsed: _Body) -> None:
-    parsed.refuse_impossible()
-    if parsed.functions:
-        refuse("functions", "not served; expected tools")
-    if parsed.modalities and parsed.modalities != ["text"]:
-        refuse("modalities", f"{parsed.modalities}; expected ['text']")
     if parsed.top_logprobs and not parsed.logprobs:
         refuse("top_logprobs", "expected logprobs = true beside it")
+    forms = {"tool_choice": parsed.tool_choice, "response_format": parsed.response_format}
+    call = parsed.make_call(
+        "chat",
+        body,
+        headers,
+        messages=tuple(_read_messages(parsed.messages)),
+        tools=tuple(
+            reading.make_schema(tool.function, f"tools[{index}].function")
+            for index, tool in enumerate(parsed.tools or ())
+            if tool.type == "function" and tool.function is not None
+        ),
+        allows_calls=reading.read_type(parsed.tool_choice) != "none",
+        parallel_calls=parsed.parallel_tool_calls is not False,
+        max_new_tokens=parsed.max_completion_tokens or parsed.max_tokens,
+        top_log_probs=parsed.top_logprobs if parsed.logprobs else None,
+        stop=parsed.stop,
+        n=parsed.n or 1,
+        wants_log_probs=bool(parsed.logprobs),
+        forced_by=reading.list_forcing(**forms),
+    )
+    return ChatRequest(call=call, parsed=parsed)
 
 
-def _read_choice(parsed: _Body, tools: Sequence[Mapping[str, Any]]) -> str:
-    choice = parsed.tool_choice
-    function = choice.get("function") if isinstance(choice, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    return parsed.read_choice(tools, name, "tool_choice.function.name")
-
-
-def _read_messages(messages: Sequence[_Message]) -> tuple[ClientMessage, ...]:
+def _read_messages(messages: Sequence[_Message]) -> Iterator[ClientMessage]:
     names: dict[str, str] = {}
-    read = []
     for index, message in enumerate(messages):
         path = f"messages[{index}]"
-        if message.role not in ROLES:
-            refuse(f"{path}.role", f"{message.role!r}; expected one of {', '.join(ROLES)}")
         calls = tuple(_read_calls(message.tool_calls or (), path))
         names.update((call.id, call.name) for call in calls if call.id)
         call_id = message.tool_call_id or ""
         reasoning = message.reasoning_content
         if reasoning is None and isinstance(message.reasoning, str):
             reasoning = message.reasoning
-        content = _read_content(message.content, f"{path}.content")
-        if content.parts and message.role not in ("user", "tool"):
-            refuse(f"{path}.content", "images may stand in messages of users and tools only")
-        read.append(
-            ClientMessage(
-                role=message.role,
-                text=content.text,
-                parts=content.parts,
-                reasoning=reasoning,
-                calls=calls,
-                call_id=call_id,
-                name=message.name or names.get(call_id),
-            )
+        yield reading.make_message(
+            message.role,
+            message.content,
+            f"{path}.content",
+            reasoning=reasoning,
+            calls=calls,
+            call_id=call_id,
+            name=message.name or names.get(call_id),
         )
-    return tuple(read)
 
 
 def _read_calls(calls: Sequence[_Call], path: str) -> Iterator[ClientCall]:
@@ -180,28 +129,11 @@ def _read_calls(calls: Sequence[_Call], path: str) -> Iterator[ClientCall]:
         yield ClientCall(call.function.name, arguments, call.id or "")
 
 
-def _read_content(content: str | list[_Part] | None, field: str) -> reading.Content:
-    if content is None or isinstance(content, str):
-        return reading.Content(content or "")
-    parts: list[str | Mapping[str, Any]] = []
-    for index, part in enumerate(content):
-        if part.type in ("text", "refusal"):
-            parts.append(part.text or part.refusal or "")
-        else:
-            value = part.image_url if part.type == "image_url" else part.video_url
-            parts.append(reading.make_media_part(part.type, value, f"{field}[{index}]"))
-    return reading.join_parts(parts)
-
-
 @attrs.frozen(kw_only=True)
 class ChatRequest(ApiRequest):
-    """A body that was read.
+    """A body that was read."""
 
-    Attributes:
-        has_usage: Whether usage is the last chunk.
-    """
-
-    has_usage: bool = False
+    parsed: _Body
 
     def format_body(self, completion: Completion, context: ReplyContext) -> Mapping[str, Any]:
         choices = []
@@ -212,7 +144,7 @@ class ChatRequest(ApiRequest):
                 "index": index,
                 "message": _format_message(answer),
                 "logprobs": self._format_log_probs(answer, context),
-                "finish_reason": _format_finish(answer),
+                "finish_reason": FINISH[answer.finish],
             }
             choices.append(choice | _pick(ids, "token_ids"))
         body = _format_head(completion, context, "chat.completion") | {"choices": choices}
@@ -221,11 +153,13 @@ class ChatRequest(ApiRequest):
     def format_events(self, completion: Completion, context: ReplyContext) -> Iterator[bytes]:
         """Chunks of each choice: its role, thoughts, text, each call, and its end."""
         head = _format_head(completion, context, "chat.completion.chunk")
-        if self.has_usage:
+        options = self.parsed.stream_options
+        has_usage = options is not None and options.include_usage
+        if has_usage:
             head["usage"] = None
         prompt = _pick(format_ids(completion, completion.answers[0], self.call), "prompt_token_ids")
         for index, answer in enumerate(completion.answers):
-            end: dict[str, Any] = {"delta": {}, "finish_reason": _format_finish(answer)}
+            end: dict[str, Any] = {"delta": {}, "finish_reason": FINISH[answer.finish]}
             end |= _pick(format_ids(completion, answer, self.call), "token_ids")
             log_probs = self._format_log_probs(answer, context)
             for chunk in (*({"delta": delta} for delta in _list_deltas(answer)), end):
@@ -236,7 +170,7 @@ class ChatRequest(ApiRequest):
                     choice["logprobs"], log_probs = log_probs, None
                 yield format_event(head | {"choices": [choice]} | prompt)
                 prompt = {}
-        if self.has_usage:
+        if has_usage:
             yield format_event(head | {"choices": [], "usage": _format_usage(completion)})
         yield b"data: [DONE]\n\n"
 
@@ -291,12 +225,6 @@ def _list_deltas(answer: Answer) -> Iterator[dict[str, Any]]:
         yield {"content": answer.client_text}
     for number, call in enumerate(_format_calls(answer)):
         yield {"tool_calls": [{"index": number} | call]}
-
-
-def _format_finish(answer: Answer) -> str:
-    if answer.finish == "calls" and not answer.valid_calls:
-        return "stop"
-    return FINISH[answer.finish]
 
 
 def _format_usage(completion: Completion) -> Mapping[str, Any]:

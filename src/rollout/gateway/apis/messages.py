@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
 import attrs
@@ -21,14 +22,12 @@ from rollout.gateway.calls import (
     ClientCall,
     ClientMessage,
     Completion,
-    GatewayCall,
     GatewayError,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-ROLES = ("user", "assistant", "system")
 FINISH = {
     "stop": "end_turn",
     "length": "max_tokens",
@@ -52,9 +51,7 @@ _ERROR_TYPES = {
 }
 
 
-class _Block(msgspec.Struct):
-    type: str
-    text: str | None = None
+class _Block(reading.Part):
     thinking: str | None = None
     signature: str | None = None
     id: str = ""
@@ -62,11 +59,10 @@ class _Block(msgspec.Struct):
     input: msgspec.Raw = msgspec.Raw(b"{}")
     tool_use_id: str = ""
     content: str | list[_Block] | None = None
-    source: Any = None
 
 
 class _Message(msgspec.Struct):
-    role: str
+    role: Annotated[str, reading.one_of("user", "assistant", "system")]
     content: str | list[_Block]
 
 
@@ -78,17 +74,8 @@ class _Tool(msgspec.Struct):
 
 
 class _ToolChoice(msgspec.Struct):
-    type: str = "auto"
-    name: str = ""
+    type: Annotated[str, reading.one_of("auto", "any", "tool", "none")] = "auto"
     disable_parallel_tool_use: bool | None = None
-
-
-class _Format(msgspec.Struct):
-    type: str = ""
-
-
-class _OutputConfig(msgspec.Struct):
-    format: _Format | None = None
 
 
 class _Body(reading.Body):
@@ -97,9 +84,9 @@ class _Body(reading.Body):
     tools: Annotated[list[_Tool], msgspec.Meta(max_length=reading.MAX_TOOLS)] | None = None
     tool_choice: _ToolChoice | None = None
     max_tokens: reading.Tokens | None = None
-    stop_sequences: list[str] | None = None
-    output_config: _OutputConfig | None = None
-    output_format: _Format | None = None
+    stop_sequences: reading.StopList | None = None
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None
 
 
 _DECODER = msgspec.json.Decoder(_Body)
@@ -108,43 +95,29 @@ _DECODER = msgspec.json.Decoder(_Body)
 def read_request(body: bytes, headers: Mapping[str, str]) -> MessagesRequest:
     """What a body asks for; of ``count_tokens`` too, which sets nothing that it could not."""
     parsed = reading.decode(_DECODER, body)
-    parsed.refuse_impossible()
-    reading.refuse_many(parsed.messages, "messages", "content")
-    if isinstance(parsed.system, list):
-        reading.refuse_many(parsed.system, "system", "content")
-    tools = tuple(_read_tools(parsed.tools or ()))
     choice = parsed.tool_choice or _ToolChoice()
     system, is_claude_code = _read_system(parsed.system)
-    config = parsed.output_config or _OutputConfig()
-    forms = {"output_config.format": config.format, "output_format": parsed.output_format}
-    forcing = [name for name, form in forms.items() if form is not None]
-    if choice.type in ("any", "tool"):
-        forcing.insert(0, "tool_choice")
+    forms = {
+        "output_config.format": (parsed.output_config or {}).get("format"),
+        "output_format": parsed.output_format,
+    }
     # Of Claude Code's calls only those for titles must answer in a schema.
-    is_json = any(form is not None and form.type == "json_schema" for form in forms.values())
-    is_title = (is_claude_code and is_json) or reading.asks_for_title(system)
-    call = GatewayCall(
-        api="messages",
+    is_json = "json_schema" in map(reading.read_type, forms.values())
+    call = parsed.make_call(
+        "messages",
+        body,
+        headers,
         messages=(*system, *_read_messages(parsed.messages)) if parsed.messages else (),
-        tools=tools,
-        tool_choice=_read_choice(choice, tools),
+        tools=tuple(_read_tools(parsed.tools or ())),
+        allows_calls=choice.type != "none",
         parallel_calls=not choice.disable_parallel_tool_use,
-        sampling=parsed.list_sampling(max_new_tokens=parsed.max_tokens),
-        seed=reading.convert_seed(parsed.seed),
-        stop=reading.check_stops(parsed.stop_sequences, "stop_sequences"),
-        agent_id=headers.get("x-claude-code-agent-id"),
-        is_side=not tools and is_title,
-        wants_ids=bool(parsed.return_token_ids),
-        forced_by=tuple(forcing),
-        digest=reading.digest_body("messages", body),
-        is_retry=reading.is_retry(headers),
+        max_new_tokens=parsed.max_tokens,
+        stop=parsed.stop_sequences,
+        is_title=is_claude_code and is_json,
+        forced_by=reading.list_forcing(tool_choice=choice.type, **forms),
     )
-    return MessagesRequest(
-        call=reading.check_call(call),
-        model=parsed.model,
-        is_streamed=bool(parsed.stream),
-        keep_alive=format_event({"type": "ping"}, "ping"),
-    )
+    keep_alive = format_event({"type": "ping"}, "ping")
+    return MessagesRequest(call=call, parsed=parsed, keep_alive=keep_alive)
 
 
 def _read_tools(tools: Sequence[_Tool]) -> Iterator[Mapping[str, Any]]:
@@ -152,16 +125,6 @@ def _read_tools(tools: Sequence[_Tool]) -> Iterator[Mapping[str, Any]]:
         if tool.type in (None, "custom"):
             function = FunctionTool(tool.name, tool.description, tool.input_schema)
             yield reading.make_schema(function, f"tools[{index}].input_schema")
-
-
-def _read_choice(choice: _ToolChoice, tools: Sequence[Mapping[str, Any]]) -> str:
-    if choice.type == "tool":
-        return reading.choose_tool(choice.name, tools, "tool_choice.name")
-    known = {"auto": "auto", "any": "required", "none": "none"}
-    if choice.type not in known:
-        expected = "expected 'auto', 'any', 'none' or 'tool'"
-        refuse("tool_choice.type", f"{choice.type!r}; {expected}")
-    return known[choice.type]
 
 
 def _read_system(system: str | list[_Block] | None) -> tuple[tuple[ClientMessage, ...], bool]:
@@ -176,10 +139,7 @@ def _read_system(system: str | list[_Block] | None) -> tuple[tuple[ClientMessage
 def _read_messages(messages: Sequence[_Message]) -> Iterator[ClientMessage]:
     names: dict[str, str] = {}
     for index, message in enumerate(messages):
-        path = f"messages[{index}]"
-        if message.role not in ROLES:
-            refuse(f"{path}.role", f"{message.role!r}; expected one of {', '.join(ROLES)}")
-        blocks = message.content
+        path, blocks = f"messages[{index}].content", message.content
         if isinstance(blocks, str):
             yield ClientMessage(role=message.role, text=blocks)
         elif message.role == "assistant":
@@ -193,7 +153,7 @@ def _read_messages(messages: Sequence[_Message]) -> Iterator[ClientMessage]:
 def _read_turn(blocks: Sequence[_Block], path: str) -> ClientMessage:
     texts, thoughts, calls, ids = [], [], [], []
     for number, block in enumerate(blocks):
-        field = f"{path}.content[{number}]"
+        field = f"{path}[{number}]"
         if block.type == "text":
             texts.append(block.text or "")
         elif block.type == "thinking":
@@ -217,40 +177,21 @@ def _read_blocks(
     role: str, blocks: Sequence[_Block], names: Mapping[str, str], path: str
 ) -> Iterator[ClientMessage]:
     """A user's message: results of tools, each a message, and texts between them."""
-    parts: list[str | Mapping[str, Any]] = []
-    for number, block in enumerate(blocks):
-        field = f"{path}.content[{number}]"
-        if block.type != "tool_result":
-            parts.append(_read_part(block, field))
+    if not blocks:
+        yield ClientMessage(role=role)
+    for is_result, run in groupby(enumerate(blocks), lambda each: each[1].type == "tool_result"):
+        numbers, parts = zip(*run, strict=True)
+        if not is_result:
+            yield reading.make_message(role, parts, path, numbers[0])
             continue
-        if parts:
-            content = reading.join_parts(parts)
-            yield ClientMessage(role=role, text=content.text, parts=content.parts)
-            parts = []
-        result = _read_result(block.content, f"{field}.content")
-        yield ClientMessage(
-            role="tool",
-            text=result.text,
-            parts=result.parts,
-            call_id=block.tool_use_id,
-            name=names.get(block.tool_use_id),
-        )
-    if parts or not blocks:
-        content = reading.join_parts(parts)
-        yield ClientMessage(role=role, text=content.text, parts=content.parts)
-
-
-def _read_result(content: str | list[_Block] | None, field: str) -> reading.Content:
-    if content is None or isinstance(content, str):
-        return reading.Content(content or "")
-    parts = [_read_part(block, f"{field}[{index}]") for index, block in enumerate(content)]
-    return reading.join_parts(parts)
-
-
-def _read_part(block: _Block, field: str) -> str | Mapping[str, Any]:
-    if block.type == "text":
-        return block.text or ""
-    return reading.make_media_part(block.type, block.source, field)
+        for number, block in zip(numbers, parts, strict=True):
+            yield reading.make_message(
+                "tool",
+                block.content,
+                f"{path}[{number}].content",
+                call_id=block.tool_use_id,
+                name=names.get(block.tool_use_id),
+            )
 
 
 def format_error(error: GatewayError) -> Mapping[str, Any]:
@@ -312,10 +253,7 @@ def _format_message(
 
 
 def _format_end(answer: Answer) -> dict[str, Any]:
-    reason = FINISH[answer.finish]
-    if reason == "tool_use" and not answer.valid_calls:
-        reason = "end_turn"
-    return {"stop_reason": reason, "stop_sequence": answer.stop_string}
+    return {"stop_reason": FINISH[answer.finish], "stop_sequence": answer.stop_string}
 
 
 def _list_blocks(answer: Answer) -> Iterator[dict[str, Any]]:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import msgspec
 
-from rollout.gateway.calls import ClientMessage, GatewayCall, GatewayError
+from rollout.gateway.calls import Api, ClientMessage, GatewayCall, GatewayError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 #: Values within values, in what reaches templates and comparisons.
 MAX_DEPTH = 64
-#: Messages of one request with their parts and calls; each costs the loop some microseconds.
+#: Messages of one request with their calls and images; each costs the loop some microseconds.
 MAX_ITEMS = 10_000
 MAX_TOOLS = 1024
 MAX_STOP_IDS = 1024
@@ -37,14 +37,27 @@ Penalty = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 Repetition = Annotated[float, msgspec.Meta(gt=0, le=100)]
 Tokens = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-StopIds = Annotated[list[TokenId], msgspec.Meta(max_length=MAX_STOP_IDS)]
+StopIds = Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_STOP_IDS)]
+Stop = Annotated[str, msgspec.Meta(min_length=1)]
+StopList = Annotated[list[Stop], msgspec.Meta(max_length=MAX_STOPS)]
+Stops = Stop | StopList
 Samples = Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)]
 TopLogProbs = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOG_PROBS)]
 
 _PATH = re.compile(r"^(.*) - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
+_ONE_OF = re.compile(r"^Expected `str` matching regex '\^\((.*)\)\$'$")
 #: In the system prompt of a coding agent's call for the title of a session.
 _TITLE = re.compile(r"\btitle generator\b", re.IGNORECASE)
 _ANY = msgspec.json.Decoder(Any)
+#: Types of parts that are text, in whatever API.
+_TEXTS = ("text", "input_text", "output_text", "summary_text", "refusal")
+#: What leaves the model free in its output.
+_FREE = (None, "text", "auto", "none")
+
+
+def one_of(*names: str) -> msgspec.Meta:
+    """Of a string that is one of these; the error of another one lists them."""
+    return msgspec.Meta(pattern=f"^({'|'.join(names)})$")
 
 
 def make_error(message: str, field: str | None = None) -> GatewayError:
@@ -75,24 +88,10 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes | msgspec.Raw, within: 
 def split_problem(error: msgspec.ValidationError) -> tuple[str, str]:
     """What is wrong with a value, and where it stands; "" where the error names none."""
     found = _PATH.match(str(error))
-    return (found[1], found[2]) if found else (str(error), "")
-
-
-def refuse_many(messages: Sequence[Any], field: str, *inner: str) -> None:
-    """Refuse a conversation of more messages, parts and calls than one request may have.
-
-    Args:
-        messages: As they were decoded.
-        field: Where they stand.
-        inner: Fields of messages, and of their parts, that hold parts or calls, or text.
-    """
-    count, level = 0, messages
-    while level and count <= MAX_ITEMS:
-        count += len(level)
-        values = [getattr(each, name, None) for each in level[:MAX_ITEMS] for name in inner]
-        level = [each for value in values if isinstance(value, list) for each in value]
-    if count > MAX_ITEMS:
-        refuse(field, f"more than {MAX_ITEMS:,} messages, parts and calls")
+    problem, path = (found[1], found[2]) if found else (str(error), "")
+    if choices := _ONE_OF.match(problem):
+        problem = f"expected one of {choices[1].replace('|', ', ')}"
+    return problem, path
 
 
 def decode_value(raw: bytes | msgspec.Raw, field: str) -> Any:
@@ -146,31 +145,44 @@ def make_schema(tool: FunctionTool, field: str) -> Mapping[str, Any]:
     return {"type": "function", "function": function}
 
 
-def choose_tool(name: str, tools: Sequence[Mapping[str, Any]], field: str) -> str:
-    """The name of a tool that the client wants called."""
-    if name not in {tool["function"]["name"] for tool in tools}:
-        refuse(field, f"no tool is named {name!r}")
-    return name
+class Part(msgspec.Struct):
+    """A part of a content, in whatever API."""
+
+    type: str = "text"
+    text: str | None = None
+    refusal: str | None = None
+    image_url: Any = None
+    video_url: Any = None
+    source: Any = None
 
 
-class Content(NamedTuple):
-    """The content of a message.
+def make_message(
+    role: str, content: str | Sequence[Part] | None, field: str, first: int = 0, **more: Any
+) -> ClientMessage:
+    """A message of a content: its texts joined, and all its parts where it shows images.
 
-    Attributes:
-        text: Its texts, joined.
-        parts: As `ClientMessage.parts`.
+    Args:
+        role: Whose it is.
+        content: What stands at `field`, from its part `first` on.
+        field: Where it stands.
+        first: The number of its first part.
+        more: Other fields of the message.
     """
-
-    text: str
-    parts: tuple[str | Mapping[str, Any], ...] = ()
-
-
-def join_parts(parts: Sequence[str | Mapping[str, Any]]) -> Content:
-    """Texts, and images among them, as a message has them."""
+    if content is None or isinstance(content, str):
+        return ClientMessage(role=role, text=content or "", **more)
+    parts = [_read_part(part, f"{field}[{at}]") for at, part in enumerate(content, first)]
     text = "\n".join(part for part in parts if isinstance(part, str))
     if all(isinstance(part, str) for part in parts):
-        return Content(text)
-    return Content(text, tuple(part for part in parts if part))
+        return ClientMessage(role=role, text=text, **more)
+    if role not in ("user", "tool"):
+        refuse(field, "images may stand in messages of users and tools only")
+    return ClientMessage(role=role, text=text, parts=tuple(filter(None, parts)), **more)
+
+
+def _read_part(part: Part, field: str) -> str | Mapping[str, Any]:
+    if part.type in _TEXTS:
+        return part.text or part.refusal or ""
+    return make_media_part(part.type, part.image_url or part.video_url or part.source, field)
 
 
 def make_media_part(kind: str, value: Any, field: str) -> Mapping[str, Any]:
@@ -203,126 +215,124 @@ _MEDIA = {
 }
 
 
-def check_stops(stop: str | list[str] | None, field: str) -> tuple[str, ...]:
-    """Strings that end a turn."""
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if len(stops) > MAX_STOPS:
-        refuse(field, f"{len(stops)} strings; expected at most {MAX_STOPS}")
-    if "" in stops:
-        refuse(field, "expected strings that are not empty")
-    return stops
+def read_type(form: Any) -> Any:
+    """Of a ``{"type": …}``, or the word alone that stands for it."""
+    return form.get("type") if isinstance(form, dict) else form
 
 
-def convert_top_k(top_k: int | None) -> int | None:
-    """As engines take it: 0 means all, as elsewhere."""
-    return -1 if top_k == 0 else top_k
+def list_forcing(**forms: Any) -> tuple[str, ...]:
+    """The names of those of a client's ``{"type": …}`` that would force the model's output."""
+    return tuple(name for name, form in forms.items() if read_type(form) not in _FREE)
 
 
-def convert_seed(seed: int | None) -> int | None:
-    """A seed that engines take."""
-    return None if seed is None else seed % 2**63
+class SamplingFields(msgspec.Struct):
+    """How turns are sampled, in whatever API."""
 
-
-def digest_body(api: str, body: bytes) -> bytes:
-    """The same for the same body in the same API."""
-    return hashlib.blake2b(body, digest_size=16, person=api.encode()).digest()
-
-
-def is_retry(headers: Mapping[str, str]) -> bool:
-    """Whether a client marks a request as repeated, as OpenAI's and Anthropic's SDKs do."""
-    count = headers.get("x-stainless-retry-count", "")
-    return count.isdecimal() and bool(count.strip("0"))
-
-
-def asks_for_title(messages: Sequence[ClientMessage]) -> bool:
-    """Whether a coding agent wants a title for people to read."""
-    first = messages[0] if messages else None
-    return first is not None and first.role == "system" and bool(_TITLE.search(first.text[:2000]))
-
-
-def is_free(form: object) -> bool:
-    """Whether a ``{"type": …}`` of a client leaves the model free in its output."""
-    return not isinstance(form, dict) or form.get("type") in (None, "text", "auto", "none")
-
-
-def check_call(call: GatewayCall) -> GatewayCall:
-    """A call that has a message."""
-    if not call.messages:
-        refuse(call.field, "expected one message or more")
-    return call
-
-
-class Body(msgspec.Struct):
-    """Fields that bodies of every API have, and those that no engine here can honour."""
-
-    model: str | None = None
-    stream: bool | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
     min_p: Share | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Repetition | None = None
+    stop_token_ids: StopIds | None = None
     seed: int | None = None
+
+    def list_sampling(self, **more: Any) -> dict[str, Any]:
+        """The fields of `SamplingConfig` that the client sets; `more` are the API's own."""
+        values = {name: getattr(self, name) for name in SamplingFields.__struct_fields__} | more
+        del values["seed"]  # not the configuration's
+        if self.top_k == 0:
+            values["top_k"] = -1  # all, as elsewhere
+        return {name: value for name, value in values.items() if value not in (None, ())}
+
+    def convert_seed(self) -> int | None:
+        """A seed that engines take."""
+        return None if self.seed is None else self.seed % 2**63
+
+
+class Body(SamplingFields):
+    """Fields that bodies of every API have, and those that no engine here can honour."""
+
+    model: str | None = None
+    stream: bool | None = None
     return_token_ids: bool | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     logit_bias: dict[str, float] | None = None
+    functions: Any = None
+    background: bool | None = None
+    conversation: Any = None
 
-    def refuse_impossible(self) -> None:
-        """Raise for those that cannot be honoured and are set."""
+    def make_call(
+        self,
+        api: Api,
+        body: bytes,
+        headers: Mapping[str, str],
+        *,
+        messages: tuple[ClientMessage, ...],
+        stop: str | list[str] | None,
+        max_new_tokens: int | None,
+        top_log_probs: int | None = None,
+        is_title: bool = False,
+        **own: Any,
+    ) -> GatewayCall:
+        """The call that a body asks for.
+
+        Args:
+            api: Which has the body.
+            body: Its bytes.
+            headers: Of the request.
+            messages: The conversation.
+            stop: Strings that end a turn.
+            max_new_tokens, top_log_probs: Of the sampling.
+            is_title: Whether a coding agent wants a title for people to read.
+            own: Other fields of the call.
+        """
         for name, why in _IMPOSSIBLE.items():
             if getattr(self, name):
                 refuse(name, why)
+        call = GatewayCall(
+            api=api,
+            messages=messages,
+            sampling=self.list_sampling(max_new_tokens=max_new_tokens, top_log_probs=top_log_probs),
+            seed=self.convert_seed(),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+            agent_id=headers.get("x-openai-subagent") or headers.get("x-claude-code-agent-id"),
+            is_side=not own.get("tools") and (is_title or _asks_for_title(messages)),
+            wants_ids=bool(self.return_token_ids),
+            digest=hashlib.blake2b(body, digest_size=16, person=api.encode()).digest(),
+            is_retry=headers.get("x-stainless-retry-count", "").strip("0").isdecimal(),
+            **own,
+        )
+        count = sum(1 + len(each.calls) + len(each.parts) for each in messages)
+        if not 0 < count <= MAX_ITEMS:
+            refuse(call.field, f"expected 1 to {MAX_ITEMS:,} messages, calls and images")
+        return call
 
-    def list_sampling(self, **more: Any) -> dict[str, Any]:
-        """The fields of `SamplingConfig` that the client sets; `more` are the API's own."""
-        values = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": convert_top_k(self.top_k),
-            "min_p": self.min_p,
-            **more,
-        }
-        return {name: value for name, value in values.items() if value is not None}
+
+def _asks_for_title(messages: Sequence[ClientMessage]) -> bool:
+    first = messages[0] if messages else None
+    return first is not None and first.role == "system" and bool(_TITLE.search(first.text[:2000]))
+
+
+ToolChoice = Annotated[str, one_of("auto", "none", "required")]
 
 
 class OpenAIBody(Body):
     """Fields that OpenAI's APIs share beside these."""
 
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: ToolChoice | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Repetition | None = None
-    stop: str | list[str] | None = None
+    stop: Stops | None = None
     top_logprobs: TopLogProbs | None = None
-
-    def list_sampling(self, **more: Any) -> dict[str, Any]:
-        """As every API's, and the penalties."""
-        return super().list_sampling(
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
-            **more,
-        )
-
-    def list_forcing(self, **forms: Any) -> tuple[str, ...]:
-        """The fields that would force the model: the choice among tools, or one of these forms."""
-        is_chosen = self.tool_choice == "required" or not is_free(self.tool_choice)
-        forcing = [name for name, form in forms.items() if not is_free(form)]
-        return (*(["tool_choice"] if is_chosen else []), *forcing)
-
-    def read_choice(self, tools: Sequence[Mapping[str, Any]], name: Any, field: str) -> str:
-        """The choice among tools; `name` is that of the one at `field`, where it names one."""
-        if isinstance(self.tool_choice, str):
-            if self.tool_choice not in ("auto", "none", "required"):
-                expected = "expected 'auto', 'none', 'required' or a function"
-                refuse("tool_choice", f"{self.tool_choice!r}; {expected}")
-            return self.tool_choice
-        return choose_tool(name, tools, field) if isinstance(name, str) else "auto"
 
 
 _IMPOSSIBLE = {
     "min_tokens": "engines end a turn where the model does; expected 0 or none",
     "ignore_eos": "engines end a turn where the model does; expected false",
     "logit_bias": "no engine here changes logits; expected none",
+    "functions": "not served; expected tools",
+    "background": "not served; expected false",
+    "conversation": "not served; expected previous_response_id",
 }

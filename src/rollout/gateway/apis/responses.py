@@ -9,12 +9,13 @@ import attrs
 import msgspec
 
 from rollout.gateway.apis import reading
-from rollout.gateway.apis.reading import FunctionTool, refuse
+from rollout.gateway.apis.reading import FunctionTool
 from rollout.gateway.apis.response_items import (
     CALL_ID,
     MESSAGE_ID,
     REASONING_ID,
     Item,
+    flatten_name,
     read_items,
     seal_reasoning,
 )
@@ -28,7 +29,7 @@ from rollout.gateway.apis.writing import (
     write_arguments,
     write_text_input,
 )
-from rollout.gateway.calls import Answer, ClientMessage, Completion, GatewayCall
+from rollout.gateway.calls import Answer, ClientMessage, Completion
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -54,8 +55,6 @@ class _Body(reading.OpenAIBody):
     input: str | list[Item] = ""
     instructions: str | None = None
     previous_response_id: str | None = None
-    conversation: Any = None
-    background: bool | None = None
     tools: Annotated[list[_Tool], msgspec.Meta(max_length=reading.MAX_TOOLS)] | None = None
     text: Any = None
     include: list[str] | None = None
@@ -69,48 +68,34 @@ _DECODER = msgspec.json.Decoder(_Body)
 def read_request(body: bytes, headers: Mapping[str, str]) -> ResponsesRequest:
     """What a body asks for."""
     parsed = reading.decode(_DECODER, body)
-    parsed.refuse_impossible()
-    if parsed.background:
-        refuse("background", "not served; expected false")
-    if parsed.conversation is not None:
-        refuse("conversation", "not served; expected previous_response_id")
-    if not isinstance(parsed.input, str):
-        reading.refuse_many(parsed.input, "input", "content", "summary", "output")
     tools = _read_tools(parsed.tools or ())
-    schemas = tuple(tool.schema for tool in tools.values())
-    messages = _read_messages(parsed)
-    form = parsed.text.get("format") if isinstance(parsed.text, dict) else None
-    call = GatewayCall(
-        api="responses",
-        messages=messages,
-        tools=schemas,
-        tool_choice=_read_choice(parsed, schemas),
-        parallel_calls=parsed.parallel_tool_calls is not False,
-        sampling=parsed.list_sampling(
-            max_new_tokens=parsed.max_output_tokens, top_log_probs=parsed.top_logprobs
-        ),
-        seed=reading.convert_seed(parsed.seed),
-        stop=reading.check_stops(parsed.stop, "stop"),
-        previous_id=parsed.previous_response_id,
+    forms = {"tool_choice": parsed.tool_choice}
+    if isinstance(parsed.text, dict):
+        forms["text.format"] = parsed.text.get("format")
+    call = parsed.make_call(
+        "responses",
+        body,
+        headers,
+        messages=_read_messages(parsed),
+        tools=tuple(tool.schema for tool in tools.values()),
         text_tools=frozenset(name for name, tool in tools.items() if tool.is_text),
-        agent_id=headers.get("x-openai-subagent") or headers.get("x-claude-code-agent-id"),
-        is_side=not schemas and reading.asks_for_title(messages),
+        allows_calls=reading.read_type(parsed.tool_choice) != "none",
+        parallel_calls=parsed.parallel_tool_calls is not False,
+        max_new_tokens=parsed.max_output_tokens,
+        top_log_probs=parsed.top_logprobs,
+        stop=parsed.stop,
+        previous_id=parsed.previous_response_id,
         wants_log_probs=LOG_PROBS in (parsed.include or ()) or parsed.top_logprobs is not None,
-        wants_ids=bool(parsed.return_token_ids),
-        forced_by=parsed.list_forcing(**{"text.format": form}),
-        digest=reading.digest_body("responses", body),
-        is_retry=reading.is_retry(headers),
+        forced_by=reading.list_forcing(**forms),
     )
     is_codex = headers.get("originator", "").startswith("codex")
     return ResponsesRequest(
-        call=reading.check_call(call),
-        model=parsed.model,
-        is_streamed=bool(parsed.stream),
+        call=call,
+        parsed=parsed,
         # Codex counts events only, and skips those that it does not know.
         keep_alive=format_event({"type": "keepalive"}, "keepalive") if is_codex else COMMENT,
         has_length_in_events=bool(parsed.stream) and is_codex,
         tools=tools,
-        echoed=_list_echoed(parsed),
     )
 
 
@@ -127,11 +112,6 @@ class ClientTool(NamedTuple):
     name: str
     space: str
     is_text: bool
-
-
-def flatten_name(name: str, space: str | None) -> str:
-    """The name of a tool for the model."""
-    return f"{space.rstrip('_')}__{name}" if space else name
 
 
 def _read_tools(
@@ -166,7 +146,7 @@ def _make_text_schema(tool: _Tool) -> Mapping[str, Any]:
 def _read_messages(parsed: _Body) -> tuple[ClientMessage, ...]:
     messages: tuple[ClientMessage, ...] = ()
     if not isinstance(parsed.input, str):
-        messages = read_items(parsed.input, flatten_name)
+        messages = read_items(parsed.input)
     elif parsed.input:
         messages = (ClientMessage(role="user", text=parsed.input),)
     if not messages or not parsed.instructions:
@@ -175,40 +155,16 @@ def _read_messages(parsed: _Body) -> tuple[ClientMessage, ...]:
     return (ClientMessage(role="system", text=text, is_instructions=True), *messages)
 
 
-def _read_choice(parsed: _Body, tools: Sequence[Mapping[str, Any]]) -> str:
-    choice, name = parsed.tool_choice, None
-    if isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
-        name = choice.get("name")
-    return parsed.read_choice(tools, name, "tool_choice.name")
-
-
-def _list_echoed(parsed: _Body) -> dict[str, Any]:
-    """What the answer repeats of the question."""
-    return {
-        "instructions": parsed.instructions,
-        "max_output_tokens": parsed.max_output_tokens,
-        "metadata": parsed.metadata or {},
-        "parallel_tool_calls": parsed.parallel_tool_calls is not False,
-        "previous_response_id": parsed.previous_response_id,
-        "temperature": parsed.temperature,
-        "tool_choice": parsed.tool_choice if isinstance(parsed.tool_choice, str) else "auto",
-        "tools": [],
-        "top_p": parsed.top_p,
-        "truncation": "disabled",
-    }
-
-
 @attrs.frozen(kw_only=True)
 class ResponsesRequest(ApiRequest):
     """A body that was read.
 
     Attributes:
         tools: Those of the body, by the names that the model sees.
-        echoed: Fields of the answer that repeat the body's.
     """
 
+    parsed: _Body
     tools: Mapping[str, ClientTool]
-    echoed: Mapping[str, Any]
 
     def format_body(self, completion: Completion, context: ReplyContext) -> Mapping[str, Any]:
         (answer,) = completion.answers
@@ -247,6 +203,8 @@ class ResponsesRequest(ApiRequest):
         return [("created", {"response": head}), ("in_progress", {"response": head})]
 
     def _format_head(self, response_id: str, context: ReplyContext) -> dict[str, Any]:
+        """What does not depend on the answer; much of it repeats the question."""
+        parsed, choice = self.parsed, self.parsed.tool_choice
         return {
             "id": response_id,
             "object": "response",
@@ -257,7 +215,16 @@ class ResponsesRequest(ApiRequest):
             "model": context.model,
             "output": [],
             "usage": None,
-            **self.echoed,
+            "instructions": parsed.instructions,
+            "max_output_tokens": parsed.max_output_tokens,
+            "metadata": parsed.metadata or {},
+            "parallel_tool_calls": self.call.parallel_calls,
+            "previous_response_id": parsed.previous_response_id,
+            "temperature": parsed.temperature,
+            "tool_choice": choice if isinstance(choice, str) else "auto",
+            "tools": [],
+            "top_p": parsed.top_p,
+            "truncation": "disabled",
         }
 
     def _list_items(self, answer: Answer, context: ReplyContext) -> Iterator[dict[str, Any]]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import msgspec
 
+from rollout.gateway.apis.reading import Body
 from rollout.gateway.calls import GatewayCall
 
 if TYPE_CHECKING:
@@ -65,15 +66,13 @@ class ApiRequest:
 
     Attributes:
         call: What it asks for.
-        model: The name it asks for; None where it names none.
-        is_streamed: Whether it wants events.
+        parsed: The body.
         keep_alive: An event without content.
         has_length_in_events: Whether a refusal for a length stands in the stream.
     """
 
     call: GatewayCall
-    model: str | None
-    is_streamed: bool
+    parsed: Body
     keep_alive: bytes = COMMENT
     has_length_in_events: bool = False
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rollout.gateway.calls import ClientMessage
 
 
-class CallArguments(msgspec.Struct, forbid_unknown_fields=True):
+class CallArguments(reading.SamplingFields, forbid_unknown_fields=True):
     """What a call may be given: fields of `sampling`, and those of OpenAI's chat completions.
 
     Attributes:
@@ -24,22 +24,13 @@ class CallArguments(msgspec.Struct, forbid_unknown_fields=True):
         strict: Of tools; no engine can hold the model to it.
     """
 
-    temperature: reading.Temperature | None = None
-    top_p: reading.TopP | None = None
-    top_k: reading.TopK | None = None
-    min_p: reading.Share | None = None
-    presence_penalty: reading.Penalty | None = None
-    frequency_penalty: reading.Penalty | None = None
-    repetition_penalty: reading.Repetition | None = None
     greedy: bool | None = None
     max_new_tokens: reading.Tokens | None = None
     max_completion_tokens: reading.Tokens | None = None
     max_tokens: reading.Tokens | None = None
-    stop_token_ids: reading.StopIds | None = None
     top_log_probs: reading.TopLogProbs | None = None
-    seed: int | None = None
     n: reading.Samples | None = None
-    stop: str | list[str] | None = None
+    stop: reading.Stops | None = None
     tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=reading.MAX_TOOLS)] | None = None
     tool_choice: str | bool | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -51,12 +42,7 @@ class _Function(msgspec.Struct):
     function: reading.FunctionTool
 
 
-_FREE = (None, False, "auto", "none")
 _TOOL = msgspec.json.Decoder(_Function)
-_SAMPLING = (
-    *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
-    *("repetition_penalty", "greedy", "top_log_probs"),
-)
 
 
 def call_of(messages: tuple[ClientMessage, ...], given: Mapping[str, Any]) -> GatewayCall:
@@ -67,19 +53,24 @@ def call_of(messages: tuple[ClientMessage, ...], given: Mapping[str, Any]) -> Ga
             what was expected.
     """
     asked = _checked(given)
-    call = GatewayCall(
+    if not messages:
+        reading.refuse("messages", "expected one message or more")
+    choice = None if asked.tool_choice is False else asked.tool_choice
+    most = asked.max_new_tokens or asked.max_completion_tokens or asked.max_tokens
+    return GatewayCall(
         api="chat",
         messages=messages,
         tools=_tools(asked.tools or ()),
-        tool_choice="none" if _is_none(asked.tool_choice) else "auto",
-        forced_by=() if _is_free(asked.tool_choice) else ("tool_choice",),
+        allows_calls=reading.read_type(choice) != "none",
+        forced_by=reading.list_forcing(tool_choice=choice),
         parallel_calls=asked.parallel_tool_calls is not False,
-        sampling=_sampling(asked),
-        seed=reading.convert_seed(asked.seed),
+        sampling=asked.list_sampling(
+            greedy=asked.greedy, top_log_probs=asked.top_log_probs, max_new_tokens=most
+        ),
+        seed=asked.convert_seed(),
         n=asked.n or 1,
-        stop=reading.check_stops(asked.stop, "stop"),
+        stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ()),
     )
-    return reading.check_call(call)
 
 
 def _checked(given: Mapping[str, Any]) -> CallArguments:
@@ -100,28 +91,6 @@ def _refusal(given: Mapping[str, Any], error: msgspec.ValidationError) -> Except
     name = field.partition("[")[0].partition(".")[0]
     expected = problem.replace("Expected", "expected", 1)
     return reading.make_error(f"{field} = {given.get(name)!r:.80}: {expected}", name)
-
-
-def _sampling(asked: CallArguments) -> dict[str, Any]:
-    """The fields of `SamplingConfig` that are set."""
-    values = {name: getattr(asked, name) for name in _SAMPLING}
-    values["top_k"] = reading.convert_top_k(asked.top_k)
-    values["max_new_tokens"] = (
-        asked.max_new_tokens or asked.max_completion_tokens or asked.max_tokens
-    )
-    if asked.stop_token_ids is not None:
-        values["stop_token_ids"] = tuple(asked.stop_token_ids)
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _is_none(choice: Any) -> bool:
-    """Whether a choice among tools keeps the model from calling any."""
-    return choice == "none" or (isinstance(choice, dict) and choice.get("type") == "none")
-
-
-def _is_free(choice: Any) -> bool:
-    """Whether it leaves the model free to call one or none; LangChain's others are names, too."""
-    return reading.is_free(choice) if isinstance(choice, dict) else choice in _FREE
 
 
 def _tools(given: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from langchain_core.tools import BaseTool
 
     from rollout.gateway.calls import Completion
-    from rollout.gateway.runtime_loop import RuntimeLoop
     from rollout.gateway.session import GatewaySession
 
 
@@ -41,16 +40,15 @@ class RolloutChatModel(BaseChatModel):
     """
 
     _session: GatewaySession = PrivateAttr()
-    _loop: RuntimeLoop = PrivateAttr()
     _unenforced: Literal["accept", "refuse"] = PrivateAttr()
 
     @classmethod
     def over(
-        cls, session: GatewaySession, loop: RuntimeLoop, unenforced: Literal["accept", "refuse"]
+        cls, session: GatewaySession, unenforced: Literal["accept", "refuse"]
     ) -> RolloutChatModel:
         """The model of the trajectory that is served by `session`; see `gateway.unenforced`."""
         model = cls()
-        model._session, model._loop, model._unenforced = session, loop, unenforced
+        model._session, model._unenforced = session, unenforced
         return model
 
     @property
@@ -96,7 +94,7 @@ class RolloutChatModel(BaseChatModel):
         call = call_of(given_messages(messages), {**kwargs, "stop": stop})
         check_forced(call, self._unenforced)
         try:
-            completion: Completion = await self._loop.run(self._session.complete, call)
+            completion: Completion = await self._session.complete(call)
         except GatewayError as error:
             if isinstance(error.__cause__, LimitExceeded):
                 raise error.__cause__ from None

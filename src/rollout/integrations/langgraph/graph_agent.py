@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rollout.agents.agent_loop import AgentLoop
 from rollout.agents.openai_messages import openai_messages
 from rollout.errors import AgentError
-from rollout.gateway.runtime_loop import open_runtime_loop
-from rollout.gateway.sessions import Sessions
+from rollout.gateway.session import open_session
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -38,11 +37,8 @@ async def open_chat_model(context: AgentContext) -> AsyncIterator[RolloutChatMod
             f"LangGraph needs a package ({error}): pip install 'rollout-rl[langgraph]'"
         ) from error
     config = context.services.config.gateway
-    async with (
-        open_runtime_loop() as loop,
-        Sessions(config).open(context) as session,
-    ):
-        yield RolloutChatModel.over(session, loop, config.unenforced)
+    async with open_session(context, config) as session:
+        yield RolloutChatModel.over(session, config.unenforced)
 
 
 class GraphAgent(AgentLoop):

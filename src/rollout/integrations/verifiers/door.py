@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from rollout.gateway.serving import own_config, serve_runtime
-from rollout.runtime.opening import open_rollout
+from rollout.gateway.serving import open_trajectory_server
 from rollout.runtime.runtime import RolloutRuntime
 
 if TYPE_CHECKING:
@@ -51,8 +50,5 @@ async def open_door(config: RolloutConfig, *, token: str | None = None) -> Async
         RolloutError: As `open_rollout` and `open_gateway`.
     """
     shown = token or os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
-    async with (
-        open_rollout(own_config(config)) as runtime,
-        serve_runtime(runtime, shown) as gateway,
-    ):
+    async with open_trajectory_server(config, shown) as (runtime, gateway):
         yield Door(url=gateway.url, token=shown, runtime=runtime)

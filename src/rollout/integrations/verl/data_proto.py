@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from rollout.batch.rows import Lengths
+    from rollout.batch.collate import Lengths
     from rollout.integrations.trainer_rows import TrainerRow
 
 #: What verl expects of every row, in its own words, where a row has none.

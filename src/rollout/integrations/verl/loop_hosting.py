@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from rollout.agents import AgentContext
     from rollout.agents.turn import SampledTokens
-    from rollout.batch.rows import Lengths
+    from rollout.batch.collate import Lengths
     from rollout.integrations.verl.sessions import Sessions
 
 #: Keys of verl's sampling parameters, by the keys of `sampling` that say the same.

@@ -9,7 +9,7 @@ import msgspec
 
 from rollout.errors import ConfigError
 from rollout.integrations.verl.yaml_files import read_yaml, refuse_interpolation
-from rollout.tools.truncate import truncate_side
+from rollout.tools.truncate import SIDES_BY_VERL
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -90,8 +90,8 @@ def _section(config: Any, label: str) -> tuple[str, Mapping[str, Any]]:
 
 def _side(value: Any) -> str:
     try:
-        return truncate_side(value, "seed")
-    except (ValueError, TypeError):
+        return SIDES_BY_VERL[value]
+    except (LookupError, TypeError):
         raise ValueError("expected 'left', 'right' or 'middle'") from None
 
 

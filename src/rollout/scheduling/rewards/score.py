@@ -21,11 +21,12 @@ from rollout.chat.reward_values import (
     check_group_values,
     check_reward_value,
 )
+from rollout.child_processes import ChildRaisedError
 from rollout.containment import Contained, UnresponsiveError
 from rollout.limits import Deadline
 from rollout.scheduling.endings import end_without_reward, exclude
 from rollout.scheduling.rewards.functions import GROUP, SINGLE, LoadedReward, RewardFunctions
-from rollout.scheduling.rewards.processes import RewardProcesses, RewardRaisedError
+from rollout.scheduling.rewards.processes import RewardProcesses
 from rollout.scheduling.trajectory_events import emit_rewarded
 from rollout.scopes import find_exception
 from rollout.types import Cause, Outcome, Reward
@@ -227,7 +228,7 @@ class RewardCall:
         interrupt = find_exception(raised, KeyboardInterrupt)
         if interrupt is not None:
             raise interrupt
-        cause = raised.cause if isinstance(raised, RewardRaisedError) else Cause.of(raised)
+        cause = raised.cause if isinstance(raised, ChildRaisedError) else Cause.of(raised)
         return RewardFailure(Outcome.FAILED, self.function.what, cause=cause)
 
     async def _call(

@@ -1,4 +1,4 @@
-"""Between the loop that serves HTTP, in its thread, and that of the runtime."""
+"""Between tasks that serve HTTP, in their thread, and those in which a trajectory runs."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import math
 import sys
 import threading
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import suppress
+from contextvars import copy_context
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 
 from rollout.bridge import loop_poster, wait_future
-from rollout.gateway.calls import GatewayError
+from rollout.gateway.calls import GatewayError, refuse_ended
 from rollout.observe.blocking_code import find_blocking_code, is_running
-from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import Awaitable, Callable
 
     from anyio.abc import TaskGroup
 
@@ -28,37 +28,37 @@ class LoopBlockedError(GatewayError):
     """The code that asks blocks the loop that would have to answer."""
 
 
-class RuntimeLoop:
-    """Runs functions where the runtime runs, for handlers of requests; made by `open_runtime_loop`.
+class TaskRunner:
+    """Runs functions in a task group, for callers in other tasks, on whatever loop.
 
-    Code on the runtime's own loop awaits them directly.
+    Args:
+        tasks: The group, of `open_task_group`; the runner is made on its loop.
     """
 
     def __init__(self, tasks: TaskGroup) -> None:
         self._tasks = tasks
+        self._context = copy_context()
         self._post = loop_poster()
         self._thread = threading.get_ident()
 
     async def run(
         self,
-        function: Callable[..., Awaitable[T]],
-        *args: object,
+        function: Callable[[anyio.CancelScope], Awaitable[T]],
+        *,
         begin_s: float = math.inf,
         activity: str = "",
     ) -> T:
-        """``await function(*args)``; cancelling the caller cancels it.
+        """What the function returns or raises; cancelling the caller cancels it, and waits for it.
 
         Args:
-            function: Is called there.
-            args: Of the function.
-            begin_s: How long `activity`, as the watchdog names it, may keep that loop from calling
-                the function.
+            function: Is given the scope that its caller cancels.
+            begin_s: How long `activity`, as the watchdog names it, may keep the loop of the group
+                from beginning it.
 
         Raises:
-            LoopBlockedError: It was kept from that longer.
+            GatewayError: The group is cancelled.
+            LoopBlockedError: The loop was kept from it longer.
         """
-        if threading.get_ident() == self._thread:
-            return await function(*args)
         future: Future[T] = Future()
         scope: anyio.CancelScope | None = None
         has_begun = is_cancelled = False
@@ -66,31 +66,29 @@ class RuntimeLoop:
         async def run() -> None:
             nonlocal scope
             try:
-                with anyio.CancelScope() as scope:  # that of the loop there
+                with anyio.CancelScope() as scope:
                     if is_cancelled:
                         scope.cancel()
-                    future.set_result(await function(*args))
+                    future.set_result(await function(scope))
             except Exception as error:
                 future.set_exception(error)
             finally:
                 if not future.done():
-                    future.set_exception(_refuse_closed())
+                    future.set_exception(refuse_ended())
 
         def begin() -> None:
             nonlocal has_begun
+            if is_cancelled or self._tasks.cancel_scope.cancel_called:
+                future.set_exception(refuse_ended())
+                return
             has_begun = True
-            try:
-                self._tasks.start_soon(run)
-            except RuntimeError:  # the group has ended, and nothing may be raised here
-                future.set_exception(_refuse_closed())
+            self._context.run(self._tasks.start_soon, run)
 
         def cancel() -> None:
-            nonlocal is_cancelled
-            is_cancelled = True
             if scope is not None:
                 scope.cancel()
 
-        self._post(begin)
+        self.call_soon(begin)
         try:
             while True:
                 with anyio.move_on_after(begin_s):
@@ -98,12 +96,19 @@ class RuntimeLoop:
                 if not has_begun:
                     self._check_blocked(begin_s, activity)
         except BaseException:
-            self._post(cancel)
+            is_cancelled = True
+            self.call_soon(cancel)
+            if has_begun and not future.done():
+                with anyio.CancelScope(shield=True), suppress(Exception):
+                    await wait_future(future)
             raise
 
-    def post(self, function: Callable[..., object], *args: object) -> None:
-        """`function(*args)`, soon."""
-        self._post(lambda: function(*args))
+    def call_soon(self, function: Callable[[], object]) -> None:
+        """Call a function on the loop of the group: at once where that is this one."""
+        if threading.get_ident() == self._thread:
+            function()
+        else:
+            self._post(function)
 
     def _check_blocked(self, seconds: float, activity: str) -> None:
         frame = sys._current_frames().get(self._thread)
@@ -117,14 +122,3 @@ class RuntimeLoop:
                 f"that answers it: {code.text}{remedy}"
             )
             raise LoopBlockedError(503, "loop_blocked", message)
-
-
-def _refuse_closed() -> GatewayError:
-    return GatewayError(403, "trajectory_ended", "the gateway is closed")
-
-
-@asynccontextmanager
-async def open_runtime_loop() -> AsyncIterator[RuntimeLoop]:
-    """The current loop, for handlers on another one; what they started is cancelled at the end."""
-    async with open_task_group() as tasks:
-        yield RuntimeLoop(tasks)

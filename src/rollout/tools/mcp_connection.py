@@ -1,0 +1,347 @@
+"""A connection to an MCP server that is kept up, and its transports. Imports the SDK, `mcp`.
+
+No message is kept that is too long. Over HTTP the transport is the SDK's, with bodies bounded. The
+SDK's reader of a command's output has no bound, and takes time that grows with the square of a
+line's length; so that one is ours.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import tempfile
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import httpx2
+import mcp_types
+from mcp import Client, MCPError
+from mcp.client.stdio import get_default_environment
+from mcp.client.streamable_http import streamable_http_client
+from mcp.os.posix.utilities import terminate_posix_process_tree
+from mcp.shared.message import SessionMessage
+
+from rollout.errors import ToolError
+from rollout.scopes import find_exception
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+
+    from anyio import TaskHandle
+    from anyio.abc import ByteSendStream, Process, TaskStatus
+
+logger = logging.getLogger("rollout.tools")
+
+#: Seconds before a server that ended is connected again; doubled at each failure in a row, up to …
+BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
+#: From closing a server's standard input to asking it to end, and from there to killing it.
+LEAVE_S, END_S = 2.0, 1.0
+#: Seconds for a connection, and for sending a request, over HTTP.
+CONNECT_S = 30.0
+#: Lines of a command's standard error that the error quotes where it does not start.
+QUOTED_LINES = 10
+#: Stands in the error of each answer that is too long, also in the SDK's own of an event.
+_TOO_LONG = "byte limit"
+#: What reading and writing raise once the other side is gone, or ours is closed.
+_GONE = (OSError, anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError)
+#: Bytes of each end of a line that is too long, in one of which its id stands.
+_ENDS = 4096
+#: The id of a message: some servers write it first, others last.
+_ID = re.compile(
+    rb'\A\s*\{\s*(?:"jsonrpc"\s*:\s*"2\.0"\s*,\s*)?"id"\s*:\s*(\d+|"[^"\\]*")\s*,'
+    rb'|"id"\s*:\s*(\d+|"[^"\\]*")\s*(?:,\s*"jsonrpc"\s*:\s*"2\.0"\s*)?\}\s*\Z'
+)
+
+
+class Connection:
+    """A connection to a server, kept up by a task of its own.
+
+    Args:
+        label: Names the server, for messages.
+        open_transport: Opens a transport, with a file for a command's standard error, and what to
+            call at its end.
+        start_timeout_s, ping_s: See `connect_mcp`.
+
+    Attributes:
+        tools: What the server offered when it was last connected.
+        task: The one that keeps it up.
+    """
+
+    task: TaskHandle[None]
+
+    def __init__(
+        self,
+        label: str,
+        open_transport: Callable[[Any, Callable[[], None]], Any],
+        start_timeout_s: float,
+        ping_s: float | None,
+    ) -> None:
+        self._label, self._open_transport = label, open_transport
+        self._start_timeout_s, self._ping_s = start_timeout_s, ping_s or math.inf
+        self.tools: list[mcp_types.Tool] = []
+        self._client: Client | None = None  # while the server can be called
+        self._fault = ""  # what became of the server
+        #: Set where there is a client, or connecting has failed; and where the server is lost.
+        self._tried, self._ended = anyio.Event(), anyio.Event()
+
+    async def keep(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Connect, and connect again when the server is lost, until cancelled.
+
+        Raises:
+            ToolError: The first connection failed; later failures are logged, and tried again.
+        """
+        backoff_s, is_first = BACKOFF_S, True
+        while True:
+            was_there = await self._serve(task_status)
+            if is_first and not was_there:
+                raise ToolError(f"MCP server {self._label!r}: {self._fault}")
+            is_first, task_status = False, anyio.TASK_STATUS_IGNORED
+            backoff_s = BACKOFF_S if was_there else min(2 * backoff_s, MAX_BACKOFF_S)
+            logger.warning("MCP server %r: %s; connecting again", self._label, self._fault)
+            await anyio.sleep(backoff_s)
+
+    async def leave(self) -> None:
+        """End the connection and its task; returns when both have ended."""
+        self.task.cancel()
+        await self.task.wait()
+
+    async def _serve(self, task_status: TaskStatus[None]) -> bool:
+        """Connect, and stay until the server is lost; False where it could not be reached."""
+        self._ended = anyio.Event()
+        client, fault = None, "it ended while starting"
+        with tempfile.TemporaryFile("w+", errors="replace") as errors:
+            try:
+                # The deadline is lifted once the server has answered: a scope around the start
+                # alone could not be left before those that the client opens within it.
+                with anyio.fail_after(self._start_timeout_s) as scope:
+                    async with Client(self._open_transport(errors, self._ended.set)) as starting:
+                        self.tools = await _list_tools(starting)
+                        client = self._client = starting
+                        self._fault, scope.deadline = "ended", math.inf
+                        self._tried.set()
+                        task_status.started()
+                        await self._wait_for_end(client)
+                        scope.cancel()  # a frozen server may block a farewell
+            except TimeoutError:
+                fault = f"no answer within start_timeout_s = {self._start_timeout_s:g} s"
+            except Exception as error:
+                leaf = find_exception(error, Exception) or error
+                fault = f"{type(leaf).__name__}: {leaf}"
+            finally:
+                self._lose(client)
+            if client is None:
+                errors.seek(0)
+                lines = map(str.rstrip, errors.read().splitlines()[-QUOTED_LINES:])
+                self._fault = "\n    ".join([fault, *lines])
+                self._tried.set()
+        return client is not None
+
+    async def _wait_for_end(self, client: Client) -> None:
+        """Return once the server has ended, or answers no ping."""
+        while True:
+            with anyio.move_on_after(self._ping_s):
+                await self._ended.wait()
+                return
+            with anyio.move_on_after(self._ping_s) as scope:
+                with suppress(MCPError):  # an answer as well: newer servers know no ping
+                    await client.session.send_ping()
+            if scope.cancelled_caught:
+                self._fault = f"was silent for {self._ping_s:g} s, even to a ping"
+                return
+
+    def _lose(self, client: Client | None) -> None:
+        """A client is of no more use."""
+        if client is not None and client is self._client:
+            self._client, self._tried = None, anyio.Event()
+            self._ended.set()
+
+    async def call(
+        self, name: str, arguments: dict[str, Any], *, may_repeat: bool
+    ) -> mcp_types.CallToolResult:
+        """Call a tool of the server's; waits for a connection that is being made again.
+
+        Raises:
+            ToolError: The server refused the call, or cannot be reached again; or it ended or
+                froze with the call under way, and a repeat might do harm.
+        """
+        while True:
+            if self._client is None:
+                await self._tried.wait()
+            if (client := self._client) is None:
+                raise ToolError(
+                    f"the MCP server is not there ({self._fault}), and is being started again; "
+                    "not called"
+                )
+            try:
+                return await client.call_tool(name, arguments)
+            except MCPError as error:
+                if error.code != mcp_types.CONNECTION_CLOSED or _TOO_LONG in error.message:
+                    raise ToolError(error.message) from None
+            except (anyio.ClosedResourceError, anyio.BrokenResourceError):
+                pass
+            fault = self._fault
+            self._lose(client)
+            if not may_repeat:
+                raise ToolError(
+                    f"the MCP server {fault} during this call, and is being started again; "
+                    "whether the call took effect is unknown"
+                )
+
+
+async def _list_tools(client: Client) -> list[mcp_types.Tool]:
+    page = await client.list_tools()
+    tools = list(page.tools)
+    while page.next_cursor:
+        page = await client.list_tools(cursor=page.next_cursor)
+        tools += page.tools
+    return tools
+
+
+def _describe_limit(max_bytes: int) -> str:
+    return f"the answer exceeded the {max_bytes} {_TOO_LONG} (connect_mcp: max_answer_bytes)"
+
+
+class LineBuffer:
+    """Cuts a server's output into lines; of one that is too long it keeps the ends.
+
+    An error takes the place of a long answer; a long line that answers no request is left out.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._head, self._tail, self._size = bytearray(), b"", 0
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Yield the lines that end within `data`, but for blank ones."""
+        for number, piece in enumerate(data.split(b"\n")):
+            if number and (line := self._end_line()).strip():
+                yield line
+            self._head += piece[: max(0, self._max_bytes - len(self._head))]
+            self._tail = (self._tail + piece)[-_ENDS:]
+            self._size += len(piece)
+
+    def _end_line(self) -> bytes:
+        line, tail, size = bytes(self._head), self._tail, self._size
+        self._head, self._tail, self._size = bytearray(), b"", 0
+        if size <= self._max_bytes:
+            return line
+        if (found := _ID.search(line[:_ENDS] + tail)) is None:
+            return b""
+        error = {"code": -32603, "message": _describe_limit(self._max_bytes)}
+        answer = {"jsonrpc": "2.0", "id": json.loads(found[1] or found[2]), "error": error}
+        return json.dumps(answer).encode()
+
+
+@asynccontextmanager
+async def open_stdio(
+    command: Sequence[str],
+    errors: Any,
+    on_end: Callable[[], None],
+    *,
+    env: Mapping[str, str] | None,
+    cwd: str | None,
+    max_bytes: int,
+) -> AsyncIterator[tuple[Any, Any]]:
+    """The streams to and from a server that runs in a process of its own.
+
+    When the block ends the server is asked to end, and then killed with what it has started.
+
+    Args:
+        command: With its arguments.
+        errors: The file for its standard error.
+        on_end: Called once the server's output has ended.
+        env, cwd: See `connect_mcp`.
+        max_bytes: Longest message that is kept.
+    """
+    env = {**get_default_environment(), **(env or {})}
+    process = await anyio.open_process(
+        list(command), env=env, stderr=errors, cwd=cwd, start_new_session=True
+    )
+    assert process.stdin is not None and process.stdout is not None  # noqa: PT018
+    stdin, stdout = process.stdin, process.stdout
+    to_client, received = anyio.create_memory_object_stream[Any](0)
+    to_send, from_client = anyio.create_memory_object_stream[Any](0)
+
+    async def read() -> None:
+        lines = LineBuffer(max_bytes)
+        with to_client, suppress(*_GONE):
+            async for data in stdout:
+                for line in lines.feed(data):
+                    try:
+                        found = mcp_types.jsonrpc_message_adapter.validate_json(line, by_name=False)
+                    except ValueError as error:
+                        await to_client.send(error)
+                    else:
+                        await to_client.send(SessionMessage(found))
+        on_end()
+
+    async def write() -> None:
+        with from_client, suppress(*_GONE):
+            async for message in from_client:
+                text = message.message.model_dump_json(by_alias=True, exclude_unset=True)
+                await stdin.send(text.encode() + b"\n")
+
+    async with anyio.create_task_group() as tasks, received, to_send:
+        tasks.start_soon(read)
+        tasks.start_soon(write)
+        try:
+            yield received, to_send
+        finally:
+            await _end(process, stdin)
+            tasks.cancel_scope.cancel()
+
+
+async def _end(process: Process, stdin: ByteSendStream) -> None:
+    """End the server and what it has started; shielded and bounded."""
+    with anyio.CancelScope(shield=True):
+        with anyio.move_on_after(LEAVE_S), suppress(*_GONE):
+            await stdin.aclose()
+            await process.wait()
+        await terminate_posix_process_tree(process, END_S)
+        with anyio.move_on_after(END_S):
+            await process.aclose()
+
+
+class _BoundedBody(httpx2.AsyncByteStream):
+    """Of a body that is too long the rest is dropped as it is read; its end is an error."""
+
+    def __init__(self, stream: Any, max_bytes: int) -> None:
+        self._stream, self._max_bytes = stream, max_bytes
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        size = 0
+        async for piece in self._stream:
+            size += len(piece)
+            if size <= self._max_bytes:
+                yield piece
+        if size > self._max_bytes:
+            raise httpx2.StreamError(_describe_limit(self._max_bytes))
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+@asynccontextmanager
+async def open_http(
+    url: str, headers: Mapping[str, str] | None, max_bytes: int
+) -> AsyncIterator[tuple[Any, Any]]:
+    """The streams to and from a server over HTTP; a call's own deadline bounds its answer."""
+
+    async def bound(response: httpx2.Response) -> None:
+        # A compressed body, which nobody asked for, is not unpacked: its size could not be bounded.
+        response.headers.pop("content-encoding", None)
+        if "text/event-stream" not in response.headers.get("content-type", ""):
+            response.stream = _BoundedBody(response.stream, max_bytes)
+
+    async with (
+        httpx2.AsyncClient(
+            headers={"Accept-Encoding": "identity", **(headers or {})},
+            timeout=httpx2.Timeout(CONNECT_S, read=None),
+            event_hooks={"response": [bound]},
+        ) as client,
+        streamable_http_client(url, http_client=client, max_sse_event_size=max_bytes) as streams,
+    ):
+        yield streams
