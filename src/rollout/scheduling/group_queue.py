@@ -100,7 +100,8 @@ class GroupQueue:
             if group.before is not None and group.before.delivered_in == call.step:
                 self._delivered_before.remove(group)
                 return group
-        if call.is_replayed:
+        # What it delivered before is accepted first: another group must not come between.
+        if call.is_replayed or any(group.was_delivered for group in call.groups.open):
             return None
         for store in (self.leftovers, call.source.pulled):  # what is left was pulled before
             for group in store:
