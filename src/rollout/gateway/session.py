@@ -31,7 +31,7 @@ from rollout.gateway.replies import Replies, Reply
 from rollout.gateway.rows import Rows
 from rollout.gateway.sampling import sample_call
 from rollout.gateway.task_runner import LoopBlockedError, TaskRunner
-from rollout.gateway.template_messages import prepare_conversation
+from rollout.gateway.template_messages import convert_observation, prepare_conversation
 from rollout.gateway.turn_index import TurnIndex
 from rollout.scopes import find_propagating, open_task_group, unwrap_group
 from rollout.seeds import derive_seed
@@ -204,6 +204,11 @@ class GatewaySession:
         async def count(_: object) -> int:
             request = self._index.match(call)
             try:
+                if request.turn is not None and request.is_answerable:
+                    return await self._count_continued(request, request.turn)
+            except TemplateError:  # it cannot write these there
+                pass
+            try:
                 messages: Any = await prepare_conversation(services, request)
                 return await services.texts.run(
                     is_long(messages, room_beside(tools)),
@@ -213,6 +218,19 @@ class GatewaySession:
                 raise refuse_messages(call, error) from error
 
         return await self._run(count, call.field)
+
+    async def _count_continued(self, request: Request, turn: Turn) -> int:
+        """The tokens of the transcript that a request continues, and of what follows there."""
+        services, transcript = self._context.services, turn.conversation.transcript
+        last = transcript.prefix.slice(max(0, turn.stop - 64), turn.stop)
+        before = [each.medium for each in transcript.media if each.start < turn.stop]
+        messages: Any = convert_observation(request.rest, turn)
+        messages = await services.media.prepared(messages, len(before))
+
+        def count() -> int:
+            return len(services.template.observation_ids(messages, after=last, before=before))
+
+        return turn.stop + await services.texts.run(is_long(messages), count)
 
     def mark_lost(self, completion_id: str) -> None:
         """The client left before it had all of an answer; also where that shows later."""
