@@ -418,7 +418,9 @@ class TextEncoder:
         self._marked: _MarkedTexts | None = None
         self._decode: Decode
         if self._backend is None:
-            self._decode = partial(_decode_in_python, tokenizer)
+            self._decode = lambda ids: str(
+                tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            )
             self._encode_whole = partial(_encode_in_python, tokenizer)
             self._piece_ids = _Remembered(
                 partial(_encode_in_python, tokenizer, split_special_tokens=True)
@@ -587,11 +589,6 @@ def get_encoder(tokenizer: PreTrainedTokenizerBase) -> TextEncoder:
     if known is None or known.added != len(tokenizer.added_tokens_decoder):
         known = _ENCODERS[tokenizer] = TextEncoder(tokenizer)
     return known
-
-
-def _decode_in_python(tokenizer: Any, ids: list[int]) -> str:
-    text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return str(text)
 
 
 def _encode_in_python(tokenizer: Any, text: str, **options: bool) -> bytes:
