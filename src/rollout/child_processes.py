@@ -76,7 +76,8 @@ class ChildDiedError(Exception):
 
     def __init__(self, exit_code: int | None) -> None:
         if exit_code is not None and exit_code < 0:
-            super().__init__(f"was killed by {signal.Signals(-exit_code).name}")
+            names = {int(each): each.name for each in signal.Signals}  # not of real-time ones
+            super().__init__(f"was killed by {names.get(-exit_code, f'signal {-exit_code}')}")
         else:
             super().__init__(f"ended with exit code {exit_code}")
 

@@ -240,6 +240,19 @@ async def test_slow_heads_are_ended_and_siblings_do_not_notice() -> None:
         assert sorted(each[:12] for each in ended) == [b"HTTP/1.1 400"] * 3
 
 
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+async def test_part_whose_type_is_misspelled_is_refused_and_not_left_out(path: str) -> None:
+    image = {"typ": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+    asked = [{"role": "user", "content": [{"text": "what is this?"}, image]}]
+    session = FakeSession(PATH, KEY)
+    async with client_of(session) as client:
+        body = {"input" if path == RESPONSES else "messages": asked, "max_tokens": 9}
+        got = await client.post(path, json=body, headers=KEYED)
+    assert got.status_code == 400
+    assert "content[1].type: '': only text and images are served" in got.json()["error"]["message"]
+    assert session.calls == []
+
+
 @pytest.mark.parametrize(("size", "status"), [(60_000, b"200"), (70_000, b"400")])
 async def test_head_that_comes_at_once_is_bounded_too(size: int, status: bytes) -> None:
     async with client_of(FakeSession(PATH, KEY)) as client:

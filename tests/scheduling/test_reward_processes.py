@@ -120,7 +120,7 @@ def user(text: str = "go", **fields: Any) -> Prompt:
 
 
 async def test_reward_processes_among_many_those_that_fail_fail_alone() -> None:
-    does = {25: "abort", 50: "exit", 75: "leave", 100: "hang", 150: "raise"}
+    does = {25: "abort", 50: "exit", 75: "leave", 100: "hang", 125: "real-time", 150: "raise"}
     prompts = [user(extra={"does": does[at]} if at in does else {}) for at in range(200)]
     batch = await rewarded(prompts, isolated_rewards.score, reward_s=10.0)
     failed = {at: each for at, each in enumerate(batch.trajectories) if each.reward is None}
@@ -130,6 +130,7 @@ async def test_reward_processes_among_many_those_that_fail_fail_alone() -> None:
     causes = {does[at]: each.cause for at, each in failed.items() if each.cause}
     assert {what: (cause.type, cause.message) for what, cause in causes.items()} == {
         "abort": ("RewardProcessError", f"its process was killed by SIGSEGV {REPLACED}"),
+        "real-time": ("RewardProcessError", f"its process was killed by signal 40 {REPLACED}"),
         "exit": ("RewardProcessError", f"its process ended with exit code 7 {REPLACED}"),
         "leave": ("SystemExit", "3"),
         "hang": (
@@ -319,7 +320,7 @@ UNIMPORTABLE = [
     (
         isolated_rewards.first_renamed,
         "reward: rewards.processes = 2 needs a function that its process finds by its name: "
-        "isolated_rewards.renamed leads to renamed (isolated_rewards, line 194)",
+        "isolated_rewards.renamed leads to renamed (isolated_rewards, line 196)",
     ),
     (
         isolated_rewards.vanished,

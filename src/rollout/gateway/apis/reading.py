@@ -148,7 +148,7 @@ def make_schema(tool: FunctionTool, field: str) -> Mapping[str, Any]:
 class Part(msgspec.Struct):
     """A part of a content, in whatever API."""
 
-    type: str = "text"
+    type: str = ""  # a text may leave it out
     text: str | None = None
     refusal: str | None = None
     image_url: Any = None
@@ -180,7 +180,7 @@ def make_message(
 
 
 def _read_part(part: Part, field: str) -> str | Mapping[str, Any]:
-    if part.type in _TEXTS:
+    if part.type in _TEXTS or (not part.type and part.text is not None):
         return part.text or part.refusal or ""
     return make_media_part(part.type, part.image_url or part.video_url or part.source, field)
 
