@@ -88,7 +88,14 @@ class Limit:
     """
 
     __slots__ = (
-        *("_clock", "_deadline", "_due", "_lost_s", "_outer", "_paused_at", "_pauses", "_scope"),
+        "_clock",
+        "_deadline",
+        "_due",
+        "_lost_s",
+        "_outer",
+        "_paused_at",
+        "_pauses",
+        "_scope",
     )
 
     def __init__(self, deadline: Deadline, outer: Limit | None) -> None:

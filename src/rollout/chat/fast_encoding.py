@@ -47,9 +47,9 @@ _STRANGE = tuple("\x00\x1b\u200b\u200d\ufeff\ufffd\uffff\U0010ffff\u0338")
 
 
 def make_plain_codec(backend: Any, specials: Iterable[str]) -> tuple[Encode, Decode]:
-    """Encodes texts in which none of `specials` is recognised; all other added tokens are.
+    """What encodes texts in which none of `specials` is recognised, and what decodes ids.
 
-    And decodes.
+    All other added tokens are recognised.
 
     Args:
         backend: A `tokenizers.Tokenizer`, to be left as it is.

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 #: Thresholds that Python begins with, in one version or another. Others are a caller's, and stay.
 PYTHONS_OWN = ((700, 10, 10), (2000, 10, 10), (2000, 10, 0))
-#: The thresholds while a runtime is open. The middle generation is looked at often: what 10,000
-#: trajectories have made meanwhile would stop the loop for a second, in one piece.
+#: The thresholds while a runtime is open. The middle generation is looked at with every second
+#: collection: what 10,000 trajectories have made since would stop the loop for long, in one piece.
 SELDOM = (10_000, 0, 20_000)
 
 _lock = threading.Lock()
