@@ -300,3 +300,11 @@ def test_command_serves_until_it_is_terminated(tmp_path: Path, backend: str) -> 
             assert any(got.json()["id"] in line for line in said), said
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
+
+
+def test_python_ends_by_itself_after_the_gateway_was_imported() -> None:
+    """Types of bodies are freed at its end; with its debug allocator each fault there shows."""
+    ended = subprocess.run(
+        [sys.executable, "-X", "dev", "-c", "import rollout.gateway.serving"], check=False
+    )
+    assert ended.returncode == 0

@@ -316,16 +316,22 @@ def _asks_for_title(messages: Sequence[ClientMessage]) -> bool:
     return first is not None and first.role == "system" and bool(_TITLE.search(first.text[:2000]))
 
 
-ToolChoice = Annotated[str, one_of("auto", "none", "required")]
+_TOOL_CHOICES = ("auto", "none", "required")
 
 
 class OpenAIBody(Body):
     """Fields that OpenAI's APIs share beside these."""
 
-    tool_choice: ToolChoice | dict[str, Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     stop: Stops | None = None
     top_logprobs: TopLogProbs | None = None
+
+    def __post_init__(self) -> None:
+        # No `one_of`: msgspec 0.22 frees a pattern beside a dict as if it were a type, and Python
+        # ends in a segmentation fault.
+        if isinstance(self.tool_choice, str) and self.tool_choice not in _TOOL_CHOICES:
+            refuse("tool_choice", f"expected one of {', '.join(_TOOL_CHOICES)}")
 
 
 _IMPOSSIBLE = {
