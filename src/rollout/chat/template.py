@@ -304,7 +304,7 @@ class ChatTemplate:
         """
         text = self._renderer.render([{"role": "user", "content": USER_MARKER}], True)
         head = text.partition(USER_MARKER)[0]
-        pieces = self.encoder.split(WrittenText(head))[0]
+        pieces = self.encoder.split(WrittenText(head))[::2]
         words = sum(len(piece.split()) for piece in pieces)
         return head if words > 1 + (len(pieces) - 1) // 2 else ""
 
