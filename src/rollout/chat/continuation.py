@@ -216,7 +216,7 @@ class ContinuationRenderer:
             after = after_answer(whole)
             return after, self._find_end(after, ends.said)
         if ASSISTANT_MARKER in whole:  # what stands before it may change, see `_refuse_rewriting`
-            key = ((call["id"], call["function"]["name"]) for call in exchange[1]["tool_calls"])
+            key = [(call["id"], call["function"]["name"]) for call in exchange[1]["tool_calls"]]
             calling, whole = self._calls(tuple(key)), after_answer(whole)
         else:
             calling = self._render(exchange[:2], False)
@@ -315,11 +315,12 @@ def conversation(
         "content": "" if answer == "calls" else ASSISTANT_MARKER,
     }
     if answer != "words":
-        results = itertools.takewhile(lambda message: message["role"] == "tool", messages)
-        said["tool_calls"] = [
-            template_call(result.get("tool_call_id", f"call_{at}"), result.get("name", "tool"), {})
-            for at, result in enumerate(results)
-        ]
+        said["tool_calls"] = calls = []
+        for at, result in enumerate(messages):
+            if result["role"] != "tool":
+                break
+            call_id = result.get("tool_call_id", f"call_{at}")
+            calls.append(template_call(call_id, result.get("name", "tool"), {}))
     return [{"role": "user", "content": USER_MARKER}, said, *messages]
 
 

@@ -61,8 +61,6 @@ _MARKUP = re.compile(
     r"</?(?:a|b|i|p|s|u|h[1-6]|t[dhr]|ol|ul|li|em|br|img|sub|sup|code|strong|table|tbody|thead"
     r"|tfoot|caption|blockquote)>"
 )
-
-
 _USER: TemplateMessage = {"role": "user", "content": "q"}
 _PROBE = "rolloutStringProbe"
 
@@ -241,13 +239,11 @@ class Renderer:
 def _is_plain(value: Any) -> bool:
     """Whether it is made of what JSON has, without the keys that transformers renames."""
     kind = type(value)
-    if kind is dict:
-        if not _RENAMED.isdisjoint(value):
-            return False
+    if kind is dict and _RENAMED.isdisjoint(value):
         value = value.values()
     elif kind is not list:
         return kind in _SCALARS
-    for each in value:  # most are texts, which need no call
+    for each in value:  # noqa: SIM110  (most are texts, and a generator takes longer)
         if type(each) is not str and not _is_plain(each):
             return False
     return True
@@ -305,18 +301,15 @@ def render_escaped(
 
 
 def _list_texts(value: object) -> list[str]:
-    texts: list[str] = []
-    waiting = [value]
-    while waiting:
-        item = waiting.pop()
+    found = [value]
+    for item in found:  # which grows meanwhile
         if isinstance(item, str):
-            texts.append(item)
-        elif isinstance(item, (dict, Mapping)):  # asked in this order, a dict is known at once
-            waiting += item
-            waiting += item.values()
+            continue
+        if isinstance(item, (dict, Mapping)):  # tried in this order, a dict is known at once
+            found += (*item, *item.values())
         elif isinstance(item, (list, tuple)):
-            waiting += item
-    return texts
+            found += item
+    return [item for item in found if isinstance(item, str)]
 
 
 def _render_marked(
@@ -505,18 +498,13 @@ class TextEncoder:
 
     def split(self, written: WrittenText) -> list[str]:
         """The texts around the special tokens that the template wrote, and those tokens between."""
-        parts: list[str] = []
-        open_text: list[str] = []  # what the next part begins with
-        at = 0
-        for start, stop in (*written.plain, (len(written.text),) * 2):
-            first, *others = self._pattern.split(written.text[at:start])
-            open_text.append(first)
-            if others:
-                parts += ("".join(open_text), *others[:-1])
-                open_text = others[-1:]
-            open_text.append(written.text[start:stop])
-            at = stop
-        return [*parts, "".join(open_text)]
+        text, parts, at, start = written.text, list[str](), 0, 0
+        for plain_start, plain_stop in (*written.plain, (len(text),) * 2):
+            for match in self._pattern.finditer(text, start, plain_start):
+                parts += (text[at : match.start()], match[0])
+                at = match.end()
+            start = plain_stop
+        return [*parts, text[at:]]
 
 
 class _Remembered:

@@ -164,17 +164,14 @@ def _find_dropped(model: Any, vocabulary: Mapping[str, int], *, is_byte_level: b
 
 
 def match_any(words: Collection[str]) -> re.Pattern[str]:
-    """Matches the longest of `words` and captures it, so that `split` keeps it; of none, nothing.
-
-    It is written as a tree, so that 1,000 words cost little more than one.
-    """
+    """Matches the longest of `words`; as a tree, so that 1,000 words cost little more than one."""
     tree: dict[str, Any] = {}
     for word in words:
         node = tree
         for letter in word:
             node = node.setdefault(letter, {})
         node[""] = {}
-    return re.compile(f"({_write_pattern(tree)})" if words else "(?!)")
+    return re.compile(_write_pattern(tree) if words else "(?!)")  # which matches nothing
 
 
 def _write_pattern(tree: dict[str, Any]) -> str:
