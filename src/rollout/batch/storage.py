@@ -309,7 +309,7 @@ def _read_meta(path: Path) -> _Meta:
     content = _read(path)
     version = _decode(content, path, dict[str, Any]).get("format")
     if version != FORMAT:
-        found = "none" if version is None else version
+        found = "none" if version is None else repr(version)
         raise RolloutError(f"{path}: format {found}; this version reads format {FORMAT}")
     meta = _decode(content, path, _Meta)
     if missing := set(FILES) - meta.files.keys():

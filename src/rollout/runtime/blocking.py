@@ -38,9 +38,9 @@ from rollout.chat.trajectory import Trajectory
 from rollout.engine.pool.pool import EnginePool
 from rollout.errors import ConfigError, RolloutError
 from rollout.function_refs import refuse_while_imported
-from rollout.runtime.calls import GroupStream
 from rollout.runtime.opening import HOW_TO_OPEN, NotEnteredError, open_rollout
 from rollout.runtime.runtime import RolloutRuntime
+from rollout.runtime.steps import GroupStream
 from rollout.scopes import find_propagating
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from rollout.errors import RolloutError
 from rollout.journal.call_log import CallLog
 from rollout.limits import Deadline
 from rollout.observe.loop_lag import LoopLag
-from rollout.runtime.calls import GroupStream, SleepBetweenBatches, StepCount, number_rows
 from rollout.runtime.collation import Collation, attach
 from rollout.runtime.explain import explain
 from rollout.runtime.measuring import BatchWatch, BatchWindow, RuntimeStatistics
+from rollout.runtime.steps import GroupStream, SleepBetweenBatches, StepCount, number_rows
 from rollout.scheduling.admission import Admission, Progress
 from rollout.scheduling.batch_call import BatchCall, make_groups
 from rollout.scheduling.call_arguments import check_call, check_groups, check_target
