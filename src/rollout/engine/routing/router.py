@@ -159,7 +159,7 @@ class Router:
     @property
     def has_room(self) -> bool:
         """Whether any replica may get a request now."""
-        return bool(self._loads.min(initial=math.inf) < math.inf)
+        return bool(self._offered and self._loads[self._loads.argmin()] < math.inf)
 
     # Replicas.
 
