@@ -166,7 +166,7 @@ class RequestRunner:
     ) -> None:
         self.is_open = self.is_admission_blocked = False
         self.active: dict[Request, None] = {}
-        self.queue = WaitQueue(lambda: router.has_room and not self.is_admission_blocked)
+        self.queue = WaitQueue(lambda: not self.is_admission_blocked and router.has_room)
         self.counts = RecoveryCounts()
         self._router, self._replicas = router, replicas
         self._policy: RecoveryPolicy = policy

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import cast
-
 import attrs
 import msgspec
 
@@ -25,7 +22,6 @@ class ReplicaState:
         is_offered: It exists and may be reached.
         is_draining: It gets nothing new for now.
         is_stale: Its weights are not the ones that are required.
-        is_open: It may get a request now.
         tokens: Tokens that the requests in flight are expected to compute.
         kv_used: Share of its KV cache in use, by the last report.
         tokens_per_s: Tokens that it generated per second between its last two reports.
@@ -45,7 +41,6 @@ class ReplicaState:
     is_offered: bool = True
     is_draining: bool = False
     is_stale: bool = False
-    is_open: bool = False
     tokens: float = 0.0
     kv_used: float = 0.0
     tokens_per_s: float = 0.0
@@ -71,34 +66,24 @@ class Dispatch(msgspec.Struct, eq=False, gc=False):
 
     Attributes:
         session_id: The trajectory.
-        prompt_tokens: Length of its prompt, whatever of it is cached.
-        new_tokens: How many tokens it is expected to generate.
-        pinned: The replica of the trajectory's last request; None for a new one, and where that
-            replica is no longer offered. It may be full, draining or stale.
-        warm_tokens: Tokens of the prompt that `pinned` has in its cache.
-        holders: Replicas that have the prompt of the trajectory's group in their cache.
-        shared_tokens: Length of that prompt.
         replica: The replica that it was assigned to.
-        fresh_tokens: Tokens of the prompt that this replica has to compute.
+        prompt_tokens: Length of its prompt, whatever of it is cached.
+        fresh_tokens: Tokens of the prompt that the replica has to compute.
+        new_tokens: How many tokens it is expected to generate.
         load: What it adds to the replica's `tokens`.
         is_counted: Whether it is in flight.
     """
 
     session_id: str
+    replica: ReplicaState
     prompt_tokens: int
+    fresh_tokens: int
     new_tokens: int
-    pinned: ReplicaState | None = None
-    warm_tokens: int = 0
-    holders: Collection[ReplicaState] = ()
-    shared_tokens: int = 0
-    replica: ReplicaState = cast("ReplicaState", None)
-    fresh_tokens: int = 0
-    load: float = 0.0
-    is_counted: bool = False
+    load: float
+    is_counted: bool = True
 
     def __repr__(self) -> str:
-        where = self.replica.name if self.replica else "no replica yet"
-        return f"<Dispatch {self.session_id} to {where}>"
+        return f"<Dispatch {self.session_id} to {self.replica.name}>"
 
 
 @attrs.frozen

@@ -8,6 +8,7 @@ and one search, and does not walk over objects.
 from __future__ import annotations
 
 import math
+import sys
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
@@ -66,6 +67,13 @@ class _Group(msgspec.Struct, eq=False):
     holders: dict[ReplicaState, int] = msgspec.field(default_factory=dict)
     members: int = 0  # that are remembered
 
+    def add_holder(self, replica: ReplicaState) -> None:
+        """Note that a replica gets the prompt now."""
+        self.holders.pop(replica, None)
+        self.holders[replica] = replica.cache_epoch
+        if len(self.holders) > MAX_HOLDERS:
+            del self.holders[next(iter(self.holders))]
+
 
 class _Session(msgspec.Struct, eq=False, gc=False):
     """A trajectory: where its last request went, and how much of it is in the cache there."""
@@ -76,9 +84,9 @@ class _Session(msgspec.Struct, eq=False, gc=False):
     tokens: int = 0
 
     @property
-    def is_warm(self) -> bool:
-        """Whether its replica still has its prefix."""
-        return self.replica.is_offered and self.cache_epoch == self.replica.cache_epoch
+    def cached_tokens(self) -> int:
+        """How many tokens of it its replica still has."""
+        return self.tokens if self.cache_epoch == self.replica.cache_epoch else 0
 
 
 class Router:
@@ -112,15 +120,20 @@ class Router:
             raise ConfigError(fault, (fault,))
         self._offered: tuple[ReplicaState, ...] = ()
         self._strategy = strategy
+        self._by_seconds = strategy == "estimated_seconds"
         self._by_requests = strategy == "least_requests"
-        self._margin = move_margin + TIE_SLACK if self._by_requests else move_margin_s
+        self._margin = sys.float_info.max  # in turn, a trajectory never moves
+        if self._by_seconds:
+            self._margin = move_margin_s
+        elif self._by_requests:
+            self._margin = move_margin + TIE_SLACK
         self._weight_version: int | None = None
         self._now = self._compared_at = 0.0
         self._decisions = self._moves = self._refusals = self._ended = 0
         self._mean_new_tokens = float(FIRST_NEW_TOKENS)
+        self._new_tokens = FIRST_NEW_TOKENS  # the mean, rounded
         self._token_s = STEP_S / DOUBLING_BATCH  # of a replica of median speed, in a large batch
         self._turn = 0.0
-        self._open_count = 0
         self._states: dict[str, ReplicaState] = {}
         self._by_slot: list[ReplicaState] = []
         # Numbers of all replicas, by slot.
@@ -146,7 +159,7 @@ class Router:
     @property
     def has_room(self) -> bool:
         """Whether any replica may get a request now."""
-        return self._open_count > 0
+        return bool(self._offered and self._loads[self._loads.argmin()] < math.inf)
 
     # Replicas.
 
@@ -255,15 +268,16 @@ class Router:
 
     def _refresh(self, replica: ReplicaState) -> None:
         """Write a replica's load, or that it gets nothing; call after any change of it."""
+        load = replica.turn
+        if self._by_seconds:
+            load = replica.tokens / replica.weight + load * TIE
+        elif self._by_requests:
+            load = replica.in_flight / replica.weight + load * TIE
         is_open = (
             replica.in_flight < replica.capacity
             and replica.is_offered
             and not (replica.is_draining or replica.is_stale)
         )
-        self._open_count += is_open - replica.is_open
-        replica.is_open = is_open
-        load = replica.in_flight if self._by_requests else replica.tokens
-        load = load / replica.weight + replica.turn * TIE
         self._loads[replica.slot] = load if is_open else math.inf
 
     # Requests.
@@ -289,34 +303,47 @@ class Router:
         Returns:
             The request with its `replica`; hand it to `release` when it is gone.
         """
-        expected = max(1, round(self._mean_new_tokens))
-        if max_new_tokens is not None:
-            expected = min(expected, max_new_tokens)
-        dispatch = Dispatch(session_id, prompt_tokens, expected)
-        self._recall(dispatch, group_id)
-        replica = self._choose(dispatch, None if avoid is None else self._find(avoid))
+        new_tokens = self._new_tokens
+        if max_new_tokens is not None and max_new_tokens < new_tokens:
+            new_tokens = max_new_tokens
+        session = self._sessions.get(session_id)
+        pinned = session.replica if session is not None and session.replica.is_offered else None
+        cached = self._find_prefixes(session, group_id, prompt_tokens)
+        # What the request itself takes; a token of its answer takes a whole step.
+        work = new_tokens * (1 + DOUBLING_BATCH) + PREFILL_WEIGHT * prompt_tokens
+        replica = self._choose(work, cached, pinned, None if avoid is None else self._find(avoid))
         if replica is None:
             self._refusals += 1
             return None
-        dispatch.replica, dispatch.fresh_tokens = replica, prompt_tokens
-        if replica is dispatch.pinned:
-            dispatch.fresh_tokens -= dispatch.warm_tokens
-        elif replica in dispatch.holders:
-            dispatch.fresh_tokens -= dispatch.shared_tokens
-        self._moves += replica is not dispatch.pinned and dispatch.pinned is not None
         self._decisions += 1
-        # Start-time fair queueing (Goyal et al. 1996): a replica that was passed over catches up
-        # by one turn.
-        self._turn = max(self._turn, replica.turn)
+        self._moves += replica is not pinned and pinned is not None
+        cached_tokens = cached.get(replica, 0)
+        fresh_tokens = prompt_tokens - cached_tokens
+        load = new_tokens + PROMPT_LOAD * fresh_tokens
+        self._count(replica, load)
+        if session is None:
+            session = self._add_session(session_id, group_id, replica, prompt_tokens)
+        else:
+            self._sessions.move_to_end(session_id)
+        if session.group_id and not (replica is pinned and cached_tokens):
+            self._groups[session.group_id].add_holder(replica)
+        session.replica, session.cache_epoch = replica, replica.cache_epoch
+        session.tokens = prompt_tokens
+        return Dispatch(session_id, replica, prompt_tokens, fresh_tokens, new_tokens, load)
+
+    def _count(self, replica: ReplicaState, load: float) -> None:
+        """Count a request where it goes.
+
+        Start-time fair queueing (Goyal et al. 1996): a replica that was passed over catches up by
+        one turn.
+        """
+        if replica.turn > self._turn:
+            self._turn = replica.turn
         replica.turn = self._turn + 1 / replica.weight
         replica.served += 1
         replica.in_flight += 1
-        dispatch.load = dispatch.new_tokens + PROMPT_LOAD * dispatch.fresh_tokens
-        replica.tokens += dispatch.load
-        dispatch.is_counted = True
+        replica.tokens += load
         self._refresh(replica)
-        self._remember(dispatch, group_id)
-        return dispatch
 
     def release(self, dispatch: Dispatch, *, generated: int | None = None) -> None:
         """A request is gone.
@@ -341,6 +368,7 @@ class Router:
             # The first few, being the first to end, are the short ones: they count less.
             count = min(self._ended + 4, MEAN_REQUESTS)
             self._mean_new_tokens += (generated - self._mean_new_tokens) / count
+            self._new_tokens = max(1, round(self._mean_new_tokens))
             session = self._sessions.get(dispatch.session_id)
             if session is not None and session.replica is replica:
                 session.tokens = dispatch.prompt_tokens + generated
@@ -356,81 +384,69 @@ class Router:
         if group.members == 0:
             del self._groups[session.group_id]
 
-    def _recall(self, dispatch: Dispatch, group_id: str) -> None:
-        """Fill in where the trajectory was last, and which replicas have its prefix."""
-        session = self._sessions.get(dispatch.session_id)
-        if session is not None and session.replica.is_offered:
-            dispatch.pinned = session.replica
-            if session.is_warm:
-                dispatch.warm_tokens = min(session.tokens, dispatch.prompt_tokens)
-        group, trunk = self._groups.get(group_id), self._sessions.get(group_id)
-        if group is not None:
-            dispatch.shared_tokens = min(group.prompt_tokens, dispatch.prompt_tokens)
-            dispatch.holders = [
-                replica for replica, epoch in group.holders.items() if epoch == replica.cache_epoch
-            ]
-        elif trunk is not None:  # a branch of a trajectory that is in no group
-            dispatch.shared_tokens = min(trunk.tokens, dispatch.prompt_tokens)
-            dispatch.holders = [trunk.replica] if trunk.is_warm else []
+    def _find_prefixes(
+        self, session: _Session | None, group_id: str, prompt_tokens: int
+    ) -> dict[ReplicaState, int]:
+        """How many tokens of a request's prompt the replicas have in their caches."""
+        cached: dict[ReplicaState, int] = {}
+        if (group := self._groups.get(group_id)) is not None:
+            tokens = min(group.prompt_tokens, prompt_tokens)
+            for holder, epoch in group.holders.items():
+                if epoch == holder.cache_epoch:
+                    cached[holder] = tokens
+        elif (trunk := self._sessions.get(group_id)) is not None:
+            # A branch of a trajectory that is in no group.
+            cached[trunk.replica] = min(trunk.cached_tokens, prompt_tokens)
+        if session is not None:
+            cached[session.replica] = min(session.cached_tokens, prompt_tokens)
+        return cached
 
-    def _remember(self, dispatch: Dispatch, group_id: str) -> None:
-        """Note where a request went."""
-        session = self._sessions.get(dispatch.session_id)
-        if session is None:
-            session = self._sessions[dispatch.session_id] = _Session(group_id, dispatch.replica)
-            if group_id:
-                tokens = dispatch.prompt_tokens
-                group = self._groups.setdefault(group_id, _Group(tokens))
-                group.prompt_tokens = min(group.prompt_tokens, tokens)
-                group.members += 1
-            if len(self._sessions) > MAX_SESSIONS:
-                self.forget(next(iter(self._sessions)))
-        else:
-            self._sessions.move_to_end(dispatch.session_id)
-        replica = session.replica = dispatch.replica
-        session.cache_epoch = replica.cache_epoch
-        session.tokens = dispatch.prompt_tokens
-        if session.group_id and not (replica is dispatch.pinned and dispatch.warm_tokens):
-            holders = self._groups[session.group_id].holders
-            holders.pop(replica, None)
-            holders[replica] = replica.cache_epoch
-            if len(holders) > MAX_HOLDERS:
-                del holders[next(iter(holders))]
+    def _add_session(
+        self, session_id: str, group_id: str, replica: ReplicaState, prompt_tokens: int
+    ) -> _Session:
+        """Remember a trajectory, and forget the oldest where they are too many."""
+        session = self._sessions[session_id] = _Session(group_id, replica)
+        if group_id:
+            group = self._groups.setdefault(group_id, _Group(prompt_tokens))
+            group.prompt_tokens = min(group.prompt_tokens, prompt_tokens)
+            group.members += 1
+        if len(self._sessions) > MAX_SESSIONS:
+            self.forget(next(iter(self._sessions)))
+        return session
 
-    def _choose(self, dispatch: Dispatch, avoid: ReplicaState | None) -> ReplicaState | None:
+    def _choose(
+        self,
+        work: float,
+        cached: dict[ReplicaState, int],
+        pinned: ReplicaState | None,
+        avoid: ReplicaState | None,
+    ) -> ReplicaState | None:
         """The replica with the least load, its prefix counted; None: none may get a request.
 
         The pinned one, unless another is better by more than the margin.
+
+        Args:
+            work: Tokens that the request takes the time of where nothing of it is cached.
+            cached: How many tokens of its prompt each replica has in its cache.
+            pinned: The replica of the trajectory's last request, if it is offered.
+            avoid: A replica that gets nothing this time.
         """
-        scores, prices, pinned = self._scores, self._prices, dispatch.pinned
-        if self._strategy == "round_robin":
-            if pinned is not None and pinned.is_open and pinned is not avoid:
-                return pinned
-            able = [each for each in self._offered if each.is_open and each is not avoid]
-            return min(able, key=lambda each: each.turn, default=None)
-        if not len(scores):
+        scores = self._scores
+        if not self._offered:
             return None
-        if self._by_requests:
-            np.copyto(scores, self._loads)
+        if self._by_seconds:
+            np.add(self._loads, work, scores)
+            for holder, tokens in cached.items():
+                scores[holder.slot] -= PREFILL_WEIGHT * tokens
+            np.multiply(scores, self._prices, scores)
         else:
-            steps = dispatch.new_tokens * (1 + DOUBLING_BATCH)  # the request's own time
-            np.add(self._loads, steps + PREFILL_WEIGHT * dispatch.prompt_tokens, scores)
-            np.multiply(scores, prices, scores)
-            for holder in dispatch.holders:
-                if holder is not pinned:
-                    saved = PREFILL_WEIGHT * dispatch.shared_tokens
-                    scores[holder.slot] -= saved * prices[holder.slot]
-            if pinned is not None:
-                scores[pinned.slot] -= PREFILL_WEIGHT * dispatch.warm_tokens * prices[pinned.slot]
+            np.copyto(scores, self._loads)
         if avoid is not None:
             scores[avoid.slot] = math.inf
-        slot = int(scores.argmin())
-        least = scores[slot]
-        if least == math.inf:
-            return None
-        if pinned is not None and scores[pinned.slot] <= least + self._margin:
-            return pinned
-        return self._by_slot[slot]
+        chosen = self._by_slot[scores.argmin()]
+        if pinned is not None and scores[pinned.slot] <= scores[chosen.slot] + self._margin:
+            chosen = pinned
+        return chosen if scores[chosen.slot] < math.inf else None
 
     # Measured speeds.
 
