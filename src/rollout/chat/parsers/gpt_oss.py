@@ -23,7 +23,7 @@ _HEADER = rf"(?:<\|channel\|>{_PIECE})?(?:<\|constrain\|>{_PIECE})?<\|message\|>
 _WHOLE = re.compile(rf"\s*(?:<\|start\|>{_PIECE})?{_HEADER}")
 #: What a turn begins with, unless it has no header.
 _FIRST = re.compile(
-    rf"\s*(?:(?:assistant\s*)?<\|(?:start|channel|message)\|>|{_PIECE}to={_PIECE}(?:<\||\Z))"
+    rf"\s*+(?:(?:assistant\s*)?<\|(?:start|channel|message)\|>|{_PIECE}to={_PIECE}(?:<\||\Z))"
 )
 #: What follows each token where it is no word of the model's.
 _AFTER_END = re.compile(r"(?:\s*<\|(?:end|call|return)\|>){0,3}+\s*(?:<\|(?:start|channel)\|>|\Z)")

@@ -46,9 +46,12 @@ class PythonFault(ValueError):
     """What stands at `at` is not what the syntax wants there."""
 
     def __init__(self, reason: str, text: str, at: int) -> None:
-        seen = text[at : at + 20]
-        super().__init__(f"{reason}: {seen!r}" if seen else f"{reason}: the text ends")
-        self.at = at
+        super().__init__(reason)
+        self.text, self.at = text, at
+
+    def __str__(self) -> str:
+        seen = self.text[self.at : self.at + 20]
+        return f"{self.args[0]}: {seen!r}" if seen else f"{self.args[0]}: the text ends"
 
 
 class PythonCall(NamedTuple):

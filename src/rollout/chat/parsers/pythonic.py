@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 #: What a list of calls begins with: the first function's name, and whether the rest is no sentence:
 #: its arguments have names, or it has none and the list continues as one.
 CALL_LIST = (
-    r"\[(?=\s*(?P<name>[A-Za-z_][\w.]*)\s*\("
-    r"(?P<named>\s*(?:\)\s*[],]|[A-Za-z_]\w*\s*=\s*[\w+.\"'\[({-]))?)"
+    r"\[(?=\s*+(?P<name>[A-Za-z_][\w.]*+)\s*+\("
+    r"(?P<named>\s*+(?:\)\s*+[],]|[A-Za-z_]\w*+\s*+=\s*+[\w+.\"'\[({-]))?)"
 )
 #: What every such list begins with.
 CALL_LIST_HEAD = r"\[\s*[A-Za-z_][\w.]*\s*\("
-_LIST = re.compile(CALL_LIST_HEAD)
+_LIST = re.compile(CALL_LIST)
 #: Dots stand for arguments where a list is spoken of.
 _DOTS = re.compile(r"\[\s*[\w.]+\(\s*(?:\.\.\.|…)")
 _START, _END = "<|python_start|>", "<|python_end|>"
@@ -47,38 +47,33 @@ class PythonicParser(TaggedParser):
             return add_call_list(scan, opening)
         is_end = opening[0] == _END
         at = scan.skip_space(opening.end())
-        if scan.follows_call(opening.start()) if is_end else _LIST.match(scan.text, at):
-            return scan.skip_end(opening.end()) if is_end else opening.end()
-        return scan.add_content(*opening.span())  # it is spoken of
+        if is_end and scan.follows_call(opening.start()):
+            return scan.skip_end(opening.end())
+        first = None if is_end else _LIST.match(scan.text, at)
+        if first is None:
+            return scan.add_content(*opening.span())  # it is spoken of
+        scan.add_content(opening.end(), at)
+        return add_call_list(scan, first, is_marked=True)
 
 
-def add_call_list(scan: TurnScan, opening: re.Match[str]) -> int:
+def add_call_list(scan: TurnScan, opening: re.Match[str], *, is_marked: bool = False) -> int:
     """Add the calls of the list that `opening` begins; return the position after it."""
+    name, named = opening.group("name", "named")
+    is_meant = is_marked or scan.is_at_line_start or name in scan.tool_names
+    if named is None and not is_meant:
+        return scan.add_content(*opening.span())
     start = opening.start()
-    if opening["named"] is None and not _is_meant(scan, opening):
-        scan.add_content(*opening.span())
-        return opening.end()
     try:
         calls, stop = read_call_list(scan.text, start)
     except PythonFault as fault:
-        if _is_meant(scan, opening) and _DOTS.match(scan.text, start) is None:
+        if is_meant and _DOTS.match(scan.text, start) is None:
             end = None
             if scan.text.endswith(_START, 0, start):
                 end = scan.nesting(_NESTED).end(start)
             stop = len(scan.text) if end is None else scan.nesting(_NESTED).span(end)[0]
             return scan.add_invalid(start, stop, str(fault))
         stop = max(fault.at, opening.end())
-        scan.add_content(start, stop)
-        return stop
+        return scan.add_content(start, stop)
     for call in calls:
         scan.add_call(call.start, call.stop, call.name, call.arguments)
     return scan.skip_end(stop)
-
-
-def _is_meant(scan: TurnScan, opening: re.Match[str]) -> bool:
-    """Whether a list that begins here is meant as calls, right or wrong."""
-    return (
-        opening["name"] in scan.tool_names
-        or scan.is_at_line_start
-        or scan.text.endswith(_START, 0, opening.start())
-    )

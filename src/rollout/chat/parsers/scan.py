@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MAX_CALLS = 128
 _SPACE = re.compile(r"\s*")
 #: How JSON begins; the dots that stand for some in prose are none.
-_JSON = re.compile(r"[{\[](?!\s*(?:\.\.\.|…))")
+_JSON = re.compile(r"\s*+[{\[](?!\s*(?:\.\.\.|…))")
 #: Dots in the place of a call, or of a value of its JSON, up to an end tag.
 _DOTS = re.compile(
     r"""\s{0,16}(?:[{\[](?:[^"<.…]|"(?:[^"\\\n]|\\.){0,100}"|\.(?!\.\.)){0,200}+(?<=[:,{\[\s]))?"""
@@ -69,13 +69,16 @@ class TurnScan:
     def __init__(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> None:
         self.text = text
         self.tools = tools or ()
+        #: The content up to the last call or reasoning, and the same with what is no call.
         self._content: list[str] = []
-        self._written: list[str] = []  # the content, and what is no call
+        self._written: list[str] = []
         self._has_invalid = False
+        #: Where the content after it begins, the last piece of it, and its end.
+        self._run = self._piece = self._stop = 0
         self._fences = 0
         self._end_of_call = -1
         self._tails: dict[tuple[str, ...], int] = {}
-        self._nestings: dict[re.Pattern[str], Nesting] = {}
+        self._nestings: dict[str, Nesting] = {}
         self._reasoning: list[str] = []
         self._calls: list[ToolCall | InvalidToolCall] = []
         self._ids: set[str] = set()
@@ -85,6 +88,7 @@ class TurnScan:
 
     def turn(self, between: str = "") -> ParsedTurn:
         """The result, with pieces of content joined by `between`."""
+        self._end_run()
         reasoning = encodable("\n".join(self._reasoning)) if self._reasoning else None
         return ParsedTurn(
             content=encodable(between.join(self._content)).strip(),
@@ -95,9 +99,9 @@ class TurnScan:
 
     def nesting(self, tags: re.Pattern[str]) -> Nesting:
         """Where calls open and close; see `Nesting`."""
-        if tags not in self._nestings:
-            self._nestings[tags] = Nesting(self.text, tags)
-        return self._nestings[tags]
+        if tags.pattern not in self._nestings:  # a pattern hashes its whole code each time
+            self._nestings[tags.pattern] = Nesting(self.text, tags)
+        return self._nestings[tags.pattern]
 
     def skip_space(self, at: int) -> int:
         """The first position from `at` that is not white space."""
@@ -132,17 +136,19 @@ class TurnScan:
     @property
     def is_at_line_start(self) -> bool:
         """Whether nothing has been said yet on the line that content has reached."""
-        return not self._content or self._content[-1].rstrip(" \t")[-1:] in ("", "\n")
+        return self.text[self._piece : self._stop].rstrip(" \t")[-1:] in ("", "\n")
 
     @property
     def is_in_fence(self) -> bool:
         """Whether content has opened a fence of Markdown that it has not closed."""
+        self._end_run()
         return self._fences % 2 == 1
 
     @property
     def has_said_nothing(self) -> bool:
         """Whether there is no content and no call yet."""
-        return not self._calls and not any(map(str.strip, self._content))
+        is_blank = self.skip_space(self._run) >= self._stop
+        return not self._calls and is_blank and all(map(str.isspace, self._content))
 
     def follows_call(self, at: int) -> bool:
         """Whether a call, or what closes it, stands right before `at`, white space aside."""
@@ -174,27 +180,37 @@ class TurnScan:
             end: Its end tag.
         """
         text = self.text
+        is_json = _JSON.match(text, at) is not None
+        if not (is_json or self.is_at_line_start or text.startswith("\n", at)):
+            return False
         dots = _DOTS.match(text, at)
         if dots is not None and text.startswith(end, dots.end()):
             return False
-        if _JSON.match(text, self.skip_space(at)) is not None:
-            return True
-        if self.is_in_fence:
-            return False
+        if is_json or self.is_in_fence:
+            return is_json
         word = _WORD.match(text, at)
         if word is not None and text.startswith(end, word.end()):
-            return self.is_at_line_start or text.startswith("\n", at)
+            return True
         tight = _TIGHT.match(text, at) if self.is_at_line_start else None
         return tight is not None and text.startswith(end, tight.end())
 
     def add_content(self, start: int, stop: int) -> int:
         """The text from `start` to `stop` is said to the user; return `stop`."""
         if start < stop:
-            piece = self.text[start:stop]
+            if start != self._stop:
+                self._end_run()
+                self._run = start
+            self._piece, self._stop = start, stop
+        return stop
+
+    def _end_run(self) -> None:
+        """Keep the content that stands in one piece so far."""
+        if self._run < self._stop:
+            piece = self.text[self._run : self._stop]
             self._content.append(piece)
             self._written.append(piece)
             self._fences += piece.count("```")
-        return stop
+            self._run = self._stop
 
     def add_reasoning(self, start: int, stop: int, *, opening: str = "") -> None:
         """The text from `start` to `stop` is reasoning; it may be opened once more by `opening`."""
@@ -228,6 +244,7 @@ class TurnScan:
         """Record that what stands in the place of a call is none; return `stop`."""
         raw = self.text[start:stop]
         self._add(start, InvalidToolCall(raw=raw, reason=encodable(reason)))
+        self._end_run()
         self._written.append(raw)
         self._has_invalid = True
         return self.skip_end(stop)
@@ -267,6 +284,7 @@ class TurnScan:
         """Nothing is read after a call too many, and none of the turn's calls remains."""
         reason = f"more than {MAX_CALLS:,} calls in a turn; none is executed"
         self._calls = [InvalidToolCall(raw=self.text[error.at :], reason=reason)]
+        self._end_run()
         self._written = [*self._content, self.text[error.at :]]
         self._has_invalid = True
 
