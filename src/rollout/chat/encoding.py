@@ -1,6 +1,6 @@
 """Messages to token ids: message list → template text → pieces → ids.
 
-`Renderer` has the chat template write a conversation. `render_escaped` finds in its text the places
+`TemplateRenderer` has the chat template write a conversation. `render_escaped` finds in its text the places
 that its authors and not the template wrote: spellings of special tokens there stay text. A
 `TextEncoder` splits the text at the special tokens that the template wrote, encodes each piece
 between two of them as plain text, and remembers it by its exact text: the system's message with the
@@ -65,7 +65,7 @@ _USER: TemplateMessage = {"role": "user", "content": "q"}
 _PROBE = "rolloutStringProbe"
 
 
-class Renderer:
+class TemplateRenderer:
     """Renders conversations by one chat template.
 
     Args:

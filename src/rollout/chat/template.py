@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.chat.continuation import USER_MARKER, ContinuationRenderer
 from rollout.chat.drift import DRIFT_KINDS, Drift, FullRenderer, compare
-from rollout.chat.encoding import Renderer, WrittenText, get_encoder, render_escaped
+from rollout.chat.encoding import TemplateRenderer, WrittenText, get_encoder, render_escaped
 from rollout.chat.messages import TemplateMessage, list_media, template_messages
 from rollout.chat.reasoning import opens_reasoning
 from rollout.chat.tokenizer_parts import read_parts, spell_token
@@ -66,7 +66,7 @@ class ChatTemplate:
         self.processor = processor
         source = chat_template if chat_template is not None else _own_template(tokenizer)
         self.source = source
-        self._renderer = Renderer(
+        self._renderer = TemplateRenderer(
             tokenizer, source, chat_template_kwargs or {}, reads_media=processor is not None
         )
         self.encoder = get_encoder(tokenizer)
