@@ -1,8 +1,8 @@
 """Messages to token ids: message list → template text → pieces → ids.
 
-`TemplateRenderer` has the chat template write a conversation. `render_escaped` finds in its text the places
-that its authors and not the template wrote: spellings of special tokens there stay text. A
-`TextEncoder` splits the text at the special tokens that the template wrote, encodes each piece
+`TemplateRenderer` has the chat template write a conversation. `render_escaped` finds in its text
+the places that its authors and not the template wrote: spellings of special tokens there stay text.
+A `TextEncoder` splits the text at the special tokens that the template wrote, encodes each piece
 between two of them as plain text, and remembers it by its exact text: the system's message with the
 tools is encoded once for thousands of prompts, and a question once for all members of a group.
 
