@@ -56,7 +56,11 @@ _FREE = (None, "text", "auto", "none")
 
 
 def one_of(*names: str) -> msgspec.Meta:
-    """Of a string that is one of these; the error of another one lists them."""
+    """Of a string that is one of these; the error of another one lists them.
+
+    Not for a field that may hold a dict or list too: msgspec 0.22 frees the pattern as if it were a
+    type, and Python ends in a segmentation fault.
+    """
     return msgspec.Meta(pattern=f"^({'|'.join(names)})$")
 
 
@@ -328,8 +332,7 @@ class OpenAIBody(Body):
     top_logprobs: TopLogProbs | None = None
 
     def __post_init__(self) -> None:
-        # No `one_of`: msgspec 0.22 frees a pattern beside a dict as if it were a type, and Python
-        # ends in a segmentation fault.
+        # A dict may stand there too: no `one_of`.
         if isinstance(self.tool_choice, str) and self.tool_choice not in _TOOL_CHOICES:
             refuse("tool_choice", f"expected one of {', '.join(_TOOL_CHOICES)}")
 
