@@ -252,7 +252,7 @@ class EnginePool:
             limit=limit or Clock(),
             trajectory=trajectory,
             media=tuple(media),
-            on_end=self._requests.release,
+            on_end=self._requests.end,
         )
         if info.capabilities.expert_shape is not None:
             generation.expert_room = request.prompt_tokens - known_experts
@@ -403,15 +403,25 @@ class EnginePool:
         """A replica came to serve, was lost, failed to start or ended."""
         if replica.is_serving:
             self._serving[replica] = None
-            self._requests.queue.close_at(math.inf)
+            self._requests.queue.is_closed = False
             self._requests.queue.call_next()
         elif replica in self._serving:
             del self._serving[replica]
-            if not self._serving:
-                self._requests.queue.close_at(anyio.current_time() + self._wait_s)
+            self._requests.let_go_held(replica)
+            if not self._serving and self._tasks is not None:
+                self._tasks.start_soon(self._close_queue)
         elif replica.start_error is not None:
             self._failed.setdefault(replica, replica.start_error)
         self._changes.notify()
+
+    async def _close_queue(self) -> None:
+        """Send waiting requests away where no replica comes to serve within `wait_s`."""
+        with anyio.move_on_after(self._wait_s):
+            while not self._serving:
+                await self._changes.wait()
+        if not self._serving:
+            self._requests.queue.is_closed = True
+            self._requests.queue.call_all()
 
     def _note_load(self, replica: Replica, load: EngineLoad) -> None:
         if self.events.is_on or self._load_windows:

@@ -125,6 +125,7 @@ class Replica:
         start_error: What its last start failed with.
         channel, routed: While it serves.
         requests: Those in flight there for which a caller waits.
+        held: Those that were cut off, and are to be sent there again.
         weights: What it was sent last since its engine started; None: what it started with.
         released: Memory that its engine has released, by tags.
         machines, is_here, machine: As in `ReplicaHandle`.
@@ -148,6 +149,7 @@ class Replica:
         self.channel: Channel | None = None
         self.routed: ReplicaState | None = None
         self.requests: dict[Request, None] = {}
+        self.held: dict[Request, None] = {}
         self.weights: SentWeights | None = None
         self.released: frozenset[str] = frozenset()
         self.machines, self.is_here, self.machine = 1, True, ""
@@ -365,11 +367,11 @@ class Replica:
     async def wait_empty(self) -> None:
         """Return when nothing is in flight there, or when it is lost."""
         routed = self.routed
-        while routed is not None and routed.in_flight and self.routed is routed:
+        while routed is not None and self.in_flight and self.routed is routed:
             await self.changed.wait()
 
     async def interrupt_requests(self) -> None:
-        """Cut its requests off, which later resume from their tokens, and `wait_empty`."""
+        """Cut its requests off, which are held to resume from their tokens, and `wait_empty`."""
         is_empty = False
         while not is_empty:
             for request in tuple(self.requests):
@@ -385,7 +387,7 @@ class Replica:
     @property
     def in_flight(self) -> int:
         """Requests sent and not known to be gone, aborted ones included."""
-        return self.routed.in_flight if self.routed is not None else 0
+        return self.routed.in_flight - len(self.held) if self.routed is not None else 0
 
     @property
     def media_bytes(self) -> int:

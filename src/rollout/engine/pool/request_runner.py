@@ -14,6 +14,7 @@ import attrs
 from rollout.bridge import loop_clock
 from rollout.engine.core import WHOLE_ANSWERS
 from rollout.engine.pool.replica import describe_errors
+from rollout.errors import ChannelError
 from rollout.limits import cleanup_scope
 from rollout.observe.events import RequestEnded, RequestPlaced
 from rollout.seeds import RequestIds, split_session
@@ -68,81 +69,61 @@ class RecoveryCounts:
     failed: int = 0
 
 
-@attrs.define(order=False, eq=False)
-class _Waiter:
-    """A request in the queue; `called` fires when it may look for a replica."""
-
-    rank: tuple[int, int]
-    called: anyio.Event = attrs.field(factory=anyio.Event)
-    scope: anyio.CancelScope = attrs.field(factory=anyio.CancelScope)
-    has_left: bool = False
-
-    def __lt__(self, other: _Waiter) -> bool:
-        return self.rank < other.rank
-
-
 class WaitQueue:
     """Waiting requests by priority, and then in their order.
 
     The first is called when a replica has room, and calls the next one once it has looked.
+
+    Attributes:
+        is_closed: Whether waiting is over, because no replica has served for too long.
     """
 
     def __init__(self, has_room: Callable[[], bool]) -> None:
+        self.is_closed = False
         self._has_room = has_room
-        self._waiters: list[_Waiter] = []  # a heap; those that have left are still in it
+        self._waiters: list[tuple[int, int, anyio.Event]] = []  # a heap, with some that have left
         self._numbers = itertools.count()
-        self._deadline = math.inf
         self._count = 0
 
     def __len__(self) -> int:
         """How many wait, those included that were called and have not looked yet."""
         return self._count
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether waiting is over."""
-        return anyio.current_time() >= self._deadline
+    async def wait(self, request: Request) -> None:
+        """Return when the request is to look for a replica.
 
-    async def wait(self, request: Request) -> bool:
-        """Return True when it is the request's turn; False where waiting was ended.
-
-        A caller that does not use its turn calls `call_next`; cancellation passes it on.
+        A caller that does not take one calls `call_next`; cancellation passes the call on.
         """
-        waiter = _Waiter((-request.priority, next(self._numbers)))
-        heapq.heappush(self._waiters, waiter)
+        called = request.called = anyio.Event()
+        heapq.heappush(self._waiters, (-request.priority, next(self._numbers), called))
         self._count += 1
         try:
-            waiter.scope.deadline = self._deadline
-            with waiter.scope as request.queue_scope:
-                await waiter.called.wait()
+            await called.wait()
         except BaseException:
-            if waiter.called.is_set():
+            if called.is_set():
                 self.call_next()
+            called.set()
             raise
         finally:
-            request.queue_scope, waiter.has_left = None, True
+            request.called = None
             self._count -= 1
-        return waiter.called.is_set()
 
     def call_next(self) -> None:
         """Call the first one, if there is room."""
-        while self._waiters and (self._waiters[0].has_left or self._has_room()):
-            waiter = heapq.heappop(self._waiters)
-            if not waiter.has_left:
-                waiter.called.set()
+        while self._waiters:
+            called = self._waiters[0][-1]
+            if not called.is_set() and not self._has_room():
+                return
+            heapq.heappop(self._waiters)
+            if not called.is_set():  # else it has left
+                called.set()
                 return
 
     def call_all(self) -> None:
         """Let all of them look, because nothing is as it was."""
-        for waiter in self._waiters:
-            waiter.called.set()
+        for _, _, called in self._waiters:
+            called.set()
         self._waiters.clear()
-
-    def close_at(self, deadline: float) -> None:
-        """End the waiting at this time, also of requests that come later; infinity: never."""
-        self._deadline = deadline
-        for waiter in self._waiters:
-            waiter.scope.deadline = deadline
 
 
 class RequestRunner:
@@ -218,13 +199,13 @@ class RequestRunner:
         while dispatch is None:
             if not self.is_open:
                 raise request.fail("the engines are closed", reason=NO_ENGINE)
-            if self._pauses:
-                request.pause()
-            is_called = await self.queue.wait(request)
-            if not is_called and self.queue.is_closed:
+            if self.queue.is_closed:
                 why = describe_errors(self._replicas.values())
                 raise request.fail(f"no engine is left: {why}", reason=NO_ENGINE)
-            if not is_called or request.clock.carried_since is not None:
+            if self._pauses:
+                request.pause()
+            await self.queue.wait(request)
+            if request.clock.carried_since is not None:
                 self.queue.call_next()
                 return None
             dispatch = self._assign(request, avoid)
@@ -249,12 +230,20 @@ class RequestRunner:
         replica = self._replicas[dispatch.replica.name]
         channel = replica.channel
         assert channel is not None  # the router offers no other
-        request.begin(dispatch, replica.tokens)
+        request.dispatch, request.counts, request.done = dispatch, replica.tokens, anyio.Event()
+        request.begin()
         try:
-            await self._submit(request, replica, channel)
+            try:
+                await channel.wait_for_room()
+                self._submit(request, replica, channel)
+            except BaseException:  # nothing was sent
+                self._release(request, replica)
+                raise
             try:
                 await request.done.wait()
             except BaseException as error:
+                if request in replica.held:
+                    self._let_go(request, replica)
                 channel.abort_nowait(request.request_id)
                 # Otherwise the coroutine is being closed, and may not wait.
                 if isinstance(error, anyio.get_cancelled_exc_class()):
@@ -269,27 +258,69 @@ class RequestRunner:
         finally:
             request.is_running = False
             replica.requests.pop(request, None)
-            replica.changed.notify()
 
-    async def _submit(self, request: Request, replica: Replica, channel: Channel) -> None:
-        try:
-            await channel.wait_for_room()
-            request_id = self._ids.new()
-            submit = request.build_submit(request_id, self._now())
-            request.generation.begin(request_id, replica.name)
-            replica.requests[request] = None
-            channel.submit_nowait(submit, request)
-        except BaseException:  # nothing was sent
-            self.release(request)
-            raise
+    def _submit(self, request: Request, replica: Replica, channel: Channel) -> None:
+        request_id = self._ids.new()
+        submit = request.build_submit(request_id, self._now())
+        request.generation.begin(request_id, replica.name)
+        replica.requests[request] = None
+        channel.submit_nowait(submit, request)
         if self._events.tells_all:
             self._emit_placed(request)
 
-    def release(self, request: Request) -> None:
-        """The engine does not work on a request, or no longer: count it there no more."""
+    def end(self, request: Request) -> None:
+        """The engine no longer works on a request.
+
+        One that its replica was made to cut off is held for it, and sent there again by
+        `resume_held`: its caller does not notice. All others end for their callers.
+        """
+        assert request.dispatch is not None
+        replica = self._replicas[request.dispatch.replica.name]
+        if request.is_interrupted and request.may_be_held():
+            if self._events.is_on:
+                self._emit_ended(request)
+            request.is_running, request.waits_since = False, self._now()
+            del replica.requests[request]
+            replica.held[request] = None
+            replica.changed.notify()
+        else:
+            self._release(request, replica)
+            request.done.set()
+
+    async def resume_held(self, replica: Replica) -> None:
+        """Send the requests again that a replica was made to cut off."""
+        channel = replica.channel
+        if channel is None or self.is_admission_blocked:
+            return
+        for request in tuple(replica.held):
+            await channel.wait_for_room()
+            if request not in replica.held:  # lost, cancelled or carried meanwhile
+                continue
+            assert request.dispatch is not None
+            self._router.renew(request.dispatch, request.prompt_tokens)
+            del replica.held[request]
+            request.placed_at = self._now()
+            request.begin()
+            try:
+                self._submit(request, replica, channel)
+            except ChannelError as error:  # it has become too long for a frame
+                request.error, request.finish_reason = str(error), "error"
+                self.end(request)
+
+    def let_go_held(self, replica: Replica) -> None:
+        """Have the requests that are held for a replica look for another one."""
+        for request in tuple(replica.held):
+            self._let_go(request, replica)
+
+    def _let_go(self, request: Request, replica: Replica) -> None:
+        del replica.held[request]
+        self._release(request, replica)
+        request.done.set()
+
+    def _release(self, request: Request, replica: Replica) -> None:
+        """Count a request no more where it was."""
         dispatch, generated = request.dispatch, None
         assert dispatch is not None
-        replica = self._replicas[dispatch.replica.name]
         if request.finish_reason in WHOLE_ANSWERS and not request.is_abandoned:
             generated = request.generation.parts[-1].count
             replica.prompt_tokens += dispatch.prompt_tokens
@@ -395,8 +426,12 @@ class RequestRunner:
         carried = set(clocks)
         requests = [each for each in self.active if each.clock in carried]
         for request in requests:
-            if request.queue_scope is not None:
-                request.queue_scope.cancel()
+            if request.called is not None:
+                request.called.set()
+            if request.dispatch is not None:
+                replica = self._replicas[request.dispatch.replica.name]
+                if request in replica.held:
+                    self._let_go(request, replica)
         while running := [each for each in requests if each.is_running]:
             for request in running:
                 request.interrupt()

@@ -71,7 +71,7 @@ class Request:
         refused_backoff_s: The pause after the next request that a full engine refuses.
         waits_since: When the request that is made now began to wait for a place.
         placed_at: When it got that.
-        queue_scope: Of its wait in the queue, which is cancelled where its trajectory is carried.
+        called: While it waits in the queue: fires when it is to look for a replica.
 
     Attributes of the request in flight:
         dispatch: Where it is, or was last.
@@ -106,7 +106,7 @@ class Request:
     refused_backoff_s: float = 0.05
     waits_since: float = 0.0
     placed_at: float = 0.0
-    queue_scope: anyio.CancelScope | None = None
+    called: anyio.Event | None = None
     _is_paused: bool = False
 
     dispatch: Dispatch | None = None
@@ -147,10 +147,9 @@ class Request:
         """What is left of the budget."""
         return self.sampling.max_new_tokens - self.generation.count
 
-    def begin(self, dispatch: Dispatch, counts: TokenCounts) -> None:
-        """A request is about to be sent there; the trajectory's time counts from now on."""
+    def begin(self) -> None:
+        """A request is about to be sent; the trajectory's time counts from now on."""
         self.resume()
-        self.dispatch, self.counts, self.done = dispatch, counts, anyio.Event()
         self.is_running = True
         self.deadline = self.limit.deadline.at
         self.finish_reason, self.error, self.first_at, self.loss = None, "", None, None
@@ -208,13 +207,20 @@ class Request:
         self.is_lost = lost_reason != ""
         self.error = self.error or lost_reason
         self.on_end(self)
-        self.done.set()
 
     # What becomes of it.
 
     def interrupt(self) -> None:
         """It is cut off by the driver, and resumes later from the tokens that it has."""
         self.is_interrupted = True
+
+    def may_be_held(self) -> bool:
+        """Whether one that was cut off may be sent to the same replica again, as it is."""
+        is_cut_off = self.finish_reason == "abort" and not (self.is_malformed or self.is_cancelled)
+        if not is_cut_off or self.clock.carried_since is not None or self.find_stateful_field():
+            return False
+        self.generation.finish_reason = None
+        return not self.is_complete()
 
     def fail(self, message: str, *, reason: str | None = None) -> EngineError:
         """The error that ends it; the generation keeps its tokens."""

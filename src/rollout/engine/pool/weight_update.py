@@ -175,14 +175,15 @@ class WeightUpdater:
             elif mode == "abort_and_resume":
                 await self._interrupt(replica)
             await self._load(replica, channel, weights)
+            for request in replica.requests:  # those that stayed
+                request.resume()
+            if replica.channel is channel and replica.is_serving:
+                self._router.set_weights(replica.name, weights.version)
+                await self._requests.resume_held(replica)
+                self._requests.queue.call_next()
         except EngineError as error:
             self._errors[replica] = error
-            return
-        for request in replica.requests:  # those that stayed
-            request.resume()
-        if replica.channel is channel and replica.is_serving:
-            self._router.set_weights(replica.name, weights.version)
-            self._requests.queue.call_next()
+            self._requests.let_go_held(replica)
 
     async def _interrupt(self, replica: Replica) -> None:
         with anyio.move_on_after(self._limit_s) as scope:

@@ -331,6 +331,13 @@ class Router:
         session.tokens = prompt_tokens
         return Dispatch(session_id, replica, prompt_tokens, fresh_tokens, new_tokens, load)
 
+    def renew(self, dispatch: Dispatch, prompt_tokens: int) -> None:
+        """A request in flight is sent again to its replica, whose cache has nothing of it."""
+        dispatch.prompt_tokens = dispatch.fresh_tokens = prompt_tokens
+        session = self._sessions.get(dispatch.session_id)
+        if session is not None and session.replica is dispatch.replica:
+            session.cache_epoch, session.tokens = dispatch.replica.cache_epoch, prompt_tokens
+
     def _count(self, replica: ReplicaState, load: float) -> None:
         """Count a request where it goes.
 
