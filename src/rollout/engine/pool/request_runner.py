@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 from collections import defaultdict
 from typing import TYPE_CHECKING, Literal
 

@@ -29,6 +29,8 @@ class ReplicaState:
         cache_epoch: Grows when it loses its prefix cache.
         last_report: The last report and when it was made; None after a start.
         was_idle: It had nothing in flight for a while since that report.
+        load_s: In a snapshot: estimated seconds until it has computed `tokens`.
+        speed: In a snapshot: how fast it is beside the median replica; 1 until that is known.
     """
 
     name: str
@@ -48,10 +50,12 @@ class ReplicaState:
     cache_epoch: int = 0
     last_report: tuple[EngineLoad, float] | None = None
     was_idle: bool = True
+    load_s: float = 0.0
+    speed: float = 1.0
 
     @property
     def state(self) -> str:
-        """In a word: "gone", "draining", "stale", "full" or "serving"."""
+        """In a word: "serving", "full", "draining", "stale" or "gone"."""
         if not self.is_offered:
             return "gone"
         if self.is_draining:
@@ -87,37 +91,6 @@ class Dispatch(msgspec.Struct, eq=False, gc=False):
 
 
 @attrs.frozen
-class ReplicaLoad:
-    """One replica as the router sees it.
-
-    Attributes:
-        state: "serving", "full", "draining", "stale" (other weights than required) or "gone"
-            (still with requests in flight).
-        weight: Its share of the load beside replicas of weight 1.
-        in_flight: Requests sent and not known to be gone.
-        capacity: Requests that it accepts at once.
-        served: Requests assigned since the start.
-        tokens: Tokens that its requests in flight are expected to compute.
-        load_s: Estimated seconds until it has computed them.
-        speed: How fast it is beside the median replica; 1 until that is known.
-        tokens_per_s: Tokens that it generated per second, by its last two reports.
-        kv_used: Share of its KV cache in use, by its last report.
-    """
-
-    name: str
-    state: str
-    weight: float
-    in_flight: int
-    capacity: int
-    served: int
-    tokens: float
-    load_s: float
-    speed: float
-    tokens_per_s: float
-    kv_used: float
-
-
-@attrs.frozen
 class RouterStatistics:
     """The router now.
 
@@ -130,7 +103,7 @@ class RouterStatistics:
         groups: Groups of which a trajectory is remembered.
         mean_new_tokens: What a request is expected to generate.
         token_s: Seconds that a replica of median speed needs for a token.
-        replicas: One entry for each replica, in the order in which they were added.
+        replicas: A copy of each replica that is there or has requests in flight, in their order.
     """
 
     strategy: str
@@ -142,4 +115,4 @@ class RouterStatistics:
     groups: int
     mean_new_tokens: float
     token_s: float
-    replicas: tuple[ReplicaLoad, ...]
+    replicas: tuple[ReplicaState, ...]

@@ -16,7 +16,7 @@ import attrs
 import msgspec
 import numpy as np
 
-from rollout.engine.routing.records import Dispatch, ReplicaLoad, ReplicaState, RouterStatistics
+from rollout.engine.routing.records import Dispatch, ReplicaState, RouterStatistics
 from rollout.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,8 +55,6 @@ MAX_HOLDERS = 8
 MAX_SESSIONS = 100_000
 #: Replicas that `repr` names.
 SHOWN = 8
-#: Fields of a `ReplicaLoad` that are those of a `ReplicaState`.
-SAME_FIELDS = sorted({field.name for field in attrs.fields(ReplicaLoad)} - {"load_s", "speed"})
 
 
 class _Group(msgspec.Struct, eq=False):
@@ -509,8 +507,8 @@ class Router:
         counted = [each for each in self._by_slot if each.is_offered or each.in_flight]
         prices = self._prices
         replicas = tuple(
-            ReplicaLoad(
-                **{name: getattr(each, name) for name in SAME_FIELDS},
+            attrs.evolve(
+                each,
                 load_s=float(each.tokens * prices[each.slot]),
                 speed=float(self._token_s / prices[each.slot]),
             )

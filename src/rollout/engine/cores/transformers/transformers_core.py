@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import msgspec
 
-from rollout.bridge import loop_poster
+from rollout.bridge import loop_poster, wait_future
 from rollout.engine.core import (
     CORE_CLOSE_S,
     TAGS_OF_LEVEL,
     Chunk,
-    EngineInfo,
     EngineLoad,
     GenerationRequest,
 )
@@ -26,6 +25,7 @@ from rollout.limits import cleanup_scope
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
+    from concurrent.futures import Future
 
     from rollout.engine.weights import DiskWeights
 
@@ -72,9 +72,8 @@ class TransformersCore(BaseCore[_Request]):
         super().__init__()
         self._options = TransformersOptions(**options)
         self._worker: Worker | None = None
-        self._settled, self._stopped = anyio.Event(), anyio.Event()
-        self._error: Exception | None = None
-        self._commands: set[anyio.Event] = set()
+        self._stopped = anyio.Event()
+        self._commands: set[Future[None]] = set()
 
     async def start(self) -> None:
         """Load the model in the engine's thread; the event loop runs on meanwhile.
@@ -86,16 +85,16 @@ class TransformersCore(BaseCore[_Request]):
         """
         if self._worker is not None:
             raise RuntimeError("TransformersCore.start: started already")
-        self._worker = Worker(
-            self._options, self._on_started, self._on_chunks, self._on_stopped, loop_poster()
-        )
+        self._worker = Worker(self._options, self._on_chunks, self._on_stopped, loop_poster())
         try:
-            await self._settled.wait()
+            self._info = await wait_future(self._worker.started)
+        except Exception as error:
+            raise _wrap_error(error) from error
         except BaseException:
             self._worker.close_nowait()
             raise
-        if self._error is not None:
-            raise _wrap_error(self._error)
+        if not self._stopped.is_set():
+            self._failure = ""
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         """Chunks of one request; see `EngineCore.generate`.
@@ -177,28 +176,14 @@ class TransformersCore(BaseCore[_Request]):
 
     async def _command(self, work: Callable[[], None]) -> None:
         """Have the thread do something between two steps; cancellation leaves it to it."""
-        done = anyio.Event()
-        failures: list[Exception | None] = []
-
-        def on_done(failure: Exception | None) -> None:
-            failures.append(failure)
-            done.set()
-
-        self._serving().command_nowait(work, on_done)
+        done = self._serving().command_nowait(work)
         self._commands.add(done)
         try:
-            await done.wait()
+            await wait_future(done)
+        except Exception as error:
+            raise _wrap_error(error) from error
         finally:
             self._commands.discard(done)
-        # Without an answer the thread has ended before it read the message.
-        failure = failures[0] if failures else EngineError(self._failure)
-        if failure is not None:
-            raise _wrap_error(failure)
-
-    def _on_started(self, info: EngineInfo) -> None:
-        self._info = info
-        self._failure = ""
-        self._settled.set()
 
     def _on_chunks(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
@@ -207,20 +192,17 @@ class TransformersCore(BaseCore[_Request]):
                 entry.put(chunk)
 
     def _on_stopped(self, error: Exception | None) -> None:
-        self._error = error
         if error is not None:
             self._lose(f"the engine stopped: {type(error).__name__}: {error}")
         else:
             self._close()
-        for done in self._commands:
-            done.set()
-        self._settled.set()
+        for done in self._commands:  # those that it had not read
+            if not done.done():
+                done.set_exception(EngineError(self._failure))
         self._stopped.set()
 
 
 def _wrap_error(error: Exception) -> EngineError:
     if isinstance(error, EngineError):
         return error
-    wrapped = EngineError(f"the engine could not load the model: {type(error).__name__}: {error}")
-    wrapped.__cause__ = error
-    return wrapped
+    return EngineError(f"the engine could not load the model: {type(error).__name__}: {error}")

@@ -13,8 +13,10 @@ import math
 import queue
 import secrets
 import threading
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from rollout.bridge import settle
 from rollout.engine.core import CORE_CLOSE_S, EngineLoad, GenerationRequest
 from rollout.engine.cores.transformers.scheduler import Scheduler
 from rollout.engine.cores.transformers.scheduler import Sequence as Request
@@ -34,26 +36,26 @@ class Worker:
     """A daemon thread that loads a model and steps it until `close_nowait`.
 
     Args:
-        on_started: Called on the event loop with the facts about the model.
         on_chunks: Called on the event loop with what requests are answered.
         on_stopped: Called on the event loop when the thread has ended: by `close_nowait` (None) or
             by an error. Always called, and last.
         post: Runs a callback on the event loop.
 
     Attributes:
+        started: The facts about the model, once it is loaded; or why it is not.
         load: What it computes; replaced after each step.
     """
 
     def __init__(
         self,
         options: TransformersOptions,
-        on_started: Callable[[EngineInfo], object],
         on_chunks: Callable[[Sequence[Chunk]], object],
         on_stopped: Callable[[Exception | None], object],
         post: Post,
     ) -> None:
         self._options = options
-        self._on_started, self._on_chunks, self._on_stopped = on_started, on_chunks, on_stopped
+        self.started: Future[EngineInfo] = Future()
+        self._on_chunks, self._on_stopped = on_chunks, on_stopped
         self._post = post
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._is_closing = False
@@ -76,20 +78,11 @@ class Worker:
         """End a request with the tokens it has."""
         self._inbox.put(lambda: self._scheduler.abort(request_id))
 
-    def command_nowait(
-        self, work: Callable[[], None], on_done: Callable[[Exception | None], object]
-    ) -> None:
-        """Do `work` between two steps; `on_done` is called on the loop with what went wrong."""
-
-        def run() -> None:
-            failure: Exception | None = None
-            try:
-                work()
-            except Exception as error:
-                failure = error
-            self._post(lambda: on_done(failure))
-
-        self._inbox.put(run)
+    def command_nowait(self, work: Callable[[], None]) -> Future[None]:
+        """Do `work` between two steps; the future is never settled where the thread has ended."""
+        future: Future[None] = Future()
+        self._inbox.put(lambda: settle(future, work))
+        return future
 
     def close_nowait(self) -> None:
         """End every request and the thread."""
@@ -130,6 +123,8 @@ class Worker:
             if not isinstance(error, EngineError):  # that of a model that cannot be loaded
                 logger.exception("the embedded engine stopped")
             failure = error if isinstance(error, Exception) else EngineError(repr(error))
+        if not self.started.done():
+            self.started.set_exception(failure or EngineError("the engine is closed"))
         self._report()
         self._post(lambda: self._on_stopped(failure))
         atexit.unregister(self._end)
@@ -143,8 +138,7 @@ class Worker:
         torch.set_num_threads(self._options.threads)
         with torch.inference_mode():
             self._model = SlotModel(self._options)
-            info = self._model.info
-            self._post(lambda: self._on_started(info))
+            self.started.set_result(self._model.info)
             while not self._is_closing:
                 self._empty_inbox()
                 for copy in self._scheduler.admit():
