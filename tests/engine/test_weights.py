@@ -6,6 +6,7 @@ import os
 from array import array
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from rollout.engine.pool.pool import EnginePool
 from rollout.engine.routing import Router
 from rollout.engine.weights import UPDATE_MODES, DiskWeights, DistributedWeights, TensorWeights
 from rollout.errors import EngineError
+from rollout.limits import Clock
 from rollout.testing import Scenario, hold_clock
 
 pytestmark = [pytest.mark.anyio, pytest.mark.rollout(ceiling_s=3000)]
@@ -70,7 +72,12 @@ def pool_of(replicas: int = 2, placement: InProcess | None = None, **options: An
 
 
 async def ask(
-    pool: EnginePool, last: int, count: int, into: Generation | None = None, **sampling: Any
+    pool: EnginePool,
+    last: int,
+    count: int,
+    into: Generation | None = None,
+    limit: Clock | None = None,
+    **sampling: Any,
 ) -> Generation:
     """A generation, which says what one undisturbed request would have said."""
     generation = Generation() if into is None else into
@@ -79,6 +86,7 @@ async def ask(
         session_id=f"s{last}",
         prompt_ids=array("i", [5, last]).tobytes(),
         sampling=SamplingParams(max_new_tokens=count, **sampling),
+        limit=limit,
     )
     check_counted(generation, last, count)
     return generation
@@ -133,6 +141,32 @@ async def test_update_every_token_has_the_version_that_sampled_it(
         assert late.versions == [[8, 2]]
         assert len(running.parts) == (len(versions) if mode == "abort_and_resume" else 1)
         assert (running.resumes, running.restarts) == (0, [])
+
+
+async def test_update_requests_that_are_cut_off_stay_with_their_replicas(cores: list[Any]) -> None:
+    async with pool_of(3).serving() as pool:
+        for core, load_s in zip(cores, (0.5, 2.0, 4.0), strict=True):
+            core._load_s = load_s
+        running = [Generation() for _ in range(9)]
+        async with anyio.create_task_group() as tasks:
+            for number, generation in enumerate(running):
+                tasks.start_soon(ask, pool, 100 * (number + 1), 8, generation)
+            await anyio.sleep(2.5)
+            await pool.update_weights(8, W8)
+            assert [r.in_flight for r in pool.statistics()] == [3, 3, 3]
+        assert version_runs(running) == [[0, 8]] * 9
+        assert all(first.replica == then.replica for first, then in (g.parts for g in running))
+        assert [r.served for r in pool.router.statistics().replicas] == [3, 3, 3]
+
+
+async def test_request_cut_off_while_no_weights_change_goes_on_at_once(cores: list[Any]) -> None:
+    async with pool_of(1).serving() as pool:
+        clock, generation = Clock(), Generation()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(ask, pool, 100, 5, generation, limit=clock))
+            await anyio.sleep(2.5)
+            await pool.interrupt_carried([clock])  # and it has been continued meanwhile
+        assert len(generation.parts) == 2
 
 
 @pytest.mark.parametrize("mode", UPDATE_MODES)

@@ -126,6 +126,7 @@ class Replica:
         channel, routed: While it serves.
         requests: Those in flight there for which a caller waits.
         held: Those that were cut off, and are to be sent there again.
+        is_holding: Those that are cut off from now on are held.
         weights: What it was sent last since its engine started; None: what it started with.
         released: Memory that its engine has released, by tags.
         machines, is_here, machine: As in `ReplicaHandle`.
@@ -155,7 +156,7 @@ class Replica:
         self.machines, self.is_here, self.machine = 1, True, ""
         self.tokens = TokenCounts()
         self.prompt_tokens = self.cached_tokens = 0
-        self.is_drained = self.is_leaving = False
+        self.is_drained = self.is_leaving = self.is_holding = False
         self.changed = Notifier()
         self.tried = anyio.Event()
         self.gone = anyio.Event()
@@ -372,7 +373,7 @@ class Replica:
 
     async def interrupt_requests(self) -> None:
         """Cut its requests off, which are held to resume from their tokens, and `wait_empty`."""
-        is_empty = False
+        is_empty, self.is_holding = False, True
         while not is_empty:
             for request in tuple(self.requests):
                 request.interrupt()

@@ -252,7 +252,7 @@ class RequestRunner:
                 request.is_abandoned = True
                 raise
             finally:
-                if self._events.is_on:
+                if self._events.is_on and request.is_running:
                     self._emit_ended(request)
         finally:
             request.is_running = False
@@ -275,7 +275,7 @@ class RequestRunner:
         """
         assert request.dispatch is not None
         replica = self._replicas[request.dispatch.replica.name]
-        if request.is_interrupted and request.may_be_held():
+        if replica.is_holding and request.may_be_held():
             if self._events.is_on:
                 self._emit_ended(request)
             request.is_running, request.waits_since = False, self._now()
@@ -291,6 +291,7 @@ class RequestRunner:
         channel = replica.channel
         if channel is None or self.is_admission_blocked:
             return
+        replica.is_holding = False
         for request in tuple(replica.held):
             await channel.wait_for_room()
             if request not in replica.held:  # lost, cancelled or carried meanwhile
@@ -308,6 +309,7 @@ class RequestRunner:
 
     def let_go_held(self, replica: Replica) -> None:
         """Have the requests that are held for a replica look for another one."""
+        replica.is_holding = False
         for request in tuple(replica.held):
             self._let_go(request, replica)
 

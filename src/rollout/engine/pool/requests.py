@@ -216,8 +216,10 @@ class Request:
 
     def may_be_held(self) -> bool:
         """Whether one that was cut off may be sent to the same replica again, as it is."""
-        is_cut_off = self.finish_reason == "abort" and not (self.is_malformed or self.is_cancelled)
-        if not is_cut_off or self.clock.carried_since is not None or self.find_stateful_field():
+        is_cut_off = self.is_interrupted and self.finish_reason == "abort"
+        is_left = self.is_malformed or self.is_cancelled or self.is_abandoned
+        is_carried = self.clock.carried_since is not None
+        if not is_cut_off or is_left or is_carried or self.find_stateful_field():
             return False
         self.generation.finish_reason = None
         return not self.is_complete()
