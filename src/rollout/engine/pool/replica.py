@@ -45,8 +45,6 @@ STABLE_S = 60.0
 RECONNECT_PAUSE_S = 0.2
 #: To give back what a placement keeps for a replica.
 RELEASE_S = 10.0
-#: An abort can be lost within an engine: it is sent again as often.
-ABORT_AGAIN_S = 1.0
 
 
 class Notifier:
@@ -373,15 +371,12 @@ class Replica:
 
     async def interrupt_requests(self) -> None:
         """Cut its requests off, which are held to resume from their tokens, and `wait_empty`."""
-        is_empty, self.is_holding = False, True
-        while not is_empty:
-            for request in tuple(self.requests):
-                request.interrupt()
-                if self.channel is not None:
-                    self.channel.abort_nowait(request.request_id)
-            with anyio.move_on_after(ABORT_AGAIN_S):
-                await self.wait_empty()
-                is_empty = True
+        self.is_holding = True
+        for request in tuple(self.requests):
+            request.interrupt()
+            if self.channel is not None:
+                self.channel.abort_nowait(request.request_id)
+        await self.wait_empty()
 
     # What is known of it.
 

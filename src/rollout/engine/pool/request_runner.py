@@ -234,7 +234,10 @@ class RequestRunner:
         try:
             try:
                 await channel.wait_for_room()
-                self._submit(request, replica, channel)
+                if replica.is_holding:
+                    self._hold(request, replica)
+                else:
+                    self._submit(request, replica, channel)
             except BaseException:  # nothing was sent
                 self._release(request, replica)
                 raise
@@ -278,13 +281,16 @@ class RequestRunner:
         if replica.is_holding and request.may_be_held():
             if self._events.is_on:
                 self._emit_ended(request)
-            request.is_running, request.waits_since = False, self._now()
-            del replica.requests[request]
-            replica.held[request] = None
-            replica.changed.notify()
+            self._hold(request, replica)
         else:
             self._release(request, replica)
             request.done.set()
+
+    def _hold(self, request: Request, replica: Replica) -> None:
+        request.is_running, request.waits_since = False, self._now()
+        replica.requests.pop(request, None)
+        replica.held[request] = None
+        replica.changed.notify()
 
     async def resume_held(self, replica: Replica) -> None:
         """Send the requests again that a replica was made to cut off."""
