@@ -215,7 +215,7 @@ BOMBS = {
 }
 
 
-@pytest.mark.parametrize("bomb", BOMBS)
+@pytest.mark.parametrize("bomb", slow_after(1, BOMBS))
 async def test_python_fork_bomb_is_killed_and_a_later_call_has_room(bomb: str) -> None:
     async with holding("bubblewrap", PythonTool(timeout_s=1.0), max_processes=16) as hands:
         assert (await hands.python(BOMBS[bomb])).is_error
