@@ -110,7 +110,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, eq=False):
         return self.sampling.top_log_probs
 
 
-class Chunk(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11):
+class Chunk(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11, gc=False):
     """Some newly sampled tokens of one request; the last chunk has a finish reason.
 
     Attributes:
@@ -233,7 +233,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         return ""
 
 
-class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """A snapshot of what an engine is doing.
 
     Attributes:

@@ -107,13 +107,13 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=10, gc=False):
     media: tuple[tuple[str, Natural, Natural], ...] = ()
 
 
-class Abort(msgspec.Struct, frozen=True, array_like=True, tag=12):
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag=12, gc=False):
     """End this request; its last chunk follows."""
 
     request_id: str
 
 
-class LoadReport(msgspec.Struct, frozen=True, array_like=True, tag=13):
+class LoadReport(msgspec.Struct, frozen=True, array_like=True, tag=13, gc=False):
     """What the engine is doing; it is also its heartbeat."""
 
     load: EngineLoad

@@ -47,7 +47,7 @@ class ChunkFault(Exception):
     """A chunk contradicts what came before it: the engine is at fault and nothing was taken."""
 
 
-class Part(msgspec.Struct, eq=False):
+class Part(msgspec.Struct, eq=False, gc=False):
     """What one request gave to a generation; a recovered generation is made of several.
 
     Attributes:

@@ -16,7 +16,6 @@ from array import array
 FINGERPRINT = "simulated"
 #: Ids of the special tokens, after the 256 bytes.
 SPECIAL_TOKENS = {"<|endoftext|>": 256, "<|im_start|>": 257, "<|im_end|>": 258}
-PAD_ID = 256
 EOS_ID = 258
 VOCAB_SIZE = 259
 #: What opens an assistant's turn in ChatML.
