@@ -159,10 +159,10 @@ class Limit:
         """The governed scope has been left."""
         self.clock.scoped.pop(self, None)
 
-    def update_scope(self) -> None:
+    def update_scope(self, now: float) -> None:
         """Give the governed scope the deadline as it is now."""
         assert self._scope is not None
-        if self.clock.now() < self._deadline.at:  # else it has fired, or does so next
+        if now < self._deadline.at:  # else it has fired, or does so next
             self._deadline = self._find_deadline()
             self._scope.deadline = self._deadline.at
 
@@ -187,12 +187,21 @@ class Limit:
         return is_caught
 
     def _find_deadline(self) -> Deadline:
-        around, shift_s = self._deadline_around(), self._shift_s()
-        own = NEVER if shift_s == math.inf else self._due.later(shift_s)
-        return own if own.at < around.at else around
+        return self._find_deadline_and_shift()[0]
 
-    def _deadline_around(self) -> Deadline:
-        return NEVER if self._outer is None else self._outer.deadline
+    def _find_deadline_and_shift(self) -> tuple[Deadline, float]:
+        """When it ends, and how far its own time is behind the loop's: infinitely while paused."""
+        around, shift_s = self._look_around()
+        shift_s += math.inf if self._pauses else self._lost_s
+        if self._due.at + shift_s < around.at:
+            around = self._due.later(shift_s)
+        return around, shift_s
+
+    def _look_around(self) -> tuple[Deadline, float]:
+        """The same of the limit around it, whose scope may have fired."""
+        assert self._outer is not None
+        deadline, shift_s = self._outer._find_deadline_and_shift()
+        return (deadline if self._outer._scope is None else self._outer._deadline), shift_s
 
     def _time_around(self) -> float:
         return self.clock.now() if self._outer is None else self._outer._own_time()
@@ -200,15 +209,6 @@ class Limit:
     def _own_time(self) -> float:
         """The loop's time less all pauses."""
         return (self._paused_at if self._pauses else self._time_around()) - self._lost_s
-
-    def _shift_s(self) -> float:
-        """How far its own time is behind the loop's; infinite while it is paused."""
-        shift_s = 0.0
-        limit: Limit | None = self
-        while limit is not None:
-            shift_s += math.inf if limit._pauses else limit._lost_s
-            limit = limit._outer
-        return shift_s
 
 
 class Clock(Limit):
@@ -252,13 +252,14 @@ class Clock(Limit):
         """Itself."""
         return self
 
-    def _deadline_around(self) -> Deadline:
-        return self._bound
+    def _look_around(self) -> tuple[Deadline, float]:
+        return self._bound, 0.0
 
     def update_scopes(self) -> None:
         """A limit was paused, resumed or changed."""
+        now = self.now()
         for limit in tuple(self.scoped):
-            limit.update_scope()
+            limit.update_scope(now)
 
     def carry(self) -> None:
         """Pause all limits, and have the trajectory wait before its next request."""
