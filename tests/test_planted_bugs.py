@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from rollout import Outcome
-from rollout.agents.identity import Ending, Identity
+from rollout.agents.ending import Ending
 from rollout.chat.transcript import Transcript
 from rollout.engine.channel import server_session as host_module
 from rollout.engine.channel.server_session import ServerSession
@@ -28,7 +28,7 @@ from rollout.scheduling.batch_call import BatchCall
 from rollout.scheduling.rewards import score as rewarding_module
 from rollout.scheduling.scheduler import Scheduler
 from rollout.scheduling.trajectory import TrajectoryRun
-from rollout.seeds import derive_seed
+from rollout.seeds import Identity, derive_seed
 from rollout.tools.trajectory_tools import TrajectoryTools
 from slow_cases import slow_but
 from trials import findings
@@ -182,7 +182,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("deadline that never comes", r"limits\.\w+ = ")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Limit, "_find_deadline", lambda self: NEVER)
+    patch.setattr(Limit, "_find_end", lambda self: (NEVER.at, NEVER))
 
 
 @bug("leaked tool", "was closed 0 times")

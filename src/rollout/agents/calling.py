@@ -47,7 +47,9 @@ async def _find_results(conversation: Conversation, calls: Calls) -> list[ToolRe
         identity = conversation._identity
         events = CallEvents(state.services.events, identity.number, turns - 1, identity.path)
     before = tools.seconds
-    results = await tools.run(calls, limit=conversation._turn, offered=offered, events=events)
+    results = await tools.run(
+        calls, limit=conversation._open_turn_limit(), offered=offered, events=events
+    )
     if any(result.has_media for result in results):
         results = await _read_media(conversation, calls, results)
     if log is not None and question is not None:

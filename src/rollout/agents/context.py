@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
     from typing import Self
 
+    from rollout.agents.ending import Ending
     from rollout.agents.gateway_door import GatewayDoor
-    from rollout.agents.identity import Ending, Identity
     from rollout.agents.rendering import Given, Renderer
     from rollout.agents.services import Services
     from rollout.agents.turn import AssistantTurn
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from rollout.limits import Clock, Deadline
     from rollout.observe.event_stream import EventStream
     from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
+    from rollout.seeds import Identity
     from rollout.tools import ToolResult, TrajectoryTools
     from rollout.types import InvalidToolCall, Message, Outcome, Prompt, ToolCall
 
@@ -342,8 +343,9 @@ class AgentContext(Conversation):
             drawn = replace_sampling(base, sampling, self._state.services)
             seed = options.seed if sampling.get("seed") is None else drawn.seed
             options = msgspec.structs.replace(options, sampling=drawn, seed=seed)
-        self.check_turns()
-        return await generate_turn(self, options)
+        with self._noting_limits():
+            self._state.check_turns()
+            return await generate_turn(self, options)
 
     async def generate_ids(
         self,

@@ -45,6 +45,9 @@ class MediaIntake:
         processor: The model's; None where it reads text only.
         fetcher: Gets what http(s) addresses name; None: nothing is fetched.
         engines_fault: Why the engines cannot be asked about a kind of media; empty where they can.
+
+    Attributes:
+        placeholders: Ids that stand for images and videos, sorted; none where only text is read.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class MediaIntake:
         self._limits = limits
         self.processor = processor
         ids = () if processor is None else processor.placeholder_ids.values()
-        self._placeholders = tuple(sorted(ids))
+        self.placeholders = tuple(sorted(ids))
         self._fetcher = fetcher
         self._threads = WorkerThreads(max_threads=limits.max_threads, max_abandoned=sys.maxsize)
         #: Lists that several trajectories begin with, and what came of reading their media; each
@@ -78,10 +81,8 @@ class MediaIntake:
         A placeholder that the model sampled shows nothing, and a forward pass with the features of
         the others refuses it: the turn ends before it, as before a stop string.
         """
-        if not self._placeholders:
-            return None
         ids = np.frombuffer(sampled.packed()[0], dtype=np.int32)
-        found = np.flatnonzero(np.isin(ids, self._placeholders))
+        found = np.flatnonzero(np.isin(ids, self.placeholders))
         return int(found[0]) if len(found) else None
 
     async def run(self, function: Callable[..., Any], *args: object) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from typing import TYPE_CHECKING, Any
 
-from rollout.agents.identity import RejectedPrompt
+from rollout.agents.ending import RejectedPrompt
 from rollout.chat.messages import as_messages, template_messages, with_arguments_as_text
 from rollout.chat.result_order import order_messages
 from rollout.errors import MediaError, TemplateError

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rollout.agents.ending import RejectedPrompt
 from rollout.agents.history import Rendered
-from rollout.agents.identity import RejectedPrompt
 from rollout.agents.long_texts import is_long, room_beside
 from rollout.agents.media_intake import may_show
 from rollout.agents.segments import check_ids
@@ -35,6 +35,7 @@ Given = Sequence[Message | Mapping[str, Any]]
 Schemas = Sequence[Mapping[str, Any]]
 #: Tokens that may still be appended, and the path of the length that bounds them.
 Room = tuple[int, str]
+NO_ROOM_AGAIN = "the conversation rendered again leaves no room for a token"
 
 
 class Renderer:
@@ -51,27 +52,9 @@ class Renderer:
         self._context_length = services.engines.info.context_length
 
     @property
-    def turn_room(self) -> int | None:
-        """Tokens of a turn; None: as many as there is room for."""
-        return self._lengths.turn
-
-    @property
     def prompt_room(self) -> int:
         """Most tokens of a prompt that can be answered."""
         return min(self._lengths.prompt, self._context_length - 1)
-
-    def find_room(self, transcript: Transcript, reserved: int = 0) -> Room:
-        """Tokens that may still be appended, and the path of the length that bounds them.
-
-        Args:
-            reserved: So many tokens are to stay free.
-        """
-        length = len(transcript) + reserved
-        context = self._context_length - length
-        response = self._lengths.response - (length - transcript.prompt_length)
-        if context <= response:
-            return context, "engine.context_length"
-        return response, "lengths.response"
 
     async def render_prompt(
         self, messages: Given, *, is_continued: bool = False, is_shared: bool = False
@@ -158,9 +141,7 @@ class Renderer:
         packed = check_ids(ids, self._services.engines.info.vocab_size, what)
         if not packed:
             raise AgentError(f"{what}: no ids; expected those of a prompt")
-        most, source = self._context_length, "engine.context_length"
-        if self._lengths.prompt + self._lengths.response < most:
-            most, source = self._lengths.prompt + self._lengths.response, "lengths.response"
+        most, source = self._find_longest()
         if len(packed) >= most:
             raise make_room_error(source, str(len(packed)))
         return self._take_ids(packed, ())
@@ -180,7 +161,7 @@ class Renderer:
 
         Args:
             after: As in `ChatTemplate.observe`.
-            room: From `find_room`.
+            room: What there is for it.
 
         Raises:
             LimitExceeded: It would leave no room for one more token.
@@ -199,31 +180,28 @@ class Renderer:
         is_much = is_long(messages)
         return await self._run(is_much, messages, self._observation, messages, after, room, before)
 
-    async def render_again(self, history: History, reserved: int) -> Transcript:
+    def _find_longest(self) -> Room:
+        """Tokens of a whole conversation, and the path of the length that bounds them."""
+        both = self._lengths.prompt + self._lengths.response
+        if both < self._context_length:
+            return both, "lengths.response"
+        return self._context_length, "engine.context_length"
+
+    async def render_again(self, history: History) -> Transcript:
         """Render a conversation again from its start, as a serving stack gets it.
 
         Raises:
             TemplateError: The template refuses the conversation.
-            LimitExceeded: It leaves no room for a token.
+            LimitExceeded: It is more than fits.
         """
-        most, source = self._context_length, "engine.context_length"
-        if self._lengths.prompt + self._lengths.response < most:
-            most, source = self._lengths.prompt + self._lengths.response, "lengths.response"
+        most, source = self._find_longest()
         is_much = is_long(history.messages, self._short)
-        room, transcript = 0, None
         try:
             ids = await self._services.texts.run(is_much, self._encode_again, history, most)
         except TooManyTokens:
-            pass
-        else:
-            media = list(find_shown(history.messages))
-            placed = self._services.template.places_of(ids, media)
-            transcript = history.split_again(ids, placed, self._lengths.prompt)
-            room, source = self.find_room(transcript, reserved)
-        if transcript is None or room < 1:
-            what = "the conversation rendered again leaves no room for a token"
-            raise make_length_error(source, what)
-        return transcript
+            raise make_length_error(source, NO_ROOM_AGAIN) from None
+        placed = self._services.template.places_of(ids, list(find_shown(history.messages)))
+        return history.split_again(ids, placed, self._lengths.prompt)
 
     def _encode_again(self, history: History, most: int) -> array[int]:
         """The ids of all messages; the last turn or all, and what answered, plain if they must be.

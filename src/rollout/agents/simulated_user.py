@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from rollout.agents.identity import RejectedPrompt
+from rollout.agents.ending import RejectedPrompt
 from rollout.chat.messages import text_of_content
 from rollout.errors import ConfigError
 from rollout.interactions import InteractionContext
@@ -19,10 +19,10 @@ from rollout.types import Message, without_null_keys
 from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
-    from rollout.agents.identity import Identity
     from rollout.agents.trajectory_state import TrajectoryState
     from rollout.interactions import Interaction, InteractionTurn
     from rollout.observe.event_stream import EventStream
+    from rollout.seeds import Identity
     from rollout.types import Prompt
 
 logger = logging.getLogger("rollout.agents")

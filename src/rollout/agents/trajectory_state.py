@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollout.agents.identity import Ending, Identity, continue_message, named
+from rollout.agents.ending import Ending
 from rollout.agents.prompt_sampling import read_sampling
 from rollout.agents.rendering import Renderer, get_renderer
 from rollout.agents.turn import TurnReader
@@ -18,7 +18,7 @@ from rollout.engine.core import WHOLE_ANSWERS
 from rollout.errors import AgentError, LimitExceeded
 from rollout.limits import CARRY_S, NEVER, Deadline
 from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
-from rollout.types import Outcome, Prompt
+from rollout.types import Message, Outcome, Prompt, name_prompt
 from rollout.utf8 import is_encodable
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rollout.engine.pool.generation import Generation
     from rollout.interactions import Interaction
     from rollout.limits import Clock
+    from rollout.seeds import Identity
     from rollout.tools import ToolResult, TrajectoryTools
 
 logger = logging.getLogger("rollout.agents")
@@ -95,8 +96,8 @@ class TrajectoryState:
     @property
     def prompt(self) -> Prompt:
         """What it started from, with its uid."""
-        self._prompt = prompt = named(self._prompt, self.identity.uid)
-        return prompt
+        self._prompt = name_prompt(self._prompt, self.identity.uid)
+        return self._prompt
 
     @property
     def original_prompt(self) -> Prompt:
@@ -107,7 +108,7 @@ class TrajectoryState:
         """Have the last message of the prompt go on with what tools observed."""
         *before, last = self._prompt.messages
         for observation in observations:
-            last = continue_message(last, observation)
+            last = _continue_message(last, observation)
         self._prompt = msgspec.structs.replace(self._prompt, messages=[*before, last])
 
     @property
@@ -298,3 +299,24 @@ class TrajectoryState:
 def _reach(name: str, most: int, reason: str) -> LimitExceeded:
     source = f"agent.{name}"
     return LimitExceeded(f"{source} = {most} is reached", source=source, reason=reason)
+
+
+def _continue_message(message: Any, observation: str | Sequence[Mapping[str, Any]]) -> Any:
+    """Make a prompt's message whose content goes on with an observation: text, or parts."""
+    is_mapping = isinstance(message, Mapping)
+    if not is_mapping and not isinstance(message, Message):
+        return message  # it is refused where it is rendered
+    content = message.get("content") if is_mapping else message.parts or message.content
+    if isinstance(observation, str) and isinstance(content, str | None):
+        joined: Any = (content or "") + observation
+    else:
+        joined = [*_list_parts(content), *_list_parts(observation)]
+    if is_mapping:
+        return {**message, "content": joined}
+    return msgspec.structs.replace(message, content=joined, parts=())
+
+
+def _list_parts(content: Any) -> list[Any]:
+    if isinstance(content, str | None):
+        return [{"type": "text", "text": content}] if content else []
+    return [_list_parts(each)[0] if isinstance(each, str) else each for each in content]

@@ -71,6 +71,7 @@ class TurnReader:
         self, template: ChatTemplate, parser: ToolParser, schemas: Sequence[Mapping[str, Any]]
     ) -> None:
         self.template, self.parser, self.schemas = template, parser, schemas
+        self._decode = template.encoder.decode
         own = getattr(parser, "stop_tokens", ())
         self._own_end: str = next(iter(own), "")
         ends = {*template.stop_token_ids, *template.token_ids(END_TOKENS)}
@@ -84,7 +85,7 @@ class TurnReader:
         Parsers leave out an end token of their format, so that they get one in place of another:
         only an id ends a turn, and spellings in the text before it are content.
         """
-        text = self.template.decode(ids)
+        text = self._decode(ids)
         end = self._foreign_ends.get(ids[-1]) if ids else None
         if end is None:
             return self.read_text(text, cut_by, in_reasoning=in_reasoning)

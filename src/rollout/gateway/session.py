@@ -67,8 +67,9 @@ class _Sample:
         """Have the model generate the turn. Cancelled, its tokens stay at the end of the row."""
         conversation, generations = self.conversation, list[Generation]()
         renderer = conversation.renderer
-        if renderer.turn_room is not None and renderer.turn_room < sampling.max_new_tokens:
-            sampling = msgspec.structs.replace(sampling, max_new_tokens=max(1, renderer.turn_room))
+        turn_room = conversation.services.config.lengths.turn
+        if turn_room is not None and turn_room < sampling.max_new_tokens:
+            sampling = msgspec.structs.replace(sampling, max_new_tokens=max(1, turn_room))
         conversation.sampling = sampling
         conversation.on_tokens = [generations.append]
         stop = StopStrings(call.stop, renderer.reader.template.decode) if call.stop else None

@@ -9,7 +9,6 @@ import attrs
 import msgspec
 
 from rollout.agents import get_agent
-from rollout.agents.identity import Identity
 from rollout.agents.long_texts import LongTexts
 from rollout.agents.media_intake import MediaIntake
 from rollout.agents.services import Services
@@ -36,6 +35,7 @@ from rollout.scheduling.trajectory import (
     limit_trajectory,
     run_trajectory,
 )
+from rollout.seeds import Identity
 from rollout.tools import Tool, ToolContext, ToolSession
 from rollout.worker_threads import WorkerThreads
 

@@ -13,8 +13,8 @@ import attrs
 from rollout.agents.agent_loop import AgentLoop, find_class, get_agent, make_agent
 from rollout.agents.context import AgentContext, open_context
 from rollout.agents.conversation import list_segments
+from rollout.agents.ending import Ending, RejectedPrompt
 from rollout.agents.generating import find_natural_ending
-from rollout.agents.identity import Ending, RejectedPrompt
 from rollout.agents.prompt_sampling import make_sampling, top_log_probs_fault
 from rollout.agents.services import Services
 from rollout.agents.trajectory_state import UNRESPONSIVE

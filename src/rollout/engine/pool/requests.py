@@ -18,7 +18,7 @@ from rollout.errors import EngineError
 from rollout.limits import Clock, Limit
 from rollout.medium import PlacedMedia
 from rollout.observe.explanation import Wait
-from rollout.token_prefix import TokenPrefix
+from rollout.token_prefix import TokenPrefix, find_outside_id
 
 #: Fields of the sampling whose state is not in the tokens: a request that resumes elsewhere would
 #: be sampled by other rules than before.
@@ -152,7 +152,7 @@ class Request:
         self.resume()
         self.dispatch, self.counts, self.done = dispatch, counts, anyio.Event()
         self.is_running = True
-        self.deadline = self.limit.deadline.at
+        self.deadline = self.limit.ends_at
         self.finish_reason, self.error, self.first_at, self.loss = None, "", None, None
         self.is_lost = self.is_malformed = self.is_interrupted = False
 
@@ -184,9 +184,8 @@ class Request:
             counts.late += tokens
             return True
         try:
-            fault = describe_outside_id(chunk.ids, self.info.vocab_size)
-            if fault:
-                raise ChunkFault(fault)
+            if find_outside_id(chunk.ids, self.info.vocab_size) is not None:
+                raise ChunkFault(describe_outside_id(chunk.ids, self.info.vocab_size))
             count = self.generation.take(chunk)
         except ChunkFault as error:
             if self.is_cancelled:
