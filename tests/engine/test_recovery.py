@@ -215,7 +215,7 @@ async def _ask_poison(pool: EnginePool, generation: Generation) -> None:
     assert caught.value.reason == "lost_engines"
     text = str(caught.value)
     assert text.startswith("3 engines were lost with the request of s7 in flight (engine-")
-    assert all(part.replica in text for part in generation.parts)
+    assert all(part.replica.name in text for part in generation.parts)
 
 
 async def test_old_engine_is_closed_before_a_new_one_starts(cores: list[Any]) -> None:

@@ -21,7 +21,6 @@ from rollout.engine.pool.memory import MemoryManager
 from rollout.engine.pool.replica import Notifier, Replica, ReplicaSettings, ReplicaStatistics
 from rollout.engine.pool.request_checks import check_ids
 from rollout.engine.pool.request_runner import LAST_ANSWER_S, RecoveryPolicy, RequestRunner
-from rollout.engine.pool.requests import Request
 from rollout.engine.pool.weight_update import WeightUpdater, check_update
 from rollout.errors import EngineError
 from rollout.limits import Clock
@@ -176,7 +175,7 @@ class EnginePool:
     @property
     def tokens_under_way(self) -> int:
         """Tokens that have arrived for generations that have not ended."""
-        return sum(request.generation.count for request in self._requests.active)
+        return sum(request.count for request in self._requests.active)
 
     def waits(self, now: float) -> dict[str, list[Wait]]:
         """What each generation waits for, by the name of its trajectory's main conversation."""
@@ -239,10 +238,7 @@ class EnginePool:
         fault = info.media_fault(each.medium.kind for each in media) if media else ""
         if fault:
             raise EngineError(fault)
-        generation.top_count = sampling.top_log_probs
-        generation.expert_shape = info.capabilities.expert_shape
-        request = Request(
-            generation=generation,
+        generation.ask(
             session_id=session_id,
             prompt=prompt_ids,
             sampling=sampling,
@@ -255,9 +251,7 @@ class EnginePool:
             media=tuple(media),
             on_end=self._requests.release,
         )
-        if info.capabilities.expert_shape is not None:
-            generation.expert_room = request.prompt_tokens - known_experts
-        await self._requests.run(request)
+        await self._requests.run(generation)
 
     async def interrupt_carried(self, clocks: Collection[Clock]) -> None:
         """Cut off the requests of carried trajectories; returns when none is in flight."""
