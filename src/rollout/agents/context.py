@@ -18,7 +18,6 @@ from rollout.agents.segments import Row, check_ids
 from rollout.agents.simulated_user import (
     USER,
     close_user,
-    emit_user_ended,
     find_user_name,
     make_user,
     read_user_turn,
@@ -34,6 +33,7 @@ from rollout.chat.trajectory import BRANCH, MAIN, SUBAGENT
 from rollout.chat.transcript import Transcript, common_length
 from rollout.containment import contain
 from rollout.errors import AgentError
+from rollout.observe.events import UserEnded
 from rollout.types import without_padding
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from rollout.agents.ending import Ending
     from rollout.agents.gateway_door import GatewayDoor
-    from rollout.agents.rendering import Given, Renderer
+    from rollout.agents.rendering import Given
     from rollout.agents.services import Services
     from rollout.agents.turn import AssistantTurn
     from rollout.agents.turn_log import TurnLog
@@ -71,17 +71,8 @@ class AgentContext(Conversation):
         pinned_calls: Calls of clients whose sampling `gateway.sampling` "pin" has overridden.
     """
 
-    def __init__(
-        self,
-        state: TrajectoryState,
-        log: History,
-        identity: Identity,
-        renderer: Renderer,
-        sampling: SamplingParams,
-        *,
-        group_id: str = "",
-    ) -> None:
-        super().__init__(state, log, identity, renderer, sampling, group_id=group_id)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.pinned_calls = 0
 
     # The trajectory.
@@ -164,7 +155,12 @@ class AgentContext(Conversation):
         Raises:
             AgentError: There is none.
         """
-        return self.services.gateway.open_door()
+        if self.services.door is None:
+            raise AgentError(
+                "no gateway serves this runtime: open one with `async with "
+                "rollout.open_gateway(runtime)`, or open the runtime with `open_rollout`"
+            )
+        return self.services.door
 
     @property
     def has_interaction(self) -> bool:
@@ -510,7 +506,10 @@ class AgentContext(Conversation):
             raise
         state.idle_since = now = state.clock()
         if self.events.is_on:
-            emit_user_ended(self.events, self.identity, began, now)
+            events, number = self.events, self.identity.number
+            at = events.since_start(now)
+            event = UserEnded(at=at, trajectory=number, began=events.since_start(began))
+            events.tell_event(number, event)
         return turn, read_user_turn(state, turn)
 
     # How it ends.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,8 +17,6 @@ from rollout.observe.events import TurnEnded, TurnStarted
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rollout.agents.conversation import Conversation
     from rollout.agents.trajectory_state import TrajectoryState
     from rollout.agents.turn import AssistantTurn
@@ -209,38 +207,20 @@ def _emit_turn_ended(
     end: tuple[str, str | None],
 ) -> None:
     identity, count = conversation._identity, generation.count
+    events = conversation._state.services.events
     is_begun = count > 0 or generation.finish_reason is not None
-    facts = (
-        identity.number,
-        conversation.assistant_turns,
-        *times,
-        identity.path,
-        generation.parts,
-        len(conversation.transcript),
-        generation.cached_tokens,
-        count,
-        generation.held_s,
-        end[0] if is_begun else "",
-        end[1] or "",
-    )
-    conversation._state.services.events.tell(_make_turn_ended, facts)
-
-
-def _make_turn_ended(start: float, facts: Sequence[Any]) -> tuple[TurnEnded, None]:
-    trajectory, turn, began, now, path, parts, prompt_tokens, cached_tokens = facts[:8]
-    generated_tokens, held_s, finish_reason, cut_by = facts[8:]
     event = TurnEnded(
-        at=now - start,
-        trajectory=trajectory,
-        turn=turn,
-        began=began - start,
-        path=path,
-        requests=tuple([part.request_id for part in parts]),
-        prompt_tokens=prompt_tokens,
-        cached_tokens=cached_tokens,
-        generated_tokens=generated_tokens,
-        held_s=held_s,
-        finish_reason=finish_reason,
-        cut_by=cut_by,
+        at=events.since_start(times[1]),
+        trajectory=identity.number,
+        turn=conversation.assistant_turns,
+        began=events.since_start(times[0]),
+        path=identity.path,
+        requests=tuple([part.request_id for part in generation.parts]),
+        prompt_tokens=len(conversation.transcript),
+        cached_tokens=generation.cached_tokens,
+        generated_tokens=count,
+        held_s=generation.held_s,
+        finish_reason=end[0] if is_begun else "",
+        cut_by=end[1] or "",
     )
-    return event, None
+    events.tell_event(identity.number, event)

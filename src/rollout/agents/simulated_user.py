@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -13,7 +13,6 @@ from rollout.chat.messages import text_of_content
 from rollout.errors import ConfigError
 from rollout.interactions import InteractionContext
 from rollout.limits import Clock, Deadline
-from rollout.observe.events import UserEnded
 from rollout.tools.attempt import CallError, attempt
 from rollout.types import Message, without_null_keys
 from rollout.utf8 import encodable
@@ -21,7 +20,6 @@ from rollout.utf8 import encodable
 if TYPE_CHECKING:
     from rollout.agents.trajectory_state import TrajectoryState
     from rollout.interactions import Interaction, InteractionTurn
-    from rollout.observe.event_stream import EventStream
     from rollout.seeds import Identity
     from rollout.types import Prompt
 
@@ -85,16 +83,6 @@ async def close_user(user: Interaction, identity: Identity, cleanup_s: float) ->
             await attempt(user.finish, limit=limit, what=what)
     except CallError as error:
         logger.warning("%s: %s failed: %s", identity.session_id, what, error)
-
-
-def emit_user_ended(events: EventStream, identity: Identity, began: float, now: float) -> None:
-    """Emit that a simulated user has answered."""
-    events.tell(_make_user_ended, (identity.number, began, now))
-
-
-def _make_user_ended(start: float, facts: Sequence[Any]) -> tuple[UserEnded, None]:
-    trajectory, began, now = facts
-    return UserEnded(at=now - start, trajectory=trajectory, began=began - start), None
 
 
 def _get_kwargs(prompt: Prompt) -> Mapping[str, Any]:

@@ -452,4 +452,4 @@ class RequestRunner:
             tokens=dispatch.count,
             finish_reason=reason,
         )
-        self._events.tell(lambda _, facts: (facts[1], None), (request.trajectory, event))
+        self._events.tell_event(request.trajectory, event)
