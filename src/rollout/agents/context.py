@@ -11,13 +11,13 @@ import msgspec
 
 from rollout.agents.calling import answer_calls
 from rollout.agents.conversation import Conversation
+from rollout.agents.ending import finish
 from rollout.agents.generating import generate_turn
 from rollout.agents.history import History
 from rollout.agents.prompt_sampling import replace_sampling
 from rollout.agents.segments import Row, check_ids
 from rollout.agents.simulated_user import (
     USER,
-    close_user,
     find_user_name,
     make_user,
     read_user_turn,
@@ -299,11 +299,11 @@ class AgentContext(Conversation):
         if self.transcript:
             raise AgentError("begin: the trajectory has begun already")
         state, is_shared = self._state, messages is None
-        given = state.original_prompt.messages if messages is None else without_padding(messages)
+        given = state.prompt.messages if messages is None else without_padding(messages)
         if ids is None:
             rendered = await state.renderer.render_prompt(given, is_shared=is_shared)
         else:
-            rendered = state.renderer.read_prompt(ids, given)
+            rendered = state.renderer.read_opening("begin", ids, given)
         if rendered.cut_tokens:
             state.count_cut(rendered.cut_tokens)
         state.interaction = make_user(state)
@@ -556,7 +556,8 @@ class AgentContext(Conversation):
             await tools.close()
         user, state.interaction = state.interaction, None
         if user is not None:
-            await close_user(user, self.identity, self.services.config.limits.cleanup_s)
+            cleanup_s, what = self.services.config.limits.cleanup_s, "finish of the interaction"
+            await finish(what, user.finish, cleanup_s, self.identity.session_id)
 
 
 def open_context(

@@ -303,7 +303,7 @@ class Conversation:
             AgentError: They are no ids, or none.
         """
         check_purpose(purpose)
-        rendered = self._renderer.read_opening(prompt_ids, "subagent_ids")
+        rendered = self._renderer.read_opening("subagent_ids", prompt_ids)
         return self._open_beside(rendered, purpose, self._next_identity(), self._renderer)
 
     def _next_identity(self) -> Identity:

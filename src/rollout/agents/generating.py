@@ -63,7 +63,7 @@ async def generate_turn(conversation: Conversation, options: TurnOptions) -> Ass
                         session_id=conversation.session_id,
                         prompt_ids=prefix,
                         sampling=sampling,
-                        priority=state.original_prompt.priority,
+                        priority=state.prompt.priority,
                         known_experts=log.transcript.routed_length,
                         group_id=conversation._group_id,
                         limit=limit,
@@ -150,7 +150,7 @@ def _draw_sampling(
     is_bent = drawn.temperature and (drawn.top_k, drawn.top_p, drawn.min_p) != (-1, 1.0, 0.0)
     if is_bent and conversation._trainable is not False and not state.identity.validate:
         generation.is_truncated = True
-        warn_of_truncation(drawn, state.services, state.original_prompt, conversation._identity)
+        warn_of_truncation(drawn, state.services, state.prompt, conversation._identity)
     return drawn
 
 

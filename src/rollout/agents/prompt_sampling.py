@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -35,22 +34,15 @@ def make_sampling(
         ConfigError: An override names no field of `sampling`, or has a bad value.
     """
     base = config.validation_sampling if validate else config.sampling
-    unknown = [key for key in overrides if key not in _KEYS]
-    instead = SamplingConfig.instead_of(unknown[0]) if unknown else ""
-    if instead:
-        raise ConfigError(f"sampling.{unknown[0]} = {overrides[unknown[0]]!r}: {instead}")
-    if unknown:
-        raise ConfigError(
-            f"sampling.{unknown[0]}: unknown key in a prompt's sampling; known: {', '.join(_KEYS)}"
-        )
-    if overrides:
-        return _params(SamplingConfig(**dict(overrides)).over(base), config.lengths.response)
-    return _shared_params(base, config.lengths.response)
-
-
-def _params(merged: SamplingConfig, most: int) -> SamplingParams:
+    for key in overrides:
+        if key not in _KEYS:
+            instead = SamplingConfig.instead_of(key)
+            known = f"unknown key in a prompt's sampling; known: {', '.join(_KEYS)}"
+            value = f" = {overrides[key]!r}" if instead else ""
+            raise ConfigError(f"sampling.{key}{value}: {instead or known}")
+    merged = SamplingConfig(**dict(overrides)).over(base) if overrides else base
     return SamplingParams(
-        max_new_tokens=merged.max_new_tokens or most,
+        max_new_tokens=merged.max_new_tokens or config.lengths.response,
         temperature=0.0 if merged.greedy else merged.temperature,
         top_p=merged.top_p,
         top_k=merged.top_k,
@@ -61,10 +53,6 @@ def _params(merged: SamplingConfig, most: int) -> SamplingParams:
         stop_token_ids=tuple(merged.stop_token_ids),
         top_log_probs=merged.top_log_probs,
     )
-
-
-#: Prompts that override nothing have one object in common.
-_shared_params = lru_cache(8)(_params)
 
 
 def read_sampling(

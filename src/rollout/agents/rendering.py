@@ -113,46 +113,35 @@ class Renderer:
             source = {"prompt_length": "lengths.prompt"}.get(error.reason, "engine.context_length")
             raise make_length_error(source, str(error)) from error
 
-    def read_prompt(self, ids: Sequence[int], messages: Given) -> Rendered:
-        """Take a prompt that its agent has put into tokens.
+    def read_opening(
+        self, what: str, ids: Sequence[int], messages: Given | None = None
+    ) -> Rendered:
+        """Take what a conversation begins with, put into tokens by its agent.
 
         Args:
+            what: The function that got them, for messages.
             ids: At least one.
-            messages: Those that it stands for; those that cannot be read are dropped.
+            messages: Of a prompt: those that it stands for; those that cannot be read are dropped.
 
         Raises:
             AgentError: They are no ids, or none.
-            RejectedPrompt: It is more than fits.
-        """
-        packed = check_ids(ids, self._services.engines.info.vocab_size, "begin")
-        if not packed:
-            raise AgentError("begin: no ids; expected those of a prompt")
-        if len(packed) > self.prompt_room:
-            raise self._reject_length(str(len(packed)))
-        return self._take_ids(packed, messages)
-
-    def read_opening(self, ids: Sequence[int], what: str) -> Rendered:
-        """Take what another conversation begins with, put into tokens by its agent.
-
-        Raises:
-            AgentError: They are no ids, or none.
-            LimitExceeded: It is more than fits.
+            RejectedPrompt: It is more than fits into a prompt.
+            LimitExceeded: It is no prompt, and more than fits.
         """
         packed = check_ids(ids, self._services.engines.info.vocab_size, what)
         if not packed:
             raise AgentError(f"{what}: no ids; expected those of a prompt")
+        if messages is not None and len(packed) > self.prompt_room:
+            raise self._reject_length(str(len(packed)))
         most, source = self._find_longest()
         if len(packed) >= most:
             raise make_room_error(source, str(len(packed)))
-        return self._take_ids(packed, ())
-
-    def _take_ids(self, ids: array[int], messages: Given) -> Rendered:
         try:
             own = as_messages(messages) if messages else []
         except (TemplateError, MediaError):
             own = []
-        is_opening = opens_reasoning(self._services.template.decode(ids))
-        return Rendered(ids, own, is_opening, is_raw=True)
+        is_opening = opens_reasoning(self._services.template.decode(packed))
+        return Rendered(packed, own, is_opening, is_raw=True)
 
     def render_observation_now(
         self, messages: Given, after: Sequence[int] | None, room: Room

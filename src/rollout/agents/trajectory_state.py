@@ -24,7 +24,6 @@ from rollout.utf8 import is_encodable
 if TYPE_CHECKING:
     from rollout.agents.services import Services
     from rollout.agents.turn_log import TurnLog
-    from rollout.config import AgentConfig
     from rollout.engine.core import SamplingParams
     from rollout.engine.pool.generation import Generation
     from rollout.interactions import Interaction
@@ -42,7 +41,8 @@ class TrajectoryState:
     """The part of a trajectory that each of its conversations uses.
 
     Attributes:
-        services: What all trajectories share.
+        services, config: What all trajectories share; its section `agent`.
+        prompt: What it started from, with its uid.
         identity: Of the trajectory.
         limit: The trajectory's own, in which all others are opened.
         log: Remembers its answers; None where nothing does.
@@ -76,7 +76,8 @@ class TrajectoryState:
         self.cut_prompt_tokens = self.sampled_placeholders = self.truncated_tokens = 0
         self.restarts: list[str] = []
         self.generation_s = self.idle_since = 0.0
-        self._prompt = prompt
+        self.config = services.config.agent
+        self.prompt = name_prompt(prompt, identity.uid)
         self._tools: TrajectoryTools | None = None
         self._sandbox: TrajectorySandbox | None = None
         self._tool_calls = 0
@@ -88,28 +89,12 @@ class TrajectoryState:
         self.renderer = get_renderer(services, names)
         limit.limit_carry = self._limit_carry
 
-    @property
-    def config(self) -> AgentConfig:
-        """The `agent` section of the configuration."""
-        return self.services.config.agent
-
-    @property
-    def prompt(self) -> Prompt:
-        """What it started from, with its uid."""
-        self._prompt = name_prompt(self._prompt, self.identity.uid)
-        return self._prompt
-
-    @property
-    def original_prompt(self) -> Prompt:
-        """The same as its caller gave it, perhaps without a uid."""
-        return self._prompt
-
     def continue_prompt(self, observations: Sequence[str | Sequence[Mapping[str, Any]]]) -> None:
         """Have the last message of the prompt go on with what tools observed."""
-        *before, last = self._prompt.messages
+        *before, last = self.prompt.messages
         for observation in observations:
             last = _continue_message(last, observation)
-        self._prompt = msgspec.structs.replace(self._prompt, messages=[*before, last])
+        self.prompt = msgspec.structs.replace(self.prompt, messages=[*before, last])
 
     @property
     def tools(self) -> TrajectoryTools:
@@ -122,10 +107,10 @@ class TrajectoryState:
             self._tools = self.services.tools.open_session(
                 uid=self.identity.uid,
                 member=self.identity.member,
-                names=self.services.tools.names_for(self._prompt),
-                tools_kwargs=self._prompt.tools_kwargs,
+                names=self.services.tools.names_for(self.prompt),
+                tools_kwargs=self.prompt.tools_kwargs,
                 extra=self.extra,
-                prompt=self._prompt,
+                prompt=self.prompt,
                 sandbox=self.sandbox,
             )
             self._tools.is_closed = self.is_over
@@ -143,7 +128,7 @@ class TrajectoryState:
             services = self.services
             self._sandbox = TrajectorySandbox(
                 services.sandboxes,
-                services.sandboxes.spec_for(self._prompt.extra),
+                services.sandboxes.spec_for(self.prompt.extra),
                 cleanup_s=services.config.limits.cleanup_s,
             )
         return self._sandbox
@@ -197,7 +182,7 @@ class TrajectoryState:
     ) -> SamplingParams:
         """As `prompt_sampling.read_sampling`, for this trajectory's prompt."""
         validate = self.identity.validate
-        return read_sampling(what, self.services, self._prompt, sampling, validate=validate)
+        return read_sampling(what, self.services, self.prompt, sampling, validate=validate)
 
     # How it ends.
 
