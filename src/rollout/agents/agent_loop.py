@@ -153,9 +153,8 @@ def _says_shared(kind: type) -> bool:
 def _home(registered: Any) -> str:
     """Where an agent was written."""
     made = _unwrap(registered)
-    kind = type(made) if isinstance(made, AgentLoop) else made
-    qualname = getattr(kind, "__qualname__", type(kind).__qualname__)
-    return f"{kind.__module__}.{qualname}"
+    kind = made if hasattr(made, "__qualname__") else type(made)
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def agent_names() -> tuple[str, ...]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 
 import msgspec
 
@@ -103,9 +103,11 @@ class FunctionAgent(AgentLoop):
     """
 
     needs_gateway = True
-    name: str
-    function: Callable[..., Any]
-    backend: Backend
+    is_shared = True
+
+    def __init__(self, name: str, function: Callable[..., Any], backend: Backend) -> None:
+        self.name, self.function, self.backend = name, function, backend
+        functools.update_wrapper(cast("Any", self), function, updated=())
 
     async def run(self, context: AgentContext) -> None:
         """Serve the trajectory while the function runs; what it returns is its reward."""
@@ -126,7 +128,7 @@ class FunctionAgent(AgentLoop):
             if not inspect.isawaitable(value):
                 return value
             return await self._run_async(context, lambda: value)
-        return await self._run_async(context, partial(self.function, task))
+        return await self._run_async(context, functools.partial(self.function, task))
 
     async def _run_async(self, context: AgentContext, call: Callable[[], Awaitable[Any]]) -> Any:
         remedy = _REMEDY  # noqa: F841  (see observe.blocking_code)
@@ -171,16 +173,7 @@ def agent(name: str, *, backend: Backend = "asyncio") -> Callable[[Function], Fu
 
     def register(function: Function) -> Function:
         _check(name, function)
-        title = getattr(function, "__name__", type(function).__name__)
-        own = {
-            "name": name,
-            "function": staticmethod(function),
-            "backend": backend,
-            "__module__": function.__module__,
-            "__qualname__": getattr(function, "__qualname__", title),
-            "__doc__": function.__doc__,
-        }
-        register_agent(name)(type(title, (FunctionAgent,), own))
+        register_agent(name)(FunctionAgent(name, function, backend))
         return function
 
     return register

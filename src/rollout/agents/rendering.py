@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.agents.ending import RejectedPrompt
 from rollout.agents.history import Rendered
-from rollout.agents.long_texts import is_long, room_beside
+from rollout.agents.long_texts import is_long, room_beside, run_text
 from rollout.agents.media_intake import may_show
 from rollout.agents.segments import check_ids
 from rollout.agents.turn import TurnReader
@@ -186,7 +186,7 @@ class Renderer:
         most, source = self._find_longest()
         is_much = is_long(history.messages, self._short)
         try:
-            ids = await self._services.texts.run(is_much, self._encode_again, history, most)
+            ids = await run_text(self._services.texts, is_much, self._encode_again, history, most)
         except TooManyTokens:
             raise make_length_error(source, NO_ROOM_AGAIN) from None
         placed = self._services.template.places_of(ids, list(find_shown(history.messages)))
@@ -218,7 +218,8 @@ class Renderer:
 
     async def find_drift(self, history: History) -> Drift:
         """See `ChatTemplate.drift`; beside the loop, since it renders the conversation again."""
-        return await self._services.texts.run(
+        return await run_text(
+            self._services.texts,
             True,
             self._services.template.drift,
             *(history.transcript, history.messages, history.decode_turns(), self._schemas),
@@ -233,7 +234,7 @@ class Renderer:
     ) -> Rendered:
         """Render where it belongs: what a processor makes tokens of, in the threads of media."""
         if not may_show(messages):
-            return await self._services.texts.run(is_much, render, *args)
+            return await run_text(self._services.texts, is_much, render, *args)
         if self._services.template.processor is None:
             return render(*args)  # it is refused
         rendered: Rendered = await self._services.media.run(render, *args)

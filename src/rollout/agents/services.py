@@ -7,7 +7,6 @@ from typing import Any
 import attrs
 
 from rollout.agents.gateway_door import GatewayDoor
-from rollout.agents.long_texts import LongTexts
 from rollout.agents.media_intake import MediaIntake
 from rollout.chat import ChatTemplate, ToolParser
 from rollout.config import RolloutConfig
@@ -26,7 +25,8 @@ class Services:
     """The engines, the model's chat format, tools, simulated users, and threads for their code.
 
     `stop_token_ids` are those that end a turn, in the template or in the tool-call format; `events`
-    takes what happens to those who want to know; `door` is the gateway, None where there is none.
+    takes what happens to those who want to know; `texts` is the thread of `run_text`; `door` is the
+    gateway, None where there is none.
     """
 
     config: RolloutConfig
@@ -39,7 +39,7 @@ class Services:
     tally: Tally
     threads: WorkerThreads
     containment: Containment
-    texts: LongTexts
+    texts: WorkerThreads
     media: MediaIntake
     events: EventStream = attrs.field(factory=EventStream)
     door: GatewayDoor | None = None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import anyio
 import msgspec
 
-from rollout.agents.long_texts import is_long, room_beside
+from rollout.agents.long_texts import is_long, room_beside, run_text
 from rollout.agents.turn_options import StopStrings, TurnOptions
 from rollout.engine.pool.generation import Generation
 from rollout.errors import AgentError, EngineError, LimitExceeded, TemplateError
@@ -211,7 +211,8 @@ class GatewaySession:
                 pass
             try:
                 messages: Any = await prepare_conversation(services, request)
-                return await services.texts.run(
+                return await run_text(
+                    services.texts,
                     is_long(messages, room_beside(tools)),
                     lambda: len(services.template.prompt_ids(messages, tools or None)),
                 )
@@ -231,7 +232,7 @@ class GatewaySession:
         def count() -> int:
             return len(services.template.observation_ids(messages, after=last, before=before))
 
-        return turn.stop + await services.texts.run(is_long(messages), count)
+        return turn.stop + await run_text(services.texts, is_long(messages), count)
 
     def mark_lost(self, completion_id: str) -> None:
         """The client left before it had all of an answer; also where that shows later."""

@@ -274,8 +274,8 @@ async def _close(run: TrajectoryRun) -> None:
 
 def _agent_name(agent: Registered) -> str:
     kind = find_class(agent)
-    name = getattr(agent, "__name__", "") if kind is AgentLoop else kind.__name__
-    return f"agent {name or type(agent).__name__}"
+    name = type(agent).__name__ if kind is AgentLoop else kind.__name__
+    return f"agent {getattr(agent, '__name__', name)}"
 
 
 def _settle_failure(context: AgentContext, error: BaseException) -> Cause | None:
