@@ -115,14 +115,12 @@ class AgentContext(Conversation):
     @property
     def idle_since(self) -> float:
         """When the last generation, call or answer of a user ended, on the loop's clock."""
-        tools = self._state.used_tools
-        return max(self._state.idle_since, 0.0 if tools is None else tools.idle_since)
+        return max(self._state.idle_since, self._state.tools.idle_since)
 
     @property
     def calls_under_way(self) -> Sequence[tuple[str, float]]:
         """Calls of tools that run: name, and since when."""
-        tools = self._state.used_tools
-        return () if tools is None else tools.under_way
+        return self._state.tools.under_way
 
     @property
     def tools(self) -> TrajectoryTools:
@@ -131,8 +129,8 @@ class AgentContext(Conversation):
 
     @property
     def used_tools(self) -> TrajectoryTools | None:
-        """The same; None where nobody has asked for them yet."""
-        return self._state.used_tools
+        """The same."""
+        return self._state.tools
 
     @property
     def sandbox(self) -> TrajectorySandbox:
@@ -146,7 +144,7 @@ class AgentContext(Conversation):
     @property
     def sandbox_asked_for(self) -> TrajectorySandbox | None:
         """The same; None where nobody has used it yet."""
-        return self._state.used_sandbox
+        return self.sandbox if self.sandbox.was_used else None
 
     @property
     def door(self) -> GatewayDoor:
@@ -539,8 +537,8 @@ class AgentContext(Conversation):
         """
         for each in (conversations := list(self.all())):
             await each.settle()
-        tools = self._state.used_tools
-        if tools is not None and any(each.sampled_tokens for each in conversations):
+        tools = self._state.tools
+        if any(each.sampled_tokens for each in conversations):
             self.tool_rewards.extend(await tools.calc_rewards())
             if self.reward is None:
                 self.reward = tools.reward
@@ -550,10 +548,7 @@ class AgentContext(Conversation):
         state = self._state
         for each in self.all():
             self.services.engines.forget(each.session_id)
-        state.is_over = True
-        tools = state.used_tools
-        if tools is not None:
-            await tools.close()
+        await state.tools.close()
         user, state.interaction = state.interaction, None
         if user is not None:
             cleanup_s, what = self.services.config.limits.cleanup_s, "finish of the interaction"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rollout.interactions import Interaction
     from rollout.limits import Clock
     from rollout.seeds import Identity
-    from rollout.tools import ToolResult, TrajectoryTools
+    from rollout.tools import ToolResult
 
 logger = logging.getLogger("rollout.agents")
 
@@ -50,7 +50,7 @@ class TrajectoryState:
         renderer: Where the trajectory's own tools are offered.
         interaction: The simulated user, once the trajectory has begun.
         idle_since: When its last generation, or its last user's answer, ended; 0 before.
-        is_over: Whether its agent has ended, and its tools were closed.
+        tools, sandbox: Its own; each is opened when it is first used.
         extra, reward, turn_scores, tool_rewards, ending, generations, generation_s, cached_tokens,
             resumes, restarts, discarded_tokens, cut_prompt_tokens, sampled_placeholders,
             truncated_tokens: As in `AgentContext`.
@@ -78,15 +78,22 @@ class TrajectoryState:
         self.generation_s = self.idle_since = 0.0
         self.config = services.config.agent
         self.prompt = name_prompt(prompt, identity.uid)
-        self._tools: TrajectoryTools | None = None
-        self._sandbox: TrajectorySandbox | None = None
         self._tool_calls = 0
-        self.is_over = False
-        if prompt.tools is not None or prompt.tools_kwargs or services.tools.opens_first:
-            names = self.tools.names  # now, since what the prompt says of them may be wrong
-        else:
-            names = services.tools.names
-        self.renderer = get_renderer(services, names)
+        self.sandbox = TrajectorySandbox(
+            services.sandboxes,
+            services.sandboxes.spec_for(prompt.extra),
+            cleanup_s=services.config.limits.cleanup_s,
+        )
+        self.tools = services.tools.open_session(
+            uid=identity.uid,
+            member=identity.member,
+            names=services.tools.names_for(prompt),
+            tools_kwargs=prompt.tools_kwargs,
+            extra=self.extra,
+            prompt=self.prompt,
+            sandbox=self.sandbox,
+        )
+        self.renderer = get_renderer(services, self.tools.names)
         limit.limit_carry = self._limit_carry
 
     def continue_prompt(self, observations: Sequence[str | Sequence[Mapping[str, Any]]]) -> None:
@@ -96,58 +103,15 @@ class TrajectoryState:
             last = _continue_message(last, observation)
         self.prompt = msgspec.structs.replace(self.prompt, messages=[*before, last])
 
-    @property
-    def tools(self) -> TrajectoryTools:
-        """Its tools, made when somebody first asks for them.
-
-        Raises:
-            ToolError: The prompt names an unknown one; not where they have been made.
-        """
-        if self._tools is None:
-            self._tools = self.services.tools.open_session(
-                uid=self.identity.uid,
-                member=self.identity.member,
-                names=self.services.tools.names_for(self.prompt),
-                tools_kwargs=self.prompt.tools_kwargs,
-                extra=self.extra,
-                prompt=self.prompt,
-                sandbox=self.sandbox,
-            )
-            self._tools.is_closed = self.is_over
-        return self._tools
-
-    @property
-    def used_tools(self) -> TrajectoryTools | None:
-        """The same; None where nobody has used them yet."""
-        return self._tools
-
-    @property
-    def sandbox(self) -> TrajectorySandbox:
-        """Its sandbox, which is opened when it is first used."""
-        if self._sandbox is None:
-            services = self.services
-            self._sandbox = TrajectorySandbox(
-                services.sandboxes,
-                services.sandboxes.spec_for(self.prompt.extra),
-                cleanup_s=services.config.limits.cleanup_s,
-            )
-        return self._sandbox
-
-    @property
-    def used_sandbox(self) -> TrajectorySandbox | None:
-        """The same; None where nobody has used it yet."""
-        return self._sandbox
-
     def check_sandbox(self) -> None:
         """Raise the `SandboxError` of a trajectory that has lost its sandbox, or got none."""
-        failure = None if self._sandbox is None else self._sandbox.failure
+        failure = self.sandbox.failure
         if failure is not None:
             raise type(failure)(str(failure)) from failure
 
     def _limit_carry(self, since: float) -> Deadline:
         """By when it is to be continued, where it is carried since that time."""
-        has_sandbox = self._sandbox is not None and self._sandbox.is_open
-        if not has_sandbox and (self._tools is None or not self._tools.has_open_sessions()):
+        if not self.sandbox.is_open and not self.tools.has_open_sessions():
             return NEVER
         return Deadline.after(self.services.config.limits.carry_s, CARRY_S, now=since)
 
