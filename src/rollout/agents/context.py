@@ -13,9 +13,9 @@ from rollout.agents.calling import answer_calls
 from rollout.agents.conversation import Conversation
 from rollout.agents.ending import finish
 from rollout.agents.generating import generate_turn
-from rollout.agents.history import History
+from rollout.agents.history import History, Row
 from rollout.agents.prompt_sampling import replace_sampling
-from rollout.agents.segments import Row, check_ids
+from rollout.agents.rendering import check_ids
 from rollout.agents.simulated_user import (
     USER,
     find_user_name,
@@ -24,8 +24,7 @@ from rollout.agents.simulated_user import (
     start_user,
 )
 from rollout.agents.trajectory_state import TrajectoryState
-from rollout.agents.turn import SampledTokens, answer, read_calls
-from rollout.agents.turn_options import DEFAULT_OPTIONS, TurnOptions
+from rollout.agents.turn import DEFAULT_OPTIONS, SampledTokens, TurnOptions, answer, read_calls
 from rollout.chat.drift import worst
 from rollout.chat.messages import template_messages
 from rollout.chat.reward_values import BadRewardError, as_reward

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rollout.agents.history import History, find_departure
-from rollout.agents.rendering import NO_ROOM_AGAIN, make_length_error, make_room_error
-from rollout.agents.segments import Row, check_ids, check_purpose, spread_rewards
+from rollout.agents.history import History, Row, check_purpose, find_departure, spread_rewards
+from rollout.agents.rendering import NO_ROOM_AGAIN, check_ids, make_length_error, make_room_error
 from rollout.chat.reasoning import opens_reasoning
 from rollout.chat.result_order import message_ids, result_order
 from rollout.chat.reward_values import BadRewardError, finite_number

@@ -19,8 +19,7 @@ from rollout.types import Outcome
 if TYPE_CHECKING:
     from rollout.agents.conversation import Conversation
     from rollout.agents.trajectory_state import TrajectoryState
-    from rollout.agents.turn import AssistantTurn
-    from rollout.agents.turn_options import TurnOptions
+    from rollout.agents.turn import AssistantTurn, TurnOptions
     from rollout.engine.core import FinishReason, SamplingParams
     from rollout.limits import Limit
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
-from rollout.agents.segments import Row
+import msgspec
+
 from rollout.agents.turn import make_message
 from rollout.chat.messages import template_messages, with_results_as_user
 from rollout.chat.result_order import NO_CALLS, TurnCalls, message_ids
@@ -13,10 +15,9 @@ from rollout.chat.trajectory import BRANCH, COMPACTION
 from rollout.chat.transcript import Transcript, append_split, common_length
 from rollout.errors import AgentError
 from rollout.types import Message
-from rollout.utf8 import encodable
+from rollout.utf8 import encodable, is_name
 
 if TYPE_CHECKING:
-    from array import array
     from collections.abc import Collection, Iterable, Mapping
 
     from rollout.agents.turn import AssistantTurn, TurnReader
@@ -104,6 +105,25 @@ class Mark(NamedTuple):
 #: Stands for a turn without words, between two observations that followed each other: the template
 #: writes an empty turn there.
 SILENT = Mark(-1, 0)
+
+
+class Row(msgspec.Struct, eq=False):
+    """The tokens of a conversation up to where its history is rendered differently.
+
+    Attributes:
+        parent, position: The row that it departs from, and after how many of its tokens.
+        seeds: Of the generations in it.
+        messages: The conversation up to its end; None where the conversation still has it.
+        token_rewards: Rewards of single tokens, by their positions.
+    """
+
+    transcript: Transcript
+    purpose: str
+    parent: Row | None = None
+    position: int = 0
+    seeds: list[int] = []
+    messages: Sequence[Message] | None = None
+    token_rewards: dict[int, float] = {}
 
 
 class History:
@@ -377,3 +397,23 @@ def _write_calls(message: Message | Mapping[str, Any]) -> Message | Mapping[str,
         return message
     words = [message["content"], *(call.raw for call in message["tool_calls"])]
     return {**message, "content": encodable("\n".join(filter(None, words))), "tool_calls": ()}
+
+
+def spread_rewards(row: Row) -> array[float] | None:
+    """One for each token after the prompt; None where no token has any."""
+    if not row.token_rewards:
+        return None
+    values = array("f", bytes(4 * row.transcript.response_length))
+    for position, value in row.token_rewards.items():
+        values[position - row.transcript.prompt_length] = value
+    return values
+
+
+def check_purpose(purpose: Any) -> None:
+    """Check that a segment can have this purpose.
+
+    Raises:
+        AgentError: It cannot.
+    """
+    if not is_name(purpose):
+        raise AgentError(f"purpose = {purpose!r:.80}: expected a non-empty string in UTF-8")

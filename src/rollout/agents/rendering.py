@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from rollout.agents.ending import RejectedPrompt
 from rollout.agents.history import Rendered
 from rollout.agents.long_texts import is_long, room_beside, run_text
 from rollout.agents.media_intake import may_show
-from rollout.agents.segments import check_ids
 from rollout.agents.turn import TurnReader
 from rollout.chat.encoding import TooManyTokens
 from rollout.chat.messages import as_messages
@@ -20,7 +22,6 @@ from rollout.media.records import find_shown
 from rollout.types import Message, Outcome
 
 if TYPE_CHECKING:
-    from array import array
     from collections.abc import Callable
 
     from rollout.agents.history import History
@@ -302,3 +303,32 @@ def get_renderer(services: Services, tools: tuple[str, ...]) -> Renderer:
         reader = TurnReader(services.template, services.parser, schemas)
         renderer = services.renderers[tools] = Renderer(services, reader)
     return renderer
+
+
+def check_ids(ids: Any, vocab_size: int, what: str = "observe_ids") -> array[int]:
+    """Pack token ids.
+
+    Args:
+        vocab_size: 0 where nobody knows it.
+        what: The function that got them, for messages.
+
+    Raises:
+        AgentError: They are no sequence of integers, or outside the vocabulary.
+    """
+    try:
+        values = np.asarray(ids)
+    except (ValueError, TypeError) as error:
+        raise AgentError(f"{what}: {error}; expected a sequence of token ids") from error
+    if values.size == 0:
+        return array("i")
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise AgentError(
+            f"{what}: {values.ndim} dimensions of {values.dtype}; expected a sequence of token ids"
+        )
+    wrong = np.flatnonzero((values < 0) | (values >= (vocab_size or 2**31)))
+    if len(wrong):
+        raise AgentError(
+            f"{what}: id {values[wrong[0]]} at {wrong[0]} is outside the engine's vocabulary "
+            f"of {vocab_size} ids"
+        )
+    return array("i", values.astype(np.int32).tobytes())

@@ -13,7 +13,7 @@ import anyio
 import msgspec
 
 from rollout.agents.long_texts import is_long, room_beside, run_text
-from rollout.agents.turn_options import StopStrings, TurnOptions
+from rollout.agents.turn import StopStrings, TurnOptions
 from rollout.engine.pool.generation import Generation
 from rollout.errors import AgentError, EngineError, LimitExceeded, TemplateError
 from rollout.gateway.answers import echo, make_answer, make_turn
