@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.tools import ToolResult, calculator
-from rollout.tools.calculator import CalculationError, calculate, format_number
+from rollout.tools.builtin import CalculationError, calculate, format_number
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rollout.agents.turn_log import make_calls_question
 from rollout.tools import ToolResult
-from rollout.tools.call_events import CallEvents
+from rollout.tools.trajectory_tools import CallEvents
 from rollout.tools.results import Answers
 
 if TYPE_CHECKING:

@@ -66,11 +66,10 @@ class ToolExecutor:
         self._warned: set[str] = set()
         self._threads = threads
         self._processes = ChildProcesses(
-            "rollout.tools.isolation", max_processes=max_processes, cleanup_s=cleanup_s
+            "rollout.tools.function_tools", max_processes=max_processes, cleanup_s=cleanup_s
         )
         self._settings = ToolSettings(
-            {name: _make_check(tool) for name, tool in self._tools.items()},
-            {name: ToolGate(name, tool.policy, tool_s) for name, tool in self._tools.items()},
+            {name: _make_gate(tool, tool_s) for name, tool in self._tools.items()},
             tally or Tally(),
             *(max_parallel_calls, max_response_length, truncate_side, tool_s, cleanup_s),
         )
@@ -137,7 +136,7 @@ class ToolExecutor:
         for name, value in kwargs.items():
             if name not in tools and name not in self._warned:
                 self._warned.add(name)
-                known = f"is no tool here; known: {quote_all(self._tools) or 'none'}"
+                known = f"is no tool here; known: {quote_all(self._tools)}"
                 why = "is not offered to their prompt" if name in self._tools else known
                 logger.warning("tools_kwargs[%r] are ignored: it %s", name, why)
             elif name in tools and not isinstance(value, Mapping):
@@ -162,8 +161,7 @@ class ToolExecutor:
             return self._tools
         unknown = [name for name in names if name not in self._tools]
         if unknown:
-            known = quote_all(self._tools) or "none"
-            raise ToolError(f"unknown tools: {quote_all(unknown)}; known: {known}")
+            raise ToolError(f"unknown tools: {quote_all(unknown)}; known: {quote_all(self._tools)}")
         return {name: self._tools[name] for name in names}
 
 
@@ -199,9 +197,8 @@ def _key_by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
     return {tool.name: tool for tool in tools}
 
 
-def _make_check(tool: Tool) -> Callable[[Any, Mapping[str, Any]], dict[str, Any]]:
-    """Return what checks arguments, and merges the prompt's kwargs into those of functions."""
+def _make_gate(tool: Tool, tool_s: float | None) -> ToolGate:
     if isinstance(tool, FunctionTool):
-        return tool.check
+        return ToolGate(tool.name, tool.check, tool.policy, tool_s)
     check = SchemaCheck(tool.name, tool.schema["function"].get("parameters"))
-    return lambda arguments, kwargs: check.check(arguments)
+    return ToolGate(tool.name, lambda model, _: check.check(model), tool.policy, tool_s)

@@ -1,4 +1,7 @@
-"""Python functions as tools: ``@function_tool``."""
+"""Python functions as tools: ``@function_tool``, here or in a process of their own.
+
+`FunctionTool.run` is the driver's side of a call with ``isolation="process"``, `answer` a child's.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,32 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, get_args, overload
 
-from rollout.errors import ToolError
+import msgspec
+
+from rollout.child_processes import (
+    MAX_ANSWER,
+    ChildDiedError,
+    ChildProcesses,
+    ChildRaisedError,
+    resolve_outcome,
+)
+from rollout.config.media_section import MediaConfig
+from rollout.errors import MediaError, ToolError
 from rollout.function_refs import FunctionRef, NotImportableError, check_top_level, function_ref
-from rollout.tools.isolation import run_isolated
+from rollout.media import Media
+from rollout.media.parts import MediaSource
+from rollout.media.reading import read_media
+from rollout.medium import FRAMES_MIME
+from rollout.tools.attempt import describe
 from rollout.tools.parameters import Parameters
+from rollout.tools.policy import ToolPolicy, TransientError
+from rollout.tools.results import ToolResult, normalise_result
 from rollout.tools.schemas import SchemaCheck, as_openai_schema
 from rollout.tools.tool import METHOD_KWARGS, Tool, ToolContext, ToolSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from rollout.tools.policy import ToolPolicy
     from rollout.types import ToolCall
 
 P = ParamSpec("P")
@@ -71,27 +89,20 @@ class FunctionTool(Tool, Generic[P, R]):
         self.name = name or (function.__name__ if schema is None else schema["function"]["name"])
         self.function: Callable[P, R] = function
         self.parameters = Parameters(function, self.name, is_documented=schema is None)
-        self._is_async = inspect.iscoroutinefunction(function)
+        self.policy = policy or self.policy
         self._backend, self._is_isolated = backend, isolation == "process"
         takes_context = self.parameters.context_name is not None
         self.stateful = takes_context if stateful is None else stateful
-        if fault := self._find_fault(backend, isolation, schema):
+        described = {"name": self.name, "description": self.parameters.description}
+        described["parameters"] = self.parameters.schema
+        self.schema = schema or {"type": "function", "function": described}
+        if fault := self._find_fault(backend, isolation):
             raise self._make_error(fault)
-        self.schema = schema or {
-            "type": "function",
-            "function": {
-                "name": self.name,
-                "description": self.parameters.description,
-                "parameters": self.parameters.schema,
-            },
-        }
         self._schema_check = SchemaCheck(self.name, self.schema["function"].get("parameters"))
-        if policy is not None:
-            self.policy = policy
 
-    def _find_fault(self, backend: str, isolation: str, schema: dict[str, Any] | None) -> str:
+    def _find_fault(self, backend: str, isolation: str) -> str:
         """Why the function cannot be a tool with these options; "" where it can."""
-        function = self.function
+        function, shown = self.function, self.schema["function"]
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             return "it yields: return one value instead"
         if backend not in get_args(Backend) or isolation not in get_args(Isolation):
@@ -105,7 +116,6 @@ class FunctionTool(Tool, Generic[P, R]):
             if context_name := self.parameters.context_name:
                 why = "cannot hand over the ToolContext: remove the parameter"
                 return f"isolation = 'process' {why} {context_name!r}"
-        shown: dict[str, Any] = {"name": self.name} if schema is None else schema["function"]
         if shown["name"] != self.name:
             return f"its schema is named {shown['name']!r}; expected the same name"
         properties = (shown.get("parameters") or {}).get("properties", ())
@@ -163,37 +173,55 @@ class FunctionTool(Tool, Generic[P, R]):
         Raises:
             ToolError: The function's name leads to something else.
         """
-        if not self._is_isolated:
-            return None
+
+        def is_it(found: Any) -> bool:
+            return self.function is (found.function if isinstance(found, FunctionTool) else found)
+
         try:
-            return function_ref(self.function, self._is_it)
+            return function_ref(self.function, is_it) if self._is_isolated else None
         except NotImportableError as error:
             raise self._make_error(f"isolation = 'process' {error}") from None
 
-    def _is_it(self, found: Any) -> bool:
-        return self.function is (found.function if isinstance(found, FunctionTool) else found)
-
     async def run(self, arguments: Mapping[str, Any], context: ToolContext) -> Any:
-        """Call the function with checked arguments, where it runs; cancellation abandons a thread.
+        """Call the function with checked arguments, where it runs.
+
+        Cancellation abandons a thread, and kills a process with its group.
 
         Raises:
-            ToolError: It runs in a process, and `context` has none.
+            ToolError: It runs in a process, where it raised, or which died.
+            TransientError: It raised there what its policy calls transient.
         """
-        if self.function_ref is not None:
-            if context.processes is None:
-                raise ToolError(f"{self.name}: this ToolContext has no processes to run in")
-            where = context.processes, self.name, self.function_ref
-            return await run_isolated(*where, dict(arguments))
+        if self._is_isolated:
+            return await self._run_isolated(arguments, context.processes)
         if self.parameters.context_name is not None:
             arguments = {**arguments, self.parameters.context_name: context}
         call: Callable[[], Any] = functools.partial(self.function, **arguments)
-        if self._is_async and self._backend == "asyncio":
+        if not inspect.iscoroutinefunction(self.function):
+            result = await context.threads.run(self.name, call)
+            # An async function in a sync wrapper: the wrapper ran in the thread, the rest does not.
+            return await result if inspect.isawaitable(result) else result
+        if self._backend == "asyncio":
             return await context.threads.run_asyncio(self.name, call)
-        if self._is_async:
-            return await call()
-        result = await context.threads.run(self.name, call)
-        # An async function in a sync wrapper: the wrapper ran in the thread, the rest does not.
-        return await result if inspect.isawaitable(result) else result
+        return await call()
+
+    async def _run_isolated(
+        self, arguments: Mapping[str, Any], processes: ChildProcesses | None
+    ) -> ToolResult:
+        if processes is None or self.function_ref is None:
+            raise ToolError(f"{self.name}: this ToolContext has no processes to run in")
+        try:
+            body = msgspec.msgpack.encode((self.name, arguments))
+        except (TypeError, ValueError, OverflowError) as error:  # tools_kwargs hold any object
+            raise ToolError(f"{self.name}: its arguments are not plain data: {error}") from error
+        try:
+            async with processes.worker() as child:
+                fields = msgspec.msgpack.decode(await child.ask(self.function_ref, body))
+                return ToolResult(**fields)
+        except ChildDiedError as error:
+            raise ToolError(f"the process of {self.name!r} {error}") from None
+        except ChildRaisedError as error:
+            is_transient = error.cause.type == TransientError.__qualname__
+            raise (TransientError if is_transient else ToolError)(error.cause.message) from None
 
     def _make_error(self, text: str) -> ToolError:
         return ToolError(f"function tool {self.name!r}: {text}")
@@ -236,3 +264,51 @@ def function_tool(function: Any = None, /, *, name: str | None = None, **options
         function, name = None, function
     make: Callable[..., Any] = functools.partial(FunctionTool, name=name, **options)
     return make if function is None else make(function)
+
+
+# In a child process.
+
+
+def answer(found: Any, body: bytes) -> bytes:
+    """The fields of a call's `ToolResult`, its images and videos as encoded files.
+
+    Args:
+        found: The function, or the `FunctionTool` that it is in.
+        body: The tool's name, and the arguments.
+
+    Raises:
+        ToolError: The function raised; a `TransientError` where its policy says so.
+    """
+    name, arguments = msgspec.msgpack.decode(body)
+    tool = found if isinstance(found, FunctionTool) else _make_tool(found, name)
+    try:
+        value = resolve_outcome(tool.function(**tool.parameters.check(arguments)))
+        fields = msgspec.structs.asdict(normalise_result(value))
+        for kind in ("images", "videos", "audio"):
+            if media := fields.pop(kind):
+                fields[kind] = [_write_file(each) for each in media]
+    except BaseException as error:
+        is_transient = tool.policy.is_transient(error)
+        raise (TransientError if is_transient else ToolError)(describe(error)) from None
+    try:
+        return msgspec.msgpack.encode(fields)
+    except Exception:  # data that only this process can hold stays here; the text has its words
+        return msgspec.msgpack.encode(fields | {"data": None, "metrics": {}})
+
+
+@functools.cache
+def _make_tool(function: Any, name: str) -> FunctionTool[Any, Any]:
+    return FunctionTool(function, schema={"name": name})
+
+
+def _write_file(medium: Any) -> Any:
+    """A picture in pixels, or frames, as the file that the driver reads."""
+    if isinstance(medium, bytes | bytearray | str | dict):
+        return medium
+    if not isinstance(medium, Media):
+        is_frames = isinstance(medium, list | tuple) or getattr(medium, "ndim", 0) == 4
+        source = MediaSource("video" if is_frames else "image", medium, where="the tool's answer")
+        medium = read_media(source, MediaConfig(max_bytes=MAX_ANSWER))
+    if medium.mime == FRAMES_MIME:
+        raise MediaError("frames do not leave the process of an isolated tool: return a video file")
+    return medium.content

@@ -139,8 +139,9 @@ class Parameters:
             raise ToolError(f"function tool {tool!r}: " + "; ".join(faults))
         properties = self.schema["properties"]
         for name, default in defaults.items():
-            with suppress(ValueError):  # what JSON has no word for is not shown
-                properties[name]["default"] = to_jsonable_python(default)
+            with suppress(ValueError):  # what JSON has no word for, such as NaN, is not shown
+                text = json.dumps(to_jsonable_python(default), allow_nan=False)
+                properties[name]["default"] = json.loads(text)
         undescribed = [name for name in properties if "description" not in properties[name]]
         if is_documented and undescribed:
             logger.warning(
@@ -158,28 +159,17 @@ class Parameters:
     def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments that fit the schema as the function's types (an Enum member, a dataclass, …).
 
-        Strict: text is never taken for a number, nor a bool.
-
         Raises:
             ArgumentsError: One has no value of its type.
         """
         known = self.schema["properties"]
         others = {name: value for name, value in arguments.items() if name not in known}
         try:
-            return others | self._read(arguments)
+            return others | self._adapter.validate_python(arguments)
         except pydantic.ValidationError as error:
             faults = error.errors(include_url=False, include_context=False)
             texts = [f"{write_path(each['loc'])}: {each['msg']}" for each in faults]
             raise ArgumentsError(self._tool, texts) from None
-
-    def _read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        with suppress(pydantic.ValidationError):
-            return self._adapter.validate_python(arguments, strict=True)
-        try:  # as JSON an enum is its value, and a dataclass a dict
-            text = json.dumps(arguments, ensure_ascii=False).encode()
-        except (TypeError, ValueError, RecursionError):  # tools_kwargs hold any object
-            return self._adapter.validate_python(arguments, strict=True)
-        return self._adapter.validate_json(text, strict=True)
 
 
 def _describe_type(hint: Any, description: str) -> Any:

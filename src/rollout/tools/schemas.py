@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import jsonschema_rs
@@ -45,7 +45,6 @@ class SchemaCheck:
         self._schema: dict[str, Any] = _allow_null(dict(parameters or {}))
         if "properties" in self._schema:
             self._schema.setdefault("unevaluatedProperties", False)
-        self.names = tuple(self._schema.get("properties", ()))
         try:
             self._validator = jsonschema_rs.Draft202012Validator(
                 self._schema, retriever=_refuse_remote
@@ -57,23 +56,22 @@ class SchemaCheck:
                 f"tool {tool!r}: {path} of its schema: {text:.240}; expected a JSON Schema"
             ) from None
 
-    def check(self, arguments: Any, fixed: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return right arguments; those of `fixed` that the schema has take their places.
+    def check(self, arguments: Any, fixed: Collection[str] = ()) -> dict[str, Any]:
+        """Return right arguments, but for those that are `fixed`: the prompt has these.
 
         Raises:
             ArgumentsError: It names each missing, unknown and wrong one.
         """
         if not isinstance(arguments, Mapping):
             raise ArgumentsError(self._tool, [f"{arguments!r:.80} is no object of arguments"])
-        shown = {name: value for name, value in (fixed or {}).items() if name in self.names}
-        found = {**arguments, **shown}
-        try:
-            errors = list(self._validator.iter_errors(found))
-        except ValueError:  # tools_kwargs may hold what JSON has no word for
-            plain = msgspec.to_builtins(found, enc_hook=lambda value: f"<{type(value).__name__}>")
-            errors = list(self._validator.iter_errors(plain))
-        if errors:
-            raise ArgumentsError(self._tool, dict.fromkeys(map(self._describe, errors)))
+        found = {name: value for name, value in arguments.items() if name not in fixed}
+        faults = [
+            self._describe(error)
+            for error in self._validator.iter_errors(found)
+            if error.kind.name != "required" or error.kind.property not in fixed
+        ]
+        if faults:
+            raise ArgumentsError(self._tool, dict.fromkeys(faults))
         return found
 
     def _describe(self, error: Any) -> str:
@@ -82,8 +80,8 @@ class SchemaCheck:
         if keyword == "required":
             return f"missing {error.kind.property!r}{where}"
         if keyword in ("additionalProperties", "unevaluatedProperties"):
-            taken = "" if where else f" (it takes {quote_all(self.names) or 'none'})"
-            return f"unknown {quote_all(error.kind.unexpected)}{where}{taken}"
+            taken = f" (it takes {quote_all(self._schema.get('properties', ()))})"
+            return f"unknown {quote_all(error.kind.unexpected)}{where or taken}"
         if keyword not in ("anyOf", "oneOf"):
             return f"{path or 'arguments'}: {error.message:.240}"
         schema: Any = self._schema
@@ -119,8 +117,8 @@ def write_path(steps: Iterable[Any]) -> str:
 
 
 def quote_all(names: Iterable[str]) -> str:
-    """The names, quoted, with commas between them."""
-    return ", ".join(repr(name) for name in names)
+    """The names, quoted, with commas between them; "none" of none."""
+    return ", ".join(map(repr, names)) or "none"
 
 
 def _show(value: Any, limit: int) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AsyncExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,10 +24,11 @@ from rollout.bridge import loop_clock
 from rollout.containment import Contained, current_containment
 from rollout.errors import LimitExceeded, ToolError
 from rollout.limits import Clock, Deadline, cleanup_scope
+from rollout.observe.event_stream import EventStream
+from rollout.observe.events import ToolEnded, ToolStarted
 from rollout.observe.tally import Tally
 from rollout.scopes import unwrap_group
 from rollout.tools.attempt import CallError, attempt, conclude, describe
-from rollout.tools.call_events import Call
 from rollout.tools.function_tools import FunctionTool
 from rollout.tools.policy import ToolGate
 from rollout.tools.results import ToolResult, error_result, read_reward
@@ -38,27 +39,87 @@ from rollout.types import NOT_PARSED, UNKNOWN_TOOL, Cause, InvalidToolCall, Tool
 from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Coroutine, Sequence
+    from collections.abc import Collection, Sequence
 
     from rollout.limits import Limit
-    from rollout.tools.call_events import CallEvents
     from rollout.tools.results import Answers
     from rollout.tools.tool import Tool
 
 logger = logging.getLogger("rollout")
 #: In place of what calls of other tools wait for.
 _AT_ONCE = nullcontext()
+#: Characters of an error that an event says.
+_SHOWN = 200
+
+
+class CallEvents(msgspec.Struct, frozen=True):
+    """Where the events of the calls of one turn go: of this trajectory, turn and conversation."""
+
+    events: EventStream
+    trajectory: int
+    turn: int
+    path: str
+
+
+class Call(msgspec.Struct, eq=False, gc=False):
+    """One call of a turn.
+
+    Attributes:
+        call: As the model wrote it; it may not be parsed.
+        tool: Its name, or what stands in its place in figures.
+        began: When it did, or was refused.
+        events: None where nobody reads.
+        checked: With the arguments that the tool gets; None where it cannot run.
+        result: None until it is answered.
+    """
+
+    position: int
+    call: ToolCall | InvalidToolCall
+    tool: str
+    began: float
+    events: CallEvents | None
+    checked: ToolCall | None = None
+    result: ToolResult | None = None
+
+    def emit_started(self) -> None:
+        """Emit that the call begins."""
+        if (to := self.events) is not None and to.events.tells_all:
+            at = to.events.since_start(self.began)
+            to.events.emit(ToolStarted(at=at, tool=self.tool, **self._locate(to)))
+
+    def emit_ended(self, now: float, *, is_refused: bool) -> None:
+        """Emit that the call has its result, or was cancelled."""
+        if (to := self.events) is None:
+            return
+        # The text, and not the result, which may hold anything else.
+        text = None if self.result is None else self.result.text
+        is_error = self.result is None or self.result.is_error
+        event = ToolEnded(
+            at=to.events.since_start(now),
+            began=to.events.since_start(self.began),
+            tool=getattr(self.call, "name", ""),
+            call_id=getattr(self.call, "id", "") or "",
+            is_refused=is_refused,
+            is_error=is_error,
+            error=("cancelled" if text is None else text[:_SHOWN]) if is_error else "",
+            characters=len(text or ""),
+            **self._locate(to),
+        )
+        to.events.tell(_emit_made, (to.trajectory, event, self.call, text))
+
+    def _locate(self, to: CallEvents) -> dict[str, Any]:
+        where = {"trajectory": to.trajectory, "turn": to.turn, "path": to.path}
+        return {**where, "position": self.position}
+
+
+def _emit_made(start: float, facts: Sequence[Any]) -> tuple[ToolEnded, tuple[Any, str | None]]:
+    _, event, call, text = facts
+    return event, (call, text)
 
 
 class ToolSettings(msgspec.Struct, frozen=True):
-    """What the tools of all trajectories share; the other fields are `ToolExecutor`'s arguments.
+    """What the tools of all trajectories share; but for the gates `ToolExecutor`'s arguments."""
 
-    Attributes:
-        checks: By tool: the arguments that it gets, of the model's and the prompt's kwargs.
-        gates: By tool.
-    """
-
-    checks: Mapping[str, Callable[[Any, Mapping[str, Any]], dict[str, Any]]]
     gates: Mapping[str, ToolGate]
     tally: Tally
     max_parallel_calls: int
@@ -93,7 +154,7 @@ class TrajectoryTools:
         self._settings, self._tools, self._context, self._kwargs = settings, tools, context, kwargs
         self._clock = loop_clock()
         self._opened: dict[str, ToolSession] = {}  # in the order in which they were opened
-        self._closing: AsyncExitStack | None = None  # of sessions that have something to close
+        self._closing = AsyncExitStack()  # of sessions that have something to close
         self._locks: dict[int, anyio.Lock] = {}
         self._running: dict[Call, None] = {}
         self._counts: defaultdict[str, float] = defaultdict(float)
@@ -160,13 +221,16 @@ class TrajectoryTools:
         if self.is_closed:
             raise ToolError("the tools of this trajectory are closed")
         turn = self._check_calls(calls, offered, events)
-        if any(each.checked is not None and each.tool not in self._opened for each in turn):
-            await self._open_used(turn, limit)
-        running = [each for each in turn if each.checked is not None]
+        for name in dict.fromkeys(each.tool for each in turn if each.result is None):
+            if name not in self._opened and (refusal := await self._open_used(name, limit)):
+                for each in turn:
+                    if each.result is None and each.tool == name:
+                        self._refuse(each, refusal)
+        running = [each for each in turn if each.result is None]
         if len(running) == 1:
             await self._run_call(running[0], limit)
         else:
-            await _run_all([partial(self._run_call, each, limit) for each in running])
+            await self._run_together(running, limit)
         return [self._bound_text(each.result) for each in turn if each.result is not None]
 
     def recall(
@@ -176,7 +240,7 @@ class TrajectoryTools:
         offered: Collection[str] | None = None,
     ) -> list[ToolResult]:
         """As `run`, with the answers of before; no tool runs."""
-        recalled = [e for e in self._check_calls(calls, offered) if e.checked is not None]
+        recalled = [each for each in self._check_calls(calls, offered) if each.result is None]
         self.seconds += answers.seconds
         for each in recalled:
             each.result = answers.results[each.position]
@@ -212,13 +276,12 @@ class TrajectoryTools:
         """Return the call as its tool gets it; a `ToolError` says why it cannot run as it is."""
         if isinstance(call, InvalidToolCall):
             raise ToolError(f"invalid tool call: {call.reason}")
-        if call.name not in self._tools or not (offered is None or call.name in offered):
-            names = [name for name in self._tools if offered is None or name in offered]
-            known = quote_all(names) or "none"
-            raise ToolError(f"unknown tool {call.name!r}; known tools: {known}")
-        check, kwargs = self._settings.checks[call.name], self._kwargs.get(call.name) or {}
+        names = [name for name in self._tools if offered is None or name in offered]
+        if call.name not in names:
+            raise ToolError(f"unknown tool {call.name!r}; known tools: {quote_all(names)}")
+        gate, kwargs = self._settings.gates[call.name], self._kwargs.get(call.name) or {}
         try:
-            arguments = check(call.arguments, kwargs)
+            arguments = gate.check(call.arguments, kwargs)
         except ToolError:
             raise
         except Exception as error:  # the arguments' own types may raise anything
@@ -228,8 +291,22 @@ class TrajectoryTools:
 
     def _refuse(self, call: Call, result: ToolResult) -> None:
         """Answer a call that does not run."""
-        call.checked, call.result, call.began = None, result, self._clock()
+        call.result, call.began = result, self._clock()
         self._count(call, 0.0, is_refused=True)
+
+    async def _run_together(self, calls: Sequence[Call], turn: Limit) -> None:
+        """Run calls at the same time, each begun before the next one.
+
+        What one raises ends the others, and leaves as itself.
+        """
+        try:
+            async with anyio.create_task_group() as tasks:
+                for position, call in enumerate(calls):
+                    if position:
+                        await anyio.lowlevel.checkpoint()  # trio shuffles what is ready together
+                    tasks.start_soon(self._run_call, call, turn)
+        except BaseExceptionGroup as group:
+            raise unwrap_group(group) from None
 
     async def _run_call(self, call: Call, turn: Limit) -> None:
         """Run a call, and set its result; those of sessions with one `serial` wait for each other.
@@ -237,17 +314,18 @@ class TrajectoryTools:
         While a call waits the turn's limit counts, in which its own one lies.
         """
         checked, session = call.checked, self._opened[call.tool]
-        gate, kwargs = self._settings.gates[call.tool], self._kwargs.get(call.tool, {})
+        gate, serial = self._settings.gates[call.tool], session.serial
         activity = f"tool {call.tool!r} of trajectory {self._context.uid}/{self._context.member}"
-        serial = session.serial
-        assert checked is not None
+        assert checked is not None and isinstance(call.call, ToolCall)  # noqa: PT018
+        arguments = call.call.arguments, self._kwargs.get(call.tool)
         with _AT_ONCE if serial is None and not gate.has_queue else turn.open(None, ""):
             async with _AT_ONCE if serial is None else self._find_lock(serial):
                 call.began = self._clock()
                 self._running[call] = None
                 call.emit_started()
                 try:
-                    call.result = await gate.run(session.execute, checked, kwargs, turn, activity)
+                    execute = partial(session.execute, checked)
+                    call.result = await gate.run(execute, arguments, turn, activity)
                 except CallError as error:
                     call.result = self._note_failure(call.tool, error)
                 finally:
@@ -258,9 +336,8 @@ class TrajectoryTools:
                         self._count(call, self.idle_since - call.began)
 
     def _bound_text(self, result: ToolResult) -> ToolResult:
-        text, limit = result.text, self._settings.max_response_length
-        if len(text) > limit:
-            text = truncate_text(text, limit, self._settings.truncate_side)
+        settings = self._settings
+        text = truncate_text(result.text, settings.max_response_length, settings.truncate_side)
         text = encodable(text)
         return result if text is result.text else msgspec.structs.replace(result, text=text)
 
@@ -278,22 +355,21 @@ class TrajectoryTools:
         Args:
             is_refused: Whether it did not run.
         """
-        result, tally, counts = call.result, self._settings.tally, self._counts
+        result, tally, counts, key = call.result, self._settings.tally, self._counts, call.tool
         is_error = result is None or result.is_error
         self.calls += 1
         self.errors += is_error
         tally.tool_calls += 1
         tally.tool_errors += is_error
-        tally.tool(call.tool).calls += 1
-        counts[f"tool/{call.tool}/calls"] += 1
-        counts[f"tool/{call.tool}/errors"] += is_error
-        counts[f"tool/{call.tool}/seconds"] += seconds
-        longest = f"tool/{call.tool}/seconds_max"
-        counts[longest] = max(counts[longest], seconds)
+        tally.tool(key).calls += 1
+        counts[f"tool/{key}/calls"] += 1
+        counts[f"tool/{key}/errors"] += is_error
+        counts[f"tool/{key}/seconds"] += seconds
+        counts[f"tool/{key}/seconds_max"] = max(counts[f"tool/{key}/seconds_max"], seconds)
         for name, value in () if result is None else result.metrics.items():
             number = float(value) if isinstance(value, bool) else read_reward(value)
             if number is not None:  # finite
-                self.metrics[f"tools/{call.tool}/{name}"] += number
+                self.metrics[f"tools/{key}/{name}"] += number
         call.emit_ended(call.began + seconds, is_refused=is_refused)
 
     def _note_failure(self, name: str, error: CallError) -> ToolResult:
@@ -341,24 +417,19 @@ class TrajectoryTools:
         observations = [await each.begin() for each in list(self._opened.values())]
         return [each for each in observations if each is not None]
 
-    async def _open_used(self, turn: Sequence[Call], limit: Limit) -> None:
-        """Open the tools that are used for the first time; where one fails, so do its calls."""
-        for name in dict.fromkeys(each.tool for each in turn if each.checked is not None):
-            if name in self._opened:
-                continue
-            refusal = self._settings.gates[name].find_refusal()
-            try:
-                if refusal is None:
-                    await self._open(name, limit, self._settings.tool_s)
-            except CallError as error:
-                refusal = self._note_failure(name, error)
-            for each in turn:
-                if refusal is not None and each.checked is not None and each.tool == name:
-                    self._refuse(each, refusal)
+    async def _open_used(self, name: str, limit: Limit) -> ToolResult | None:
+        """Open a tool that is used for the first time; what answers its calls where it fails."""
+        refusal = self._settings.gates[name].find_refusal()
+        try:
+            if refusal is None:
+                await self._open(name, limit, self._settings.tool_s)
+        except CallError as error:
+            refusal = self._note_failure(name, error)
+        return refusal
 
     async def _open(self, name: str, outer: Limit, tool_s: float | None) -> None:
         """Open a tool within `tool_s`; a `CallError` where it raises or takes longer."""
-        tool, context, limit = self._tools[name], self._context, outer
+        tool, context = self._tools[name], self._context
         if kwargs := self._kwargs.get(name):
             context = msgspec.structs.replace(context, kwargs=dict(kwargs))
         try:
@@ -399,7 +470,6 @@ class TrajectoryTools:
             await anyio.lowlevel.checkpoint()  # which ends here
         self._opened[tool.name] = session
         if _overrides(session, "close"):
-            self._closing = self._closing or AsyncExitStack()
             self._closing.push_async_callback(self._close_session, tool.name, session, task)
             if task is not None:
                 limit.release()
@@ -417,6 +487,8 @@ class TrajectoryTools:
         """
         self.reward, rewards = None, list[float]()
         for name, session in list(self._opened.items()):
+            if not _overrides(session, "calc_reward"):
+                continue
             reward = await self._calc_reward(name, session)
             if reward is not None:
                 rewards.append(reward)
@@ -425,8 +497,6 @@ class TrajectoryTools:
         return rewards
 
     async def _calc_reward(self, name: str, session: ToolSession) -> float | None:
-        if not _overrides(session, "calc_reward"):
-            return None
         limit = Clock(Deadline.after(self._settings.tool_s, "limits.tool_s"))
         what = f"calc_reward of tool {name!r}"
         try:
@@ -451,9 +521,8 @@ class TrajectoryTools:
         """
         self.is_closed = True
         self._opened.clear()
-        if self._closing is not None:
-            with anyio.CancelScope(shield=True):
-                await self._closing.aclose()
+        with anyio.CancelScope(shield=True):
+            await self._closing.aclose()
 
     async def _close_session(
         self, name: str, session: ToolSession, task: Contained[None] | None
@@ -472,23 +541,3 @@ class TrajectoryTools:
 
 def _overrides(session: ToolSession, method: str) -> bool:
     return getattr(type(session), method) is not getattr(ToolSession, method)
-
-
-async def _run_all(jobs: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> None:
-    """Run the jobs at the same time and wait for all; each is begun before the next one.
-
-    What one raises ends the others, and leaves as itself.
-    """
-    try:
-        async with anyio.create_task_group() as tasks:
-            for position, job in enumerate(jobs):
-                if position:
-                    await anyio.lowlevel.checkpoint()  # trio shuffles what is ready together
-                tasks.start_soon(job)
-        return
-    except BaseExceptionGroup as group:
-        failure = unwrap_group(group)
-    try:
-        raise failure
-    finally:
-        del failure  # it holds this frame
