@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple, Required
 
@@ -23,7 +24,7 @@ from rollout.tools import (
     function_tool,
     normalise_result,
 )
-from rollout.tools.parameters import parse_docstring
+from rollout.tools.function_tools import parse_docstring
 from rollout.types import ToolCall
 from rollout.worker_threads import WorkerThreads
 
@@ -160,6 +161,7 @@ def test_function_tool_annotation_becomes_schema(annotation: Any, schema: dict[s
         (Point, Point(1.0), {**POINT, "default": {"x": 1.0, "y": 0.0}}),
         (Corner, Corner(x=1), {**CORNER, "default": {"x": 1, "unit": "celsius"}}),
         (int, object(), {"type": "integer"}),
+        (float, math.nan, {"type": "number"}),
     ],
 )
 def test_function_tool_default_becomes_schema(
@@ -349,7 +351,7 @@ def draw(
     ("arguments", "fault"),
     [
         ({"size": "3"}, 'size: "3" is not of type "integer"'),
-        ({"size": 3.0}, "size: Input should be a valid integer"),
+        ({"size": 3.5}, 'size: 3.5 is not of type "integer"'),
         ({"points": [{"x": "1"}]}, 'points[0].x: "1" is not of type "number"'),
         (
             {"labels": {"a": "b"}},

@@ -1,15 +1,14 @@
 """Shipped tools: calculator, finish, submit and search; and all that are shipped by their names."""
 
-from __future__ import annotations
-
 import ast
 import json
 import math
 import operator
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from rollout.config.checks import Rule, Url
 from rollout.errors import ToolError
@@ -18,9 +17,6 @@ from rollout.tools.policy import ToolPolicy, TransientError, check_options
 from rollout.tools.results import ToolResult, error_result
 from rollout.tools.sandbox_tools import EditTool, PythonTool, ShellTool
 from rollout.tools.tool import Tool, ToolContext
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 #: The shipped tools that need no settings.
 SHIPPED = ("calculator", "edit", "finish", "python", "shell", "submit")

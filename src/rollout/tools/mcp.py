@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import anyio
 
-from rollout.config.checks import Count, Positive, Rule, Text, Url
+from rollout.config.checks import Count, Positive, Rule, is_http_url
 from rollout.errors import ToolError
 from rollout.lazy import import_extra
 from rollout.scopes import open_task_group
@@ -28,7 +28,13 @@ if TYPE_CHECKING:
     from rollout.tools.mcp_connection import Connection
     from rollout.types import ToolCall
 
-Command = Annotated[tuple[Text, ...], Rule("a command with its arguments, or a URL", bool)]
+Server = Annotated[
+    object,
+    Rule(
+        "an http or https URL, or a list of a command and its arguments",
+        lambda server: is_http_url(server) if isinstance(server, str) else bool(server),
+    ),
+]
 
 
 @asynccontextmanager
@@ -71,7 +77,7 @@ async def connect_mcp(
     alone = Annotated[int, Rule("1 with per_trajectory = True", lambda count: count == 1)]
     check_options(
         "connect_mcp",
-        server=(Url if isinstance(server, str) else Command, server),
+        server=(Server, server),
         connections=(alone if per_trajectory else Count, connections),
         ping_s=(Positive | None, ping_s),
         max_answer_bytes=(Count, max_answer_bytes),

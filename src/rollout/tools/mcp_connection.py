@@ -206,7 +206,7 @@ def _describe_limit(max_bytes: int) -> str:
     return f"the answer exceeded the {max_bytes} {_TOO_LONG} (connect_mcp: max_answer_bytes)"
 
 
-def _refuse_long(line: bytes, max_bytes: int) -> bytes:
+def refuse_long(line: bytes, max_bytes: int) -> bytes:
     """The error in place of an answer that is too long; nothing of a message without an id."""
     if (found := _ID.search(line[:_ENDS] + line[-_ENDS:])) is None:
         return b""
@@ -250,7 +250,7 @@ async def open_stdio(
         with to_client, suppress(*_GONE):
             while True:
                 line = await stream.receive_until(b"\n", _MAX_LINE)
-                line = line if len(line) <= max_bytes else _refuse_long(line, max_bytes)
+                line = line if len(line) <= max_bytes else refuse_long(line, max_bytes)
                 if not line.strip():
                     continue
                 try:
