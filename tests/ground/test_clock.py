@@ -19,11 +19,11 @@ from rollout import (
 )
 from rollout.config import LimitsConfig
 from rollout.containment import open_containment
-from rollout.errors import LimitExceeded
+from rollout.errors import LimitExceeded, ToolError
 from rollout.limits import NEVER, Clock, Deadline, Limit, paused_call
 from rollout.testing import Scenario
 from rollout.tools import ToolPolicy
-from rollout.tools.attempt import CallError, attempt
+from rollout.tools.attempt import attempt
 
 pytestmark = pytest.mark.anyio
 
@@ -156,7 +156,7 @@ async def test_call_without_a_limit_that_closing_ends_blames_none() -> None:
             tasks.start_soon(call)
             await anyio.sleep(1)
     assert [(type(each), str(each)) for each in failures] == [
-        (CallError, "tool was cancelled: the runtime is closing")
+        (ToolError, "tool was cancelled: the runtime is closing")
     ]
 
 

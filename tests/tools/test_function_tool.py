@@ -581,12 +581,6 @@ def test_normalise_result_unusable_value_becomes_an_error(value: Any, text: str)
     assert normalise_result(value) == ToolResult(text, is_error=True)
 
 
-def test_normalise_result_number_too_long_to_write_becomes_an_error() -> None:
-    result = normalise_result(10**5000)
-    assert result.is_error
-    assert result.text.startswith("the tool returned a number that cannot be written out: ")
-
-
 def test_tool_result_audio_is_refused_by_name() -> None:
     with pytest.raises(MediaError) as caught:
         ToolResult("see", audio=[b"..."])

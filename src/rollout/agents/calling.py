@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from rollout.agents.turn_log import make_calls_question
 from rollout.tools import ToolResult
-from rollout.tools.trajectory_tools import CallEvents
 from rollout.tools.results import Answers
+from rollout.tools.trajectory_tools import CallEvents
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,10 +14,10 @@ from rollout.agents.agent_loop import AgentLoop
 from rollout.agents.tool_agent import has_reached_turn_limit
 from rollout.chat.reward_values import finite_number
 from rollout.containment import contain
-from rollout.errors import AgentError
+from rollout.errors import AgentError, ToolError
 from rollout.limits import Clock, Deadline
 from rollout.seeds import derive_seed
-from rollout.tools.attempt import CallError, attempt
+from rollout.tools.attempt import attempt
 from rollout.types import Message
 from rollout.worker_threads import is_async
 
@@ -162,7 +162,7 @@ async def _close(environment: Any, context: AgentContext) -> None:
                 limit=Clock(Deadline.after(cleanup_s, "limits.cleanup_s")),
                 what=what,
             )
-    except CallError as error:
+    except ToolError as error:
         logger.warning("%s: %s failed: %s", context.identity.session_id, what, error)
 
 

@@ -10,11 +10,11 @@ import anyio
 
 from rollout.agents.identity import RejectedPrompt
 from rollout.chat.messages import text_of_content
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, ToolError
 from rollout.interactions import InteractionContext
 from rollout.limits import Clock, Deadline
 from rollout.observe.events import UserEnded
-from rollout.tools.attempt import CallError, attempt
+from rollout.tools.attempt import attempt
 from rollout.types import Message, without_null_keys
 from rollout.utf8 import encodable
 
@@ -83,7 +83,7 @@ async def close_user(user: Interaction, identity: Identity, cleanup_s: float) ->
     try:
         with anyio.CancelScope(shield=True):
             await attempt(user.finish, limit=limit, what=what)
-    except CallError as error:
+    except ToolError as error:
         logger.warning("%s: %s failed: %s", identity.session_id, what, error)
 
 

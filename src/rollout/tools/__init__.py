@@ -14,11 +14,10 @@ from rollout.tools.langchain import langchain_tools
 from rollout.tools.loading import load_tools
 from rollout.tools.mcp import connect_mcp
 from rollout.tools.policy import ToolPolicy, TransientError
-from rollout.tools.results import ToolResult, normalise_result
+from rollout.tools.results import ToolResult, normalise_result, truncate_text
 from rollout.tools.sandbox_tools import EditTool, PythonTool, ShellTool
 from rollout.tools.tool import Tool, ToolContext, ToolSession
 from rollout.tools.trajectory_tools import TrajectoryTools
-from rollout.tools.truncate import truncate_text
 
 __all__ = [
     "EditTool",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from rollout.containment import Contained, containment_here, current_containment
+from rollout.containment import Contained, containment_here
 from rollout.errors import ToolError
 from rollout.limits import call_limit
 from rollout.scopes import find_exception
@@ -20,10 +20,6 @@ T = TypeVar("T")
 
 #: Characters of an exception's message that the model sees.
 MAX_MESSAGE = 500
-
-
-class CallError(Exception):
-    """Foreign code failed; the text says how, for the model, and the cause is what it raised."""
 
 
 async def attempt(
@@ -41,17 +37,14 @@ async def attempt(
         activity: Whose work it is, where it blocks the event loop.
 
     Raises:
-        CallError: It raised anything but KeyboardInterrupt, which is raised as itself; or `limit`
-            was over, and it was cancelled.
+        ToolError: It raised anything but KeyboardInterrupt, which is raised as itself; or `limit`
+            was over, and it was cancelled. The text is for the model; its cause is what it raised.
         LimitExceeded: So was a limit around `limit`.
         UnresponsiveError: It was cancelled, and did not end.
     """
-    containment = current_containment()
-    if containment is None:  # outside of a runtime
-        async with containment_here():
-            return await attempt(action, *args, limit=limit, what=what, activity=activity)
-    code: Contained[T] = Contained(containment, what, activity)
-    return await conclude(code, code.run(partial(action, *args)), limit)
+    async with containment_here() as containment:  # outside of a runtime one of its own
+        code: Contained[T] = Contained(containment, what, activity)
+        return await conclude(code, code.run(partial(action, *args)), limit)
 
 
 async def conclude(code: Contained[T], running: Awaitable[object], limit: Limit) -> T:
@@ -66,17 +59,15 @@ async def conclude(code: Contained[T], running: Awaitable[object], limit: Limit)
     error = code.error
     if error is None and not code.was_cancelled:
         return cast("T", code.value)
-    interrupt = None if error is None else find_exception(error, KeyboardInterrupt)
-    if interrupt is not None:
+    if error is not None and (interrupt := find_exception(error, KeyboardInterrupt)):
         raise interrupt
     if limit.is_over and (error is None or code.scope.cancel_called):
-        deadline = limit.deadline
         if limit.is_outer_over:
-            raise deadline.error()
-        raise CallError(f"timed out after {deadline.seconds:g} s ({deadline.source})")
+            raise limit.deadline.error()
+        raise ToolError(f"timed out after {limit.deadline.seconds:g} s ({limit.deadline.source})")
     if error is None:
-        raise CallError(f"{code.what} was cancelled: the runtime is closing")
-    raise CallError(describe(error)) from find_exception(error) or error
+        raise ToolError(f"{code.what} was cancelled: the runtime is closing")
+    raise ToolError(describe(error)) from find_exception(error) or error
 
 
 def describe(error: BaseException) -> str:

@@ -80,10 +80,6 @@ async def submit(answer: str, context: ToolContext) -> ToolResult:
 # Calculator.
 
 
-class CalculationError(ValueError):
-    """The expression has no value; the text says why, for a model to read."""
-
-
 @function_tool
 async def calculator(expression: str) -> ToolResult:
     """Evaluate an arithmetic expression.
@@ -93,7 +89,7 @@ async def calculator(expression: str) -> ToolResult:
     """
     try:
         return ToolResult(format_number(calculate(expression)))
-    except CalculationError as error:
+    except ValueError as error:
         return error_result(f"cannot calculate {expression!r:.100}: {error}")
 
 
@@ -105,22 +101,22 @@ def calculate(expression: str) -> Number:
     where it leaves no rest.
 
     Raises:
-        CalculationError: It is no such expression, divides by zero, has no real value, is nested
+        ValueError: It is no such expression, divides by zero, has no real value, is nested
             too deep for Python, or passes a bound: 1000 characters, integers of 4096 bits.
     """
     if (size := len(expression)) > MAX_EXPRESSION:
-        raise CalculationError(f"the expression has {size} characters; at most {MAX_EXPRESSION}")
+        raise ValueError(f"the expression has {size} characters; at most {MAX_EXPRESSION}")
     text = " ".join(expression.translate(_SPELLINGS).split())
     try:
         return _evaluate(ast.parse(text, mode="eval").body)
     except SyntaxError as error:
-        raise CalculationError(error.msg) from None
+        raise ValueError(error.msg) from None
     except (MemoryError, RecursionError):
-        raise CalculationError("nested too deep") from None
+        raise ValueError("nested too deep") from None
     except ZeroDivisionError:
-        raise CalculationError("division by zero") from None
+        raise ValueError("division by zero") from None
     except OverflowError:
-        raise CalculationError("the result is too large") from None
+        raise ValueError("the result is too large") from None
 
 
 def format_number(value: Number) -> str:
@@ -138,11 +134,11 @@ def _evaluate(node: ast.expr) -> Number:
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
             result = _OPERATIONS[type(op)](_evaluate(left), _evaluate(right))
         case ast.Tuple():
-            raise CalculationError("write numbers without commas")
+            raise ValueError("write numbers without commas")
         case _:
-            raise CalculationError(f"{ast.unparse(node)!r:.80} is no arithmetic")
+            raise ValueError(f"{ast.unparse(node)!r:.80} is no arithmetic")
     if isinstance(result, complex):
-        raise CalculationError("a negative number to a fractional power is not real")
+        raise ValueError("a negative number to a fractional power is not real")
     if result.bit_length() > MAX_BITS if isinstance(result, int) else not math.isfinite(result):
         raise OverflowError
     return result

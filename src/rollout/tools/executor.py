@@ -20,7 +20,7 @@ from rollout.tools.trajectory_tools import ToolSettings, TrajectoryTools
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollout.tools.truncate import TruncateSide
+    from rollout.tools.results import TruncateSide
     from rollout.types import Prompt
     from rollout.worker_threads import WorkerThreads
 

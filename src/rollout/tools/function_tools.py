@@ -35,24 +35,17 @@ from pydantic_core import to_jsonable_python
 from typing_extensions import TypedDict
 
 from rollout.child_processes import (
-    MAX_ANSWER,
     ChildDiedError,
     ChildProcesses,
     ChildRaisedError,
     resolve_outcome,
 )
-from rollout.config.media_section import MediaConfig
-from rollout.errors import MediaError, ToolError
+from rollout.errors import ToolError
 from rollout.function_refs import FunctionRef, NotImportableError, check_top_level, function_ref
-from rollout.media import Media
-from rollout.media.parts import MediaSource
-from rollout.media.reading import read_media
-from rollout.medium import FRAMES_MIME
 from rollout.tools.attempt import describe
 from rollout.tools.policy import ToolPolicy, TransientError
 from rollout.tools.results import ToolResult, normalise_result
 from rollout.tools.schemas import (
-    ArgumentsError,
     SchemaCheck,
     as_openai_schema,
     inline_references,
@@ -202,7 +195,7 @@ class Parameters:
         """Arguments that fit the schema as the function's types (an Enum member, a dataclass, …).
 
         Raises:
-            ArgumentsError: One has no value of its type.
+            ToolError: One has no value of its type.
         """
         known = self.schema["properties"]
         others = {name: value for name, value in arguments.items() if name not in known}
@@ -211,7 +204,7 @@ class Parameters:
         except pydantic.ValidationError as error:
             faults = error.errors(include_url=False, include_context=False)
             texts = [f"{write_path(each['loc'])}: {each['msg']}" for each in faults]
-            raise ArgumentsError(self._tool, texts) from None
+            raise ToolError(f"invalid arguments for {self._tool!r}: {'; '.join(texts)}") from None
 
 
 def _describe_type(hint: Any, description: str) -> Any:
@@ -373,7 +366,7 @@ class FunctionTool(Tool, Generic[P, R]):
         In the types of the function; as they are where it runs in a process, which reads them.
 
         Raises:
-            ArgumentsError: It names each missing, unknown and wrong one, and what was expected.
+            ToolError: It names each missing, unknown and wrong one, and what was expected.
         """
         fixed = {name: value for name, value in kwargs.items() if self.parameters.takes(name)}
         merged = self._schema_check.check(arguments, fixed) | fixed
@@ -484,7 +477,7 @@ def function_tool(function: Any = None, /, *, name: str | None = None, **options
 
 
 def answer(found: Any, body: bytes) -> bytes:
-    """The fields of a call's `ToolResult`, its images and videos as encoded files.
+    """The fields of a call's `ToolResult`.
 
     Args:
         found: The function, or the `FunctionTool` that it is in.
@@ -497,32 +490,17 @@ def answer(found: Any, body: bytes) -> bytes:
     tool = found if isinstance(found, FunctionTool) else _make_tool(found, name)
     try:
         value = resolve_outcome(tool.function(**tool.parameters.check(arguments)))
-        fields = msgspec.structs.asdict(normalise_result(value))
-        for kind in ("images", "videos", "audio"):
-            if media := fields.pop(kind):
-                fields[kind] = [_write_file(each) for each in media]
+        fields = msgspec.structs.asdict(normalise_result(value)).items()
     except BaseException as error:
         is_transient = tool.policy.is_transient(error)
         raise (TransientError if is_transient else ToolError)(describe(error)) from None
+    own = {name: field for name, field in fields if field != ()}
     try:
-        return msgspec.msgpack.encode(fields)
+        return msgspec.msgpack.encode(own)
     except Exception:  # data that only this process can hold stays here; the text has its words
-        return msgspec.msgpack.encode(fields | {"data": None, "metrics": {}})
+        return msgspec.msgpack.encode(own | {"data": None, "metrics": {}})
 
 
 @functools.cache
 def _make_tool(function: Any, name: str) -> FunctionTool[Any, Any]:
     return FunctionTool(function, schema={"name": name})
-
-
-def _write_file(medium: Any) -> Any:
-    """A picture in pixels, or frames, as the file that the driver reads."""
-    if isinstance(medium, bytes | bytearray | str | dict):
-        return medium
-    if not isinstance(medium, Media):
-        is_frames = isinstance(medium, list | tuple) or getattr(medium, "ndim", 0) == 4
-        source = MediaSource("video" if is_frames else "image", medium, where="the tool's answer")
-        medium = read_media(source, MediaConfig(max_bytes=MAX_ANSWER))
-    if medium.mime == FRAMES_MIME:
-        raise MediaError("frames do not leave the process of an isolated tool: return a video file")
-    return medium.content

@@ -15,7 +15,7 @@ import msgspec
 from rollout.config.checks import Count, Natural, Positive, Rule, validate
 from rollout.errors import ToolError
 from rollout.scopes import release_token
-from rollout.tools.attempt import CallError, attempt
+from rollout.tools.attempt import attempt
 from rollout.tools.results import ToolResult, error_result, normalise_result
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class ToolGate:
             activity: Whose work it is, where it blocks the event loop.
 
         Raises:
-            CallError: The last try failed, or the limit was over.
+            ToolError: The last try failed, or the limit was over.
             LimitExceeded: The turn's limit was over.
         """
 
@@ -150,7 +150,7 @@ class ToolGate:
                     what = f"tool {self.name!r}"
                     result = await attempt(run_once, limit=limit, what=what, activity=activity)
                 self._failures = 0
-            except CallError as error:
+            except ToolError as error:
                 assert limit is not None
                 await self._wait_for_retry(error, next(tries), limit)
         if key and not result.is_error:
@@ -159,13 +159,13 @@ class ToolGate:
                 del self._cache[next(iter(self._cache))]
         return result
 
-    async def _wait_for_retry(self, error: CallError, tries: int, limit: Limit) -> None:
+    async def _wait_for_retry(self, error: ToolError, tries: int, limit: Limit) -> None:
         """Return where a failed call is to be tried again; else raise its failure."""
         policy, cause = self.policy, error.__cause__
         pause_s = policy.backoff_s * 2 ** (tries - 1)
         is_last = tries > policy.retries or not policy.is_transient(cause or error)
         if is_last or anyio.current_time() + pause_s >= limit.deadline.at:
-            raise CallError(f"{error} (after {tries} attempts)" if tries > 1 else error) from cause
+            raise ToolError(f"{error} (after {tries} attempts)" if tries > 1 else error) from cause
         await anyio.sleep(pause_s)
 
     @asynccontextmanager

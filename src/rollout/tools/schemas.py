@@ -6,25 +6,14 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import jsonschema_rs
-import msgspec
 
 from rollout.errors import ToolError
-
-#: Characters of a wrong argument, and of what is said about it, that the model sees.
-MAX_SHOWN, MAX_EXPECTED = 80, 240
 
 #: Keys whose values are data or names, not schemas: copied as they are.
 _VERBATIM = frozenset({"const", "default", "enum", "examples", "required"})
 #: Keys that are left out. A discriminator maps tags to references; the tags stand in the
 #: alternatives as well.
 _DROPPED = frozenset({"$ref", "title", "discriminator", "$defs", "definitions"})
-
-
-class ArgumentsError(ToolError):
-    """A call's arguments are not what the tool takes; the text lists every fault."""
-
-    def __init__(self, tool: str, faults: Iterable[str]) -> None:
-        super().__init__(f"invalid arguments for {tool!r}: {'; '.join(faults)}")
 
 
 class SchemaCheck:
@@ -60,18 +49,20 @@ class SchemaCheck:
         """Return right arguments, but for those that are `fixed`: the prompt has these.
 
         Raises:
-            ArgumentsError: It names each missing, unknown and wrong one.
+            ToolError: It names each missing, unknown and wrong one.
         """
         if not isinstance(arguments, Mapping):
-            raise ArgumentsError(self._tool, [f"{arguments!r:.80} is no object of arguments"])
+            text = f"{arguments!r:.80} is no object of arguments"
+            raise ToolError(f"invalid arguments for {self._tool!r}: {text}")
         found = {name: value for name, value in arguments.items() if name not in fixed}
         faults = [
             self._describe(error)
             for error in self._validator.iter_errors(found)
-            if error.kind.name != "required" or error.kind.property not in fixed
+            if getattr(error.kind, "property", None) not in fixed
         ]
         if faults:
-            raise ArgumentsError(self._tool, dict.fromkeys(faults))
+            text = "; ".join(dict.fromkeys(faults))
+            raise ToolError(f"invalid arguments for {self._tool!r}: {text}")
         return found
 
     def _describe(self, error: Any) -> str:
@@ -82,13 +73,10 @@ class SchemaCheck:
         if keyword in ("additionalProperties", "unevaluatedProperties"):
             taken = f" (it takes {quote_all(self._schema.get('properties', ()))})"
             return f"unknown {quote_all(error.kind.unexpected)}{where or taken}"
-        if keyword not in ("anyOf", "oneOf"):
-            return f"{path or 'arguments'}: {error.message:.240}"
-        schema: Any = self._schema
-        for step in error.schema_path:
-            schema = schema[step]
-        found = f"{path or 'arguments'} = {_show(error.instance, MAX_SHOWN)}"
-        return f"{found}: expected one of {_show(schema, MAX_EXPECTED)}"
+        # Of anyOf and oneOf, what is wrong with it by each of the schemas.
+        nested = [each.message for branch in getattr(error.kind, "context", ()) for each in branch]
+        message = "; and ".join(nested) or error.message
+        return f"{path or 'arguments'}: {message:.240}"
 
 
 def _allow_null(schema: Any) -> Any:
@@ -119,12 +107,6 @@ def write_path(steps: Iterable[Any]) -> str:
 def quote_all(names: Iterable[str]) -> str:
     """The names, quoted, with commas between them; "none" of none."""
     return ", ".join(map(repr, names)) or "none"
-
-
-def _show(value: Any, limit: int) -> str:
-    """`value` as JSON, cut to `limit` characters."""
-    text = msgspec.json.encode(value).decode()
-    return text if len(text) <= limit else f"{text[:limit]}…"
 
 
 def as_openai_schema(schema: Any, what: str) -> dict[str, Any]:

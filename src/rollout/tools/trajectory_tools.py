@@ -28,13 +28,12 @@ from rollout.observe.event_stream import EventStream
 from rollout.observe.events import ToolEnded, ToolStarted
 from rollout.observe.tally import Tally
 from rollout.scopes import unwrap_group
-from rollout.tools.attempt import CallError, attempt, conclude, describe
+from rollout.tools.attempt import attempt, conclude, describe
 from rollout.tools.function_tools import FunctionTool
 from rollout.tools.policy import ToolGate
-from rollout.tools.results import ToolResult, error_result, read_reward
+from rollout.tools.results import ToolResult, TruncateSide, error_result, read_reward, truncate_text
 from rollout.tools.schemas import quote_all
 from rollout.tools.tool import ToolContext, ToolSession
-from rollout.tools.truncate import TruncateSide, truncate_text
 from rollout.types import NOT_PARSED, UNKNOWN_TOOL, Cause, InvalidToolCall, ToolCall
 from rollout.utf8 import encodable
 
@@ -155,7 +154,8 @@ class TrajectoryTools:
         self._clock = loop_clock()
         self._opened: dict[str, ToolSession] = {}  # in the order in which they were opened
         self._closing = AsyncExitStack()  # of sessions that have something to close
-        self._locks: dict[int, anyio.Lock] = {}
+        #: Of what one task at a time may use: these tools, to open one, and what is `serial`.
+        self._locks = defaultdict[int, anyio.Lock](partial(anyio.Lock, fast_acquire=True))
         self._running: dict[Call, None] = {}
         self._counts: defaultdict[str, float] = defaultdict(float)
         self.metrics: defaultdict[str, float] = defaultdict(float)
@@ -232,6 +232,12 @@ class TrajectoryTools:
         else:
             await self._run_together(running, limit)
         return [self._bound_text(each.result) for each in turn if each.result is not None]
+
+    def _bound_text(self, result: ToolResult) -> ToolResult:
+        settings = self._settings
+        text = truncate_text(result.text, settings.max_response_length, settings.truncate_side)
+        text = encodable(text)
+        return result if text is result.text else msgspec.structs.replace(result, text=text)
 
     def recall(
         self,
@@ -319,14 +325,14 @@ class TrajectoryTools:
         assert checked is not None and isinstance(call.call, ToolCall)  # noqa: PT018
         arguments = call.call.arguments, self._kwargs.get(call.tool)
         with _AT_ONCE if serial is None and not gate.has_queue else turn.open(None, ""):
-            async with _AT_ONCE if serial is None else self._find_lock(serial):
+            async with _AT_ONCE if serial is None else self._locks[id(serial)]:
                 call.began = self._clock()
                 self._running[call] = None
                 call.emit_started()
                 try:
                     execute = partial(session.execute, checked)
                     call.result = await gate.run(execute, arguments, turn, activity)
-                except CallError as error:
+                except ToolError as error:
                     call.result = self._note_failure(call.tool, error)
                 finally:
                     self.idle_since = self._clock()
@@ -335,26 +341,10 @@ class TrajectoryTools:
                         self.seconds += self.idle_since - call.began
                         self._count(call, self.idle_since - call.began)
 
-    def _bound_text(self, result: ToolResult) -> ToolResult:
-        settings = self._settings
-        text = truncate_text(result.text, settings.max_response_length, settings.truncate_side)
-        text = encodable(text)
-        return result if text is result.text else msgspec.structs.replace(result, text=text)
-
-    def _find_lock(self, owner: object) -> anyio.Lock:
-        """Return the lock of what one task at a time may use."""
-        if id(owner) not in self._locks:
-            self._locks[id(owner)] = anyio.Lock(fast_acquire=True)
-        return self._locks[id(owner)]
-
     # Figures.
 
     def _count(self, call: Call, seconds: float, *, is_refused: bool = False) -> None:
-        """Count a call that has its result, or was cancelled, and emit its event: here only.
-
-        Args:
-            is_refused: Whether it did not run.
-        """
+        """Count a call that has its result, or was cancelled, and emit its event: here only."""
         result, tally, counts, key = call.result, self._settings.tally, self._counts, call.tool
         is_error = result is None or result.is_error
         self.calls += 1
@@ -372,7 +362,7 @@ class TrajectoryTools:
                 self.metrics[f"tools/{key}/{name}"] += number
         call.emit_ended(call.began + seconds, is_refused=is_refused)
 
-    def _note_failure(self, name: str, error: CallError) -> ToolResult:
+    def _note_failure(self, name: str, error: ToolError) -> ToolResult:
         """Count that a tool raised, or was too late; return what the model reads then."""
         self._settings.gates[name].note_failure(str(error))
         tool = self._settings.tally.tool(name)
@@ -410,10 +400,7 @@ class TrajectoryTools:
         """
         for name, tool in self._tools.items():
             if tool.opens_first and name not in self._opened:
-                try:
-                    await self._open(name, Clock(), None)  # `limits.trajectory_s` bounds it
-                except CallError as error:
-                    raise ToolError(str(error)) from error.__cause__
+                await self._open(name, Clock(), None)  # `limits.trajectory_s` bounds it
         observations = [await each.begin() for each in list(self._opened.values())]
         return [each for each in observations if each is not None]
 
@@ -423,12 +410,12 @@ class TrajectoryTools:
         try:
             if refusal is None:
                 await self._open(name, limit, self._settings.tool_s)
-        except CallError as error:
+        except ToolError as error:
             refusal = self._note_failure(name, error)
         return refusal
 
     async def _open(self, name: str, outer: Limit, tool_s: float | None) -> None:
-        """Open a tool within `tool_s`; a `CallError` where it raises or takes longer."""
+        """Open a tool within `tool_s`; a `ToolError` where it raises or takes longer."""
         tool, context = self._tools[name], self._context
         if kwargs := self._kwargs.get(name):
             context = msgspec.structs.replace(context, kwargs=dict(kwargs))
@@ -437,15 +424,15 @@ class TrajectoryTools:
                 self._opened[name] = tool.open_session(context)
                 return
             with outer.open(None, ""):
-                async with self._find_lock(self):
+                async with self._locks[id(self)]:
                     if name not in self._opened:  # another conversation may have opened it
                         limit = outer.open(tool_s, "limits.tool_s")
                         await self._start_session(tool, context, limit)
         except LimitExceeded:
             raise
         except Exception as error:
-            cause = error.__cause__ if isinstance(error, CallError) else error
-            raise CallError(f"could not open {name!r}: {error}") from cause
+            cause = error.__cause__ if isinstance(error, ToolError) else error
+            raise ToolError(f"could not open {name!r}: {error}") from cause
 
     async def _start_session(self, tool: Tool, context: ToolContext, limit: Limit) -> None:
         """Open a session, in the task in which it will be closed: it may have a group open."""
@@ -501,7 +488,7 @@ class TrajectoryTools:
         what = f"calc_reward of tool {name!r}"
         try:
             value: Any = await attempt(session.calc_reward, limit=limit, what=what)
-        except CallError as error:
+        except ToolError as error:
             if session.decides_reward:
                 raise ToolError(f"tool {name!r}: calc_reward failed: {error}") from error
             logger.warning("tool %r: calc_reward failed: %s", name, error)
@@ -535,7 +522,7 @@ class TrajectoryTools:
             else:
                 task.what = what
                 await conclude(task, task.finish(), limit)
-        except CallError as error:
+        except ToolError as error:
             logger.warning("tool %r: close failed: %s", name, error)
 
 
