@@ -28,13 +28,12 @@ from rollout.observe.event_stream import EventStream
 from rollout.observe.events import ToolEnded, ToolStarted
 from rollout.observe.tally import Tally
 from rollout.scopes import unwrap_group
-from rollout.tools.attempt import attempt, conclude, describe
+from rollout.tools.attempt import ToolGate, attempt, conclude, describe
 from rollout.tools.function_tools import FunctionTool
-from rollout.tools.policy import ToolGate
 from rollout.tools.results import ToolResult, TruncateSide, error_result, read_reward, truncate_text
 from rollout.tools.schemas import quote_all
 from rollout.tools.tool import ToolContext, ToolSession
-from rollout.types import NOT_PARSED, UNKNOWN_TOOL, Cause, InvalidToolCall, ToolCall
+from rollout.types import NOT_PARSED, UNKNOWN_TOOL, InvalidToolCall, ToolCall
 from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
@@ -117,9 +116,8 @@ def _emit_made(start: float, facts: Sequence[Any]) -> tuple[ToolEnded, tuple[Any
 
 
 class ToolSettings(msgspec.Struct, frozen=True):
-    """What the tools of all trajectories share; but for the gates `ToolExecutor`'s arguments."""
+    """What the tools of all trajectories share: arguments of `ToolExecutor`."""
 
-    gates: Mapping[str, ToolGate]
     tally: Tally
     max_parallel_calls: int
     max_response_length: int
@@ -146,11 +144,11 @@ class TrajectoryTools:
     def __init__(
         self,
         settings: ToolSettings,
-        tools: Mapping[str, Tool],
+        gates: Mapping[str, ToolGate],
         context: ToolContext,
         kwargs: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        self._settings, self._tools, self._context, self._kwargs = settings, tools, context, kwargs
+        self._settings, self._gates, self._context, self._kwargs = settings, gates, context, kwargs
         self._clock = loop_clock()
         self._opened: dict[str, ToolSession] = {}  # in the order in which they were opened
         self._closing = AsyncExitStack()  # of sessions that have something to close
@@ -166,12 +164,12 @@ class TrajectoryTools:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the tools offered to this trajectory."""
-        return tuple(self._tools)
+        return tuple(self._gates)
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
         """Schemas of the tools offered to this trajectory."""
-        return [tool.schema for tool in self._tools.values()]
+        return [gate.tool.schema for gate in self._gates.values()]
 
     @property
     def counts(self) -> dict[str, float]:
@@ -185,12 +183,13 @@ class TrajectoryTools:
 
     def has_open_sessions(self) -> bool:
         """Whether a tool is open that may hold something: plain functions hold nothing."""
-        return any(not isinstance(self._tools[name], FunctionTool) for name in self._opened)
+        tools = [self._gates[name].tool for name in self._opened]
+        return not all(isinstance(tool, FunctionTool) for tool in tools)
 
     def find_stateful(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[str]:
         """Names of the tools among those called whose answers depend on the calls before them."""
         names = dict.fromkeys(call.name for call in calls if isinstance(call, ToolCall))
-        return [name for name in names if name in self._opened and self._tools[name].stateful]
+        return [name for name in names if name in self._opened and self._gates[name].tool.stateful]
 
     # Calls.
 
@@ -263,7 +262,7 @@ class TrajectoryTools:
         most, now, turn = self._settings.max_parallel_calls, self._clock(), list[Call]()
         for position, call in enumerate(calls):
             tool = call.name if isinstance(call, ToolCall) else NOT_PARSED
-            if isinstance(call, ToolCall) and tool not in self._tools:
+            if isinstance(call, ToolCall) and tool not in self._gates:
                 tool = UNKNOWN_TOOL
             turn.append(each := Call(position, call, tool, now, events))
             if position >= most and isinstance(call, ToolCall):  # nor is it invalid
@@ -282,12 +281,12 @@ class TrajectoryTools:
         """Return the call as its tool gets it; a `ToolError` says why it cannot run as it is."""
         if isinstance(call, InvalidToolCall):
             raise ToolError(f"invalid tool call: {call.reason}")
-        names = [name for name in self._tools if offered is None or name in offered]
+        names = [name for name in self._gates if offered is None or name in offered]
         if call.name not in names:
             raise ToolError(f"unknown tool {call.name!r}; known tools: {quote_all(names)}")
-        gate, kwargs = self._settings.gates[call.name], self._kwargs.get(call.name) or {}
         try:
-            arguments = gate.check(call.arguments, kwargs)
+            kwargs = self._kwargs.get(call.name) or {}
+            arguments = self._gates[call.name].check(call.arguments, kwargs)
         except ToolError:
             raise
         except Exception as error:  # the arguments' own types may raise anything
@@ -320,7 +319,7 @@ class TrajectoryTools:
         While a call waits the turn's limit counts, in which its own one lies.
         """
         checked, session = call.checked, self._opened[call.tool]
-        gate, serial = self._settings.gates[call.tool], session.serial
+        gate, serial = self._gates[call.tool], session.serial
         activity = f"tool {call.tool!r} of trajectory {self._context.uid}/{self._context.member}"
         assert checked is not None and isinstance(call.call, ToolCall)  # noqa: PT018
         arguments = call.call.arguments, self._kwargs.get(call.tool)
@@ -333,7 +332,7 @@ class TrajectoryTools:
                     execute = partial(session.execute, checked)
                     call.result = await gate.run(execute, arguments, turn, activity)
                 except ToolError as error:
-                    call.result = self._note_failure(call.tool, error)
+                    call.result = gate.note_failure(error)
                 finally:
                     self.idle_since = self._clock()
                     if call in self._running:  # else it was abandoned
@@ -362,19 +361,6 @@ class TrajectoryTools:
                 self.metrics[f"tools/{key}/{name}"] += number
         call.emit_ended(call.began + seconds, is_refused=is_refused)
 
-    def _note_failure(self, name: str, error: ToolError) -> ToolResult:
-        """Count that a tool raised, or was too late; return what the model reads then."""
-        self._settings.gates[name].note_failure(str(error))
-        tool = self._settings.tally.tool(name)
-        tool.failed += 1
-        if not tool.first:
-            tool.first = str(error)
-            if error.__cause__ is not None:
-                cause = Cause.of(error.__cause__)
-                where = f"Traceback (most recent call last):\n{cause.traceback}"
-                tool.first = f"{where}{cause.type}: {cause.message}"
-        return error_result(str(error))
-
     def note_refused_media(self, name: str) -> None:
         """Count an answer as an error after all: the model is shown none of its media."""
         self.errors += 1
@@ -398,25 +384,25 @@ class TrajectoryTools:
         Raises:
             ToolError: One could not be opened.
         """
-        for name, tool in self._tools.items():
-            if tool.opens_first and name not in self._opened:
+        for name, gate in self._gates.items():
+            if gate.tool.opens_first and name not in self._opened:
                 await self._open(name, Clock(), None)  # `limits.trajectory_s` bounds it
         observations = [await each.begin() for each in list(self._opened.values())]
         return [each for each in observations if each is not None]
 
     async def _open_used(self, name: str, limit: Limit) -> ToolResult | None:
         """Open a tool that is used for the first time; what answers its calls where it fails."""
-        refusal = self._settings.gates[name].find_refusal()
+        if (refusal := self._gates[name].find_refusal()) is not None:
+            return refusal
         try:
-            if refusal is None:
-                await self._open(name, limit, self._settings.tool_s)
+            await self._open(name, limit, self._settings.tool_s)
         except ToolError as error:
-            refusal = self._note_failure(name, error)
-        return refusal
+            return self._gates[name].note_failure(error)
+        return None
 
     async def _open(self, name: str, outer: Limit, tool_s: float | None) -> None:
         """Open a tool within `tool_s`; a `ToolError` where it raises or takes longer."""
-        tool, context = self._tools[name], self._context
+        tool, context = self._gates[name].tool, self._context
         if kwargs := self._kwargs.get(name):
             context = msgspec.structs.replace(context, kwargs=dict(kwargs))
         try:
