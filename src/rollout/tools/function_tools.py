@@ -117,11 +117,8 @@ def _one_or_all(names: list[str]) -> str | list[str]:
 class Parameters:
     """The parameters of one function, but for an injected `ToolContext`.
 
-    Args:
-        function: Whose annotations and docstring say what they are.
-        tool: Its name, for messages.
-        is_documented: Whether there must be a docstring and annotations. Where the schema is
-            given by hand a parameter without one takes any value.
+    With `is_documented` there must be a docstring and annotations; else, as the schema is given by
+    hand, a parameter without one takes any value.
 
     Attributes:
         description: What the docstring says before its sections.

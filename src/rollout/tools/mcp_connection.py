@@ -227,14 +227,8 @@ async def open_stdio(
 ) -> AsyncIterator[tuple[Any, Any]]:
     """The streams to and from a server that runs in a process of its own.
 
-    When the block ends the server is asked to end, and then killed with what it has started.
-
-    Args:
-        command: With its arguments.
-        errors: The file for its standard error.
-        on_end: Called once the server's output has ended.
-        env, cwd: See `connect_mcp`.
-        max_bytes: Longest message that is kept.
+    Its standard error goes to the file `errors`; `on_end` is called once its output has ended. When
+    the block ends the server is asked to end, and then killed with what it has started.
     """
     env = {**get_default_environment(), **(env or {})}
     process = await anyio.open_process(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Mapping
 from contextlib import AsyncExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -37,7 +36,7 @@ from rollout.types import NOT_PARSED, UNKNOWN_TOOL, InvalidToolCall, ToolCall
 from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from rollout.limits import Limit
     from rollout.tools.results import Answers
