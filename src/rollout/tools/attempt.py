@@ -6,7 +6,6 @@ import itertools
 import logging
 import math
 from contextlib import asynccontextmanager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import anyio
@@ -35,13 +34,13 @@ MAX_MESSAGE = 500
 
 
 async def attempt(
-    action: Callable[..., Awaitable[T]],
-    *args: object,
+    action: Callable[[], Awaitable[T]],
+    *,
     limit: Limit,
     what: str,
     activity: str | None = None,
 ) -> T:
-    """Await what ``action(*args)`` returns; it runs in a task of its own.
+    """Await what `action` returns; it runs in a task of its own.
 
     Args:
         action: Runs within `limit`.
@@ -56,7 +55,7 @@ async def attempt(
     """
     async with containment_here() as containment:  # outside of a runtime one of its own
         code: Contained[T] = Contained(containment, what, activity)
-        return await conclude(code, code.run(partial(action, *args)), limit)
+        return await conclude(code, code.run(action), limit)
 
 
 async def conclude(code: Contained[T], running: Awaitable[object], limit: Limit) -> T:

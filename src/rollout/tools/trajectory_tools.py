@@ -411,26 +411,25 @@ class TrajectoryTools:
             with outer.open(None, ""):
                 async with self._locks[id(self)]:
                     if name not in self._opened:  # another conversation may have opened it
-                        limit = outer.open(tool_s, "limits.tool_s")
-                        await self._start_session(tool, context, limit)
+                        await self._start(tool, context, outer.open(tool_s, "limits.tool_s"))
         except LimitExceeded:
             raise
         except Exception as error:
             cause = error.__cause__ if isinstance(error, ToolError) else error
             raise ToolError(f"could not open {name!r}: {error}") from cause
 
-    async def _start_session(self, tool: Tool, context: ToolContext, limit: Limit) -> None:
+    async def _start(self, tool: Tool, context: ToolContext, limit: Limit) -> None:
         """Open a session, in the task in which it will be closed: it may have a group open."""
         containment, what = current_containment(), f"open of tool {tool.name!r}"
-        if containment is None:  # outside of a runtime
-            await attempt(self._open_session, tool, context, limit, limit=limit, what=what)
+        task = None if containment is None else Contained[None](containment, what)
+        open_session = partial(self._open_session, tool, context, limit, task)
+        if task is None:  # outside of a runtime
+            await attempt(open_session, limit=limit, what=what)
         else:
-            task = Contained[None](containment, what)
-            running = task.run(partial(self._open_session, tool, context, limit, task))
-            await conclude(task, running, limit)
+            await conclude(task, task.run(open_session), limit)
 
     async def _open_session(
-        self, tool: Tool, context: ToolContext, limit: Limit, task: Contained[None] | None = None
+        self, tool: Tool, context: ToolContext, limit: Limit, task: Contained[None] | None
     ) -> None:
         """Open a session in its task, and close it there once `_close_session` lets it go on."""
         session = await tool.open(context)
@@ -441,7 +440,7 @@ class TrajectoryTools:
                 await session.close()
             await anyio.lowlevel.checkpoint()  # which ends here
         self._opened[tool.name] = session
-        if _overrides(session, "close"):
+        if type(session).close is not ToolSession.close:
             self._closing.push_async_callback(self._close_session, tool.name, session, task)
             if task is not None:
                 limit.release()
@@ -459,30 +458,26 @@ class TrajectoryTools:
         """
         self.reward, rewards = None, list[float]()
         for name, session in list(self._opened.items()):
-            if not _overrides(session, "calc_reward"):
+            if type(session).calc_reward is ToolSession.calc_reward:
                 continue
-            reward = await self._calc_reward(name, session)
-            if reward is not None:
-                rewards.append(reward)
+            limit = Clock(Deadline.after(self._settings.tool_s, "limits.tool_s"))
+            what = f"calc_reward of tool {name!r}"
+            try:
+                value: Any = await attempt(session.calc_reward, limit=limit, what=what)
+            except ToolError as error:
                 if session.decides_reward:
-                    self.reward = (self.reward or 0.0) + reward
+                    raise ToolError(f"tool {name!r}: calc_reward failed: {error}") from error
+                logger.warning("tool %r: calc_reward failed: %s", name, error)
+                continue
+            if (reward := read_reward(value)) is not None:
+                rewards.append(reward)
+                self.reward = (
+                    (self.reward or 0.0) + reward if session.decides_reward else self.reward
+                )
+            elif value is not None:
+                text = "tool %r: calc_reward returned %.80r; expected a finite number"
+                logger.warning(text, name, value)
         return rewards
-
-    async def _calc_reward(self, name: str, session: ToolSession) -> float | None:
-        limit = Clock(Deadline.after(self._settings.tool_s, "limits.tool_s"))
-        what = f"calc_reward of tool {name!r}"
-        try:
-            value: Any = await attempt(session.calc_reward, limit=limit, what=what)
-        except ToolError as error:
-            if session.decides_reward:
-                raise ToolError(f"tool {name!r}: calc_reward failed: {error}") from error
-            logger.warning("tool %r: calc_reward failed: %s", name, error)
-            return None
-        reward = read_reward(value)
-        if reward is None and value is not None:
-            text = "tool %r: calc_reward returned %.80r; expected a finite number"
-            logger.warning(text, name, value)
-        return reward
 
     async def close(self) -> None:
         """Close every session once, the last opened first, each within ``limits.cleanup_s``.
@@ -509,7 +504,3 @@ class TrajectoryTools:
                 await conclude(task, task.finish(), limit)
         except ToolError as error:
             logger.warning("tool %r: close failed: %s", name, error)
-
-
-def _overrides(session: ToolSession, method: str) -> bool:
-    return getattr(type(session), method) is not getattr(ToolSession, method)
