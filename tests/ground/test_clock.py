@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import anyio
 import pytest
@@ -168,9 +169,9 @@ async def test_waiting_for_a_sandbox_is_not_the_calls_time_but_the_turns(clock: 
         return "done"
 
     turn = clock.open(10, "turn")
-    assert await attempt(queue, 7.0, limit=turn.open(2, "tool"), what="tool") == "done"
+    assert await attempt(partial(queue, 7.0), limit=turn.open(2, "tool"), what="tool") == "done"
     with pytest.raises(LimitExceeded, match="turn = 10 s"):
-        await attempt(queue, 7.0, limit=turn.open(2, "tool"), what="tool")
+        await attempt(partial(queue, 7.0), limit=turn.open(2, "tool"), what="tool")
 
 
 # --- through the runtime, in virtual time, and on asyncio at a thousandth

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import anyio
 import msgspec
 
-from rollout.containment import Contained, containment_here
+from rollout.containment import Contained, containment_here, current_containment
 from rollout.errors import ToolError
 from rollout.limits import call_limit
 from rollout.scopes import find_exception, release_token
@@ -53,9 +53,12 @@ async def attempt(
         LimitExceeded: So was a limit around `limit`.
         UnresponsiveError: It was cancelled, and did not end.
     """
-    async with containment_here() as containment:  # outside of a runtime one of its own
-        code: Contained[T] = Contained(containment, what, activity)
-        return await conclude(code, code.run(action), limit)
+    containment = current_containment()
+    if containment is None:  # outside of a runtime
+        async with containment_here():
+            return await attempt(action, limit=limit, what=what, activity=activity)
+    code: Contained[T] = Contained(containment, what, activity)
+    return await conclude(code, code.run(action), limit)
 
 
 async def conclude(code: Contained[T], running: Awaitable[object], limit: Limit) -> T:
