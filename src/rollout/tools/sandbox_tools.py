@@ -134,7 +134,7 @@ class SandboxTool(Tool):
         return SandboxSession(self, context.sandbox)
 
     @abstractmethod
-    async def answer(self, session: SandboxSession, arguments: dict[str, Any]) -> ToolResult:
+    async def _answer(self, session: SandboxSession, arguments: dict[str, Any]) -> ToolResult:
         """Answer one call, without pictures; texts among the arguments are UTF-8."""
 
 
@@ -159,7 +159,7 @@ class SandboxSession(ToolSession):
             for name, value in call.arguments.items()
         }
         before = await self._list_pictures()
-        result = await self._tool.answer(self, arguments)
+        result = await self._tool._answer(self, arguments)
         written = await self._list_pictures() - before
         pictures: list[bytes] = []
         for path in sorted(line.partition(" ./")[2] for line in written):
@@ -218,8 +218,7 @@ class PythonTool(SandboxTool):
         super().__init__(name, **options)
         self.python = python
 
-    async def answer(self, session: SandboxSession, arguments: dict[str, Any]) -> ToolResult:
-        """See `SandboxTool.answer`."""
+    async def _answer(self, session: SandboxSession, arguments: dict[str, Any]) -> ToolResult:
         directory = session.directory or await session.make_directory(
             _START, self.python, program=read_program("python_session")
         )
@@ -269,8 +268,7 @@ class ShellTool(SandboxTool):
     parameters: ClassVar = {"command": {"type": "string", "description": "The command line."}}
     required: ClassVar = ["command"]
 
-    async def answer(self, session: SandboxSession, arguments: dict[str, Any]) -> ToolResult:
-        """See `SandboxTool.answer`."""
+    async def _answer(self, session: SandboxSession, arguments: dict[str, Any]) -> ToolResult:
         directory = session.directory or await session.make_directory(_MAKE + 'echo "$d"')
         try:
             result = await session.sandbox.exec(
@@ -326,8 +324,7 @@ class EditTool(SandboxTool):
     def __init__(self, name: str | None = None, *, description: str | None = None) -> None:
         super().__init__(name, description=description)
 
-    async def answer(self, session: SandboxSession, arguments: dict[str, Any]) -> ToolResult:
-        """See `SandboxTool.answer`."""
+    async def _answer(self, session: SandboxSession, arguments: dict[str, Any]) -> ToolResult:
         command, path, sandbox = arguments["command"], arguments["path"], session.sandbox
         try:
             if command == "view":
