@@ -45,7 +45,8 @@ async def _find_results(conversation: Conversation, calls: Calls) -> list[ToolRe
     tools, events, turns = state.tools, None, conversation.assistant_turns
     if state.services.events.is_on:
         identity = conversation._identity
-        events = CallEvents(state.services.events, identity.number, turns - 1, identity.path)
+        where = {"trajectory": identity.number, "turn": turns - 1, "path": identity.path}
+        events = CallEvents(state.services.events, where)
     before = tools.seconds
     results = await tools.run(calls, limit=conversation._turn, offered=offered, events=events)
     if any(result.has_media for result in results):

@@ -13,18 +13,7 @@ import logging
 import re
 import typing
 from contextlib import suppress
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    Generic,
-    Literal,
-    NotRequired,
-    ParamSpec,
-    TypeVar,
-    get_args,
-    overload,
-)
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, NotRequired, ParamSpec, TypeVar
 
 import docstring_parser
 import msgspec
@@ -309,9 +298,9 @@ class FunctionTool(Tool, Generic[P, R]):
         function, shown = self.function, self.schema["function"]
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             return "it yields: return one value instead"
-        if backend not in get_args(Backend) or isolation not in get_args(Isolation):
-            known = f"{get_args(Backend)} and {get_args(Isolation)}"
-            return f"backend = {backend!r}, isolation = {isolation!r}; expected some of {known}"
+        if backend not in ("native", "asyncio") or isolation not in ("none", "process"):
+            known = "native or asyncio, and none or process"
+            return f"backend = {backend!r}, isolation = {isolation!r}; expected {known}"
         if self._is_isolated:
             try:
                 check_top_level(function)
@@ -441,11 +430,11 @@ class _FunctionSession(ToolSession):
         return await self._tool.run(call.arguments, self._context)
 
 
-@overload
+@typing.overload
 def function_tool(function: Callable[P, R], /) -> FunctionTool[P, R]: ...
 
 
-@overload
+@typing.overload
 def function_tool(
     positional_name: str | None = None, /, *, name: str | None = None, **options: Any
 ) -> Callable[[Callable[P, R]], FunctionTool[P, R]]: ...

@@ -50,12 +50,10 @@ _SHOWN = 200
 
 
 class CallEvents(msgspec.Struct, frozen=True):
-    """Where the events of the calls of one turn go: of this trajectory, turn and conversation."""
+    """Where the events of the calls of one turn go, and its trajectory, turn and path in them."""
 
     events: EventStream
-    trajectory: int
-    turn: int
-    path: str
+    where: dict[str, Any]
 
 
 class Call(msgspec.Struct, eq=False, gc=False):
@@ -82,7 +80,8 @@ class Call(msgspec.Struct, eq=False, gc=False):
         """Emit that the call begins."""
         if (to := self.events) is not None and to.events.tells_all:
             at = to.events.since_start(self.began)
-            to.events.emit(ToolStarted(at=at, tool=self.tool, **self._locate(to)))
+            event = ToolStarted(at=at, tool=self.tool, position=self.position, **to.where)
+            to.events.emit(event)
 
     def emit_ended(self, now: float, *, is_refused: bool) -> None:
         """Emit that the call has its result, or was cancelled."""
@@ -100,13 +99,10 @@ class Call(msgspec.Struct, eq=False, gc=False):
             is_error=is_error,
             error=("cancelled" if text is None else text[:_SHOWN]) if is_error else "",
             characters=len(text or ""),
-            **self._locate(to),
+            position=self.position,
+            **to.where,
         )
-        to.events.tell(_emit_made, (to.trajectory, event, self.call, text))
-
-    def _locate(self, to: CallEvents) -> dict[str, Any]:
-        where = {"trajectory": to.trajectory, "turn": to.turn, "path": to.path}
-        return {**where, "position": self.position}
+        to.events.tell(_emit_made, (to.where["trajectory"], event, self.call, text))
 
 
 def _emit_made(start: float, facts: Sequence[Any]) -> tuple[ToolEnded, tuple[Any, str | None]]:
