@@ -166,7 +166,10 @@ def _show_media(value: Any) -> ToolResult | None:
         return ToolResult(videos=[value])
     if isinstance(value, Media) or kind_of_media(value) is not None:
         return ToolResult(images=[value])
-    if not isinstance(value, list) or not all(map(_is_part, value)):
+    if not isinstance(value, list) or not all(
+        isinstance(part, Mapping) and (part.get("type") == "text" or is_media_part(part))
+        for part in value
+    ):
         return None
     media = [media_part(f"part {at} of the tool's answer", part) for at, part in enumerate(value)]
     if not any(media):
@@ -174,13 +177,6 @@ def _show_media(value: Any) -> ToolResult | None:
     texts = [part["text"] for part in value if part.get("type") == "text"]
     images, videos = split_media(media)
     return ToolResult("\n".join(texts), images=images, videos=videos)
-
-
-def _is_part(value: object) -> bool:
-    """Whether it is a part of a content: text, an image or a video."""
-    if isinstance(value, Mapping) and value.get("type") == "text":
-        return isinstance(value.get("text"), str)
-    return isinstance(value, Mapping) and is_media_part(value)
 
 
 def split_media(parts: Sequence[Any]) -> tuple[list[Any], list[Any]]:
