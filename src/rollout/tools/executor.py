@@ -174,10 +174,10 @@ def _as_tool(tool: Tool | Callable[..., Any]) -> Tool:
         return wrap_langchain_tool(tool)
     if not isinstance(tool, Tool):
         return FunctionTool(tool)
-    kind = type(tool).__name__
+    kind, name = type(tool).__name__, getattr(tool, "name", None)
     schema = as_openai_schema(getattr(tool, "schema", None), f"{kind}.schema")
-    if "function" not in tool.schema or schema["function"]["name"] != tool.name:
-        raise ToolError(f"{kind}.name = {tool.name!r}: its schema is of {schema!r:.200}")
+    if "function" not in tool.schema or schema["function"]["name"] != name:
+        raise ToolError(f"{kind}.name = {name!r}: its schema is of {schema!r:.200}")
     if not isinstance(tool.policy, ToolPolicy):
         raise ToolError(f"{kind}.policy = {tool.policy!r:.80}; expected a ToolPolicy")
     return tool

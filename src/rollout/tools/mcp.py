@@ -122,14 +122,7 @@ async def connect_mcp(
 class _McpTool(Tool):
     """A tool of an MCP server.
 
-    Args:
-        theirs: The SDK's.
-        prefix: See `connect_mcp`.
-        acquire: Gives a trajectory its connection.
-        owns: Whether nobody else is on that; it ends with the trajectory then.
-
-    Attributes:
-        may_repeat: The server says that a second call changes nothing more.
+    `acquire` gives a trajectory its connection, which ends with the trajectory where it `owns` it.
     """
 
     def __init__(
@@ -141,7 +134,7 @@ class _McpTool(Tool):
         function = {"name": self.name, "description": description}
         function["parameters"] = theirs.input_schema
         self.schema = {"type": "function", "function": function}
-        hints = theirs.annotations
+        hints = theirs.annotations  # whether a second call changes nothing more
         self.may_repeat = bool(hints and (hints.read_only_hint or hints.idempotent_hint))
 
     async def open(self, context: ToolContext) -> ToolSession:
@@ -183,12 +176,9 @@ def _make_result(name: str, answer: Any) -> ToolResult:
             data = content.blob if block.type == "resource" else content.data
             images.append({"type": "image", "data": data, "mimeType": content.mime_type})
         else:
-            return error_result(
-                f"{name}: the server answered with {block.type} content; only text and images can "
-                f"be observed"
-            )
-    data = answer.structured_content
+            found = f"{name}: the server answered with {block.type} content"
+            return error_result(f"{found}; only text and images can be observed")
+    data, is_error = answer.structured_content, bool(answer.is_error)
     if not texts and data is not None:
         texts.append(json.dumps(data, ensure_ascii=False))
-    is_error = bool(answer.is_error)
     return ToolResult("\n".join(texts), data=data, is_error=is_error, images=tuple(images))

@@ -1,7 +1,8 @@
 """A connection to an MCP server that is kept up, and its transports. Imports the SDK, `mcp`.
 
-Over HTTP the transport is the SDK's, with bodies bounded. The SDK's reader of a command's output
-takes time that grows with the square of a line's length; so that one is ours.
+No message is kept that is too long. Over HTTP the transport is the SDK's, with bodies bounded. The
+SDK's reader of a command's output has no bound, and takes time that grows with the square of a
+line's length; so that one is ours.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import httpx2
 import mcp_types
-from anyio.streams.buffered import BufferedByteReceiveStream
 from mcp import Client, MCPError
 from mcp.client.stdio import get_default_environment
 from mcp.client.streamable_http import streamable_http_client
@@ -28,7 +28,7 @@ from rollout.errors import ToolError
 from rollout.scopes import find_exception
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
     from anyio import TaskHandle
     from anyio.abc import ByteSendStream, Process, TaskStatus
@@ -46,12 +46,7 @@ QUOTED_LINES = 10
 #: Stands in the error of each answer that is too long, also in the SDK's own of an event.
 _TOO_LONG = "byte limit"
 #: What reading and writing raise once the other side is gone, or ours is closed.
-_GONE = (
-    *(OSError, anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError),
-    *(anyio.IncompleteRead, anyio.DelimiterNotFound),
-)
-#: Bytes of a message that a server may write; one that writes more is lost.
-_MAX_LINE = 2**26
+_GONE = (OSError, anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError)
 #: The id of a message, within `_ENDS` bytes of one of its ends: servers write it first or last.
 _ENDS = 4096
 _ID = re.compile(
@@ -63,11 +58,8 @@ _ID = re.compile(
 class Connection:
     """A connection to a server, kept up by a task of its own.
 
-    Args:
-        label: Names the server, for messages.
-        open_transport: Opens a transport, with a file for a command's standard error, and what to
-            call at its end.
-        start_timeout_s, ping_s: See `connect_mcp`.
+    `open_transport` is called with a file for a command's standard error, and with what to call
+    when its output ends.
 
     Attributes:
         tools: What the server offered when it was last connected.
@@ -206,13 +198,35 @@ def _describe_limit(max_bytes: int) -> str:
     return f"the answer exceeded the {max_bytes} {_TOO_LONG} (connect_mcp: max_answer_bytes)"
 
 
-def refuse_long(line: bytes, max_bytes: int) -> bytes:
-    """The error in place of an answer that is too long; nothing of a message without an id."""
-    if (found := _ID.search(line[:_ENDS] + line[-_ENDS:])) is None:
-        return b""
-    error = {"code": -32603, "message": _describe_limit(max_bytes)}
-    answer = {"jsonrpc": "2.0", "id": json.loads(found[1] or found[2]), "error": error}
-    return json.dumps(answer).encode()
+class LineBuffer:
+    """Cuts a server's output into lines; of one that is too long it keeps the ends.
+
+    An error takes the place of a long answer; a long line that answers no request is left out.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._head, self._tail, self._size = bytearray(), b"", 0
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Yield the lines that end within `data`, but for blank ones."""
+        for number, piece in enumerate(data.split(b"\n")):
+            if number and (line := self._end_line()).strip():
+                yield line
+            self._head += piece[: max(0, self._max_bytes - len(self._head))]
+            self._tail = (self._tail + piece)[-_ENDS:]
+            self._size += len(piece)
+
+    def _end_line(self) -> bytes:
+        line, tail, size = bytes(self._head), self._tail, self._size
+        self._head, self._tail, self._size = bytearray(), b"", 0
+        if size <= self._max_bytes:
+            return line
+        if (found := _ID.search(line[:_ENDS] + tail)) is None:
+            return b""
+        error = {"code": -32603, "message": _describe_limit(self._max_bytes)}
+        answer = {"jsonrpc": "2.0", "id": json.loads(found[1] or found[2]), "error": error}
+        return json.dumps(answer).encode()
 
 
 @asynccontextmanager
@@ -240,19 +254,16 @@ async def open_stdio(
     to_send, from_client = anyio.create_memory_object_stream[Any](0)
 
     async def read() -> None:
-        stream = BufferedByteReceiveStream(stdout)
+        lines = LineBuffer(max_bytes)
         with to_client, suppress(*_GONE):
-            while True:
-                line = await stream.receive_until(b"\n", _MAX_LINE)
-                line = line if len(line) <= max_bytes else refuse_long(line, max_bytes)
-                if not line.strip():
-                    continue
-                try:
-                    found = mcp_types.jsonrpc_message_adapter.validate_json(line, by_name=False)
-                except ValueError as error:
-                    await to_client.send(error)
-                else:
-                    await to_client.send(SessionMessage(found))
+            async for data in stdout:
+                for line in lines.feed(data):
+                    try:
+                        found = mcp_types.jsonrpc_message_adapter.validate_json(line, by_name=False)
+                    except ValueError as error:
+                        await to_client.send(error)
+                    else:
+                        await to_client.send(SessionMessage(found))
         on_end()
 
     async def write() -> None:
