@@ -58,7 +58,7 @@ class SchemaCheck:
         faults = [
             self._describe(error)
             for error in self._validator.iter_errors(found)
-            if getattr(error.kind, "property", None) not in fixed
+            if error.instance_path or getattr(error.kind, "property", None) not in fixed
         ]
         if faults:
             text = "; ".join(dict.fromkeys(faults))
