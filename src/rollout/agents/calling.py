@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from rollout.agents.turn_log import make_calls_question
 from rollout.tools import ToolResult
-from rollout.tools.call_events import CallEvents
 from rollout.tools.results import Answers
+from rollout.tools.trajectory_tools import CallEvents
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -57,7 +57,8 @@ async def _run(
     state, events = conversation._state, None
     if state.services.events.is_on:
         identity, turn = conversation._identity, conversation.assistant_turns - 1
-        events = CallEvents(state.services.events, identity.number, turn, identity.path)
+        where = {"trajectory": identity.number, "turn": turn, "path": identity.path}
+        events = CallEvents(state.services.events, where)
     limit = conversation._open_turn_limit()
     results = await state.tools.run(calls, limit=limit, offered=offered, events=events)
     if not any(result.has_media for result in results):

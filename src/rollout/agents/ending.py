@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import attrs
 
+from rollout.errors import ToolError
 from rollout.limits import Clock, Deadline
-from rollout.tools.attempt import CallError, attempt
+from rollout.tools.attempt import attempt
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
@@ -43,5 +44,5 @@ async def finish(
         with anyio.CancelScope(shield=True):
             limit = Clock(Deadline.after(cleanup_s, "limits.cleanup_s"))
             await attempt(function, limit=limit, what=what)
-    except CallError as error:
+    except ToolError as error:
         logger.warning("%s: %s failed: %s", whose, what, error)

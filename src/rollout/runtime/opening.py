@@ -39,7 +39,7 @@ from rollout.scheduling.selection import find_accept
 from rollout.scheduling.tokenization import TokenizationCheck
 from rollout.scheduling.trajectory import TrajectoryRunner
 from rollout.tools import Tool, ToolExecutor
-from rollout.tools.loading import make_shipped
+from rollout.tools.builtin import make_shipped
 from rollout.tools.tool import open_tools
 from rollout.worker_threads import WorkerThreads
 
