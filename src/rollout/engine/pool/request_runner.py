@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     from rollout.engine.channel.channel import Channel
+    from rollout.engine.pool.generation import Generation
     from rollout.engine.pool.replica import Replica
-    from rollout.engine.pool.requests import Request
     from rollout.engine.routing import Dispatch, Router
     from rollout.limits import Clock
     from rollout.observe.event_stream import EventStream
@@ -88,7 +88,7 @@ class WaitQueue:
         """How many wait, those included that were called and have not looked yet."""
         return self._count
 
-    async def wait(self, request: Request) -> None:
+    async def wait(self, request: Generation) -> None:
         """Return when the request is to look for a replica.
 
         A caller that does not take one calls `call_next`; cancellation passes the call on.
@@ -145,7 +145,7 @@ class RequestRunner:
         events: EventStream,
     ) -> None:
         self.is_open = self.is_admission_blocked = False
-        self.active: dict[Request, None] = {}
+        self.active: dict[Generation, None] = {}
         self.queue = WaitQueue(lambda: not self.is_admission_blocked and router.has_room)
         self.counts = RecoveryCounts()
         self._router, self._replicas = router, replicas
@@ -158,7 +158,7 @@ class RequestRunner:
         self._paused_s = 0.0  # of pauses that are over
         self._paused_since = 0.0
 
-    async def run(self, request: Request) -> None:
+    async def run(self, request: Generation) -> None:
         """Make requests until the generation has its answer; see `EnginePool.generate`.
 
         Cancelled, it has the engine end the request, and waits a moment for the tokens that the
@@ -173,25 +173,25 @@ class RequestRunner:
                 if dispatch is None:
                     continue  # its trajectory was carried meanwhile
                 await self._send(request, dispatch)
+                is_cut_off = request.finish_reason == "abort"
                 if await self._is_over(request):
                     return
                 is_only_one = len(self._router.replicas) == 1
-                is_cut_off = request.finish_reason == "abort"
                 avoid = None if is_cut_off or is_only_one else dispatch.replica.name
         finally:
             request.resume()
             del self.active[request]
 
-    async def _wait_carried(self, request: Request) -> None:
+    async def _wait_carried(self, request: Generation) -> None:
         """Wait until its trajectory continues; that time is charged to nobody."""
         if request.clock.carried_since is not None:
             began = self._now()
             try:
                 await request.clock.wait_carried()
             finally:
-                request.generation.held_s += self._now() - began
+                request.held_s += self._now() - began
 
-    async def _find_replica(self, request: Request, avoid: str | None) -> Dispatch | None:
+    async def _find_replica(self, request: Generation, avoid: str | None) -> Dispatch | None:
         """Find a replica, by priority where requests wait; None where the trajectory is carried."""
         request.waits_since = self._now()
         dispatch = None if self.queue else self._assign(request, avoid)
@@ -211,7 +211,7 @@ class RequestRunner:
         self.queue.call_next()  # there may be room for the next one too
         return dispatch
 
-    def _assign(self, request: Request, avoid: str | None) -> Dispatch | None:
+    def _assign(self, request: Generation, avoid: str | None) -> Dispatch | None:
         request.placed_at = self._now()
         if self.is_admission_blocked:
             return None
@@ -224,7 +224,7 @@ class RequestRunner:
         )
         return self._assign(request, None) if dispatch is None and avoid is not None else dispatch
 
-    async def _send(self, request: Request, dispatch: Dispatch) -> None:
+    async def _send(self, request: Generation, dispatch: Dispatch) -> None:
         """Send a request, and return when the engine no longer works on it."""
         replica = self._replicas[dispatch.replica.name]
         channel = replica.channel
@@ -261,16 +261,16 @@ class RequestRunner:
             request.is_running = False
             replica.requests.pop(request, None)
 
-    def _submit(self, request: Request, replica: Replica, channel: Channel) -> None:
+    def _submit(self, request: Generation, replica: Replica, channel: Channel) -> None:
         request_id = self._ids.new()
         submit = request.build_submit(request_id, self._now())
-        request.generation.begin(request_id, replica.name)
+        request.note_sent(request_id)
         replica.requests[request] = None
         channel.submit_nowait(submit, request)
         if self._events.tells_all:
             self._emit_placed(request)
 
-    def end(self, request: Request) -> None:
+    def end(self, request: Generation) -> None:
         """The engine no longer works on a request.
 
         One that its replica was made to cut off is held for it, and sent there again by
@@ -286,11 +286,11 @@ class RequestRunner:
             self._release(request, replica)
             request.done.set()
 
-    def _hold(self, request: Request, replica: Replica) -> None:
+    def _hold(self, request: Generation, replica: Replica) -> None:
         request.is_running, request.waits_since = False, self._now()
         replica.requests.pop(request, None)
         replica.held[request] = None
-        replica.changed.notify()
+        replica.emptied.set()
 
     async def resume_held(self, replica: Replica) -> None:
         """Send the requests again that a replica was made to cut off."""
@@ -303,7 +303,7 @@ class RequestRunner:
             if request not in replica.held:  # lost, cancelled or carried meanwhile
                 continue
             assert request.dispatch is not None
-            self._router.renew(request.dispatch, request.prompt_tokens)
+            request.dispatch = self._router.renew(request.dispatch, request.prompt_tokens)
             del replica.held[request]
             request.placed_at = self._now()
             request.begin()
@@ -319,24 +319,25 @@ class RequestRunner:
         for request in tuple(replica.held):
             self._let_go(request, replica)
 
-    def _let_go(self, request: Request, replica: Replica) -> None:
+    def _let_go(self, request: Generation, replica: Replica) -> None:
         del replica.held[request]
         self._release(request, replica)
         request.done.set()
 
-    def _release(self, request: Request, replica: Replica) -> None:
+    def _release(self, request: Generation, replica: Replica) -> None:
         """Count a request no more where it was."""
         dispatch, generated = request.dispatch, None
         assert dispatch is not None
         if request.finish_reason in WHOLE_ANSWERS and not request.is_abandoned:
-            generated = request.generation.parts[-1].count
+            generated = dispatch.count
             replica.prompt_tokens += dispatch.prompt_tokens
-            replica.cached_tokens += request.generation.cached_tokens
+            replica.cached_tokens += request.cached_tokens
         self._router.release(dispatch, generated=generated)
-        replica.changed.notify()
+        if dispatch.replica.in_flight <= len(replica.held):
+            replica.emptied.set()
         self.queue.call_next()
 
-    async def _is_over(self, request: Request) -> bool:
+    async def _is_over(self, request: Generation) -> bool:
         """Whether the generation has its answer; returns when the next request may be made."""
         if request.is_lost or request.is_malformed:
             await self._count_failure(request)
@@ -348,12 +349,12 @@ class RequestRunner:
             return False
         match request.finish_reason:
             case "abort" if self._was_aborted_early(request):
-                request.generation.finish_reason = None
+                request.finish_reason = None
                 if request.is_complete():
                     return True
                 field = request.find_stateful_field()
                 if field:
-                    request.generation.restart(f"it was interrupted (sampling.{field})")
+                    request.restart(f"it was interrupted (sampling.{field})")
                 return False
             case "rejected":
                 await anyio.sleep(request.refused_backoff_s)
@@ -362,16 +363,16 @@ class RequestRunner:
                 )
                 return False
             case "error":
-                name = request.generation.replica
+                name = request.replica
                 raise request.fail(request.error or f"{name}: the engine failed")
         return True
 
-    def _was_aborted_early(self, request: Request) -> bool:
+    def _was_aborted_early(self, request: Generation) -> bool:
         """Whether the abort was the driver's, or by a deadline that has been put off since."""
-        is_put_off = self._now() < request.limit.deadline.at != request.deadline
+        is_put_off = self._now() < request.limit.ends_at != request.deadline
         return request.is_interrupted or is_put_off
 
-    async def _count_failure(self, request: Request) -> None:
+    async def _count_failure(self, request: Generation) -> None:
         """Count a lost or malformed answer, and end a generation that has had too many."""
         if request.is_malformed:
             request.malformed += 1
@@ -393,14 +394,14 @@ class RequestRunner:
                 reason=LOST_ENGINES,
             )
 
-    def _resume_or_restart(self, request: Request) -> None:
+    def _resume_or_restart(self, request: Generation) -> None:
         field = request.find_stateful_field()
         if field or self._policy == "restart":
             rule = f"sampling.{field}" if field else "recovery.policy"
-            request.generation.restart(f"{request.error} ({rule})")
+            request.restart(f"{request.error} ({rule})")
             self.counts.restarted += 1
         else:
-            request.generation.resumes += 1
+            request.resumes += 1
             self.counts.resumed += 1
 
     def pause_deadlines(self, *, running: bool) -> None:
@@ -459,20 +460,20 @@ class RequestRunner:
             waits[trajectory].append(request.describe_wait(path, now))
         return waits
 
-    def _emit_placed(self, request: Request) -> None:
+    def _emit_placed(self, request: Generation) -> None:
         self._events.emit(
             RequestPlaced(
                 at=self._events.since_start(request.placed_at),
                 trajectory=request.trajectory,
                 session=request.session_id,
                 request=request.request_id,
-                replica=request.generation.replica,
+                replica=request.replica,
                 queue_s=request.placed_at - request.waits_since,
             )
         )
 
-    def _emit_ended(self, request: Request) -> None:
-        part, dispatch, now = request.generation.parts[-1], request.dispatch, self._now()
+    def _emit_ended(self, request: Generation) -> None:
+        dispatch, now = request.dispatch, self._now()
         assert dispatch is not None
         reason: str | None = request.finish_reason
         if reason is None:
@@ -483,15 +484,15 @@ class RequestRunner:
             at=self._events.since_start(now),
             trajectory=request.trajectory,
             session=request.session_id,
-            request=part.request_id,
-            replica=part.replica,
+            request=dispatch.request_id,
+            replica=dispatch.replica.name,
             began=self._events.since_start(request.waits_since),
             queue_s=request.placed_at - request.waits_since,
             prefill_s=first_at - request.placed_at,
             decode_s=now - first_at,
             prompt_tokens=dispatch.prompt_tokens,
-            cached_tokens=request.generation.cached_tokens if request.finish_reason else 0,
-            tokens=part.count,
+            cached_tokens=request.cached_tokens if request.finish_reason else 0,
+            tokens=dispatch.count,
             finish_reason=reason,
         )
-        self._events.tell(lambda _, facts: (facts[1], None), (request.trajectory, event))
+        self._events.tell_event(request.trajectory, event)
