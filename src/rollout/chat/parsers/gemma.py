@@ -6,12 +6,12 @@ import json
 import re
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rollout.chat.parsers.json_calls import MAX_DEPTH, finite
+from rollout.chat.parsers.json_calls import MAX_DEPTH, FaultyCall, finite, skip_space
 from rollout.chat.parsers.llama3 import OBJECT, read_objects
 from rollout.chat.parsers.python_calls import (
     MAX_VALUES,
     PythonCall,
-    PythonFault,
+    make_fault,
     read_statement,
     unescape,
 )
@@ -95,7 +95,7 @@ def _read_tagged(scan: TurnScan, opening: re.Match[str]) -> int:
         is_read = True
         if not reader.take(end):
             reader.fail(f"the call is not closed by {end}")
-    except PythonFault as fault:
+    except FaultyCall as fault:
         tag = _TAG.match(scan.text, fault.at) if is_read else None
         if tag is not None:
             at = tag.start() if tag[0] in _ENDS else tag.end()
@@ -117,7 +117,7 @@ def _read_fence(scan: TurnScan, opening: re.Match[str]) -> int:
         while not calls or not scan.text.startswith(FENCE, at := scan.skip_space(at)):
             more, at = read_statement(scan.text, at)
             calls += more
-    except PythonFault as fault:
+    except FaultyCall as fault:
         stop = scan.nesting(_NESTED_FENCE).stop(opening.end())
         stop = len(scan.text) if stop is None else stop
         return scan.add_invalid(opening.start(), stop, str(fault))
@@ -130,7 +130,7 @@ class GemmaReader:
     """A position in a text from which ``call:f{key:value}`` is read; it then stands after that.
 
     Raises:
-        PythonFault: From all that reads, with the position of the fault.
+        FaultyCall: From all that reads, with the position of the fault.
     """
 
     def __init__(self, text: str, at: int) -> None:
@@ -140,7 +140,7 @@ class GemmaReader:
 
     def take(self, sign: str) -> bool:
         """Whether `sign` stands next, white space aside; if so go past it."""
-        self._skip()
+        self.at = skip_space(self.text, self.at)
         if not self.text.startswith(sign, self.at):
             return False
         self.at += len(sign)
@@ -148,11 +148,7 @@ class GemmaReader:
 
     def fail(self, reason: str) -> NoReturn:
         """Raise a fault here, with what stands here."""
-        raise PythonFault(reason, self.text, self.at)
-
-    def _skip(self) -> None:
-        gap = _GAP.match(self.text, self.at)
-        self.at = self.at if gap is None else gap.end()
+        raise make_fault(reason, self.text, self.at)
 
     def _ends(self, end: str) -> bool:
         """Whether `end` stands next, after a comma or not; else there must be a comma."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from rollout.chat.parsers.json_calls import FaultyCall
 from rollout.chat.parsers.markup import CallMarkup, end_of_json, without_own_lines
 from rollout.chat.parsers.registry import register_tool_parser
-from rollout.chat.parsers.scan import FaultyCall, TaggedParser
+from rollout.chat.parsers.scan import TaggedParser
 
 if TYPE_CHECKING:
     from rollout.chat.parsers.scan import TurnScan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from rollout.chat.parsers.json_calls import GAP, call_of, is_cut, value_at
+from rollout.chat.parsers.json_calls import GAP, FaultyCall, call_of, value_at
 from rollout.chat.parsers.registry import register_tool_parser
 from rollout.chat.parsers.scan import TaggedParser
 
@@ -32,32 +32,31 @@ class HermesParser(TaggedParser):
             return scan.add_content(*opening.span())
         try:
             value, stop = value_at(scan.text, body)
-        except ValueError as error:
-            return self._add_invalid(scan, start, body, str(error))
+        except FaultyCall as error:
+            return self._add_invalid(scan, start, body, error)
         follower = scan.skip_space(stop)
         if scan.text.startswith(CALL, follower):
             end = scan.nesting(_NESTED).stop(body)  # else the next one is no part of it
             stop = stop if end is None else end
             return scan.add_invalid(start, stop, f"the call is not closed by {END_CALL}")
         if not scan.text.startswith(END_CALL, follower):
-            return self._add_invalid(
-                scan, start, follower, "malformed JSON: more text follows the call"
-            )
+            fault = FaultyCall("malformed JSON: more text follows the call")
+            return self._add_invalid(scan, start, follower, fault)
         try:
             call = call_of(value)
-        except ValueError as error:
-            return self._add_invalid(scan, start, follower, str(error))
+        except FaultyCall as error:
+            return self._add_invalid(scan, start, follower, error)
         return scan.add_call(start, follower + len(END_CALL), call.name, call.arguments)
 
     def _is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
         is_twice = scan.text.startswith(CALL, opening.end()) and scan.is_at_line_start
         return is_twice or scan.is_meant(opening.end(), END_CALL)
 
-    def _add_invalid(self, scan: TurnScan, start: int, at: int, reason: str) -> int:
+    def _add_invalid(self, scan: TurnScan, start: int, at: int, fault: FaultyCall) -> int:
         """What is faulty reaches to its end tag, past what it quotes."""
-        stop = None if is_cut(reason) else scan.nesting(_NESTED).stop(at)
+        stop = None if fault.is_cut else scan.nesting(_NESTED).stop(at)
         if stop is not None:
-            return scan.add_invalid(start, stop, reason)
-        if scan.find(END_CALL, at) == len(scan.text):
-            reason = f"the call is not closed by {END_CALL}"
+            return scan.add_invalid(start, stop, str(fault))
+        is_closed = END_CALL in scan.text[at:]
+        reason = str(fault) if is_closed else f"the call is not closed by {END_CALL}"
         return scan.add_invalid(start, len(scan.text), reason)

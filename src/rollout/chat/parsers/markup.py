@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from rollout.chat.parsers.json_calls import value_at
-from rollout.chat.parsers.scan import FaultyCall
+from rollout.chat.parsers.json_calls import FaultyCall, value_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -151,7 +150,7 @@ def end_of_json(scan: TurnScan, at: int) -> int:
     """After the JSON that begins at `at`, which may quote tags; `at` where there is none."""
     try:
         return value_at(scan.text, scan.skip_space(at))[1]
-    except ValueError:
+    except FaultyCall:
         return at
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from rollout.chat.parsers.python_calls import PythonFault, read_call_list
+from rollout.chat.parsers.json_calls import FaultyCall
+from rollout.chat.parsers.python_calls import read_call_list
 from rollout.chat.parsers.registry import register_tool_parser
 from rollout.chat.parsers.scan import TaggedParser
 
@@ -65,7 +66,7 @@ def add_call_list(scan: TurnScan, opening: re.Match[str], *, is_marked: bool = F
     start = opening.start()
     try:
         calls, stop = read_call_list(scan.text, start)
-    except PythonFault as fault:
+    except FaultyCall as fault:
         if is_meant and _DOTS.match(scan.text, start) is None:
             end = None
             if scan.text.endswith(_START, 0, start):

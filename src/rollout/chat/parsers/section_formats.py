@@ -6,10 +6,10 @@ import re
 from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
-from rollout.chat.parsers.json_calls import arguments_of, is_cut, value_at
+from rollout.chat.parsers.json_calls import FaultyCall, arguments_of, value_at
 from rollout.chat.parsers.markup import CallMarkup, without_own_lines
 from rollout.chat.parsers.registry import register_tool_parser
-from rollout.chat.parsers.scan import FaultyCall, TaggedParser
+from rollout.chat.parsers.scan import TaggedParser
 
 if TYPE_CHECKING:
     from rollout.chat.parsers.scan import TurnScan
@@ -126,7 +126,7 @@ class JsonSectionParser(SectionParser):
         cls.nested = re.compile(rf"(?P<opens>{head})|(?P<closes>{re.escape(cls.end_call)})")
 
     def end_of_faulty(self, scan: TurnScan, fault: FaultyCall) -> int | None:
-        if is_cut(str(fault)):
+        if fault.is_cut:
             return len(scan.text)
         if self._next.match(scan.text, fault.at) is not None:
             return None
@@ -144,8 +144,9 @@ class JsonSectionParser(SectionParser):
         try:
             value, stop = value_at(scan.text, scan.skip_space(body))
             arguments = arguments_of(value)
-        except ValueError as error:
-            raise FaultyCall(str(error), body, is_in_value=True) from None
+        except FaultyCall as error:
+            error.at, error.is_in_value = body, True
+            raise
         end = scan.skip_space(self.skip_tail(scan, scan.skip_space(stop)))
         if not scan.text.startswith(self.end_call, end):
             raise FaultyCall(f"the call is not closed by {self.end_call}", end, is_in_value=True)
