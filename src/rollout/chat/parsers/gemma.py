@@ -72,55 +72,48 @@ class GemmaParser(TaggedParser):
         rf"|(?:\A|(?<=<channel\|>)|(?<=</think>))\s*(?:(?P<json>(?={OBJECT}))|{CALL_LIST})"
     )
 
+    def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
+        if opening["fence"] is not None:
+            is_line = _LINE_END.match(scan.text, opening.end()) is not None
+            return is_line or scan.is_at_line_start
+        if opening[0] not in _ENDS:
+            return True
+        is_begun = scan.text.startswith("call:", scan.skip_space(opening.end()))
+        return is_begun or scan.is_meant(opening.end(), _ENDS[opening[0]])
+
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
         if opening["name"] is not None:
             return add_call_list(scan, opening)
         if opening["json"] is not None:
             return read_objects(scan, opening.end(), opening.end(), is_marked=False)
         if opening["fence"] is not None:
-            is_meant = scan.is_at_line_start or _LINE_END.match(scan.text, opening.end())
-            return _read_fence(scan, opening) if is_meant else scan.add_content(*opening.span())
-        is_begun = scan.text.startswith("call:", scan.skip_space(opening.end()))
-        if not is_begun and not scan.is_meant(opening.end(), _ENDS[opening[0]]):
-            return scan.add_content(*opening.span())
-        return _read_tagged(scan, opening)
-
-
-def _read_tagged(scan: TurnScan, opening: re.Match[str]) -> int:
-    start, end = opening.start(), _ENDS[opening[0]]
-    reader = GemmaReader(scan.text, opening.end())
-    is_read = False
-    try:
+            return _read_fence(scan, opening.end())
+        reader, end = GemmaReader(scan.text, opening.end()), _ENDS[opening[0]]
         name, arguments = reader.call()
-        is_read = True
         if not reader.take(end):
-            reader.fail(f"the call is not closed by {end}")
-    except FaultyCall as fault:
-        tag = _TAG.match(scan.text, fault.at) if is_read else None
-        if tag is not None:
-            at = tag.start() if tag[0] in _ENDS else tag.end()
-            return scan.add_invalid(start, at, str(fault))
-        # Where it is not closed, all that follows may be quoted in it.
-        nesting = scan.nesting(_NESTED[opening[0]])
+            tag = _TAG.match(scan.text, reader.at)
+            fault = make_fault(f"the call is not closed by {end}", scan.text, reader.at)
+            if tag is None:
+                raise fault
+            stop = tag.start() if tag[0] in _ENDS else tag.end()
+            return scan.add_invalid(opening.start(), stop, str(fault))
+        return scan.add_call(opening.start(), reader.at, name, arguments)
+
+    def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
+        is_fence = opening["fence"] is not None
+        nesting = scan.nesting(_NESTED_FENCE if is_fence else _NESTED[opening[0]])
         stop = nesting.stop(opening.end())
-        if stop is None:
+        if stop is None and not is_fence:  # all that follows may be quoted in it
             stop = nesting.before_calls(opening.end(), _NAMED, _GAP)
-        return scan.add_invalid(start, len(scan.text) if stop is None else stop, str(fault))
-    return scan.add_call(start, reader.at, name, arguments)
+        return len(scan.text) if stop is None else stop
 
 
-def _read_fence(scan: TurnScan, opening: re.Match[str]) -> int:
+def _read_fence(scan: TurnScan, at: int) -> int:
     """The calls of a fence, one or several, bare, printed or in a list."""
-    at = opening.end()
     calls: list[PythonCall] = []
-    try:
-        while not calls or not scan.text.startswith(FENCE, at := scan.skip_space(at)):
-            more, at = read_statement(scan.text, at)
-            calls += more
-    except FaultyCall as fault:
-        stop = scan.nesting(_NESTED_FENCE).stop(opening.end())
-        stop = len(scan.text) if stop is None else stop
-        return scan.add_invalid(opening.start(), stop, str(fault))
+    while not calls or not scan.text.startswith(FENCE, at := scan.skip_space(at)):
+        more, at = read_statement(scan.text, at)
+        calls += more
     for call in calls:
         scan.add_call(call.start, call.stop, call.name, call.arguments)
     return at + len(FENCE)

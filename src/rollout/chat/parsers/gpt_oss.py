@@ -14,7 +14,7 @@ from rollout.chat.parsers.json_calls import (
     whole_value,
 )
 from rollout.chat.parsers.registry import ParsedTurn, register_tool_parser
-from rollout.chat.parsers.scan import MAX_TAGS, TooManyCalls, TurnScan, end_of_faulty
+from rollout.chat.parsers.scan import MAX_TAGS, TooManyCalls, TurnScan, find_last_calls
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -131,7 +131,7 @@ def _end_of_call(text: str, body: int) -> int:
     try:
         return value_at(text, skip_space(text, body))[1]
     except FaultyCall as error:
-        return len(text) if error.is_cut else end_of_faulty(text, body, _END, _skip_message)
+        return len(text) if error.is_cut else find_last_calls(text, body, _END, _skip_message)
 
 
 def _skip_message(text: str, at: int) -> int:

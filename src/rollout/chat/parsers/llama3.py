@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rollout.chat.parsers.json_calls import GAP, FaultyCall, arguments_of, value_at
 from rollout.chat.parsers.python_calls import read_arguments
 from rollout.chat.parsers.registry import register_tool_parser
-from rollout.chat.parsers.scan import TaggedParser, end_of_faulty
+from rollout.chat.parsers.scan import TaggedParser, find_last_calls
 
 if TYPE_CHECKING:
     from rollout.chat.parsers.scan import TurnScan
@@ -46,19 +46,33 @@ class Llama3Parser(TaggedParser):
         rf"|(?:\A|(?<=</think>))\s*(?={OBJECT})"
     )
 
-    def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
+    def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
         at = scan.skip_space(opening.end())
         if opening["function"] is not None:
-            if _ARGUMENT.match(scan.text, at) is None:
-                return scan.add_content(*opening.span())
+            return _ARGUMENT.match(scan.text, at) is not None
+        is_object = scan.text.startswith("{", at)
+        return is_object or _CODE.match(scan.text, opening.end()) is not None
+
+    def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
+        start, at = opening.start(), scan.skip_space(opening.end())
+        if opening["function"] is not None:
             return _read_function(scan, opening)
         if scan.text.startswith("{", at):
             is_marked = opening["tag"] is not None
-            start = opening.start() if is_marked else at
-            return read_objects(scan, start, at, is_marked=is_marked)
-        if _CODE.match(scan.text, opening.end()) is None:
-            return scan.add_content(*opening.span())
-        return _read_built_in(scan, opening.start(), at)
+            return read_objects(scan, start if is_marked else at, at, is_marked=is_marked)
+        call = _BUILT_IN.match(scan.text, at)
+        if call is None:
+            raise FaultyCall(f"expected a JSON call or NAME.call(…) after {TAG}")
+        arguments, stop = read_arguments(scan.text, call.end())
+        return scan.add_call(start, stop, call[1], arguments)
+
+    def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
+        if opening["function"] is not None:
+            end = None if fault.is_cut else scan.nesting(_NESTED).stop(opening.end())
+            return len(scan.text) if end is None else end
+        # Another tag after code that opened a string may be quoted in it.
+        is_code = _BUILT_IN.match(scan.text, scan.skip_space(opening.end())) is not None
+        return len(scan.text) if is_code else scan.find(TAG, opening.end())
 
 
 def read_objects(scan: TurnScan, start: int, at: int, *, is_marked: bool) -> int:
@@ -79,7 +93,7 @@ def read_objects(scan: TurnScan, start: int, at: int, *, is_marked: bool) -> int
                 return at + 1
             stop = len(scan.text)
             if not error.is_cut:
-                stop = end_of_faulty(scan.text, at + 1, _NEXT, _skip_object)
+                stop = find_last_calls(scan.text, at + 1, _NEXT, _skip_object)
             scan.add_invalid(start, stop, str(error))
         else:
             if not is_marked and not _is_call(value):
@@ -106,29 +120,11 @@ def _is_call(value: object) -> bool:
 
 
 def _read_function(scan: TurnScan, opening: re.Match[str]) -> int:
-    start, name = opening.start(), opening["function"].strip()
-    try:
-        if not name:
-            raise FaultyCall("expected <function=NAME>")
-        value, stop = value_at(scan.text, scan.skip_space(opening.end()))
-        stop = scan.skip_space(stop)
-        if not scan.text.startswith(END_FUNCTION, stop):
-            raise FaultyCall(f"the call is not closed by {END_FUNCTION}")
-        arguments = arguments_of(value)
-    except FaultyCall as error:
-        end = None if error.is_cut else scan.nesting(_NESTED).stop(opening.end())
-        return scan.add_invalid(start, len(scan.text) if end is None else end, str(error))
-    return scan.add_call(start, stop + len(END_FUNCTION), name, arguments)
-
-
-def _read_built_in(scan: TurnScan, start: int, at: int) -> int:
-    call = _BUILT_IN.match(scan.text, at)
-    try:
-        if call is None:
-            raise FaultyCall(f"expected a JSON call or NAME.call(…) after {TAG}")
-        arguments, stop = read_arguments(scan.text, call.end())
-    except FaultyCall as error:
-        # Another tag after code that opened a string may be quoted in it.
-        stop = len(scan.text) if call is not None else scan.find(TAG, at)
-        return scan.add_invalid(start, stop, str(error))
-    return scan.add_call(start, stop, call[1], arguments)
+    name = opening["function"].strip()
+    if not name:
+        raise FaultyCall("expected <function=NAME>")
+    value, stop = value_at(scan.text, scan.skip_space(opening.end()))
+    stop = scan.skip_space(stop)
+    if not scan.text.startswith(END_FUNCTION, stop):
+        raise FaultyCall(f"the call is not closed by {END_FUNCTION}")
+    return scan.add_call(opening.start(), stop + len(END_FUNCTION), name, arguments_of(value))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rollout.chat.parsers.json_calls import FaultyCall, arguments_of, skip_space, value_at
 from rollout.chat.parsers.registry import register_tool_parser
-from rollout.chat.parsers.scan import TaggedParser, end_of_faulty
+from rollout.chat.parsers.scan import TaggedParser, find_last_calls
 
 if TYPE_CHECKING:
     from rollout.chat.parsers.scan import TurnScan
@@ -32,16 +32,18 @@ class MistralParser(TaggedParser):
     reasoning_tags = (("[THINK]", "[/THINK]"), ("<think>", "</think>"))
     opening = re.escape(MARK)
 
+    def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
+        at = scan.skip_space(opening.end())
+        return scan.has_said_nothing or _BEGUN.match(scan.text, at) is not None
+
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
         at = scan.skip_space(opening.end())
-        if not (scan.has_said_nothing or _BEGUN.match(scan.text, at)):
-            return scan.add_content(*opening.span())
-        try:
-            if scan.text.startswith("[", at) and _HEAD.match(scan.text, at) is None:
-                return self._read_array(scan, opening.start(), at)
-            return self._read_named(scan, opening.start(), at)
-        except FaultyCall as fault:
-            return _add_faulty(scan, opening.start(), at, str(fault))
+        if scan.text.startswith("[", at) and _HEAD.match(scan.text, at) is None:
+            return self._read_array(scan, opening.start(), at)
+        return self._read_named(scan, opening.start(), at)
+
+    def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
+        return find_last_calls(scan.text, opening.end(), _NEXT, _skip_call)
 
     def _read_array(self, scan: TurnScan, start: int, at: int) -> int:
         at = scan.skip_space(at + 1)
@@ -68,7 +70,7 @@ class MistralParser(TaggedParser):
 
 
 def _add_faulty(scan: TurnScan, start: int, at: int, reason: str) -> int:
-    return scan.add_invalid(start, end_of_faulty(scan.text, at, _NEXT, _skip_call), reason)
+    return scan.add_invalid(start, find_last_calls(scan.text, at, _NEXT, _skip_call), reason)
 
 
 def _skip_call(text: str, at: int) -> int:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
-from rollout.chat.parsers.argument_types import ArgumentTypes, function_name
+from rollout.chat.parsers.argument_types import function_name
 from rollout.chat.parsers.json_calls import FaultyCall, call_of, skip_space
 from rollout.chat.parsers.nesting import Nesting
 from rollout.chat.parsers.registry import ParsedTurn, strip_stop
@@ -68,7 +68,6 @@ class TurnScan:
         self._calls: list[ToolCall | InvalidToolCall] = []
         self._ids: set[str] = set()
         self._number = 0  # of the next call that the model gave no id; it may be higher
-        self._types: dict[str, ArgumentTypes] = {}
 
     def turn(self, between: str = "") -> ParsedTurn:
         """The result, with pieces of content joined by `between`."""
@@ -98,14 +97,6 @@ class TurnScan:
         found = self.text.find(tag, at)
         return len(self.text) if found < 0 else found
 
-    def types_of(self, function: str, *, untyped_as_json: bool = False) -> ArgumentTypes:
-        """What the schema of `function` says of its parameters."""
-        if function not in self._types:
-            self._types[function] = ArgumentTypes(
-                self.tools, function, untyped_as_json=untyped_as_json
-            )
-        return self._types[function]
-
     @cached_property
     def tool_names(self) -> frozenset[str]:
         """Names of the tools that are offered."""
@@ -125,6 +116,13 @@ class TurnScan:
     def has_said_nothing(self) -> bool:
         """Whether there is no content and no call yet."""
         return not self._calls and all(piece.isspace() for piece, _ in self._pieces)
+
+    def skip_to_tag(self, at: int, tags: re.Pattern[str], end: str) -> int:
+        """Where the next of `tags` stands, past it where it is `end`, or the end of the text."""
+        tag = tags.search(self.text, at)
+        if tag is None:
+            return len(self.text)
+        return tag.end() if tag[0] == end else tag.start()
 
     def follows_call(self, at: int) -> bool:
         """Whether a call, or what closes it, stands right before `at`, white space aside."""
@@ -228,16 +226,6 @@ class TurnScan:
             return self.add_invalid(start, stop, str(error))
         return self.add_call(start, stop, call.name, call.arguments, call.id if has_id else None)
 
-    def add_faulty(
-        self, start: int, fault: FaultyCall, stop: int | None, tags: re.Pattern[str], end: str
-    ) -> int:
-        """Record a faulty call up to `stop`; None: up to the next of `tags`, past an `end`."""
-        tag = tags.search(self.text, max(fault.at, start + 1)) if stop is None else None
-        if tag is not None:
-            stop = tag.end() if tag[0] == end else tag.start()
-        stop = len(self.text) if stop is None else stop
-        return self.add_invalid(start, stop, str(fault))
-
     def _add(self, start: int, call: ToolCall | InvalidToolCall) -> None:
         if len(self._calls) == MAX_CALLS:
             raise TooManyCalls(start)
@@ -251,7 +239,7 @@ class TurnScan:
         self._pieces = [piece for piece in self._pieces if piece[1]] + [(raw, False)]
 
 
-def end_of_faulty(
+def find_last_calls(
     text: str, at: int, opening: re.Pattern[str], read: Callable[[str, int], int]
 ) -> int:
     """Where a fault ends: before calls that are well-formed, and nothing else, to the end.
@@ -337,13 +325,36 @@ class TaggedParser(ABC):
             if tag is None:
                 break
             scan.add_content(at, tag.start())
-            is_call = tag[0] not in self._of_reasoning
-            at = self.read_call(scan, tag) if is_call else self._read_tag(scan, tag)
+            if tag[0] in self._of_reasoning:
+                at = self._read_tag(scan, tag)
+            elif not self.is_meant(scan, tag):
+                at = scan.add_content(*tag.span())
+            else:
+                at = self._read_meant(scan, tag)
         scan.add_content(at, len(scan.text))
+
+    def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
+        """Whether `opening` was meant to open a call, right or wrong; else it is content."""
+        return True
 
     @abstractmethod
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
-        """Read what `opening` opens into `scan`; return the position after it."""
+        """Read what `opening` opens into `scan`; return the position after it.
+
+        Raises:
+            FaultyCall: It is no call; it is recorded up to `find_end`.
+        """
+
+    def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
+        """Where a faulty call ends, with all that may be quoted in it."""
+        return len(scan.text)
+
+    def _read_meant(self, scan: TurnScan, opening: re.Match[str]) -> int:
+        try:
+            return self.read_call(scan, opening)
+        except FaultyCall as fault:
+            stop = self.find_end(scan, opening, fault)
+            return scan.add_invalid(opening.start(), stop, str(fault))
 
     def _read_tag(self, scan: TurnScan, tag: re.Match[str]) -> int:
         """Read what a tag of reasoning opens or closes."""
