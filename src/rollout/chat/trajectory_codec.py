@@ -55,12 +55,8 @@ class SegmentRecord(msgspec.Struct, Generic[S, M], kw_only=True, omit_defaults=T
     messages: M | None = None
 
 
-class TrajectoryRecord(msgspec.Struct, Generic[S, M], kw_only=True):
-    """A trajectory; `spans` are those of its `transcript`.
-
-    Attributes:
-        prompt: Its fields; None where it is written elsewhere.
-    """
+class TrajectoryFacts(msgspec.Struct, kw_only=True):
+    """What a `Trajectory`, its record and its rows in a batch have in the same form."""
 
     uid: str
     group: int
@@ -74,6 +70,15 @@ class TrajectoryRecord(msgspec.Struct, Generic[S, M], kw_only=True):
     turn_scores: list[float]
     tool_rewards: list[float]
     metrics: dict[str, float]
+
+
+class TrajectoryRecord(TrajectoryFacts, Generic[S, M], kw_only=True):
+    """A trajectory; `spans` are those of its `transcript`.
+
+    Attributes:
+        prompt: Its fields; None where it is written elsewhere.
+    """
+
     extra: dict[Any, Any]
     cause: Cause | None
     prompt: dict[str, Any] | None = None
@@ -88,9 +93,9 @@ PackedTrajectory = TrajectoryRecord[Span, Any]
 #: With the contents of its media by their digests, for who has nothing else of it.
 CompleteTrajectory = tuple[TrajectoryRecord[Span, Any], dict[str, bytes]]
 
-#: Fields that a trajectory and its record have in the same form.
-_SAME = ("uid", "group", "member", "num_turns", "outcome", "reason", "limit_source", "trainable")
+#: Values of users' among what both have.
 _VALUES = ("reward", "turn_scores", "tool_rewards", "metrics", "extra")
+_SAME = tuple(name for name in TrajectoryFacts.__struct_fields__ if name not in _VALUES)
 
 
 def pack_trajectory(
