@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from contextlib import suppress
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -315,13 +315,17 @@ def conversation(
         "content": "" if answer == "calls" else ASSISTANT_MARKER,
     }
     if answer != "words":
-        said["tool_calls"] = calls = []
-        for at, result in enumerate(messages):
-            if result["role"] != "tool":
-                break
-            call_id = result.get("tool_call_id", f"call_{at}")
-            calls.append(template_call(call_id, result.get("name", "tool"), {}))
+        said["tool_calls"] = list_answered_calls(messages)
     return [{"role": "user", "content": USER_MARKER}, said, *messages]
+
+
+def list_answered_calls(messages: Iterable[TemplateMessage]) -> list[dict[str, Any]]:
+    """The calls that the results answer with which `messages` begin."""
+    results = itertools.takewhile(lambda message: message["role"] == "tool", messages)
+    return [
+        template_call(result.get("tool_call_id", f"call_{at}"), result.get("name", "tool"), {})
+        for at, result in enumerate(results)
+    ]
 
 
 def after_answer(text: str) -> str:
