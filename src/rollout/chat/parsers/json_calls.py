@@ -69,15 +69,18 @@ class WrittenCall(NamedTuple):
 def value_at(text: str, at: int) -> tuple[Any, int]:
     """The JSON value that starts at `at`, and where it ends; a `FaultyCall` where there is none."""
     try:
-        value, length = _DECODER.raw_decode(text[at:])
+        value, stop = _DECODER.raw_decode(text, at)
     except RecursionError:
         raise FaultyCall("malformed JSON: nested too deeply", at) from None
+    except json.JSONDecodeError as error:
+        is_cut = error.msg.startswith("Unterminated string")
+        told = json.JSONDecodeError(error.msg, text[at : error.pos], error.pos - at)
+        raise FaultyCall(f"malformed JSON: {told}", at, is_cut=is_cut) from None
     except ValueError as error:
-        is_cut = str(error).startswith("Unterminated string")
-        raise FaultyCall(f"malformed JSON: {error}", at, is_cut=is_cut) from None
+        raise FaultyCall(f"malformed JSON: {error}", at) from None
     if isinstance(value, dict | list) and _is_deeper(value, MAX_DEPTH):
         raise FaultyCall("malformed JSON: nested too deeply", at)
-    return value, at + length
+    return value, stop
 
 
 def _is_deeper(value: object, depth: int) -> bool:

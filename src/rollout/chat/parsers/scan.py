@@ -23,7 +23,7 @@ MAX_CALLS = 128
 #: and text that is nothing but tags costs no more than these.
 MAX_TAGS = 10_000
 #: Calls that are read to find the end of a faulty one.
-_MAX_READ = 1_000
+_MAX_READ = 500
 #: How JSON begins; the dots that stand for some in prose are none.
 _JSON = re.compile(r"\s*+[{\[](?!\s*(?:\.\.\.|…))")
 #: Dots in the place of a call, or of a value of its JSON, up to an end tag.
