@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from contextlib import suppress
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -51,20 +51,16 @@ class TurnEnds(msgspec.Struct, frozen=True, kw_only=True):
     called: str
 
 
-class Pattern(msgspec.Struct, frozen=True, kw_only=True):
+class Pattern(NamedTuple):
     """How messages of these roles and keys follow an assistant's turn.
 
     Attributes:
         answer: What the placeholder assistant says before the messages.
-        turn_end: What the text of them starts with.
         opening: What follows the last content: the opening of the next turn.
-        opens_reasoning: Whether that ends inside reasoning.
     """
 
     answer: Answer
-    turn_end: str
     opening: str
-    opens_reasoning: bool
 
 
 class Continuation(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,26 +103,26 @@ class ContinuationRenderer:
 
         Args:
             messages: As they follow a turn.
-            max_tokens: Tokens that there is room for after the turn end; None for any number.
+            max_tokens: Tokens that there is room for, the turn end included; None for any number.
 
         Raises:
             TemplateError: The template refuses such messages or cannot be used append-only.
             TooManyTokens: They certainly have more than `max_tokens`.
         """
-        pattern = self._find_pattern(messages)
-        turn_end = pattern.turn_end
-        if max_tokens is not None:  # it may have been sampled: then it needs no room
-            max_tokens += len(turn_end.encode())
+        answer, opening = self._find_pattern(messages)
+        turn_end = ""
 
         def render(given: Sequence[TemplateMessage], _: object) -> str:
             nonlocal turn_end
-            text, turn_end = self._render_after(pattern.answer, given)
+            text, turn_end = self._render_after(answer, given)
             return text
 
         written = render_escaped(render, self._encoder, messages, None, max_tokens)
-        is_usual = written.text.endswith(pattern.opening)
-        opens = pattern.opens_reasoning if is_usual else opens_reasoning(written.text)
-        return Continuation(written=written, turn_end=turn_end, opens_reasoning=opens)
+        # Contents may spell tags of reasoning; what opens the next turn comes after them.
+        end = opening if written.text.endswith(opening) else written.text
+        return Continuation(
+            written=written, turn_end=turn_end, opens_reasoning=opens_reasoning(end)
+        )
 
     @cached_property
     def turn_ends(self) -> TurnEnds:
@@ -275,14 +271,8 @@ class ContinuationRenderer:
             for message, marker in zip(messages, markers, strict=True)
         ]
         self._refuse_rewriting(conversation(marked, answer))
-        text, turn_end = self._render_after(answer, marked)
-        opening = _find_opening(text, markers, messages)
-        return Pattern(
-            answer=answer,
-            turn_end=turn_end,
-            opening=opening,
-            opens_reasoning=opens_reasoning(opening),
-        )
+        text, _ = self._render_after(answer, marked)
+        return Pattern(answer, _find_opening(text, markers, messages))
 
     def _refuse_rewriting(self, exchange: Sequence[TemplateMessage]) -> None:
         """Refuse a template under which new messages change what stands before them.

@@ -95,6 +95,7 @@ CompleteTrajectory = tuple[TrajectoryRecord[Span, Any], dict[str, bytes]]
 
 #: Values of users' among what both have.
 _VALUES = ("reward", "turn_scores", "tool_rewards", "metrics", "extra")
+_OF_SEGMENT = ("purpose", "parent", "trainable", "session_id", "seeds")
 _SAME = tuple(name for name in TrajectoryFacts.__struct_fields__ if name not in _VALUES)
 
 
@@ -118,13 +119,9 @@ def pack_trajectory(
         rewards, own = each.token_rewards, each.transcript
         segments.append(
             SegmentRecord(
-                purpose=each.purpose,
-                parent=each.parent,
-                trainable=each.trainable,
+                **{name: getattr(each, name) for name in _OF_SEGMENT},
                 reward=write(each.reward, "segments.reward"),
                 token_rewards=None if rewards is None else array("f", rewards).tobytes(),
-                session_id=each.session_id,
-                seeds=list(each.seeds),
                 spans=None if own is transcript else list(own.spans),
                 media=tuple(
                     PlacedMedia(drop_content(m.medium), m.start, m.count) for m in own.media
@@ -167,14 +164,9 @@ def unpack_trajectory(
     conversation = unpack_messages(record.messages)
     segments = [
         Segment(
+            **{name: getattr(each, name) for name in (*_OF_SEGMENT, "reward")},
             transcript=transcript,
-            parent=each.parent,
-            purpose=each.purpose,
-            trainable=each.trainable,
-            reward=each.reward,
             token_rewards=None if each.token_rewards is None else array("f", each.token_rewards),
-            session_id=each.session_id,
-            seeds=each.seeds,
             messages=(conversation if each.messages is None else unpack_messages(each.messages)),
         )
         for each, transcript in zip(record.segments, transcripts, strict=True)

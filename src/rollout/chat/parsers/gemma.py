@@ -6,7 +6,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rollout.chat.parsers.json_calls import MAX_DEPTH, FaultyCall, finite, skip_space
+from rollout.chat.parsers.json_calls import MAX_DEPTH, FaultyCall, read_number, skip_space
 from rollout.chat.parsers.llama3 import OBJECT, read_objects
 from rollout.chat.parsers.python_calls import (
     MAX_VALUES,
@@ -48,7 +48,6 @@ _BARE_KEY = re.compile(r"""\s*([^,:{}\[\]<"'\s][^,:{}\[\]<"]*)""")
 _BARE = re.compile(r"""\s*([^,{}\[\]<"'\s](?:[^,{}\[\]<]*[^,{}\[\]<\s])?)(?P<goes_on>\s*,)?""")
 #: What a bare word may hold beside quotes that it leaves open; "it's" and "dogs'" open none.
 _CLOSED = re.compile(r"""[^"']++|"[^"]*"|(?<!\w)'[^']*'|(?<=\w)'""")
-_NUMBER = re.compile(r"[+-]?(?:[0-9]+(\.[0-9]*)?|(\.[0-9]+))([eE][+-]?[0-9]+)?")
 _CONSTANTS = {
     "true": True, "false": False, "null": None, "True": True, "False": False, "None": None
 }  # fmt: skip
@@ -243,10 +242,7 @@ def _is_open(word: str) -> bool:
 
 def _bare(word: str) -> Any:
     """A constant, a number, or else the word itself, as models at times forget the marks."""
-    number = _NUMBER.fullmatch(word)
-    if number is None:
-        return _CONSTANTS.get(word, word)
     try:
-        return finite(word) if number.lastindex else int(word)
+        return read_number(word)
     except ValueError:
-        return word
+        return _CONSTANTS.get(word, word)

@@ -31,16 +31,11 @@ _WHOLE = re.compile(rf"\s*(?:<\|start\|>{_PIECE})?{_HEADER}")
 _FIRST = re.compile(
     rf"\s*+(?:(?:assistant\s*)?<\|(?:start|channel|message)\|>|{_PIECE}to={_PIECE}(?:<\||\Z))"
 )
-#: What follows each token where it is no word of the model's.
+#: What follows a token where it is no word of the model's: most of them, and two.
 _AFTER_END = re.compile(r"(?:\s*<\|(?:end|call|return)\|>){0,3}+\s*(?:<\|(?:start|channel)\|>|\Z)")
 _REAL = {
     "start": re.compile(rf"{_PIECE}(?:{_HEADER}|<\|channel\|>{_PIECE}\Z|(?<=\w)\Z)"),
     "channel": re.compile(rf"{_PIECE}(?:<\|constrain\|>{_PIECE})?<\|message\|>"),
-    "constrain": _AFTER_END,
-    "message": _AFTER_END,
-    "end": _AFTER_END,
-    "call": _AFTER_END,
-    "return": _AFTER_END,
 }
 #: Tokens that end no message. A header inside analysis that nothing closed is a draft.
 _IN_BODY = ("message", "constrain")
@@ -120,7 +115,7 @@ def _messages(text: str, in_reasoning: bool) -> Iterator[_Message]:
 
 
 def _is_spoken_of(text: str, token: re.Match[str]) -> bool:
-    return _REAL[token[1]].match(text, token.end()) is None
+    return _REAL.get(token[1], _AFTER_END).match(text, token.end()) is None
 
 
 def _end_of_call(text: str, body: int) -> int:

@@ -32,7 +32,14 @@ class HermesParser(TaggedParser):
         return is_twice or scan.is_meant(opening.end(), END_CALL)
 
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
-        start, body = opening.start(), scan.skip_space(opening.end())
+        try:
+            return self._read_call(scan, opening.start(), scan.skip_space(opening.end()))
+        except FaultyCall as fault:
+            if END_CALL in scan.text[fault.at :]:
+                raise
+            raise FaultyCall(_UNCLOSED, fault.at) from None
+
+    def _read_call(self, scan: TurnScan, start: int, body: int) -> int:
         value, stop = value_at(scan.text, body)
         follower = scan.skip_space(stop)
         if scan.text.startswith(CALL, follower):
@@ -49,6 +56,4 @@ class HermesParser(TaggedParser):
 
     def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
         stop = None if fault.is_cut else scan.nesting(_NESTED).stop(fault.at)
-        if stop is None and END_CALL not in scan.text[fault.at :]:
-            fault.args = (_UNCLOSED,)
         return len(scan.text) if stop is None else stop
