@@ -124,7 +124,7 @@ test-sglang: $(READY) $(SGLANG_READY)
 
 # Agents that exist, from the registries, through the gateway on scripted engines.
 test-clients: $(READY) $(CLIENTS_READY)
-	$(CLIENTS_BIN)/python -m pytest tests/clients
+	$(CLIENTS_BIN)/python -m pytest tests/clients $(PARALLEL)
 
 # What takes traces and metrics, from the registry, offline: MLflow, Weave, W&B and TensorBoard.
 test-loggers: $(READY) $(LOGGERS_READY)

@@ -61,6 +61,7 @@ ALONE = {
             "test_template_looks.py",
             "test_template_properties.py",
             "test_text_encoding.py",
+            "test_token_text.py",
         ),
         "vocabularies",
     ),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import selectors
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from websockets.datastructures import Headers
 from websockets.exceptions import ConnectionClosed
@@ -93,10 +96,13 @@ def serving(echo: EchoServer) -> Iterator[str]:
     """The URL of the server, while it serves in threads."""
     server: Server = serve(echo.serve, "127.0.0.1", 0, process_request=echo.answer_http)
     thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.socket.getsockname()[1]}"
-    finally:
-        echo.is_ending.set()
-        server.shutdown()
-        thread.join()
+    # It leaves its selector to the collector: none that is a file, which a test would leak.
+    plain = SimpleNamespace(**vars(selectors) | {"DefaultSelector": selectors.SelectSelector})
+    with patch("websockets.sync.server.selectors", plain):
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.socket.getsockname()[1]}"
+        finally:
+            echo.is_ending.set()
+            server.shutdown()
+            thread.join()

@@ -27,6 +27,7 @@ pytestmark = [
 TRIALS: dict[str, Any] = {}
 SCENARIO = (
     Scenario(seed=1)
+    .timing(base_s=0.001)
     .reply("Name a", "Rome.", "Oslo.", "Lima.")
     .reply("question", "Let me see. " + tool_call("multiply", a=6, b=7))
     .then("It is 42.")

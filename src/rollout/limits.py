@@ -244,7 +244,8 @@ class Clock(Limit):
         self.limit_carry: Callable[[float], Deadline] | None = None
         self.carried_since: float | None = None
         self._bound = NEVER  # ends it even while it is paused
-        self._carried_s, self._resumed = 0.0, anyio.Event()
+        self._carried_s = 0.0
+        self._resumed: anyio.Event | None = None  # once it was carried
 
     @property
     def clock(self) -> Clock:
@@ -271,6 +272,7 @@ class Clock(Limit):
         self._due = deadline.later(self._own_time() - self.now())
         self._bound = NEVER
         self.resume()
+        assert self._resumed is not None
         self._resumed.set()
 
     def carried_s(self, until: float) -> float:
@@ -283,6 +285,7 @@ class Clock(Limit):
         if self.carried_since is not None:
             self._bound_carry(self.carried_since)  # it may have opened tools meanwhile
             self.update_scopes()
+            assert self._resumed is not None
             await self._resumed.wait()
 
     def _bound_carry(self, since: float) -> None:

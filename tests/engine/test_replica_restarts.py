@@ -151,14 +151,14 @@ async def test_replica_does_not_start_again_the_pauses_grow_to_the_longest(
         assert (await ask(pool, 1)).count == 1
 
 
-async def test_replica_does_not_start_for_days_it_serves_as_soon_as_it_can(
+async def test_replica_does_not_start_for_hours_it_serves_as_soon_as_it_can(
     cores: list[Any],
 ) -> None:
     machine = Machine()
     async with opened(machine) as pool:
         break_all(machine, cores, engine_0="no node")
-        await anyio.sleep(1200 * 30)
-        assert len(machine.starts_s["engine-0"]) > 1100
+        await anyio.sleep(240 * 30)
+        assert len(machine.starts_s["engine-0"]) > 220
         (replica,) = pool.statistics()
         assert (replica.state, replica.last_error) == ("restarting", "engine-0: no node")
         assert machine.kept == {"engine-0"}

@@ -35,7 +35,7 @@ from rollout.testing import Scenario, tool_call
 from rollout.tools import EditTool, ShellTool
 
 shell, edit = ShellTool(), EditTool()
-script = Scenario()
+script = Scenario().timing(base_s=0.001)
 for word in ("right", "wrong"):
     script = (
         script.reply(f"Write {word}", tool_call("shell", command="echo old >answer; pwd"))

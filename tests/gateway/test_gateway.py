@@ -36,8 +36,14 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.anyio, pytest.mark.process]
 
-CHAT = Scenario(seed=3).reply("One", "First.").then("Second.").then("Third.")
-THOUGHT = Scenario(seed=3).reply("One", "<think>\nHm.\n</think>\n\nFirst.").then("Second.")
+QUICK = Scenario(seed=3).timing(base_s=0.001)
+CHAT = QUICK.reply("One", "First.").then("Second.").then("Third.")
+THOUGHT = (
+    Scenario(seed=3)
+    .timing(base_s=0.001)
+    .reply("One", "<think>\nHm.\n</think>\n\nFirst.")
+    .then("Second.")
+)
 
 
 @pytest.fixture(params=slow_but(["trio", "asyncio"], "trio"))
@@ -192,7 +198,7 @@ async def test_model_and_aliases_are_what_clients_may_ask_for() -> None:
 def nested(levels: int) -> Scenario:
     arguments = '{"a": ' + "[" * (levels - 1) + "]" * (levels - 1) + "}"
     call = f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
-    return Scenario(seed=3).reply("One", "First. " + call).then("Second.")
+    return QUICK.reply("One", "First. " + call).then("Second.")
 
 
 @pytest.mark.parametrize(("levels", "is_told"), [(64, True), (65, False), (98, False)])
@@ -275,7 +281,7 @@ async def test_calls_at_once_past_the_limit_are_refused() -> None:
             thread.join()
         return sorted(statuses)
 
-    slow = Scenario(seed=3).reply("One", "First. " * 100)
+    slow = Scenario(seed=3).reply("One", "First. " * 20)
     trajectory = await tried(open_rollout, ask, slow, max_concurrent_calls=1)
     assert trajectory.extra["result"][0] == 200
     assert 403 in trajectory.extra["result"]

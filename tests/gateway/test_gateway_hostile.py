@@ -411,9 +411,10 @@ def is_whole(reply: bytes) -> bool:
 
 #: Positions at which the reply is cut: every one, or a share.
 CUTS = [
-    (CHAT, 1),
+    (CHAT, 7),
     (MESSAGES, 13),
     (RESPONSES, 31),
+    pytest.param(CHAT, 1, marks=pytest.mark.slow),
     pytest.param(MESSAGES, 1, marks=pytest.mark.slow),
     pytest.param(RESPONSES, 1, marks=pytest.mark.slow),
 ]

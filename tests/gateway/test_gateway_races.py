@@ -23,6 +23,7 @@ from rollout.config import (
     SimulatedEngine,
 )
 from rollout.testing import Scenario, run_virtual, tool_call
+from slow_cases import slow_after
 
 if TYPE_CHECKING:
     from rollout import AgentContext
@@ -116,7 +117,7 @@ def check_crowd(recorder: Recorder, count: int) -> Counter[str]:
     return Counter(trajectory.outcome for trajectory in call.delivered)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", slow_after(1, range(3)))
 def test_crowd_of_clients_that_leave_gets_whole_answers(seed: int) -> None:
     recorder = Recorder()
     engine = SimulatedEngine(replicas=3)

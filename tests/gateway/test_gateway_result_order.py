@@ -18,7 +18,7 @@ pytest.importorskip("h11")
 pytestmark = pytest.mark.anyio
 
 BOTH = tool_call("add", a=1, b=2) + "\n" + tool_call("add", a=3, b=4)
-SCENARIO = Scenario(seed=1).reply("go", BOTH).then("Done.")
+SCENARIO = Scenario(seed=1).timing(base_s=0.001).reply("go", BOTH).then("Done.")
 
 
 TOOL = {"name": "add", "parameters": {"type": "object"}}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.anyio, pytest.mark.process]
 
-CHAT = Scenario(seed=3).reply("One", "First.").then("Second.").then("Third.")
+CHAT = Scenario(seed=3).timing(base_s=0.001).reply("One", "First.").then("Second.").then("Third.")
 AGENT = {"x-claude-code-agent-id": "a1"}
 TITLE = {"output_config": {"format": {"type": "json_schema", "schema": {}}}}
 SYSTEM = [
@@ -146,7 +146,7 @@ async def test_instructions_replace_no_system_message_of_the_input() -> None:
 @pytest.mark.parametrize("given", ['{"input": "*** diff", "why": "x"}', '{"input": {"x": 1}}'])
 async def test_call_of_a_text_tool_is_known_as_it_was_told(given: str) -> None:
     call = f'<tool_call>\n{{"name": "patch", "arguments": {given}}}\n</tool_call>'
-    scenario = Scenario(seed=3).reply("One", call).then("Done.")
+    scenario = Scenario(seed=3).timing(base_s=0.001).reply("One", call).then("Done.")
     tools = [{"type": "custom", "name": "patch", "description": "Applies a patch."}]
 
     def ask(client: Client) -> None:
@@ -162,7 +162,7 @@ async def test_answers_between_the_calls_of_a_turn_do_not_divide_it() -> None:
     calls = "\n".join(
         f'<tool_call>\n{{"name": "f", "arguments": {{"a": {a}}}}}\n</tool_call>' for a in (1, 2)
     )
-    scenario = Scenario(seed=3).reply("One", calls).then("Done.")
+    scenario = Scenario(seed=3).timing(base_s=0.001).reply("One", calls).then("Done.")
     tools = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
 
     def ask(client: Client) -> None:

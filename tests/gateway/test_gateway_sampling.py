@@ -16,7 +16,7 @@ pytest.importorskip("h11")
 
 pytestmark = [pytest.mark.anyio, pytest.mark.process]
 
-ANSWERS = Scenario(seed=3).reply("", "One two three four five six seven.")
+ANSWERS = Scenario(seed=3).timing(base_s=0.001).reply("", "One two three four five six seven.")
 #: What each API lets a client set of how tokens are drawn.
 WISHES: dict[str, dict[str, Any]] = {
     "chat/completions": {

@@ -14,6 +14,7 @@ import anyio
 import httpx
 import pytest
 
+from forked import rollout_command
 from rollout import GatewayConfig
 from rollout.config import JournalConfig, LengthsConfig, SimulatedEngine
 from rollout.testing import Scenario
@@ -272,16 +273,9 @@ def test_command_serves_until_it_is_terminated(tmp_path: Path, backend: str) -> 
         "from rollout.testing import Scenario\n"
         "config = Scenario(seed=3).reply('One', 'First.').config(engine=SimulatedEngine())\n"
     )
-    main = "from rollout.cli import main; raise SystemExit(main())"
-    command = [sys.executable, "-c", main, "serve-gateway", str(config)]
-    environment = os.environ | {"ROLLOUT_GATEWAY_TOKEN": "secret"}
-    with subprocess.Popen(
-        [*command, "--backend", backend],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    ) as process:
+    arguments = ["serve-gateway", str(config), "--backend", backend]
+    environment, pipe = os.environ | {"ROLLOUT_GATEWAY_TOKEN": "secret"}, subprocess.PIPE
+    with rollout_command(*arguments, env=environment, stdout=pipe, stderr=pipe) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         url = process.stdout.readline().split()[1]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from forked import rollout_command
 from rollout import Outcome, RolloutBatch
 from slow_cases import slow_but
 
@@ -68,13 +69,13 @@ config = Scenario(seed=1).reply("", "Well.").config(placement=InProcessPlacement
     (tmp_path / "prompts.jsonl").write_text(
         '{"prompt": "go", "agent_name": "endless"}\n{"prompt": "go", "agent_name": "single_turn"}\n'
     )
-    command = [sys.executable, "-m", "rollout", "run", "config.py", "--prompts", "prompts.jsonl"]
-    command += ["--out", "out", "--agents", "agents.py", "--backend", backend]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.returncode == 1
-    last = done.stderr.splitlines()[-1]
+    arguments = ["run", "config.py", "--prompts", "prompts.jsonl", "--out", "out"]
+    arguments += ["--agents", "agents.py", "--backend", backend]
+    pipe = subprocess.PIPE
+    process = rollout_command(*arguments, cwd=tmp_path, stdout=pipe, stderr=pipe)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    last = errors.splitlines()[-1]
     assert last.startswith("error: agent Endless at ")
     assert last.endswith("did not end within limits.cleanup_s = 0.5 s; the results are in out")
     trajectories = RolloutBatch.load(tmp_path / "out").trajectories

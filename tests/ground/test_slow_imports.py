@@ -14,6 +14,7 @@ import rollout
 from rollout import ConfigError, ToolError
 from rollout.config import LimitsConfig, RewardsConfig
 from rollout.testing import Scenario
+from slow_cases import slow_after
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.anyio, pytest.mark.process]
 
 
-@pytest.fixture(params=["trio", "asyncio"])
+@pytest.fixture(params=slow_after(1, ["trio", "asyncio"]))
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

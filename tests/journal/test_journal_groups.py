@@ -39,7 +39,7 @@ def config_of(path: Path, **scheduling: Any) -> RolloutConfig:
     return SCENARIO.config(
         agent=AgentConfig(name="tool_agent"),
         journal=JournalConfig(path=str(path)),
-        scheduling=SchedulingConfig(samples_per_prompt=2, **scheduling),
+        scheduling=SchedulingConfig(samples_per_prompt=2, max_in_flight=64, **scheduling),
         seed=5,
     )
 

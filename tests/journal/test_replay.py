@@ -22,6 +22,7 @@ from rollout.testing import Scenario, tool_call
 
 scenario = (
     Scenario(seed=1)
+    .timing(base_s=0.001)
     .reply("sum", tool_call("add", a=1, b=1), filler=8)
     .then("unused")
     .then(tool_call("add", a=2, b=2))

@@ -321,6 +321,7 @@ async def test_agent_that_speaks_of_a_tag_ends_after_one_turn(what: str) -> None
 
     config = (
         Scenario(seed=3)
+        .timing(base_s=0.001)
         .reply("", text)
         .config(
             engine=SimulatedEngine(),
@@ -344,6 +345,7 @@ async def test_agent_that_speaks_of_a_tag_ends_after_one_turn(what: str) -> None
 async def test_content_keeps_spellings_of_end_tokens(text: str, tool_format: str) -> None:
     config = (
         Scenario(seed=3)
+        .timing(base_s=0.001)
         .reply("", text)
         .config(
             engine=SimulatedEngine(),

@@ -215,7 +215,7 @@ BOMBS = {
 }
 
 
-@pytest.mark.parametrize("bomb", BOMBS)
+@pytest.mark.parametrize("bomb", slow_after(1, BOMBS))
 async def test_python_fork_bomb_is_killed_and_a_later_call_has_room(bomb: str) -> None:
     async with holding("bubblewrap", PythonTool(timeout_s=1.0), max_processes=16) as hands:
         assert (await hands.python(BOMBS[bomb])).is_error
@@ -408,7 +408,7 @@ async def test_tools_of_a_trajectory_share_its_sandbox_with_its_reward() -> None
         tool_call("python", code="print(5)"),
         "done",
     ]
-    scenario = Scenario(seed=1).reply("go", turns[0])
+    scenario = Scenario(seed=1).timing(base_s=0.001).reply("go", turns[0])
     for turn in turns[1:]:
         scenario = scenario.then(turn)
     config = scenario.config(
@@ -437,7 +437,8 @@ def test_calls_of_one_turn_run_as_written_under_any_schedule(seed: int) -> None:
     ]
 
     async def main() -> list[str | None]:
-        scenario = Scenario(seed=1).reply("go", "".join(calls)).then("done")
+        instant = Scenario(seed=1).timing(base_s=0.001)
+        scenario = instant.reply("go", "".join(calls)).then("done")
         config = scenario.config(
             sandbox=SandboxConfig(provider="none"),
             lengths=LengthsConfig(prompt=8192, response=8192),

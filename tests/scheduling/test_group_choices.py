@@ -38,7 +38,9 @@ def config(*, members: int = 1, journal: Path | None = None, **sections: Any) ->
     return SCENARIO.config(
         agent=AgentConfig(name=sections.pop("agent", "single_turn")),
         journal=JournalConfig(path=None if journal is None else str(journal)),
-        scheduling=SchedulingConfig(samples_per_prompt=members, **scheduling),
+        scheduling=SchedulingConfig(
+            **{"samples_per_prompt": members, "max_in_flight": 64, **scheduling}
+        ),
         **sections,
     )
 

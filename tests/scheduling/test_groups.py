@@ -51,7 +51,9 @@ SCENARIO = (
 def config(scenario: Scenario = SCENARIO, samples: int = 2, **scheduling: Any) -> Any:
     return scenario.config(
         agent=AgentConfig(name="single_turn"),
-        scheduling=SchedulingConfig(samples_per_prompt=samples, **scheduling),
+        scheduling=SchedulingConfig(
+            **{"samples_per_prompt": samples, "max_in_flight": 256, **scheduling}
+        ),
     )
 
 

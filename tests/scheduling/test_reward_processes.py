@@ -122,7 +122,7 @@ def user(text: str = "go", **fields: Any) -> Prompt:
 async def test_reward_processes_among_many_those_that_fail_fail_alone() -> None:
     does = {25: "abort", 50: "exit", 75: "leave", 100: "hang", 125: "real-time", 150: "raise"}
     prompts = [user(extra={"does": does[at]} if at in does else {}) for at in range(200)]
-    batch = await rewarded(prompts, isolated_rewards.score, reward_s=10.0)
+    batch = await rewarded(prompts, isolated_rewards.score, reward_s=5.0)
     failed = {at: each for at, each in enumerate(batch.trajectories) if each.reward is None}
     assert sorted(failed) == sorted(does)
     assert {each.reward for each in batch.trajectories} == {None, 1.0}
@@ -135,7 +135,7 @@ async def test_reward_processes_among_many_those_that_fail_fail_alone() -> None:
         "leave": ("SystemExit", "3"),
         "hang": (
             "LimitExceeded",
-            "limits.reward_s = 10 s is over: the reward function had not returned; its process was "
+            "limits.reward_s = 5 s is over: the reward function had not returned; its process was "
             "killed, and another one takes its place",
         ),
         "raise": ("OSError", "no judge"),
