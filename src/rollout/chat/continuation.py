@@ -57,10 +57,12 @@ class Pattern(NamedTuple):
     Attributes:
         answer: What the placeholder assistant says before the messages.
         opening: What follows the last content: the opening of the next turn.
+        opens_reasoning: Whether that ends inside reasoning.
     """
 
     answer: Answer
     opening: str
+    opens_reasoning: bool
 
 
 class Continuation(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,7 +111,7 @@ class ContinuationRenderer:
             TemplateError: The template refuses such messages or cannot be used append-only.
             TooManyTokens: They certainly have more than `max_tokens`.
         """
-        answer, opening = self._find_pattern(messages)
+        answer, opening, opens = self._find_pattern(messages)
         turn_end = ""
 
         def render(given: Sequence[TemplateMessage], _: object) -> str:
@@ -118,11 +120,9 @@ class ContinuationRenderer:
             return text
 
         written = render_escaped(render, self._encoder, messages, None, max_tokens)
-        # Contents may spell tags of reasoning; what opens the next turn comes after them.
-        end = opening if written.text.endswith(opening) else written.text
-        return Continuation(
-            written=written, turn_end=turn_end, opens_reasoning=opens_reasoning(end)
-        )
+        if not written.text.endswith(opening):
+            opens = opens_reasoning(written.text)
+        return Continuation(written=written, turn_end=turn_end, opens_reasoning=opens)
 
     @cached_property
     def turn_ends(self) -> TurnEnds:
@@ -272,7 +272,8 @@ class ContinuationRenderer:
         ]
         self._refuse_rewriting(conversation(marked, answer))
         text, _ = self._render_after(answer, marked)
-        return Pattern(answer, _find_opening(text, markers, messages))
+        opening = _find_opening(text, markers, messages)
+        return Pattern(answer, opening, opens_reasoning(opening))
 
     def _refuse_rewriting(self, exchange: Sequence[TemplateMessage]) -> None:
         """Refuse a template under which new messages change what stands before them.
