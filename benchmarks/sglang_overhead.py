@@ -53,7 +53,7 @@ from rollout.engine.model_files import resolve_model
 from rollout.engine.pool.opening import build_core_spec
 from rollout.testing import simulated_tokenizer
 from rollout.tools import function_tool
-from rollout.tools.calculator import calculate, format_number
+from rollout.tools.builtin import calculate, format_number
 from rollout.types import Message, Prompt, ToolCall
 
 if TYPE_CHECKING:

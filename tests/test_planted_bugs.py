@@ -14,21 +14,20 @@ import numpy as np
 import pytest
 
 from rollout import Outcome
-from rollout.agents.identity import Ending, Identity
+from rollout.agents.ending import Ending
 from rollout.chat.transcript import Transcript
 from rollout.engine.channel import server_session as host_module
 from rollout.engine.channel.server_session import ServerSession
 from rollout.engine.cores.simulated.simulated_model import SimulatedModel
 from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.pool import EnginePool
-from rollout.engine.pool.requests import Request
 from rollout.limits import NEVER, Limit
 from rollout.scheduling import trajectory as trajectory_module
 from rollout.scheduling.batch_call import BatchCall
 from rollout.scheduling.rewards import score as rewarding_module
 from rollout.scheduling.scheduler import Scheduler
 from rollout.scheduling.trajectory import TrajectoryRun
-from rollout.seeds import derive_seed
+from rollout.seeds import Identity, derive_seed
 from rollout.tools.trajectory_tools import TrajectoryTools
 from slow_cases import slow_but
 from trials import findings
@@ -65,9 +64,9 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("doubled chunk", "the engine gave it|are not those")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = Generation.take
+    real = Generation.append
 
-    def take(self: Generation, chunk: Any) -> int:
+    def append(self: Generation, chunk: Any) -> int:
         count = real(self, chunk)
         if count and chunk.finish_reason is not None:
             self.ids.frombytes(chunk.ids)
@@ -75,31 +74,31 @@ def _(patch: pytest.MonkeyPatch) -> None:
             self.versions[-1][1] += count
         return count
 
-    patch.setattr(Generation, "take", take)
+    patch.setattr(Generation, "append", append)
 
 
 @bug("unreleased load", r"\d+ in flight, 0 zombies")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = Request.end
+    real = Generation.end
 
-    def end(self: Request, lost_reason: str) -> None:
+    def end(self: Generation, lost_reason: str) -> None:
         if self.finish_reason == "length":
             self.on_end = lambda _: None
         real(self, lost_reason)
 
-    patch.setattr(Request, "end", end)
+    patch.setattr(Generation, "end", end)
 
 
 @bug("late reply taken", "ids that are not the")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = Request.take
+    real = Generation.take
 
-    def take(self: Request, chunk: Any) -> bool:
+    def take(self: Generation, chunk: Any) -> bool:
         if self.is_abandoned:
-            self.generation.take(chunk)
+            self.append(chunk)
         return real(self, chunk)
 
-    patch.setattr(Request, "take", take)
+    patch.setattr(Generation, "take", take)
 
 
 @bug("mask shifted by one", "mask at .* expected")
@@ -182,7 +181,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("deadline that never comes", r"limits\.\w+ = ")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Limit, "_find_deadline", lambda self: NEVER)
+    patch.setattr(Limit, "_find_end", lambda self: (NEVER.at, NEVER))
 
 
 @bug("leaked tool", "was closed 0 times")
@@ -374,20 +373,20 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("another seed where a request resumes elsewhere", "was given seed = .*; expected")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = Request.build_submit
+    real = Generation.build_submit
 
-    def build_submit(self: Request, *arguments: Any) -> Any:
+    def build_submit(self: Generation, *arguments: Any) -> Any:
         submit = real(self, *arguments)
-        seed = submit.sampling.seed + self.generation.resumes
+        seed = submit.sampling.seed + self.resumes
         sampling = msgspec.structs.replace(submit.sampling, seed=seed)
         return msgspec.structs.replace(submit, sampling=sampling)
 
-    patch.setattr(Request, "build_submit", build_submit)
+    patch.setattr(Generation, "build_submit", build_submit)
 
 
 @bug("whole budget where a request resumes elsewhere", "was given max_new_tokens = .*; expected")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Request, "tokens_left", property(lambda self: self.sampling.max_new_tokens))
+    patch.setattr(Generation, "tokens_left", property(lambda self: self.sampling.max_new_tokens))
 
 
 @bug("prompt's own sampling ignored", "was given top_p = 1.0; expected 0.9")

@@ -22,7 +22,7 @@ from rollout.config import (
     SchedulingConfig,
     TransformersEngine,
 )
-from rollout.tools.calculator import calculator
+from rollout.tools.builtin import calculator
 
 if TYPE_CHECKING:
     import argparse

@@ -85,31 +85,43 @@ class Limit:
     Limits are a tree, whose root is the trajectory's `Clock`. One that is paused stands still, with
     all that were opened within it; those around it go on. As a context manager a limit ends one
     block. One whose time has come stays over, whatever is paused then.
+
+    Attributes:
+        source, seconds: As of a `Deadline`.
     """
 
     __slots__ = (
         "_clock",
-        "_deadline",
         "_due",
+        "_end",
         "_lost_s",
         "_outer",
         "_paused_at",
         "_pauses",
         "_scope",
+        "seconds",
+        "source",
     )
 
-    def __init__(self, deadline: Deadline, outer: Limit | None) -> None:
+    def __init__(self, due: float, source: str, seconds: float, outer: Limit | None) -> None:
+        self.source, self.seconds = source, seconds
         self._outer = outer
         self._clock = None if outer is None else outer.clock
         # By the time of what is around it: when it was paused, and how long it stood still before.
         self._paused_at, self._lost_s, self._pauses = 0.0, 0.0, 0
-        self._due = deadline  # by its own time
-        self._deadline = deadline  # as things stand, of one that governs a scope
+        self._due = due  # by its own time
+        self._end: tuple[float, Limit | Deadline] = (due, self)  # of one that governs a scope
         self._scope: anyio.CancelScope | None = None
 
-    def open(self, seconds: float | None, source: str) -> Limit:
-        """A limit within this one that begins now; with None it ends when this one does."""
-        return Limit(Deadline.after(seconds, source, now=self._own_time()), self)
+    def open(self, seconds: float | None, source: str, *, since: float | None = None) -> Limit:
+        """A limit within this one; with None it ends when this one does.
+
+        Args:
+            since: When it began, by `own_time`; None: now.
+        """
+        length = math.inf if seconds is None else seconds
+        began = self.own_time() if since is None else since
+        return Limit(began + length, source, length, self)
 
     @property
     def clock(self) -> Clock:
@@ -118,22 +130,32 @@ class Limit:
         return self._clock
 
     @property
+    def ends_at(self) -> float:
+        """When it ends, as things stand: by itself, or with one around it."""
+        return self._find_end()[0] if self._scope is None else self._end[0]
+
+    @property
     def deadline(self) -> Deadline:
         """When it ends, as things stand, and which limit ends it then: itself, or one around it.
 
         Of two that end at the same time that is the outer one.
         """
-        return self._find_deadline() if self._scope is None else self._deadline
+        at, first = self._find_end() if self._scope is None else self._end
+        return Deadline(at, first.source, first.seconds)
 
     @property
     def is_over(self) -> bool:
         """Whether its time has come."""
-        return self.clock.now() >= self.deadline.at
+        return self.clock.now() >= self.ends_at
 
     @property
     def is_outer_over(self) -> bool:
         """Whether the time of the limit around it has come."""
         return self._outer is not None and self._outer.is_over
+
+    def own_time(self) -> float:
+        """The loop's time less all pauses."""
+        return (self._paused_at if self._pauses else self._time_around()) - self._lost_s
 
     def pause(self) -> None:
         """Stop its time until `resume` was called as often as `pause`."""
@@ -151,8 +173,8 @@ class Limit:
 
     def govern(self, scope: anyio.CancelScope) -> None:
         """Keep the deadline of this scope right, until `release`."""
-        self._deadline, self._scope = self._find_deadline(), scope
-        scope.deadline = self._deadline.at
+        self._end, self._scope = self._find_end(), scope
+        scope.deadline = self._end[0]
         self.clock.scoped[self] = None
 
     def release(self) -> None:
@@ -162,14 +184,13 @@ class Limit:
     def update_scope(self) -> None:
         """Give the governed scope the deadline as it is now."""
         assert self._scope is not None
-        if self.clock.now() < self._deadline.at:  # else it has fired, or does so next
-            self._deadline = self._find_deadline()
-            self._scope.deadline = self._deadline.at
+        if self.clock.now() < self._end[0]:  # else it has fired, or does so next
+            self._end = self._find_end()
+            self._scope.deadline = self._end[0]
 
     def __enter__(self) -> Limit:
-        self._deadline = self._find_deadline()
-        self._scope = anyio.CancelScope(deadline=self._deadline.at)
-        self.clock.scoped[self] = None
+        self.govern(anyio.CancelScope())
+        assert self._scope is not None
         self._scope.__enter__()
         return self
 
@@ -183,23 +204,21 @@ class Limit:
         assert self._scope is not None
         is_caught: bool | None = self._scope.__exit__(kind, error, traceback)
         if is_caught and self.is_over:
-            raise self._deadline.error()
+            raise self.deadline.error()
         return is_caught
 
-    def _find_deadline(self) -> Deadline:
-        around, shift_s = self._deadline_around(), self._shift_s()
-        own = NEVER if shift_s == math.inf else self._due.later(shift_s)
-        return own if own.at < around.at else around
+    def _find_end(self) -> tuple[float, Limit | Deadline]:
+        """When it ends, and what ends then."""
+        around = self._find_end_around()
+        own = self._due + self._shift_s()
+        return (own, self) if own < around[0] else around
 
-    def _deadline_around(self) -> Deadline:
-        return NEVER if self._outer is None else self._outer.deadline
+    def _find_end_around(self) -> tuple[float, Limit | Deadline]:
+        assert self._outer is not None
+        return self._outer._find_end() if self._outer._scope is None else self._outer._end
 
     def _time_around(self) -> float:
-        return self.clock.now() if self._outer is None else self._outer._own_time()
-
-    def _own_time(self) -> float:
-        """The loop's time less all pauses."""
-        return (self._paused_at if self._pauses else self._time_around()) - self._lost_s
+        return self.clock.now() if self._outer is None else self._outer.own_time()
 
     def _shift_s(self) -> float:
         """How far its own time is behind the loop's; infinite while it is paused."""
@@ -238,7 +257,7 @@ class Clock(Limit):
     )
 
     def __init__(self, deadline: Deadline = NEVER) -> None:
-        super().__init__(deadline, None)
+        super().__init__(deadline.at, deadline.source, deadline.seconds, None)
         self.now = loop_clock()
         self.scoped: dict[Limit, None] = {}
         self.limit_carry: Callable[[float], Deadline] | None = None
@@ -252,8 +271,8 @@ class Clock(Limit):
         """Itself."""
         return self
 
-    def _deadline_around(self) -> Deadline:
-        return self._bound
+    def _find_end_around(self) -> tuple[float, Limit | Deadline]:
+        return self._bound.at, self._bound
 
     def update_scopes(self) -> None:
         """A limit was paused, resumed or changed."""
@@ -269,7 +288,8 @@ class Clock(Limit):
     def continue_carried(self, deadline: Deadline) -> None:
         """Let it continue with this deadline; inner limits keep the time that they had left."""
         self._carried_s, self.carried_since = self.carried_s(self.now()), None
-        self._due = deadline.later(self._own_time() - self.now())
+        self._due = deadline.at + self.own_time() - self.now()
+        self.source, self.seconds = deadline.source, deadline.seconds
         self._bound = NEVER
         self.resume()
         assert self._resumed is not None

@@ -13,6 +13,8 @@ from __future__ import annotations
 import hashlib
 import secrets
 
+import msgspec
+
 #: Seeds fit a non-negative int64, which every engine accepts.
 SEED_BITS = 63
 
@@ -56,3 +58,46 @@ def split_session(name: str) -> tuple[str, str]:
     before, slash, last = name.rpartition("/")
     member, _, path = last.partition("#")
     return f"{before}{slash}{member}", path
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Which trajectory this is, and which conversation of it.
+
+    Attributes:
+        uid: The prompt's uid.
+        group: Position of the prompt in the call.
+        member: Position within the group.
+        step: The trainer's step.
+        run_seed: What all seeds of the run derive from.
+        validate: Whether this is a validation rollout.
+        path: The conversation: "" is the main one, "0" the first that was opened from it, "0.1" the
+            second that was opened from that.
+        number: Of the trajectory in the run's events; 0 while nobody reads them.
+    """
+
+    uid: str
+    group: int
+    member: int
+    step: int
+    run_seed: int
+    validate: bool
+    path: str = ""
+    number: int = 0
+
+    def __str__(self) -> str:
+        return f"trajectory {self.session_id}"
+
+    @property
+    def session_id(self) -> str:
+        """Names the conversation to the router and the engines; the main one, the trajectory."""
+        return session_name(self.step, self.uid, self.member, self.path)
+
+    def opened(self, number: int) -> Identity:
+        """Of the conversation that is opened from this one as its `number`-th, counted from 0."""
+        path = f"{self.path}.{number}" if self.path else str(number)
+        return msgspec.structs.replace(self, path=path)
+
+    def seed_of_turn(self, turn: int) -> int:
+        """The seed of the conversation's generation number `turn`, the same in every run."""
+        parts = (self.path, turn) if self.path else (turn,)
+        return derive_seed(self.run_seed, self.step, self.uid, self.member, *parts)

@@ -62,3 +62,17 @@ class TokenPrefix(msgspec.Struct, eq=False, gc=False):
         if stop == self.length and newest and start == stop - len(newest[0]) // 4:  # as a rule
             return newest[0]
         return b"".join(self.pieces)[4 * start : 4 * stop]
+
+
+def find_outside_id(ids: bytes, vocab_size: int) -> int | None:
+    """Position of the first of packed ids outside [0, vocab_size); None where all fit.
+
+    Args:
+        vocab_size: 0 where it is not known, and only negative ids are outside.
+    """
+    import numpy as np  # engine processes may lack it, where their cores need none
+
+    values, most = np.frombuffer(ids, "<u4"), vocab_size or 2**31  # where negative ids are large
+    if not len(values) or np.maximum.reduce(values) < most:
+        return None
+    return int((values >= most).argmax())

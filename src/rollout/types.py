@@ -256,6 +256,11 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+def name_prompt(prompt: Prompt, uid: str) -> Prompt:
+    """A prompt with its uid, which the caller may have left out."""
+    return prompt if prompt.uid is not None else msgspec.structs.replace(prompt, uid=uid)
+
+
 def make_encodable(cause: Cause) -> Cause:
     """A cause as UTF-8 can carry it."""
     words = (cause.type, cause.message, cause.traceback)

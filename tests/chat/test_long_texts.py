@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerFast
 import rollout
 from chat_material import VOCABULARIES, chat, tokenizer
 from rollout import AgentLoop, Outcome, Prompt, register_agent
-from rollout.agents.long_texts import LongTexts, is_long
+from rollout.agents import rendering
+from rollout.agents.long_texts import is_long, make_text_thread, run_text
 from rollout.chat.encoding import TextEncoder, TooManyTokens, WrittenText, get_encoder
 from rollout.chat.fast_encoding import LONG
 from rollout.chat.tokenizer_parts import COMPOSED, longest_token
@@ -296,13 +297,12 @@ async def test_long_tools_of_a_subagent_are_rendered_beside_the_loop(
     anyio_backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[bool] = []
-    run = LongTexts.run
 
-    async def note(self: LongTexts, is_long: bool, function: Any, *args: object) -> Any:
+    async def note(thread: Any, is_long: bool, function: Any, *args: object) -> Any:
         ran.append(is_long)
-        return await run(self, is_long, function, *args)
+        return await run_text(thread, is_long, function, *args)
 
-    monkeypatch.setattr(LongTexts, "run", note)
+    monkeypatch.setattr(rendering, "run_text", note)
     trajectory = await _run(_question(), response=LONG, longest=10 * LONG, name="offers_long_tools")
     assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
     assert ran == [False, True, True]  # the question, the tools, and all again to compare
@@ -324,10 +324,10 @@ async def test_user_who_says_megabytes_ends_by_length(anyio_backend: Any) -> Non
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 @pytest.mark.anyio
 async def test_long_work_leaves_the_loop_to_others(anyio_backend: Any) -> None:
-    texts, was_seen = LongTexts(), threading.Event()
+    texts, was_seen = make_text_thread(), threading.Event()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(anyio.to_thread.run_sync, was_seen.set)  # by a turn of the loop
-        assert await texts.run(True, was_seen.wait, 60)
+        assert await run_text(texts, True, was_seen.wait, 60)
     texts.close()
 
 
@@ -336,9 +336,9 @@ async def test_long_work_leaves_the_loop_to_others(anyio_backend: Any) -> None:
 async def test_long_work_is_left_behind_and_counted_where_its_trajectory_ends(
     anyio_backend: Any,
 ) -> None:
-    texts, may_end = LongTexts(), threading.Event()
+    texts, may_end = make_text_thread(), threading.Event()
     with anyio.move_on_after(0.01):
-        await texts.run(True, may_end.wait)
+        await run_text(texts, True, may_end.wait)
     assert texts.abandoned == {"rollout.chat": 1}
     may_end.set()
     while texts.abandoned:

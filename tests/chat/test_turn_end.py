@@ -8,11 +8,12 @@ from rollout import Outcome
 from rollout.agents.generating import find_end, find_natural_ending
 from rollout.engine.core import FinishReason
 from rollout.engine.pool.generation import Generation
-from rollout.limits import Deadline
+from rollout.limits import Clock, Deadline
 
 DEADLINE = Deadline(at=10.0, source="limits.generation_s", seconds=5.0)
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("said", "now", "finish_reason", "cut_by", "outcome", "reason"),
     [
@@ -25,7 +26,7 @@ DEADLINE = Deadline(at=10.0, source="limits.generation_s", seconds=5.0)
         ("error", 10.0, "error", "error", Outcome.COMPLETED, ""),
     ],
 )
-def test_turn_end_is_what_engine_deadline_and_length_say(
+async def test_turn_end_is_what_engine_deadline_and_length_say(
     said: FinishReason | None,
     now: float,
     finish_reason: str,
@@ -35,7 +36,7 @@ def test_turn_end_is_what_engine_deadline_and_length_say(
 ) -> None:
     generation = Generation()
     generation.finish_reason, generation.bounded_by = said, "lengths.turn"
-    assert find_end(generation, DEADLINE, now) == (finish_reason, cut_by)
+    assert find_end(generation, Clock(DEADLINE), now) == (finish_reason, cut_by)
     ending = find_natural_ending(finish_reason, cut_by)
     assert (ending.outcome, ending.reason) == (outcome, reason)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any
 
 import anyio
 import pytest
@@ -28,11 +29,12 @@ from rollout.engine.channel.messages import (
     ChannelSettings,
     ClientExpectations,
     FrameError,
+    FromClient,
     Hello,
     Refused,
     Welcome,
-    decode_from_client,
-    decode_from_server,
+    client_messages,
+    server_messages,
 )
 from rollout.engine.channel.server import EngineServer
 from rollout.engine.channel.sockets import connect_engine
@@ -52,41 +54,46 @@ def anyio_backend() -> object:
     return ("trio", {"clock": MockClock(autojump_threshold=0)})
 
 
-async def read_all(frames: FrameStream, count: int) -> list[object]:
+def open_to_client(stream: MemoryByteStream) -> FrameStream[FromClient]:
+    """The engine's side of a connection."""
+    return open_frames(stream, client_messages)
+
+
+async def read_all(frames: FrameStream[FromClient], count: int) -> list[object]:
     received: list[object] = []
     while len(received) < count:
-        received += [decode_from_client(payload) for payload in await frames.read()]
+        received += await frames.read()
     return received
 
 
 @pytest.mark.parametrize("max_read", [1, 3, None])
 async def test_frames_short_reads_arrive_complete_and_in_order(max_read: int | None) -> None:
     left, right = memory_stream_pair(max_read=max_read)
-    sender, receiver = open_frames(left), open_frames(right)
+    sender, receiver = open_to_client(left), open_to_client(right)
     sent = [Abort(f"{n}" * (1 + 50 * n)) for n in range(8)]
     for message in sent:
         sender.send_nowait(message)
     await sender.flush()
-    assert decode_from_client(await receiver.read_one()) == sent[0]
+    assert await receiver.read_one() == sent[0]
     assert await read_all(receiver, 7) == sent[1:]
 
 
 async def test_frames_message_that_cannot_be_encoded_leaves_the_stream_intact() -> None:
     left, right = memory_stream_pair()
-    sender = open_frames(left)
+    sender = open_to_client(left)
     sender.send_nowait(Abort("1"))
     with pytest.raises(OverflowError):
         sender.send_nowait(Hello(2**70, b"", b""))
     sender.send_nowait(Abort("2"))
     await sender.flush()
-    assert await read_all(open_frames(right), 2) == [Abort("1"), Abort("2")]
+    assert await read_all(open_to_client(right), 2) == [Abort("1"), Abort("2")]
 
 
 async def test_read_peer_closes_between_frames_is_the_end() -> None:
     left, right = memory_stream_pair()
     await left.aclose()
     with pytest.raises(anyio.EndOfStream):
-        await open_frames(right).read()
+        await open_to_client(right).read()
 
 
 async def test_read_peer_closes_within_a_frame_says_so() -> None:
@@ -94,14 +101,14 @@ async def test_read_peer_closes_within_a_frame_says_so() -> None:
     await left.send(b"\x10\0\0\0abc")
     await left.aclose()
     with pytest.raises(FrameError, match="ended in the middle of a frame"):
-        await open_frames(right).read()
+        await open_to_client(right).read()
 
 
 async def test_read_announced_length_past_the_maximum_is_refused() -> None:
     left, right = memory_stream_pair()
     await left.send(b"\xff\xff\xff\xff")
     with pytest.raises(FrameError, match="4294967295 bytes was announced; 1000 at most"):
-        await FrameStream(right, max_frame_bytes=1000).read()
+        await FrameStream(right, client_messages, max_frame_bytes=1000).read()
 
 
 async def test_send_peer_reads_nothing_waits_at_the_window() -> None:
@@ -124,10 +131,10 @@ def test_chunk_crosses_the_wire_unchanged() -> None:
         weight_version=3,
         finish_reason="stop",
     )
-    assert decode_from_server(messages.encoder.encode(chunk)) == chunk
+    assert server_messages.decode(messages.encoder.encode(chunk)) == chunk
 
 
-Peer = Callable[[FrameStream], Awaitable[object]]
+Peer = Callable[[FrameStream[Any]], Awaitable[object]]
 
 
 async def shake(server: Peer, client: Peer) -> tuple[object, object]:
@@ -135,7 +142,8 @@ async def shake(server: Peer, client: Peer) -> tuple[object, object]:
     results: dict[str, object] = {}
 
     async def side(name: str, peer: Peer, stream: MemoryByteStream) -> None:
-        frames = open_frames(stream)
+        decoder: Any = client_messages if name == "server" else server_messages
+        frames: FrameStream[Any] = open_frames(stream, decoder)
         try:
             results[name] = await peer(frames)
         except Exception as error:
@@ -149,7 +157,7 @@ async def shake(server: Peer, client: Peer) -> tuple[object, object]:
     return results["server"], results["client"]
 
 
-async def serve(frames: FrameStream) -> Hello | None:
+async def serve(frames: FrameStream[Any]) -> Hello | None:
     """The engine's side."""
     greeted = await authenticate_client(frames, SECRET, INFO)
     if greeted is None:
@@ -182,10 +190,10 @@ async def test_handshake_client_with_another_secret_is_refused() -> None:
 
 
 async def test_handshake_server_with_another_secret_is_found_out() -> None:
-    async def impostor(frames: FrameStream) -> None:
+    async def impostor(frames: FrameStream[Any]) -> None:
         frames.send_nowait(Challenge(PROTOCOL_VERSION, b"n" * 32))
         await frames.flush()
-        hello = decode_from_client(await frames.read_one())
+        hello = await frames.read_one()
         assert isinstance(hello, Hello)
         # It sends back what a client would prove: the sides must not be interchangeable.
         frames.send_nowait(Welcome(prove(SECRET, "client", hello.nonce, b"n" * 32), INFO))
@@ -196,7 +204,7 @@ async def test_handshake_server_with_another_secret_is_found_out() -> None:
 
 
 async def test_handshake_other_protocol_version_names_both() -> None:
-    async def older(frames: FrameStream) -> None:
+    async def older(frames: FrameStream[Any]) -> None:
         frames.send_nowait(Challenge(3, b"n" * 32))
         await frames.flush()
 
@@ -205,11 +213,11 @@ async def test_handshake_other_protocol_version_names_both() -> None:
 
 
 async def test_handshake_client_sends_something_else_first_is_refused() -> None:
-    async def rude(frames: FrameStream) -> object:
+    async def rude(frames: FrameStream[Any]) -> object:
         frames.send_nowait(Abort("1"))
         await frames.flush()
         await frames.read_one()
-        return decode_from_server(await frames.read_one())
+        return await frames.read_one()
 
     hello, answer = await shake(serve, rude)
     assert hello is None

@@ -96,9 +96,8 @@ async def opened(
 
 async def collect(core: HttpCore, request: GenerationRequest) -> tuple[Generation, Chunk]:
     generation = Generation()
-    generation.begin(request.request_id, "engine-0")
     async for chunk in core.generate(request):
-        generation.take(chunk)
+        generation.append(chunk)
     return generation, chunk
 
 

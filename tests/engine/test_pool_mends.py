@@ -166,7 +166,7 @@ def test_generation_takes_many_chunks_in_time_that_grows_with_their_number() -> 
         ids, tops = bytes(4 * 16), bytes(4 * 16 * 20)
         begin = time.process_time()
         for number in range(chunks):
-            generation.take(
+            generation.append(
                 Chunk(
                     request_id="r",
                     offset=16 * number,

@@ -118,7 +118,7 @@ async def test_resume_goes_on_elsewhere_from_the_tokens_that_it_has(cores: list[
     assert (first.count, second.start, second.count) == (3, 3, 7)
     assert first.replica != second.replica
     assert took == pytest.approx(3.5 + 7.0)
-    (sent,) = core_of(cores, second.replica).requests
+    (sent,) = core_of(cores, second.replica.name).requests
     assert list(unpack_ids(sent.prompt_ids)) == [5, 100, 101, 102, 103]
     assert sent.sampling.max_new_tokens == 7
 
@@ -215,7 +215,7 @@ async def _ask_poison(pool: EnginePool, generation: Generation) -> None:
     assert caught.value.reason == "lost_engines"
     text = str(caught.value)
     assert text.startswith("3 engines were lost with the request of s7 in flight (engine-")
-    assert all(part.replica in text for part in generation.parts)
+    assert all(part.replica.name in text for part in generation.parts)
 
 
 async def test_old_engine_is_closed_before_a_new_one_starts(cores: list[Any]) -> None:

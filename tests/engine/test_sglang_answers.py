@@ -36,10 +36,9 @@ def answer(count: int, version: str = "0", **meta: Any) -> dict[str, Any]:
 
 def taken(answers: list[dict[str, Any]]) -> Generation:
     reader, generation = AnswerReader("r"), Generation()
-    generation.begin("r", "engine-0")
     for each in answers:
         for chunk in reader.read(each):
-            generation.take(chunk)
+            generation.append(chunk)
     return generation
 
 

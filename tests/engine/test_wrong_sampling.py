@@ -10,7 +10,7 @@ import pytest
 from harness import Recorder
 from race_situations import user
 from rollout import AgentContext, AgentLoop, EngineError, Outcome, Prompt, register_agent
-from rollout.agents.turn_options import TurnOptions
+from rollout.agents.turn import TurnOptions
 from rollout.config import AgentConfig, SchedulingConfig
 from rollout.engine.core import SamplingParams
 from rollout.engine.pool.request_checks import check_sampling

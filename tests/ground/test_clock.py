@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import anyio
 import pytest
@@ -19,11 +20,11 @@ from rollout import (
 )
 from rollout.config import LimitsConfig
 from rollout.containment import open_containment
-from rollout.errors import LimitExceeded
+from rollout.errors import LimitExceeded, ToolError
 from rollout.limits import NEVER, Clock, Deadline, Limit, paused_call
 from rollout.testing import Scenario
 from rollout.tools import ToolPolicy
-from rollout.tools.attempt import CallError, attempt
+from rollout.tools.attempt import attempt
 
 pytestmark = pytest.mark.anyio
 
@@ -156,7 +157,7 @@ async def test_call_without_a_limit_that_closing_ends_blames_none() -> None:
             tasks.start_soon(call)
             await anyio.sleep(1)
     assert [(type(each), str(each)) for each in failures] == [
-        (CallError, "tool was cancelled: the runtime is closing")
+        (ToolError, "tool was cancelled: the runtime is closing")
     ]
 
 
@@ -168,9 +169,9 @@ async def test_waiting_for_a_sandbox_is_not_the_calls_time_but_the_turns(clock: 
         return "done"
 
     turn = clock.open(10, "turn")
-    assert await attempt(queue, 7.0, limit=turn.open(2, "tool"), what="tool") == "done"
+    assert await attempt(partial(queue, 7.0), limit=turn.open(2, "tool"), what="tool") == "done"
     with pytest.raises(LimitExceeded, match="turn = 10 s"):
-        await attempt(queue, 7.0, limit=turn.open(2, "tool"), what="tool")
+        await attempt(partial(queue, 7.0), limit=turn.open(2, "tool"), what="tool")
 
 
 # --- through the runtime, in virtual time, and on asyncio at a thousandth

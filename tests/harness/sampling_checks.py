@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from harness.watched_core import WatchedCore
     from rollout.config import RolloutConfig
     from rollout.engine.core import SamplingParams
-    from rollout.engine.pool.generation import Part
+    from rollout.engine.routing import Dispatch
     from rollout.types import Prompt
 
 #: Agents that do not assign `context.sampling`.
@@ -153,7 +153,7 @@ def _settings(
 
 
 def _differences(
-    where: str, found: SamplingParams, expected: Mapping[str, Any], part: Part
+    where: str, found: SamplingParams, expected: Mapping[str, Any], part: Dispatch
 ) -> Iterator[str]:
     for name in PLAIN:
         value = getattr(found, name)

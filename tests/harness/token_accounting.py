@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from rollout.engine.pool.generation import Generation, Part, TokenCounts
+from rollout.engine.pool.generation import Generation, TokenCounts
+from rollout.engine.routing import Dispatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -80,7 +81,7 @@ class _ExpectedCounts:
         self,
         chunks: Sequence[Chunk],
         record: GenerationRecord | None,
-        part: Part | None,
+        part: Dispatch | None,
         *,
         is_lossy: bool,
     ) -> None:
@@ -121,7 +122,7 @@ class _ExpectedCounts:
         if ends:
             self._state = "ended"
 
-    def _compare(self, record: GenerationRecord, part: Part) -> None:
+    def _compare(self, record: GenerationRecord, part: Dispatch) -> None:
         generation, kept = record.generation, slice(part.start, part.start + part.count)
         ids, log_probs = generation.ids[kept].tobytes(), generation.log_probs[kept].tobytes()
         is_short = self._is_lossy and self._had < len(self._ids) // 4
@@ -148,7 +149,7 @@ def accounting_anomalies(watched: WatchedRuntime) -> Iterator[str]:
     counts = _counts_by_replica(watched)
     for name, counted in counts.items():
         cores = [core for core in watched.cores if core.name == name]
-        taken = sum(part.count for _, part in records_by_id.values() if part.replica == name)
+        taken = sum(part.count for _, part in records_by_id.values() if part.replica.name == name)
         yield from _replica_anomalies(name, counted, cores, records_by_id, taken)
 
 
@@ -196,7 +197,7 @@ def _replica_anomalies(
     name: str,
     counted: TokenCounts,
     cores: Sequence[WatchedCore],
-    records_by_id: Mapping[str, tuple[GenerationRecord, Part]],
+    records_by_id: Mapping[str, tuple[GenerationRecord, Dispatch]],
     taken: int,
 ) -> Iterator[str]:
     if counted.taken != taken:

@@ -225,15 +225,14 @@ async def test_program_agent_files_that_are_too_much_are_named(door: FakeDoor) -
 
 
 @pytest.mark.parametrize("text", ["x\0y", "\ud800"])
-async def test_program_agent_prompt_that_is_no_argument_is_named(door: FakeDoor, text: str) -> None:
-    given: list[tuple[dict[str, Any], str]] = [
-        ({"command": ["/bin/echo", "{prompt}"]}, f"command: {text!r}; expected a text without"),
-        ({"command": "echo $P", "env": {"P": "{prompt}"}}, f"env['P'] = {text!r}; expected a text"),
+async def test_program_agent_prompt_that_is_no_argument_fails(door: FakeDoor, text: str) -> None:
+    given: list[dict[str, Any]] = [
+        {"command": ["/bin/echo", "{prompt}"]},
+        {"command": "echo $P", "env": {"P": "{prompt}"}},
     ]
-    for arguments, message in given:
+    for arguments in given:
         trajectory = await ran(**arguments, prompt=text)
         assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "agent")
-        assert message in trajectory.cause.message
 
 
 async def test_program_agent_names_what_it_did_not_collect(door: FakeDoor, provider: str) -> None:
@@ -310,15 +309,6 @@ async def test_program_agent_after_a_limit_of_its_trajectory_has_the_limits_outc
         ({"command": "x", "collect": "a"}, "collect = 'a'; expected a list of paths"),
         ({"command": "x", "collect": ["/a"]}, "collect: '/a'; expected a relative path without"),
         ({"command": "x", "files": {"../a": ""}}, "files: '../a'; expected a relative path"),
-        (
-            {"command": ["x", "a\0b"]},
-            "command: 'a\\x00b'; expected a text without NUL and lone surrogates",
-        ),
-        (
-            {"command": "x", "env": {"A=B": "x"}},
-            "env: 'A=B'; expected a variable's name, without '=', as a text without NUL",
-        ),
-        ({"command": "x", "env": {"A": "x\0"}}, "env['A'] = 'x\\x00'; expected a text without NUL"),
     ],
 )
 async def test_program_agent_refuses_wrong_arguments(arguments: Any, message: str) -> None:

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout import Outcome, Prompt, Trajectory
-from rollout.agents.identity import Identity
 from rollout.scheduling.groups import Groups, Staleness, Wanted
 from rollout.scheduling.member_group import GROUP_S, Ended, Member, MemberGroup
 from rollout.scheduling.selection import mean_length
+from rollout.seeds import Identity
 
 MEMBERS = 3
 

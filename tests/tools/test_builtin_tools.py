@@ -10,7 +10,7 @@ import rollout
 from rollout.config.checks import BuiltinTools
 from rollout.errors import ConfigError, ToolError
 from rollout.testing import Scenario, tool_call
-from rollout.tools.loading import SHIPPED
+from rollout.tools.builtin import SHIPPED
 from rollout.types import Message, Prompt
 
 pytestmark = pytest.mark.anyio
@@ -69,8 +69,8 @@ async def test_builtin_tool_that_is_given_too_is_refused() -> None:
         async with rollout.open_rollout(config, tools=[rollout.tools.finish]):
             pytest.fail("the runtime opened")
     assert str(caught.value) == (
-        "tools with the same name: 'finish' (rollout.tools.finish_tool.finish, "
-        "rollout.tools.finish_tool.finish); give all but one of each another name, as in "
+        "tools with the same name: 'finish' (rollout.tools.builtin.finish, "
+        "rollout.tools.builtin.finish); give all but one of each another name, as in "
         '@function_tool("another_name")'
     )
 

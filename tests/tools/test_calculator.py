@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.tools import ToolResult, calculator
-from rollout.tools.calculator import CalculationError, calculate, format_number
+from rollout.tools.builtin import calculate, format_number
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_calculator_expression_has_its_value(expression: str, text: str) -> None
     ],
 )
 def test_calculator_impossible_expression_says_why(expression: str, message: str) -> None:
-    with pytest.raises(CalculationError) as caught:
+    with pytest.raises(ValueError, match=r".") as caught:
         calculate(expression)
     assert str(caught.value) == message
 
@@ -109,7 +109,7 @@ def test_calculator_any_integer_expression_agrees_with_python(expression: str) -
     try:
         expected = eval(expression, {"__builtins__": {}})
     except ZeroDivisionError:
-        with pytest.raises(CalculationError, match=r"^division by zero$"):
+        with pytest.raises(ValueError, match=r"^division by zero$"):
             calculate(expression)
     else:
         assert calculate(expression) == expected
@@ -120,7 +120,7 @@ def test_calculator_any_integer_expression_agrees_with_python(expression: str) -
 def test_calculator_any_text_has_a_finite_value_or_a_reason(expression: str) -> None:
     try:
         value = calculate(expression)
-    except CalculationError:
+    except ValueError:
         return
     assert math.isfinite(value) if isinstance(value, float) else value.bit_length() <= 4096
     assert format_number(value).strip("-0123456789.e+") == ""

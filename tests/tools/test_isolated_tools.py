@@ -42,7 +42,7 @@ async def opened(threads: WorkerThreads) -> AsyncIterator[Callable[..., Trajecto
     assert not [
         process
         for process in psutil.Process().children(recursive=True)
-        if "rollout.tools.isolation" in process.as_dict(["cmdline"], ad_value=[])["cmdline"]
+        if "rollout.tools.function_tools" in process.as_dict(["cmdline"], ad_value=[])["cmdline"]
     ]
 
 
@@ -104,12 +104,12 @@ async def test_isolated_tool_that_holds_the_interpreter_is_killed_with_its_group
 DRIVER = """
 import anyio, isolated_tools
 from rollout.child_processes import ChildProcesses
-from rollout.tools.isolation import run_isolated
+from rollout.tools import ToolContext
 
 async def main():
-    processes = ChildProcesses("rollout.tools.isolation", max_processes=1, cleanup_s=5.0)
-    tool = isolated_tools.hold_the_interpreter
-    await run_isolated(processes, tool.name, tool.function_ref, {"marker": %r})
+    processes = ChildProcesses("rollout.tools.function_tools", max_processes=1, cleanup_s=5.0)
+    context = ToolContext(uid="p", member=0, threads=None, processes=processes)
+    await isolated_tools.hold_the_interpreter.run({"marker": %r}, context)
 
 anyio.run(main, backend="trio")
 """

@@ -167,15 +167,20 @@ async def test_trajectories_are_spread_over_connections_and_stay(threads: Any) -
         (
             "node server.js",
             {"connections": 0},
-            "connect_mcp: server = 'node server.js': expected an http or https URL, or a command "
-            "as a list; connections = 0: expected at least 1",
+            "connect_mcp: server = 'node server.js': expected an http or https URL, or a list of a "
+            "command and its arguments; connections = 0: expected an integer ≥ 1",
         ),
-        ([], {}, "connect_mcp: server = []: expected a command with its arguments"),
+        (
+            [],
+            {},
+            "connect_mcp: server = []: expected an http or https URL, or a list of a command and "
+            "its arguments",
+        ),
         (
             SERVER,
             {"per_trajectory": True, "connections": 2, "ping_s": 0, "max_answer_bytes": 0},
             "connect_mcp: connections = 2: expected 1 with per_trajectory = True; ping_s = 0: "
-            "expected a number > 0 or None; max_answer_bytes = 0: expected at least 1",
+            "expected a number > 0 or None; max_answer_bytes = 0: expected an integer ≥ 1",
         ),
         (
             SERVER,

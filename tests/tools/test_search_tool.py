@@ -84,11 +84,11 @@ async def test_search_asks_a_busy_retriever_again_and_says_what_is_wrong_with_an
 @pytest.mark.parametrize(
     ("url", "options", "message"),
     [
-        ("nowhere", {}, "url = 'nowhere'; expected an http or https URL"),
+        ("nowhere", {}, "url = 'nowhere': expected an http or https URL"),
         (
             "http://host/",
             {"top_k": 5, "max_top_k": 3},
-            "top_k = 5, max_top_k = 3; expected 1 ≤ top_k ≤ max_top_k",
+            "top_k = 5: expected an integer from 1 to max_top_k = 3",
         ),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 
 from rollout.errors import ToolError
 from rollout.tools import function_tool
-from rollout.tools.schemas import ArgumentsError, SchemaCheck
+from rollout.tools.schemas import SchemaCheck
 
 POINT = {"type": "object", "properties": {"lat": {"type": "number"}}, "required": ["lat"]}
 PARAMETERS = {
@@ -29,7 +29,7 @@ PARAMETERS = {
 
 
 def find_fault(arguments: Any, parameters: Any = PARAMETERS) -> str:
-    with pytest.raises(ArgumentsError) as caught:
+    with pytest.raises(ToolError) as caught:
         SchemaCheck("weather", parameters).check(arguments)
     prefix = "invalid arguments for 'weather': "
     assert str(caught.value).startswith(prefix)
@@ -46,12 +46,11 @@ def find_fault(arguments: Any, parameters: Any = PARAMETERS) -> str:
         ({"days": "3"}, 'days: "3" is not of types "null", "integer"'),
         ({"days": True}, 'days: true is not of types "null", "integer"'),
         ({"days": 0}, "days: 0 is less than the minimum of 1"),
-        ({"days": object()}, 'days: "<object>" is not of types "null", "integer"'),
         ({"hours": []}, "hours: [] has less than 1 item"),
         ({"hours": [1, "2"]}, 'hours[1]: "2" is not of types "null", "integer"'),
         ({"point": {}}, "missing 'lat' in point"),
         ({"point": {"lat": 1, "lon": 2}}, "unknown 'lon' in point"),
-        ({"id": "x"}, 'id = "x": expected one of [{"type":"integer"},{"type":"null"}]'),
+        ({"id": "x"}, 'id: "x" is not of type "integer"; and "x" is not of type "null"'),
         ({"ref": [{"lat": None}]}, 'ref[0].lat: null is not of type "number"'),
         ({"nullable": "x"}, 'nullable: "x" is not of type "integer"'),
     ],
@@ -139,7 +138,7 @@ def test_function_with_a_given_schema_is_checked_against_it(
     if not text:
         assert tool.check(arguments, kwargs) == arguments | kwargs
         return
-    with pytest.raises(ArgumentsError) as caught:
+    with pytest.raises(ToolError) as caught:
         tool.check(arguments, kwargs)
     assert str(caught.value) == f"invalid arguments for 'weather': {text}"
 

@@ -167,18 +167,16 @@ def test_executor_equal_names_are_named_all_at_once(executor: Open) -> None:
 @pytest.mark.parametrize(
     ("name", "schema", "message"),
     [
-        ("", {}, "Recorder.name = ''; expected a name for the model"),
         (
             "a",
             {"function": {"name": "b"}},
-            "tool 'a': its schema is {'function': {'name': 'b'}}; expected {'type': 'function', "
-            "'function': {'name': 'a', ...}}",
+            "Recorder.name = 'a': its schema is of {'function': {'name': 'b'}}",
         ),
         (
             "a",
             None,
-            "tool 'a': its schema is None; expected {'type': 'function', 'function': {'name': 'a', "
-            "...}}",
+            "Recorder.schema = None: expected {'type': 'function', 'function': {'name': ..., "
+            "'parameters': {...}}}",
         ),
     ],
 )

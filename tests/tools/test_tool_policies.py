@@ -336,9 +336,9 @@ def test_policy_every_value_out_of_bounds_is_named() -> None:
         "ToolPolicy: timeout_s = 0: expected a number > 0 or None; max_concurrency = 0: expected "
         "an integer ≥ 1 or None; rate_limit_per_s = -1.0: expected a number > 0 or None; retries "
         "= True: expected an integer ≥ 0, got a boolean; backoff_s = 0.0: expected a number > 0; "
-        "cache_size = -1: expected an integer ≥ 0; breaker_failures = 0: expected an integer ≥ 1 "
-        "or None; breaker_s = inf: expected a number > 0, got one that is not finite; transient = "
-        "(<class 'int'>,): expected a tuple of exception types"
+        "transient = (<class 'int'>,): expected a tuple of exception types; cache_size = -1: "
+        "expected an integer ≥ 0; breaker_failures = 0: expected an integer ≥ 1 or None; breaker_s "
+        "= inf: expected a number > 0, got one that is not finite"
     )
 
 

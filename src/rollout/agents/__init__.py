@@ -10,8 +10,7 @@ from rollout.agents.conversation import Conversation
 from rollout.agents.environment_agent import EnvironmentAgent
 from rollout.agents.function_agent import AgentTask, agent
 from rollout.agents.program_agent import ProgramAgent
-from rollout.agents.single_turn import SingleTurnAgent
-from rollout.agents.tool_agent import ToolAgent
+from rollout.agents.tool_agent import SingleTurnAgent, ToolAgent
 from rollout.agents.turn import AssistantTurn
 
 __all__ = [

@@ -102,9 +102,7 @@ def find_class(registered: Registered) -> type[AgentLoop]:
     """The class of what is registered, as far as it is known before an agent is made."""
     if isinstance(registered, AgentLoop):
         return type(registered)
-    made: object = registered
-    while isinstance(made, functools.partial):
-        made = made.func
+    made = _unwrap(registered)
     return made if isinstance(made, type) and issubclass(made, AgentLoop) else AgentLoop
 
 
@@ -120,19 +118,14 @@ def _fault(loop: Any) -> str:
             f"the class, {kind}, or functools.partial({kind}, ...), so that each trajectory gets "
             f"its own (a class that keeps nothing of a trajectory may say is_shared = True)"
         )
-    made = loop
-    while isinstance(made, functools.partial):
-        made = made.func
-    if isinstance(made, type) and not issubclass(made, AgentLoop):
-        return f"{made!r:.200} is not a subclass of AgentLoop; {expected}"
-    if isinstance(made, type) and (
-        inspect.isabstract(made) or not callable(getattr(made, "run", None))
-    ):
-        return f"{made.__qualname__} has no run; expected async def run(self, context)"
-    if not callable(made):
-        return f"{loop!r:.200} is not a subclass of AgentLoop; {expected}"
-    if is_async(made) or inspect.isgeneratorfunction(made):
-        return f"{loop!r:.200} is not a subclass of AgentLoop, and makes none at once; {expected}"
+    made, what = _unwrap(loop), f"{loop!r:.200} is not a subclass of AgentLoop"
+    if isinstance(made, type) and issubclass(made, AgentLoop):
+        if inspect.isabstract(made) or not callable(getattr(made, "run", None)):
+            return f"{made.__qualname__} has no run; expected async def run(self, context)"
+    elif isinstance(made, type) or not callable(made):
+        return f"{what}; {expected}"
+    elif is_async(made) or inspect.isgeneratorfunction(made):
+        return f"{what}, and makes none at once; {expected}"
     try:
         inspect.signature(loop).bind()
     except TypeError as error:
@@ -140,6 +133,11 @@ def _fault(loop: Any) -> str:
     except ValueError:  # it has no signature to look at
         pass
     return ""
+
+
+def _unwrap(loop: Any) -> Any:
+    """What a `functools.partial` calls."""
+    return loop.func if isinstance(loop, functools.partial) else loop
 
 
 def _says_shared(kind: type) -> bool:
@@ -154,11 +152,9 @@ def _says_shared(kind: type) -> bool:
 
 def _home(registered: Any) -> str:
     """Where an agent was written."""
-    while isinstance(registered, functools.partial):
-        registered = registered.func
-    kind = type(registered) if isinstance(registered, AgentLoop) else registered
-    qualname = getattr(kind, "__qualname__", type(kind).__qualname__)
-    return f"{kind.__module__}.{qualname}"
+    made = _unwrap(registered)
+    kind = made if hasattr(made, "__qualname__") else type(made)
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def agent_names() -> tuple[str, ...]:

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from rollout.agents.turn_log import make_calls_question
 from rollout.tools import ToolResult
-from rollout.tools.call_events import CallEvents
 from rollout.tools.results import Answers
+from rollout.tools.trajectory_tools import CallEvents
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from rollout.agents.conversation import Conversation
     from rollout.types import InvalidToolCall, ToolCall
@@ -20,9 +20,29 @@ if TYPE_CHECKING:
 
 async def answer_calls(conversation: Conversation, calls: Calls) -> list[ToolResult]:
     """Run calls side by side, or take what a log remembers of them; count what they answer."""
-    state = conversation._state
+    state, log, session = conversation._state, conversation._state.log, conversation.session_id
     state.count_calls(len(calls))
-    results = await _find_results(conversation, calls)
+    offered = None  # all tools of the trajectory
+    if conversation._renderer is not state.renderer:
+        schemas = conversation._renderer.reader.schemas
+        offered = {str(schema["function"]["name"]) for schema in schemas}
+    known = None
+    if log is not None:
+        question = make_calls_question(conversation.transcript.prefix, calls)
+        known = await log.recall_answers(question, session, calls) if log.has_answers else None
+    if known is not None:
+        results = state.tools.recall(calls, known, offered)
+    else:
+        before = state.tools.seconds
+        results = await _run(conversation, calls, offered)
+        if log is not None:
+            answers = Answers(results, state.tools.seconds - before)
+            turn, stateful = (
+                (session, conversation.assistant_turns),
+                state.tools.find_stateful(calls),
+            )
+            if log.note_answers(question, turn, answers, stateful):
+                await log.wait_written()
     state.check_sandbox()
     state.tool_rewards += [r.reward for r in results if r.reward is not None]
     errors = state.count_errors(results, conversation._errors_in_a_row)
@@ -30,38 +50,20 @@ async def answer_calls(conversation: Conversation, calls: Calls) -> list[ToolRes
     return results
 
 
-async def _find_results(conversation: Conversation, calls: Calls) -> list[ToolResult]:
-    state, log, session = conversation._state, conversation._state.log, conversation.session_id
-    offered = None  # all tools of the trajectory
-    if conversation._renderer is not state.renderer:
-        schemas = conversation._renderer.reader.schemas
-        offered = {str(schema["function"]["name"]) for schema in schemas}
-    prefix = conversation.transcript.prefix
-    question = None if log is None else make_calls_question(prefix, calls)
-    if log is not None and question is not None and log.has_answers:
-        known = await log.recall_answers(question, session, calls)
-        if known is not None:
-            return state.tools.recall(calls, known, offered)
-    tools, events, turns = state.tools, None, conversation.assistant_turns
-    if state.services.events.is_on:
-        identity = conversation._identity
-        events = CallEvents(state.services.events, identity.number, turns - 1, identity.path)
-    before = tools.seconds
-    results = await tools.run(calls, limit=conversation._turn, offered=offered, events=events)
-    if any(result.has_media for result in results):
-        results = await _read_media(conversation, calls, results)
-    if log is not None and question is not None:
-        answers = Answers(results, tools.seconds - before)
-        if log.note_answers(question, (session, turns), answers, tools.find_stateful(calls)):
-            await log.wait_written()
-    return results
-
-
-async def _read_media(
-    conversation: Conversation, calls: Calls, results: list[ToolResult]
+async def _run(
+    conversation: Conversation, calls: Calls, offered: Collection[str] | None
 ) -> list[ToolResult]:
-    """Read the images and videos in results, within the turn's time."""
-    state, read = conversation._state, list[ToolResult]()
+    """Run calls; read the images and videos in their results, within the turn's time."""
+    state, events = conversation._state, None
+    if state.services.events.is_on:
+        identity, turn = conversation._identity, conversation.assistant_turns - 1
+        where = {"trajectory": identity.number, "turn": turn, "path": identity.path}
+        events = CallEvents(state.services.events, where)
+    limit = conversation._open_turn_limit()
+    results = await state.tools.run(calls, limit=limit, offered=offered, events=events)
+    if not any(result.has_media for result in results):
+        return results
+    read = list[ToolResult]()
     count = len(conversation.transcript.media)
     with conversation.answering():
         for call, result in zip(calls, results, strict=True):

@@ -11,22 +11,20 @@ import msgspec
 
 from rollout.agents.calling import answer_calls
 from rollout.agents.conversation import Conversation
+from rollout.agents.ending import finish
 from rollout.agents.generating import generate_turn
-from rollout.agents.history import History
+from rollout.agents.history import History, Row
 from rollout.agents.prompt_sampling import replace_sampling
-from rollout.agents.segments import Row, check_ids
+from rollout.agents.rendering import check_ids
 from rollout.agents.simulated_user import (
     USER,
-    close_user,
-    emit_user_ended,
     find_user_name,
     make_user,
     read_user_turn,
     start_user,
 )
 from rollout.agents.trajectory_state import TrajectoryState
-from rollout.agents.turn import SampledTokens, answer, read_calls
-from rollout.agents.turn_options import DEFAULT_OPTIONS, TurnOptions
+from rollout.agents.turn import DEFAULT_OPTIONS, SampledTokens, TurnOptions, answer, read_calls
 from rollout.chat.drift import worst
 from rollout.chat.messages import template_messages
 from rollout.chat.reward_values import BadRewardError, as_reward
@@ -34,15 +32,16 @@ from rollout.chat.trajectory import BRANCH, MAIN, SUBAGENT
 from rollout.chat.transcript import Transcript, common_length
 from rollout.containment import contain
 from rollout.errors import AgentError
+from rollout.observe.events import UserEnded
 from rollout.types import without_padding
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
     from typing import Self
 
+    from rollout.agents.ending import Ending
     from rollout.agents.gateway_door import GatewayDoor
-    from rollout.agents.identity import Ending, Identity
-    from rollout.agents.rendering import Given, Renderer
+    from rollout.agents.rendering import Given
     from rollout.agents.services import Services
     from rollout.agents.turn import AssistantTurn
     from rollout.agents.turn_log import TurnLog
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     from rollout.limits import Clock, Deadline
     from rollout.observe.event_stream import EventStream
     from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
+    from rollout.seeds import Identity
     from rollout.tools import ToolResult, TrajectoryTools
     from rollout.types import InvalidToolCall, Message, Outcome, Prompt, ToolCall
 
@@ -70,17 +70,8 @@ class AgentContext(Conversation):
         pinned_calls: Calls of clients whose sampling `gateway.sampling` "pin" has overridden.
     """
 
-    def __init__(
-        self,
-        state: TrajectoryState,
-        log: History,
-        identity: Identity,
-        renderer: Renderer,
-        sampling: SamplingParams,
-        *,
-        group_id: str = "",
-    ) -> None:
-        super().__init__(state, log, identity, renderer, sampling, group_id=group_id)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.pinned_calls = 0
 
     # The trajectory.
@@ -123,14 +114,12 @@ class AgentContext(Conversation):
     @property
     def idle_since(self) -> float:
         """When the last generation, call or answer of a user ended, on the loop's clock."""
-        tools = self._state.used_tools
-        return max(self._state.idle_since, 0.0 if tools is None else tools.idle_since)
+        return max(self._state.idle_since, self._state.tools.idle_since)
 
     @property
     def calls_under_way(self) -> Sequence[tuple[str, float]]:
         """Calls of tools that run: name, and since when."""
-        tools = self._state.used_tools
-        return () if tools is None else tools.under_way
+        return self._state.tools.under_way
 
     @property
     def tools(self) -> TrajectoryTools:
@@ -139,8 +128,8 @@ class AgentContext(Conversation):
 
     @property
     def used_tools(self) -> TrajectoryTools | None:
-        """The same; None where nobody has asked for them yet."""
-        return self._state.used_tools
+        """The same."""
+        return self._state.tools
 
     @property
     def sandbox(self) -> TrajectorySandbox:
@@ -154,7 +143,7 @@ class AgentContext(Conversation):
     @property
     def sandbox_asked_for(self) -> TrajectorySandbox | None:
         """The same; None where nobody has used it yet."""
-        return self._state.used_sandbox
+        return self.sandbox if self.sandbox.was_used else None
 
     @property
     def door(self) -> GatewayDoor:
@@ -163,7 +152,12 @@ class AgentContext(Conversation):
         Raises:
             AgentError: There is none.
         """
-        return self.services.gateway.open_door()
+        if self.services.door is None:
+            raise AgentError(
+                "no gateway serves this runtime: open one with `async with "
+                "rollout.open_gateway(runtime)`, or open the runtime with `open_rollout`"
+            )
+        return self.services.door
 
     @property
     def has_interaction(self) -> bool:
@@ -302,11 +296,11 @@ class AgentContext(Conversation):
         if self.transcript:
             raise AgentError("begin: the trajectory has begun already")
         state, is_shared = self._state, messages is None
-        given = state.original_prompt.messages if messages is None else without_padding(messages)
+        given = state.prompt.messages if messages is None else without_padding(messages)
         if ids is None:
             rendered = await state.renderer.render_prompt(given, is_shared=is_shared)
         else:
-            rendered = state.renderer.read_prompt(ids, given)
+            rendered = state.renderer.read_opening("begin", ids, given)
         if rendered.cut_tokens:
             state.count_cut(rendered.cut_tokens)
         state.interaction = make_user(state)
@@ -342,8 +336,9 @@ class AgentContext(Conversation):
             drawn = replace_sampling(base, sampling, self._state.services)
             seed = options.seed if sampling.get("seed") is None else drawn.seed
             options = msgspec.structs.replace(options, sampling=drawn, seed=seed)
-        self.check_turns()
-        return await generate_turn(self, options)
+        with self._noting_limits():
+            self._state.check_turns()
+            return await generate_turn(self, options)
 
     async def generate_ids(
         self,
@@ -508,7 +503,10 @@ class AgentContext(Conversation):
             raise
         state.idle_since = now = state.clock()
         if self.events.is_on:
-            emit_user_ended(self.events, self.identity, began, now)
+            events, number = self.events, self.identity.number
+            at = events.since_start(now)
+            event = UserEnded(at=at, trajectory=number, began=events.since_start(began))
+            events.tell_event(number, event)
         return turn, read_user_turn(state, turn)
 
     # How it ends.
@@ -538,8 +536,8 @@ class AgentContext(Conversation):
         """
         for each in (conversations := list(self.all())):
             await each.settle()
-        tools = self._state.used_tools
-        if tools is not None and any(each.sampled_tokens for each in conversations):
+        tools = self._state.tools
+        if any(each.sampled_tokens for each in conversations):
             self.tool_rewards.extend(await tools.calc_rewards())
             if self.reward is None:
                 self.reward = tools.reward
@@ -549,13 +547,11 @@ class AgentContext(Conversation):
         state = self._state
         for each in self.all():
             self.services.engines.forget(each.session_id)
-        state.is_over = True
-        tools = state.used_tools
-        if tools is not None:
-            await tools.close()
+        await state.tools.close()
         user, state.interaction = state.interaction, None
         if user is not None:
-            await close_user(user, self.identity, self.services.config.limits.cleanup_s)
+            cleanup_s, what = self.services.config.limits.cleanup_s, "finish of the interaction"
+            await finish(what, user.finish, cleanup_s, self.identity.session_id)
 
 
 def open_context(

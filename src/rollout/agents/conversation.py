@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rollout.agents.history import History, find_departure
-from rollout.agents.rendering import make_room_error
-from rollout.agents.segments import Row, check_ids, check_purpose, spread_rewards
+from rollout.agents.history import History, Row, check_purpose, find_departure, spread_rewards
+from rollout.agents.rendering import NO_ROOM_AGAIN, check_ids, make_length_error, make_room_error
 from rollout.chat.reasoning import opens_reasoning
 from rollout.chat.result_order import message_ids, result_order
 from rollout.chat.reward_values import BadRewardError, finite_number
@@ -24,29 +23,12 @@ if TYPE_CHECKING:
     from typing import Self
 
     from rollout.agents.history import Messages, Rendered
-    from rollout.agents.identity import Identity
     from rollout.agents.rendering import Given, Renderer, Room, Schemas
     from rollout.agents.trajectory_state import TrajectoryState
-    from rollout.agents.turn import AssistantTurn
     from rollout.engine.core import SamplingParams
     from rollout.engine.pool.generation import Generation
     from rollout.limits import Limit
-
-
-class _NotingLimits:
-    """See `Conversation._noting_limits`; a generator in its place would cost a turn 10 µs."""
-
-    __slots__ = ("_ends_at_lengths", "_state")
-
-    def __init__(self, state: TrajectoryState, ends_at_lengths: bool) -> None:
-        self._state, self._ends_at_lengths = state, ends_at_lengths
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        if isinstance(error, LimitExceeded | UnresponsiveError):
-            self._state.end_by(error, ends_at_lengths=self._ends_at_lengths)
+    from rollout.seeds import Identity
 
 
 class Conversation:
@@ -78,7 +60,7 @@ class Conversation:
         self._session_id = identity.session_id
         self._opened: tuple[Self, ...] = ()
         self._opened_count = 0
-        self._turn: Limit = state.limit
+        self._turn_began: float | None = None  # by the time of the trajectory's limit
         self._generation: Generation | None = None  # under way
         self._unsettled: tuple[Given | array[int], ...] = ()  # observations still to be encoded
         self._is_closed = False
@@ -320,7 +302,7 @@ class Conversation:
             AgentError: They are no ids, or none.
         """
         check_purpose(purpose)
-        rendered = self._renderer.read_opening(prompt_ids, "subagent_ids")
+        rendered = self._renderer.read_opening("subagent_ids", prompt_ids)
         return self._open_beside(rendered, purpose, self._next_identity(), self._renderer)
 
     def _next_identity(self) -> Identity:
@@ -342,7 +324,7 @@ class Conversation:
         """Make a conversation with this one's settings."""
         kind = type(self)
         made = kind(self._state, log, identity, renderer, self._sampling, group_id=group_id)
-        made.history, made._turn = self.history, self._turn
+        made.history, made._turn_began = self.history, self._turn_began
         return made
 
     # What the model reads and did not write.
@@ -471,7 +453,7 @@ class Conversation:
     def _end_turn(self) -> None:
         """End a turn that a branch was to continue: it is what there is of it."""
         if self._log.turn_start is not None:
-            self._read_turn()
+            self._log.end_turn(self._renderer.reader, self._cut_by)
 
     def _order(self, messages: Given, *, is_checked: bool = True) -> Given:
         """The messages with results of tools in the order of the calls of the turn before them.
@@ -492,9 +474,14 @@ class Conversation:
         order = result_order(ids, calls, is_checked=is_checked)
         return listed if order is None else [listed[at] for at in order]
 
-    def _noting_limits(self) -> _NotingLimits:
+    @contextmanager
+    def _noting_limits(self) -> Iterator[None]:
         """A limit that fires in the block settles the outcome, even where an agent swallows it."""
-        return _NotingLimits(self._state, self._ends_at_lengths)
+        try:
+            yield
+        except (LimitExceeded, UnresponsiveError) as error:
+            self._state.end_by(error, ends_at_lengths=self._ends_at_lengths)
+            raise
 
     def _check_idle(self, what: str, *, is_begun: bool = True) -> None:
         if self._is_closed and is_begun:
@@ -504,8 +491,15 @@ class Conversation:
         if is_begun and not self.transcript:
             raise AgentError(f"{what}: {self.session_id} has not begun")
 
-    def _find_room(self) -> Room:
-        return self._renderer.find_room(self.transcript, self._reserved_tokens)
+    def _find_room(self, transcript: Transcript | None = None) -> Room:
+        """Tokens that may still be appended, and the path of the length that bounds them."""
+        services, transcript = self._state.services, transcript or self._log.transcript
+        length = transcript.prefix.length + self._reserved_tokens
+        context = services.engines.info.context_length - length
+        response = services.config.lengths.response - length + transcript.prompt_length
+        if context <= response:
+            return context, "engine.context_length"
+        return response, "lengths.response"
 
     async def _settle(self) -> None:
         while self._unsettled:
@@ -550,22 +544,24 @@ class Conversation:
     def answering(self) -> Iterator[None]:
         """The block answers the last turn, within the turn's deadline.
 
-        While the trajectory is carried to another call the block runs on, and its time does not
-        count.
+        While the trajectory is carried to another call its time does not count.
 
         Raises:
             LimitExceeded: The deadline passed.
         """
-        with self._turn.open(None, ""):
+        with self._open_turn_limit():
             yield
+
+    def _open_turn_limit(self) -> Limit:
+        """The limit of the last turn, which began with its generation, for what answers it."""
+        limits = self._state.services.config.limits
+        turn_s = None if self._turn_began is None else limits.turn_s
+        return self._state.limit.open(turn_s, "limits.turn_s", since=self._turn_began)
 
     async def wait_written(self) -> None:
         """Wait until a journal, where there is one, has the last turn."""
         if self._state.log is not None:
             await self._state.log.wait_written()
-
-    def _read_turn(self) -> AssistantTurn:
-        return self._log.end_turn(self._renderer.reader, self._cut_by)
 
     async def _render_again(self) -> None:
         """Open another row where the template writes the history otherwise than the row has it.
@@ -573,7 +569,11 @@ class Conversation:
         Raises:
             LimitExceeded: The new row would leave no room for a token; the old one stays.
         """
-        if self._log.add_row(await self._renderer.render_again(self._log, self._reserved_tokens)):
+        transcript = await self._renderer.render_again(self._log)
+        room, source = self._find_room(transcript)
+        if room < 1:
+            raise make_length_error(source, NO_ROOM_AGAIN)
+        if self._log.add_row(transcript):
             self._known_tokens = 0
 
 

@@ -8,16 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import anyio
-
 from rollout.agents.agent_loop import AgentLoop
+from rollout.agents.ending import finish
 from rollout.agents.tool_agent import has_reached_turn_limit
 from rollout.chat.reward_values import finite_number
 from rollout.containment import contain
 from rollout.errors import AgentError
-from rollout.limits import Clock, Deadline
 from rollout.seeds import derive_seed
-from rollout.tools.attempt import CallError, attempt
 from rollout.types import Message
 from rollout.worker_threads import is_async
 
@@ -90,7 +87,12 @@ class EnvironmentAgent(AgentLoop):
         try:
             await self._play(environment, context)
         finally:
-            await _close(environment, context)
+            if callable(close := getattr(environment, "close", None)):
+                cleanup_s = context.services.config.limits.cleanup_s
+                what, whose = f"close of {type(environment).__name__}", context.identity.session_id
+                await finish(
+                    what, partial(_call, context, environment, "close", close), cleanup_s, whose
+                )
 
     async def _play(self, environment: Any, context: AgentContext) -> None:
         reset = _reset(environment, context)
@@ -147,23 +149,6 @@ async def _call(
         return await method()
     value = await context.services.threads.run(what, method)
     return await value if inspect.isawaitable(value) else value
-
-
-async def _close(environment: Any, context: AgentContext) -> None:
-    """Let go of an environment; shielded, bounded, never raises."""
-    if not callable(getattr(environment, "close", None)):
-        return
-    cleanup_s = context.services.config.limits.cleanup_s
-    what = f"close of {type(environment).__name__}"
-    try:
-        with anyio.CancelScope(shield=True):
-            await attempt(
-                partial(_call, context, environment, "close", environment.close),
-                limit=Clock(Deadline.after(cleanup_s, "limits.cleanup_s")),
-                what=what,
-            )
-    except CallError as error:
-        logger.warning("%s: %s failed: %s", context.identity.session_id, what, error)
 
 
 def _missing(environment: Any) -> list[str]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import base64
+import functools
 import inspect
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 
 import msgspec
 
 from rollout.agents.agent_loop import AgentLoop, register_agent
-from rollout.agents.openai_messages import openai_messages
+from rollout.agents.ending import RejectedPrompt
+from rollout.chat.messages import as_messages, template_messages, with_arguments_as_text
+from rollout.chat.result_order import order_messages
 from rollout.chat.reward_values import as_reward
-from rollout.errors import AgentError
+from rollout.errors import AgentError, MediaError, TemplateError
+from rollout.media import Media
+from rollout.medium import FRAMES_MIME
 from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
 from rollout.types import Prompt
 from rollout.worker_threads import is_async
@@ -103,9 +108,11 @@ class FunctionAgent(AgentLoop):
     """
 
     needs_gateway = True
-    name: str
-    function: Callable[..., Any]
-    backend: Backend
+    is_shared = True
+
+    def __init__(self, name: str, function: Callable[..., Any], backend: Backend) -> None:
+        self.name, self.function, self.backend = name, function, backend
+        functools.update_wrapper(cast("Any", self), function, updated=())
 
     async def run(self, context: AgentContext) -> None:
         """Serve the trajectory while the function runs; what it returns is its reward."""
@@ -126,7 +133,7 @@ class FunctionAgent(AgentLoop):
             if not inspect.isawaitable(value):
                 return value
             return await self._run_async(context, lambda: value)
-        return await self._run_async(context, partial(self.function, task))
+        return await self._run_async(context, functools.partial(self.function, task))
 
     async def _run_async(self, context: AgentContext, call: Callable[[], Awaitable[Any]]) -> Any:
         remedy = _REMEDY  # noqa: F841  (see observe.blocking_code)
@@ -171,16 +178,7 @@ def agent(name: str, *, backend: Backend = "asyncio") -> Callable[[Function], Fu
 
     def register(function: Function) -> Function:
         _check(name, function)
-        title = getattr(function, "__name__", type(function).__name__)
-        own = {
-            "name": name,
-            "function": staticmethod(function),
-            "backend": backend,
-            "__module__": function.__module__,
-            "__qualname__": getattr(function, "__qualname__", title),
-            "__doc__": function.__doc__,
-        }
-        register_agent(name)(type(title, (FunctionAgent,), own))
+        register_agent(name)(FunctionAgent(name, function, backend))
         return function
 
     return register
@@ -198,3 +196,34 @@ def _check(name: str, function: Any) -> None:
         raise AgentError(f"agent({name!r}): {error}; {expected}") from None
     except ValueError:  # it has no signature to look at
         return
+
+
+async def openai_messages(context: AgentContext) -> list[dict[str, Any]]:
+    """Those of the trajectory's prompt; images and videos in them as data URLs.
+
+    Raises:
+        RejectedPrompt: They are malformed, or a medium in them cannot be taken.
+    """
+    media = context.services.media
+    try:
+        given = await media.prepared(context.prompt.messages, is_shared=True)
+        messages = with_arguments_as_text(template_messages(order_messages(as_messages(given))))
+        return [
+            {**each, "content": await media.run(list, map(_part, each["content"]))}
+            if isinstance(each["content"], list)
+            else each
+            for each in messages
+        ]
+    except TemplateError as error:
+        raise RejectedPrompt("bad_message", str(error)) from error
+
+
+def _part(part: dict[str, Any]) -> dict[str, Any]:
+    medium = part.get(part["type"])
+    if not isinstance(medium, Media):
+        return part
+    if medium.mime == FRAMES_MIME:
+        raise MediaError("frames have no form in OpenAI's API: give a video file")
+    url = f"data:{medium.mime};base64,{base64.b64encode(medium.content).decode()}"
+    kind = f"{medium.kind}_url"
+    return {"type": kind, kind: {"url": url}}

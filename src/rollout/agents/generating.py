@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from rollout.agents.identity import Ending
+from rollout.agents.ending import Ending
 from rollout.agents.prompt_sampling import warn_of_truncation
 from rollout.agents.rendering import make_length_error
 from rollout.engine.pool.generation import Generation
-from rollout.engine.pool.request_checks import describe_sampling_fault
+from rollout.engine.pool.request_checks import check_sampling
 from rollout.errors import EngineError
 from rollout.observe.events import TurnEnded, TurnStarted
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rollout.agents.conversation import Conversation
-    from rollout.agents.turn import AssistantTurn
-    from rollout.agents.turn_options import StopStrings, TurnOptions
+    from rollout.agents.trajectory_state import TrajectoryState
+    from rollout.agents.turn import AssistantTurn, TurnOptions
     from rollout.engine.core import FinishReason, SamplingParams
-    from rollout.limits import Deadline
+    from rollout.limits import Limit
 
 
 async def generate_turn(conversation: Conversation, options: TurnOptions) -> AssistantTurn:
@@ -33,29 +31,25 @@ async def generate_turn(conversation: Conversation, options: TurnOptions) -> Ass
     in the transcript. See `AgentContext.generate`.
     """
     state, log, stop = conversation._state, conversation._log, options.stop
-    services, events = state.services, state.services.events
+    services, events, who = state.services, state.services.events, conversation._identity
     readers = (*conversation.on_tokens, *(() if stop is None else (stop,)))
     generation = Generation(readers, is_seeded=options.seed is not None)
     number, seed = conversation._assistant_turns, options.seed
     if seed is None:
-        seed = conversation._identity.seed_of_turn(number)
+        seed = who.seed_of_turn(number)
     conversation._generation = generation
     state.generations += 1  # now, since several conversations may generate at once
     try:
         await conversation._settle()
-        limits, started = services.config.limits, state.clock()
+        started = state.clock()
         if events.tells_all:
-            at, who = events.since_start(started), conversation._identity
+            at = events.since_start(started)
             events.emit(TurnStarted(at=at, trajectory=who.number, turn=number, path=who.path))
-        conversation._turn = state.limit.open(limits.turn_s, "limits.turn_s")
-        limit = conversation._turn.open(limits.generation_s, "limits.generation_s")
+        conversation._turn_began = state.limit.own_time()
+        limit = _open_limit(conversation)
         recalled_s, is_over = None, False
         try:
-            with (
-                conversation._noting_limits(),
-                limit,
-                nullcontext() if stop is None else stop.scope,
-            ):
+            with limit, nullcontext() if stop is None else stop.scope:
                 if conversation.history != "append_only" and log.is_renderable:
                     await conversation._render_again()
                 prefix = log.transcript.prefix
@@ -68,26 +62,28 @@ async def generate_turn(conversation: Conversation, options: TurnOptions) -> Ass
                         session_id=conversation.session_id,
                         prompt_ids=prefix,
                         sampling=sampling,
-                        priority=state.original_prompt.priority,
+                        priority=state.prompt.priority,
                         known_experts=log.transcript.routed_length,
                         group_id=conversation._group_id,
                         limit=limit,
-                        trajectory=conversation._identity.number,
+                        trajectory=who.number,
                         media=log.transcript.media,
                     )
                 is_stopped = stop is not None and stop.kept is not None
                 if generation.finish_reason == "abort" and not is_stopped:
-                    if state.clock() >= limit.deadline.at:
+                    if limit.is_over:
                         raise limit.deadline.error()  # the engine kept it before we could
                     what = f"{conversation.session_id}: the engine aborted the generation"
                     raise EngineError(what)
             is_over = True
         finally:
             now = state.idle_since = state.clock()
-            generation.kept = _find_kept(conversation, generation, stop)
+            generation.kept = None if stop is None else stop.kept
+            if services.media.placeholders:
+                _end_before_placeholder(state, generation)
             waited_s = now - started - generation.held_s + (recalled_s or 0.0)
             state.count_generation(generation, waited_s)
-            end = find_end(generation, limit.deadline, now)
+            end = find_end(generation, limit, now)
             if events.is_on:
                 _emit_turn_ended(conversation, generation, (started, now), end)
             is_noted = False
@@ -98,12 +94,12 @@ async def generate_turn(conversation: Conversation, options: TurnOptions) -> Ass
                 finish_reason, conversation._cut_by = end
                 log.append_generated(generation.kept_part(), finish_reason, seed)
                 state.count_tokens(generation, conversation._known_tokens)
-                conversation._known_tokens = len(log.transcript)
+                conversation._known_tokens = log.transcript.prefix.length
                 conversation._assistant_turns += 1
                 if not is_over:
                     with suppress(Exception):  # a parser must not hide what ended the wait
-                        conversation._read_turn()
-        turn = conversation._read_turn()
+                        conversation._end_turn()
+        turn = log.end_turn(conversation._renderer.reader, conversation._cut_by)
         if is_noted and state.log is not None:
             await state.log.wait_written()
         if conversation._renderer.reader.schemas:  # tools could be called
@@ -115,6 +111,15 @@ async def generate_turn(conversation: Conversation, options: TurnOptions) -> Ass
         state.generations -= conversation._assistant_turns == number  # no token came
 
 
+def _open_limit(conversation: Conversation) -> Limit:
+    """The limit of a generation that begins: its own, or the turn's where that is not longer."""
+    state, limits = conversation._state, conversation._state.services.config.limits
+    turn_s, generation_s = limits.turn_s, limits.generation_s
+    if generation_s is None or (turn_s is not None and turn_s <= generation_s):
+        return state.limit.open(turn_s, "limits.turn_s")
+    return state.limit.open(generation_s, "limits.generation_s")
+
+
 def _draw_sampling(
     conversation: Conversation, options: TurnOptions, generation: Generation, seed: int
 ) -> SamplingParams:
@@ -122,49 +127,41 @@ def _draw_sampling(
 
     Raises:
         LimitExceeded: Not one token fits.
-        EngineError: An agent has assigned what no sampling has.
+        EngineError: The options have what no sampling has.
     """
-    state, sampling = conversation._state, options.sampling or conversation.sampling
-    try:
-        budget = conversation._find_room()
-        if budget[0] < 1:
-            raise make_length_error(budget[1], "there is no room for another token")
-        turn_room = conversation._renderer.turn_room
-        if turn_room is not None:
-            budget = min(budget, (turn_room, "lengths.turn"))
-        if sampling.max_new_tokens is not None:
-            budget = min(budget, (sampling.max_new_tokens, "sampling.max_new_tokens"))
-        most, generation.bounded_by = budget
-        stops = state.services.stop_token_ids
-        if sampling.stop_token_ids:
-            stops = tuple(sorted({*sampling.stop_token_ids, *stops}))
-        drawn = msgspec.structs.replace(
-            sampling, max_new_tokens=most, seed=seed, stop_token_ids=stops
-        )
-        generation.is_truncated = conversation.trainable is not False and warn_of_truncation(
-            drawn, state.services, state.original_prompt, conversation._identity
-        )
-    except (TypeError, AttributeError):
-        fault = describe_sampling_fault(sampling)
-        if not fault:
-            raise
-        raise EngineError(fault, reason="sampling") from None
+    state, sampling = conversation._state, options.sampling or conversation._sampling
+    if options.sampling is not None:
+        check_sampling(sampling)
+    most, generation.bounded_by = conversation._find_room()
+    if most < 1:
+        raise make_length_error(generation.bounded_by, "there is no room for another token")
+    turn_room = state.services.config.lengths.turn
+    if turn_room is not None and turn_room < most:
+        most, generation.bounded_by = turn_room, "lengths.turn"
+    if sampling.max_new_tokens < most:
+        most, generation.bounded_by = sampling.max_new_tokens, "sampling.max_new_tokens"
+    stops = state.services.stop_token_ids
+    if sampling.stop_token_ids:
+        stops = tuple(sorted({*sampling.stop_token_ids, *stops}))
+    drawn = msgspec.structs.replace(sampling, max_new_tokens=most, seed=seed, stop_token_ids=stops)
+    if options.seed is not None:
+        check_sampling(drawn)
+    is_bent = drawn.temperature and (drawn.top_k, drawn.top_p, drawn.min_p) != (-1, 1.0, 0.0)
+    if is_bent and conversation._trainable is not False and not state.identity.validate:
+        generation.is_truncated = True
+        warn_of_truncation(drawn, state.services, state.prompt, conversation._identity)
     return drawn
 
 
-def _find_kept(
-    conversation: Conversation, generation: Generation, stop: StopStrings | None
-) -> int | None:
-    """How many tokens of a generation stay: up to what ends the turn early; None: all."""
-    kept, state = None if stop is None else stop.kept, conversation._state
+def _end_before_placeholder(state: TrajectoryState, generation: Generation) -> None:
+    """Keep of a generation what comes before the first placeholder that it sampled."""
     before = state.services.media.find_placeholder(generation)
-    if before is None or (kept is not None and kept <= before):
-        return kept
-    state.sampled_placeholders += 1
-    return before
+    if before is not None and (generation.kept is None or before < generation.kept):
+        state.sampled_placeholders += 1
+        generation.kept = before
 
 
-def find_end(generation: Generation, deadline: Deadline, now: float) -> tuple[str, str | None]:
+def find_end(generation: Generation, limit: Limit, now: float) -> tuple[str, str | None]:
     """How a turn ends: the `finish_reason` of its span, and its `AssistantTurn.cut_by`.
 
     | the engine said | finish_reason | cut_by | a trajectory that returns then |
@@ -176,7 +173,7 @@ def find_end(generation: Generation, deadline: Deadline, now: float) -> tuple[st
     | error | error | error | its own |
 
     Args:
-        deadline: That of the generation; an engine may keep it before the driver does.
+        limit: The generation's; an engine may keep it before the driver does.
         now: Clock time.
     """
     reason: FinishReason = generation.finish_reason or "abort"
@@ -184,8 +181,8 @@ def find_end(generation: Generation, deadline: Deadline, now: float) -> tuple[st
         return "stop", None
     if reason == "length":
         return "length", generation.bounded_by
-    if reason == "abort" and now >= deadline.at:
-        return "deadline", deadline.source
+    if reason == "abort" and now >= limit.ends_at:
+        return "deadline", limit.deadline.source
     return reason, reason
 
 
@@ -209,38 +206,20 @@ def _emit_turn_ended(
     end: tuple[str, str | None],
 ) -> None:
     identity, count = conversation._identity, generation.count
+    events = conversation._state.services.events
     is_begun = count > 0 or generation.finish_reason is not None
-    facts = (
-        identity.number,
-        conversation.assistant_turns,
-        *times,
-        identity.path,
-        generation.parts,
-        len(conversation.transcript),
-        generation.cached_tokens,
-        count,
-        generation.held_s,
-        end[0] if is_begun else "",
-        end[1] or "",
-    )
-    conversation._state.services.events.tell(_make_turn_ended, facts)
-
-
-def _make_turn_ended(start: float, facts: Sequence[Any]) -> tuple[TurnEnded, None]:
-    trajectory, turn, began, now, path, parts, prompt_tokens, cached_tokens = facts[:8]
-    generated_tokens, held_s, finish_reason, cut_by = facts[8:]
     event = TurnEnded(
-        at=now - start,
-        trajectory=trajectory,
-        turn=turn,
-        began=began - start,
-        path=path,
-        requests=tuple([part.request_id for part in parts]),
-        prompt_tokens=prompt_tokens,
-        cached_tokens=cached_tokens,
-        generated_tokens=generated_tokens,
-        held_s=held_s,
-        finish_reason=finish_reason,
-        cut_by=cut_by,
+        at=events.since_start(times[1]),
+        trajectory=identity.number,
+        turn=conversation.assistant_turns,
+        began=events.since_start(times[0]),
+        path=identity.path,
+        requests=tuple([part.request_id for part in generation.parts]),
+        prompt_tokens=len(conversation.transcript),
+        cached_tokens=generation.cached_tokens,
+        generated_tokens=count,
+        held_s=generation.held_s,
+        finish_reason=end[0] if is_begun else "",
+        cut_by=end[1] or "",
     )
-    return event, None
+    events.tell_event(identity.number, event)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
-from rollout.agents.segments import Row
+import msgspec
+
 from rollout.agents.turn import make_message
 from rollout.chat.messages import template_messages, with_results_as_user
 from rollout.chat.result_order import NO_CALLS, TurnCalls, message_ids
@@ -13,10 +15,9 @@ from rollout.chat.trajectory import BRANCH, COMPACTION
 from rollout.chat.transcript import Transcript, append_split, common_length
 from rollout.errors import AgentError
 from rollout.types import Message
-from rollout.utf8 import encodable
+from rollout.utf8 import encodable, is_name
 
 if TYPE_CHECKING:
-    from array import array
     from collections.abc import Collection, Iterable, Mapping
 
     from rollout.agents.turn import AssistantTurn, TurnReader
@@ -83,18 +84,6 @@ class Rendered(NamedTuple):
     media: tuple[PlacedMedia, ...] = ()
 
 
-class SampledTurn(NamedTuple):
-    """What the model sampled for a message: positions in the row, and the reasoning in it.
-
-    The turn is silent where it has no positions: an observation followed another one, and the
-    template writes an empty turn between them.
-    """
-
-    start: int = -1
-    stop: int = -1
-    reasoning: str | None = None
-
-
 class Mark(NamedTuple):
     """A position from which a conversation can be continued differently.
 
@@ -102,13 +91,39 @@ class Mark(NamedTuple):
         position: Tokens before it.
         messages: Messages before it.
         in_reasoning: Whether a turn that begins there begins inside reasoning.
-        ends_turn: Whether the tokens before it are the model's.
+        turn_start: Where the turn begins that ends there; None where none does.
+        reasoning: That of the turn.
     """
 
     position: int
     messages: int
-    in_reasoning: bool
-    ends_turn: bool
+    in_reasoning: bool = False
+    turn_start: int | None = None
+    reasoning: str | None = None
+
+
+#: Stands for a turn without words, between two observations that followed each other: the template
+#: writes an empty turn there.
+SILENT = Mark(-1, 0)
+
+
+class Row(msgspec.Struct, eq=False):
+    """The tokens of a conversation up to where its history is rendered differently.
+
+    Attributes:
+        parent, position: The row that it departs from, and after how many of its tokens.
+        seeds: Of the generations in it.
+        messages: The conversation up to its end; None where the conversation still has it.
+        token_rewards: Rewards of single tokens, by their positions.
+    """
+
+    transcript: Transcript
+    purpose: str
+    parent: Row | None = None
+    position: int = 0
+    seeds: list[int] = []
+    messages: Sequence[Message] | None = None
+    token_rewards: dict[int, float] = {}
 
 
 class History:
@@ -119,7 +134,7 @@ class History:
             rendered again since.
         transcript: The tokens of the last row.
         messages: All of them; after a compaction those since then.
-        turns: What the model sampled, by position in `messages`.
+        turns: Where the model's turns end, by position in `messages`; `SILENT` ones too.
         in_reasoning: Whether the next turn begins inside reasoning.
         has_raw_ids: Whether it has tokens that are not what the template makes of its messages.
         turn_start: Where the turn begins that the next generation continues; None: it begins one.
@@ -131,13 +146,12 @@ class History:
         self.rows, self.transcript = [row], row.transcript
         self._added: list[Message] = []
         self.messages = Messages(self._added, reader.template.decode)
-        self.turns: dict[int, SampledTurn] = {}
+        self.turns: dict[int, Mark] = {}
         self.in_reasoning = self.has_raw_ids = False
         self.turn_start: int | None = None
         self.prompt_messages = 0
         self.plain: frozenset[int] = frozenset()
         self._marks: list[Mark] = []
-        self._last_turn = (0, -1)  # where it begins and ends
         self._prompt = (row.transcript.prefix, 0)  # where its ids are, and how many
 
     @property
@@ -148,8 +162,15 @@ class History:
     @property
     def unanswered_ids(self) -> array[int] | None:
         """The ids of the model's turn at the end; None where something follows the last turn."""
-        start, stop = self._last_turn
-        return self.transcript.prefix.slice(start) if stop == len(self.transcript) else None
+        if not self.ends_with_turn:
+            return None
+        return self.transcript.prefix.slice(self._marks[-1].turn_start or 0)
+
+    @property
+    def ends_with_turn(self) -> bool:
+        """Whether nothing follows the last turn of the model."""
+        last = self._marks[-1]
+        return last.turn_start is not None and last.position == self.transcript.prefix.length
 
     @property
     def is_renderable(self) -> bool:
@@ -163,7 +184,7 @@ class History:
             return NO_CALLS
         found = []
         for at in range(len(self._added) - 1, -1, -1):
-            if self.turns.get(at) == SILENT:
+            if self.turns.get(at) is SILENT:
                 continue
             found.append(message_ids(self._added[at]))
             if found[-1].role == "assistant":
@@ -174,7 +195,7 @@ class History:
         """The text that the model sampled, by position in `messages`."""
         decode, prefix = self.messages.decode, self.transcript.prefix
         return {
-            at: "" if turn == SILENT else decode(prefix.slice(turn.start, turn.stop))
+            at: "" if turn is SILENT else decode(prefix.slice(turn.turn_start or 0, turn.position))
             for at, turn in self.turns.items()
         }
 
@@ -213,20 +234,20 @@ class History:
     def end_turn(self, reader: TurnReader, cut_by: str | None) -> AssistantTurn:
         """Parse the turn at the end and add its message; one that cannot be parsed is in none."""
         assert self.turn_start is not None
-        start, stop = self.turn_start, len(self.transcript)
-        self.turn_start, self._last_turn = None, (start, stop)
+        start, self.turn_start, reasoning = self.turn_start, None, None
         try:
             ids = self.transcript.prefix.slice(start)
             turn = reader.read_ids(ids, cut_by, in_reasoning=self.in_reasoning)
-            self.turns[len(self._added)] = SampledTurn(start, stop, turn.reasoning)
             self._added.append(make_message(turn))
+            reasoning = turn.reasoning
         finally:
-            self._mark(ends_turn=True)
+            self._mark(start, reasoning)
+        self.turns[len(self._added) - 1] = self._marks[-1]
         return turn
 
     def observe(self, rendered: Rendered) -> None:
         """Append what answers the model's turn."""
-        if self._last_turn[1] != len(self.transcript):
+        if not self.ends_with_turn:
             self.turns[len(self._added)] = SILENT
             self._added.append(Message(role="assistant", content=""))
         prefix = self.transcript.prefix
@@ -277,13 +298,14 @@ class History:
         shared = common_length(ids, self.transcript.prefix.ids)
         self.rows.append(Row(transcript, COMPACTION, self.row, shared))
         self.transcript = transcript
-        self._marks, self._last_turn = [], (0, -1)
+        self._marks = []
 
     def reward_turn(self, value: float) -> bool:
         """Add to the reward of the last turn's last token; False where the row has no turn."""
-        row, (start, stop) = self.row, self._last_turn
-        if row.seeds and start < stop:  # else the turn has no token
-            row.token_rewards[stop - 1] = row.token_rewards.get(stop - 1, 0.0) + value
+        row, turns = self.row, [mark for mark in self._marks if mark.turn_start is not None]
+        if row.seeds and turns and turns[-1].position > (turns[-1].turn_start or 0):
+            last = turns[-1].position - 1  # else the turn has no token
+            row.token_rewards[last] = row.token_rewards.get(last, 0.0) + value
         return bool(row.seeds)
 
     def fork(self, position: Any, purpose: str, reader: TurnReader) -> History:
@@ -300,7 +322,7 @@ class History:
         marks = [mark for mark in self._marks if mark.position <= position]
         after = self._marks[len(marks) :]
         is_within = not marks or marks[-1].position < position
-        if is_within and (not marks or (after and not after[0].ends_turn)):
+        if is_within and (not marks or (after and after[0].turn_start is None)):
             raise AgentError(
                 f"branch: position = {position}: expected the end of a prompt, of a turn or of "
                 "what answered it, or a position within a turn"
@@ -319,8 +341,6 @@ class History:
             forked.has_raw_ids = True  # tokens that an agent appended by itself
         elif is_within:
             forked.turn_start = mark.position
-        elif mark.ends_turn:
-            forked._last_turn = (marks[-2].position, position)
         return forked
 
     def serve_messages(self, plain: Collection[int]) -> list[Message | Mapping[str, Any]]:
@@ -342,12 +362,9 @@ class History:
             run = []
         return served + _write_plain(run)
 
-    def _mark(self, *, ends_turn: bool = False) -> None:
-        length, count = len(self.transcript), len(self._added)
-        self._marks.append(Mark(length, count, self.in_reasoning, ends_turn))
-
-
-SILENT = SampledTurn()
+    def _mark(self, turn_start: int | None = None, reasoning: str | None = None) -> None:
+        length, count = self.transcript.prefix.length, len(self._added)
+        self._marks.append(Mark(length, count, self.in_reasoning, turn_start, reasoning))
 
 
 def find_departure(parent: Row | None, ids: Sequence[int], purpose: str, position: int) -> int:
@@ -380,3 +397,23 @@ def _write_calls(message: Message | Mapping[str, Any]) -> Message | Mapping[str,
         return message
     words = [message["content"], *(call.raw for call in message["tool_calls"])]
     return {**message, "content": encodable("\n".join(filter(None, words))), "tool_calls": ()}
+
+
+def spread_rewards(row: Row) -> array[float] | None:
+    """One for each token after the prompt; None where no token has any."""
+    if not row.token_rewards:
+        return None
+    values = array("f", bytes(4 * row.transcript.response_length))
+    for position, value in row.token_rewards.items():
+        values[position - row.transcript.prompt_length] = value
+    return values
+
+
+def check_purpose(purpose: Any) -> None:
+    """Check that a segment can have this purpose.
+
+    Raises:
+        AgentError: It cannot.
+    """
+    if not is_name(purpose):
+        raise AgentError(f"purpose = {purpose!r:.80}: expected a non-empty string in UTF-8")

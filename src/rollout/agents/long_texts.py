@@ -22,32 +22,22 @@ _NOTHING = frozenset((type(None), tuple, list, dict))
 NAME = "rollout.chat"
 
 
-class LongTexts:
-    """A thread of their own, so that long texts wait for no tool; `close` ends it.
+def make_text_thread() -> WorkerThreads:
+    """A thread of their own, so that long texts wait for no tool.
 
-    Rendering and encoding a megabyte takes a quarter of a second.
+    Rendering and encoding a megabyte takes a quarter of a second. What is left behind there is
+    bounded, as texts for which there is no room are given up early.
     """
+    return WorkerThreads(max_threads=1, max_abandoned=sys.maxsize)
 
-    def __init__(self) -> None:
-        self._threads = WorkerThreads(max_threads=1, max_abandoned=sys.maxsize)
 
-    @property
-    def abandoned(self) -> dict[str, int]:
-        """Threads that were left behind at a deadline and still work, by what they do."""
-        return self._threads.abandoned
-
-    async def run(self, is_long: bool, function: Callable[..., T], *args: object) -> T:
-        """``function(*args)``, in a thread where it is long work; cancellation leaves it behind.
-
-        What is left behind is bounded, as texts for which there is no room are given up early.
-        """
-        if not is_long or not may_leave_loop():
-            return function(*args)
-        return await self._threads.run(NAME, function, *args)
-
-    def close(self) -> None:
-        """End the thread; one that works ends by itself."""
-        self._threads.close()
+async def run_text(
+    thread: WorkerThreads, is_much: bool, function: Callable[..., T], *args: object
+) -> T:
+    """``function(*args)``, in the thread where it is long work; cancellation leaves it behind."""
+    if not is_much or not may_leave_loop():
+        return function(*args)
+    return await thread.run(NAME, function, *args)
 
 
 def is_long(value: object, room: int = LONG) -> bool:

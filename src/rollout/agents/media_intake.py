@@ -45,6 +45,9 @@ class MediaIntake:
         processor: The model's; None where it reads text only.
         fetcher: Gets what http(s) addresses name; None: nothing is fetched.
         engines_fault: Why the engines cannot be asked about a kind of media; empty where they can.
+
+    Attributes:
+        placeholders: Ids that stand for images and videos, sorted; none where only text is read.
     """
 
     def __init__(
@@ -58,12 +61,12 @@ class MediaIntake:
         self._limits = limits
         self.processor = processor
         ids = () if processor is None else processor.placeholder_ids.values()
-        self._placeholders = tuple(sorted(ids))
+        self.placeholders = tuple(sorted(ids))
         self._fetcher = fetcher
         self._threads = WorkerThreads(max_threads=limits.max_threads, max_abandoned=sys.maxsize)
         #: Lists that several trajectories begin with, and what came of reading their media; each
         #: holds its list, so that no other one gets its id.
-        self._readings: OrderedDict[int, tuple[Given, anyio.Lock, list[Any]]] = OrderedDict()
+        self._readings: OrderedDict[int, tuple[Given, anyio.Lock, list[Given]]] = OrderedDict()
         #: The same content is held once, wherever it comes from.
         self._known: WeakValueDictionary[str, Media] = WeakValueDictionary()
 
@@ -78,10 +81,8 @@ class MediaIntake:
         A placeholder that the model sampled shows nothing, and a forward pass with the features of
         the others refuses it: the turn ends before it, as before a stop string.
         """
-        if not self._placeholders:
-            return None
         ids = np.frombuffer(sampled.packed()[0], dtype=np.int32)
-        found = np.flatnonzero(np.isin(ids, self._placeholders))
+        found = np.flatnonzero(np.isin(ids, self.placeholders))
         return int(found[0]) if len(found) else None
 
     async def run(self, function: Callable[..., Any], *args: object) -> Any:
@@ -103,8 +104,12 @@ class MediaIntake:
         """
         if self.processor is None or isinstance(messages, str) or not may_show(messages):
             return messages  # what is no text is refused where the text is made
-        if not is_shared:
-            return self._check_sum(await self._read_messages(messages), before)
+        read = await (self._read_shared(messages) if is_shared else self._read_messages(messages))
+        self._check_count(before + count_media(read))
+        return read
+
+    async def _read_shared(self, messages: Given) -> Given:
+        """Read a list once; where that fails, who begins with it next tries again."""
         known = self._readings.setdefault(id(messages), (messages, anyio.Lock(), []))
         self._readings.move_to_end(id(messages))
         if len(self._readings) > _MOST_LISTS:
@@ -112,17 +117,8 @@ class MediaIntake:
         _, lock, results = known
         async with lock:
             if not results:
-                try:
-                    results.append(await self._read_messages(messages))
-                except MediaError as error:
-                    results.append(error)
-        if isinstance(results[0], MediaError):
-            raise MediaError(str(results[0])) from None
-        return self._check_sum(results[0], before)
-
-    def _check_sum(self, messages: Given, before: int) -> Given:
-        self._check_count(before + count_media(messages))
-        return messages
+                results.append(await self._read_messages(messages))
+        return results[0]
 
     async def seen(self, name: str, result: ToolResult, before: int) -> ToolResult:
         """A tool's answer with its images and videos read; an error where one cannot be taken.

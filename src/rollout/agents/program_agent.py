@@ -24,6 +24,7 @@ from rollout.errors import (
     SandboxUnsupported,
 )
 from rollout.sandbox.api import ExecResult
+from rollout.utf8 import is_encodable
 
 if TYPE_CHECKING:
     from rollout.agents.context import AgentContext
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_WORD = "a text without NUL and lone surrogates"
 _PLACEHOLDER = re.compile(r"\{(base_url|root_url|api_key|model|prompt|uid)\}")
 _RUN = ("/bin/sh", "-c", 'exec "$@" 2>&1', "sh")
 #: Prints each path with a letter: f for a file that can be read, x for what is left out.
@@ -105,10 +105,10 @@ class ProgramAgent(AgentLoop):
             raise AgentError(f"ProgramAgent: collect = {collect!r}; expected a list of paths")
         for path in collect:
             _check_path("collect", path)
-        _check_words(
-            () if callable(command) else _split_command(command),
-            {} if callable(env) else _check_mapping("env", env or {}),
-        )
+        if not callable(command):
+            _split_command(command)
+        if not callable(env):
+            _check_mapping("env", env or {})
         if not callable(files):
             for path in _check_mapping("files", files or {}):
                 _check_path("files", path)
@@ -178,7 +178,6 @@ class ProgramAgent(AgentLoop):
         else:
             command = tuple(_fill(each, values) for each in _split_command(given))
         own = {name: _fill(str(value), values) for name, value in env.items()}
-        _check_words(command, own)
         for path, data in _read_files(files):
             target = directory / path
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -204,7 +203,7 @@ class ProgramAgent(AgentLoop):
         if self._collect:
             listed = (await sandbox.exec(_LIST, max_output_bytes=_MAX_LIST, keep="head")).stdout
         entries = listed.decode(errors="surrogateescape").split("\0")[:-1]
-        for path, kind in sorted((each[3:], each[:1]) for each in entries if _is_word(each)):
+        for path, kind in sorted((each[3:], each[:1]) for each in entries if is_encodable(each)):
             matching = [pattern for pattern in self._collect if _matches(path, pattern)]
             if not matching:
                 continue
@@ -267,26 +266,6 @@ def _split_command(command: Any) -> tuple[str, ...]:
             "and its arguments"
         )
     return tuple(command)
-
-
-def _check_words(command: Sequence[str], env: Mapping[str, Any]) -> None:
-    """Let pass what a system can start a program with."""
-    for word in command:
-        if not _is_word(word):
-            raise AgentError(f"ProgramAgent: command: {word!r:.80}; expected {_WORD}")
-    for name, value in env.items():
-        if not isinstance(name, str) or not name or "=" in name or not _is_word(name):
-            expected = "a variable's name, without '='"
-            raise AgentError(f"ProgramAgent: env: {name!r:.80}; expected {expected}, as {_WORD}")
-        if not _is_word(str(value)):
-            raise AgentError(f"ProgramAgent: env[{name!r}] = {value!r:.80}; expected {_WORD}")
-
-
-def _is_word(text: str) -> bool:
-    try:
-        return b"\0" not in text.encode()
-    except UnicodeEncodeError:
-        return False
 
 
 def _fill(text: str, values: Texts, quoted: Callable[[str], str] = str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -17,8 +16,8 @@ from rollout.errors import AgentError, ConfigError
 from rollout.types import without_null_keys
 
 if TYPE_CHECKING:
-    from rollout.agents.identity import Identity
     from rollout.agents.services import Services
+    from rollout.seeds import Identity
     from rollout.types import Prompt
 
 logger = logging.getLogger("rollout.agents")
@@ -35,22 +34,15 @@ def make_sampling(
         ConfigError: An override names no field of `sampling`, or has a bad value.
     """
     base = config.validation_sampling if validate else config.sampling
-    unknown = [key for key in overrides if key not in _KEYS]
-    instead = SamplingConfig.instead_of(unknown[0]) if unknown else ""
-    if instead:
-        raise ConfigError(f"sampling.{unknown[0]} = {overrides[unknown[0]]!r}: {instead}")
-    if unknown:
-        raise ConfigError(
-            f"sampling.{unknown[0]}: unknown key in a prompt's sampling; known: {', '.join(_KEYS)}"
-        )
-    if overrides:
-        return _params(SamplingConfig(**dict(overrides)).over(base), config.lengths.response)
-    return _shared_params(base, config.lengths.response)
-
-
-def _params(merged: SamplingConfig, most: int) -> SamplingParams:
+    for key in overrides:
+        if key not in _KEYS:
+            instead = SamplingConfig.instead_of(key)
+            known = f"unknown key in a prompt's sampling; known: {', '.join(_KEYS)}"
+            value = f" = {overrides[key]!r}" if instead else ""
+            raise ConfigError(f"sampling.{key}{value}: {instead or known}")
+    merged = SamplingConfig(**dict(overrides)).over(base) if overrides else base
     return SamplingParams(
-        max_new_tokens=merged.max_new_tokens or most,
+        max_new_tokens=merged.max_new_tokens or config.lengths.response,
         temperature=0.0 if merged.greedy else merged.temperature,
         top_p=merged.top_p,
         top_k=merged.top_k,
@@ -61,10 +53,6 @@ def _params(merged: SamplingConfig, most: int) -> SamplingParams:
         stop_token_ids=tuple(merged.stop_token_ids),
         top_log_probs=merged.top_log_probs,
     )
-
-
-#: Prompts that override nothing have one object in common.
-_shared_params = lru_cache(8)(_params)
 
 
 def read_sampling(
@@ -83,8 +71,10 @@ def read_sampling(
 
     Raises:
         AgentError: It names no field of `sampling`, or has a value that cannot be.
+        EngineError: A field of `SamplingParams` has a value that is not of its type.
     """
     if isinstance(sampling, SamplingParams):
+        check_sampling(sampling)
         return sampling
     if not isinstance(sampling, Mapping):
         raise AgentError(
@@ -130,30 +120,28 @@ def replace_sampling(
 
 def warn_of_truncation(
     sampling: SamplingParams, services: Services, prompt: Prompt, identity: Identity
-) -> bool:
-    """Warn of each of top_k, top_p and min_p once a runtime; return whether a training row has any.
-
-    Args:
-        sampling: Of a turn that is about to be generated.
-    """
-    values = _truncating_values(sampling)
-    if not values or identity.validate:
-        return False
-    if not services.warned.issuperset(values):
-        services.warned.update(values)
-        named = ", ".join(
-            f"{name} = {value:g} ({_origin(name, value, services, prompt)})"
-            for name, value in values.items()
-        )
-        logger.warning(
-            "%s: tokens of a training row are sampled with %s. Their log-probs are told of the "
-            "whole distribution, and not of the truncated one that they are drawn from, so that a "
-            "trainer's ratios are off; expected top_k = -1, top_p = 1 and min_p = 0. Said once; "
-            "the metric sampling/truncated_share counts on",
-            identity.session_id,
-            named,
-        )
-    return True
+) -> None:
+    """Warn of each of top_k, top_p and min_p that bends a training row, once a runtime."""
+    values = {
+        name: value
+        for name, neutral in (("top_k", -1), ("top_p", 1.0), ("min_p", 0.0))
+        if (value := getattr(sampling, name)) != neutral
+    }
+    if services.warned.issuperset(values):
+        return
+    services.warned.update(values)
+    named = ", ".join(
+        f"{name} = {value:g} ({_origin(name, value, services, prompt)})"
+        for name, value in values.items()
+    )
+    logger.warning(
+        "%s: tokens of a training row are sampled with %s. Their log-probs are told of the "
+        "whole distribution, and not of the truncated one that they are drawn from, so that a "
+        "trainer's ratios are off; expected top_k = -1, top_p = 1 and min_p = 0. Said once; "
+        "the metric sampling/truncated_share counts on",
+        identity.session_id,
+        named,
+    )
 
 
 def _origin(name: str, value: float, services: Services, prompt: Prompt) -> str:
@@ -163,21 +151,6 @@ def _origin(name: str, value: float, services: Services, prompt: Prompt) -> str:
     if getattr(services.config.sampling, name) == value:
         return f"sampling.{name}"
     return "the agent, or a client of the gateway"
-
-
-def _truncating_values(sampling: SamplingParams) -> dict[str, float]:
-    """Return the values by which tokens are drawn from less than all of the distribution, by name.
-
-    A temperature of 0 draws nothing, whatever else is set.
-    """
-    if sampling.temperature == 0:
-        return {}
-    truncates = {
-        "top_k": sampling.top_k > 0,
-        "top_p": sampling.top_p < 1,
-        "min_p": sampling.min_p > 0,
-    }
-    return {name: getattr(sampling, name) for name, is_set in truncates.items() if is_set}
 
 
 def top_log_probs_fault(count: int, info: EngineInfo) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from rollout.agents.ending import RejectedPrompt
 from rollout.agents.history import Rendered
-from rollout.agents.identity import RejectedPrompt
-from rollout.agents.long_texts import is_long, room_beside
+from rollout.agents.long_texts import is_long, room_beside, run_text
 from rollout.agents.media_intake import may_show
-from rollout.agents.segments import check_ids
 from rollout.agents.turn import TurnReader
 from rollout.chat.encoding import TooManyTokens
 from rollout.chat.messages import as_messages
@@ -20,7 +22,6 @@ from rollout.media.records import find_shown
 from rollout.types import Message, Outcome
 
 if TYPE_CHECKING:
-    from array import array
     from collections.abc import Callable
 
     from rollout.agents.history import History
@@ -35,6 +36,7 @@ Given = Sequence[Message | Mapping[str, Any]]
 Schemas = Sequence[Mapping[str, Any]]
 #: Tokens that may still be appended, and the path of the length that bounds them.
 Room = tuple[int, str]
+NO_ROOM_AGAIN = "the conversation rendered again leaves no room for a token"
 
 
 class Renderer:
@@ -51,27 +53,9 @@ class Renderer:
         self._context_length = services.engines.info.context_length
 
     @property
-    def turn_room(self) -> int | None:
-        """Tokens of a turn; None: as many as there is room for."""
-        return self._lengths.turn
-
-    @property
     def prompt_room(self) -> int:
         """Most tokens of a prompt that can be answered."""
         return min(self._lengths.prompt, self._context_length - 1)
-
-    def find_room(self, transcript: Transcript, reserved: int = 0) -> Room:
-        """Tokens that may still be appended, and the path of the length that bounds them.
-
-        Args:
-            reserved: So many tokens are to stay free.
-        """
-        length = len(transcript) + reserved
-        context = self._context_length - length
-        response = self._lengths.response - (length - transcript.prompt_length)
-        if context <= response:
-            return context, "engine.context_length"
-        return response, "lengths.response"
 
     async def render_prompt(
         self, messages: Given, *, is_continued: bool = False, is_shared: bool = False
@@ -130,48 +114,35 @@ class Renderer:
             source = {"prompt_length": "lengths.prompt"}.get(error.reason, "engine.context_length")
             raise make_length_error(source, str(error)) from error
 
-    def read_prompt(self, ids: Sequence[int], messages: Given) -> Rendered:
-        """Take a prompt that its agent has put into tokens.
+    def read_opening(
+        self, what: str, ids: Sequence[int], messages: Given | None = None
+    ) -> Rendered:
+        """Take what a conversation begins with, put into tokens by its agent.
 
         Args:
+            what: The function that got them, for messages.
             ids: At least one.
-            messages: Those that it stands for; those that cannot be read are dropped.
+            messages: Of a prompt: those that it stands for; those that cannot be read are dropped.
 
         Raises:
             AgentError: They are no ids, or none.
-            RejectedPrompt: It is more than fits.
-        """
-        packed = check_ids(ids, self._services.engines.info.vocab_size, "begin")
-        if not packed:
-            raise AgentError("begin: no ids; expected those of a prompt")
-        if len(packed) > self.prompt_room:
-            raise self._reject_length(str(len(packed)))
-        return self._take_ids(packed, messages)
-
-    def read_opening(self, ids: Sequence[int], what: str) -> Rendered:
-        """Take what another conversation begins with, put into tokens by its agent.
-
-        Raises:
-            AgentError: They are no ids, or none.
-            LimitExceeded: It is more than fits.
+            RejectedPrompt: It is more than fits into a prompt.
+            LimitExceeded: It is no prompt, and more than fits.
         """
         packed = check_ids(ids, self._services.engines.info.vocab_size, what)
         if not packed:
             raise AgentError(f"{what}: no ids; expected those of a prompt")
-        most, source = self._context_length, "engine.context_length"
-        if self._lengths.prompt + self._lengths.response < most:
-            most, source = self._lengths.prompt + self._lengths.response, "lengths.response"
+        if messages is not None and len(packed) > self.prompt_room:
+            raise self._reject_length(str(len(packed)))
+        most, source = self._find_longest()
         if len(packed) >= most:
             raise make_room_error(source, str(len(packed)))
-        return self._take_ids(packed, ())
-
-    def _take_ids(self, ids: array[int], messages: Given) -> Rendered:
         try:
             own = as_messages(messages) if messages else []
         except (TemplateError, MediaError):
             own = []
-        is_opening = opens_reasoning(self._services.template.decode(ids))
-        return Rendered(ids, own, is_opening, is_raw=True)
+        is_opening = opens_reasoning(self._services.template.decode(packed))
+        return Rendered(packed, own, is_opening, is_raw=True)
 
     def render_observation_now(
         self, messages: Given, after: Sequence[int] | None, room: Room
@@ -180,7 +151,7 @@ class Renderer:
 
         Args:
             after: As in `ChatTemplate.observe`.
-            room: From `find_room`.
+            room: What there is for it.
 
         Raises:
             LimitExceeded: It would leave no room for one more token.
@@ -199,31 +170,28 @@ class Renderer:
         is_much = is_long(messages)
         return await self._run(is_much, messages, self._observation, messages, after, room, before)
 
-    async def render_again(self, history: History, reserved: int) -> Transcript:
+    def _find_longest(self) -> Room:
+        """Tokens of a whole conversation, and the path of the length that bounds them."""
+        both = self._lengths.prompt + self._lengths.response
+        if both < self._context_length:
+            return both, "lengths.response"
+        return self._context_length, "engine.context_length"
+
+    async def render_again(self, history: History) -> Transcript:
         """Render a conversation again from its start, as a serving stack gets it.
 
         Raises:
             TemplateError: The template refuses the conversation.
-            LimitExceeded: It leaves no room for a token.
+            LimitExceeded: It is more than fits.
         """
-        most, source = self._context_length, "engine.context_length"
-        if self._lengths.prompt + self._lengths.response < most:
-            most, source = self._lengths.prompt + self._lengths.response, "lengths.response"
+        most, source = self._find_longest()
         is_much = is_long(history.messages, self._short)
-        room, transcript = 0, None
         try:
-            ids = await self._services.texts.run(is_much, self._encode_again, history, most)
+            ids = await run_text(self._services.texts, is_much, self._encode_again, history, most)
         except TooManyTokens:
-            pass
-        else:
-            media = list(find_shown(history.messages))
-            placed = self._services.template.places_of(ids, media)
-            transcript = history.split_again(ids, placed, self._lengths.prompt)
-            room, source = self.find_room(transcript, reserved)
-        if transcript is None or room < 1:
-            what = "the conversation rendered again leaves no room for a token"
-            raise make_length_error(source, what)
-        return transcript
+            raise make_length_error(source, NO_ROOM_AGAIN) from None
+        placed = self._services.template.places_of(ids, list(find_shown(history.messages)))
+        return history.split_again(ids, placed, self._lengths.prompt)
 
     def _encode_again(self, history: History, most: int) -> array[int]:
         """The ids of all messages; the last turn or all, and what answered, plain if they must be.
@@ -251,7 +219,8 @@ class Renderer:
 
     async def find_drift(self, history: History) -> Drift:
         """See `ChatTemplate.drift`; beside the loop, since it renders the conversation again."""
-        return await self._services.texts.run(
+        return await run_text(
+            self._services.texts,
             True,
             self._services.template.drift,
             *(history.transcript, history.messages, history.decode_turns(), self._schemas),
@@ -266,7 +235,7 @@ class Renderer:
     ) -> Rendered:
         """Render where it belongs: what a processor makes tokens of, in the threads of media."""
         if not may_show(messages):
-            return await self._services.texts.run(is_much, render, *args)
+            return await run_text(self._services.texts, is_much, render, *args)
         if self._services.template.processor is None:
             return render(*args)  # it is refused
         rendered: Rendered = await self._services.media.run(render, *args)
@@ -334,3 +303,32 @@ def get_renderer(services: Services, tools: tuple[str, ...]) -> Renderer:
         reader = TurnReader(services.template, services.parser, schemas)
         renderer = services.renderers[tools] = Renderer(services, reader)
     return renderer
+
+
+def check_ids(ids: Any, vocab_size: int, what: str = "observe_ids") -> array[int]:
+    """Pack token ids.
+
+    Args:
+        vocab_size: 0 where nobody knows it.
+        what: The function that got them, for messages.
+
+    Raises:
+        AgentError: They are no sequence of integers, or outside the vocabulary.
+    """
+    try:
+        values = np.asarray(ids)
+    except (ValueError, TypeError) as error:
+        raise AgentError(f"{what}: {error}; expected a sequence of token ids") from error
+    if values.size == 0:
+        return array("i")
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise AgentError(
+            f"{what}: {values.ndim} dimensions of {values.dtype}; expected a sequence of token ids"
+        )
+    wrong = np.flatnonzero((values < 0) | (values >= (vocab_size or 2**31)))
+    if len(wrong):
+        raise AgentError(
+            f"{what}: id {values[wrong[0]]} at {wrong[0]} is outside the engine's vocabulary "
+            f"of {vocab_size} ids"
+        )
+    return array("i", values.astype(np.int32).tobytes())

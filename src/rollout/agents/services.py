@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
-from rollout.agents.long_texts import LongTexts
+from rollout.agents.gateway_door import GatewayDoor
 from rollout.agents.media_intake import MediaIntake
 from rollout.chat import ChatTemplate, ToolParser
 from rollout.config import RolloutConfig
 from rollout.containment import Containment
 from rollout.engine.pool.pool import EnginePool
-from rollout.errors import AgentError
 from rollout.interactions import InteractionRegistry
 from rollout.observe.event_stream import EventStream
 from rollout.observe.tally import Tally
@@ -20,40 +19,14 @@ from rollout.sandbox.pool import SandboxPool
 from rollout.tools import ToolExecutor
 from rollout.worker_threads import WorkerThreads
 
-if TYPE_CHECKING:
-    from rollout.agents.gateway_door import GatewayDoor
 
-
-class GatewayPlace:
-    """Where agents find the gateway.
-
-    Attributes:
-        door: None where there is none.
-    """
-
-    def __init__(self) -> None:
-        self.door: GatewayDoor | None = None
-
-    def open_door(self) -> GatewayDoor:
-        """The door, for an agent that needs one.
-
-        Raises:
-            AgentError: There is none.
-        """
-        if self.door is None:
-            raise AgentError(
-                "no gateway serves this runtime: open one with `async with "
-                "rollout.open_gateway(runtime)`, or open the runtime with `open_rollout`"
-            )
-        return self.door
-
-
-@attrs.frozen(kw_only=True)
+@attrs.define(kw_only=True, eq=False)
 class Services:
     """The engines, the model's chat format, tools, simulated users, and threads for their code.
 
     `stop_token_ids` are those that end a turn, in the template or in the tool-call format; `events`
-    takes what happens to those who want to know.
+    takes what happens to those who want to know; `texts` is the thread of `run_text`; `door` is the
+    gateway, None where there is none.
     """
 
     config: RolloutConfig
@@ -66,10 +39,10 @@ class Services:
     tally: Tally
     threads: WorkerThreads
     containment: Containment
-    texts: LongTexts
+    texts: WorkerThreads
     media: MediaIntake
     events: EventStream = attrs.field(factory=EventStream)
-    gateway: GatewayPlace = attrs.field(factory=GatewayPlace)
+    door: GatewayDoor | None = None
     sandboxes: SandboxPool = attrs.field(init=False)
     #: Parameters of truncated sampling that the runtime has warned of.
     warned: set[str] = attrs.field(init=False, factory=set)

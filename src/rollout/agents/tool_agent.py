@@ -1,4 +1,4 @@
-"""The model alternates with tools and, where one is configured, with a simulated user."""
+"""Agents that ask once, or let the model alternate with tools and a simulated user."""
 
 from __future__ import annotations
 
@@ -12,6 +12,17 @@ if TYPE_CHECKING:
     from rollout.agents.turn import AssistantTurn
     from rollout.interactions import InteractionTurn
     from rollout.tools import ToolResult
+
+
+@register_agent("single_turn")
+class SingleTurnAgent(AgentLoop):
+    """Generates once and ends; tool calls in the answer are not executed."""
+
+    __slots__ = ()
+
+    async def run(self, context: AgentContext) -> None:
+        """Generate once."""
+        await context.generate()
 
 
 class ToolAgent(AgentLoop):

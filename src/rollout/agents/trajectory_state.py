@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollout.agents.identity import Ending, Identity, continue_message, named
+from rollout.agents.ending import Ending
 from rollout.agents.prompt_sampling import read_sampling
 from rollout.agents.rendering import Renderer, get_renderer
 from rollout.agents.turn import TurnReader
@@ -18,18 +18,18 @@ from rollout.engine.core import WHOLE_ANSWERS
 from rollout.errors import AgentError, LimitExceeded
 from rollout.limits import CARRY_S, NEVER, Deadline
 from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
-from rollout.types import Outcome, Prompt
+from rollout.types import Message, Outcome, Prompt, name_prompt
 from rollout.utf8 import is_encodable
 
 if TYPE_CHECKING:
     from rollout.agents.services import Services
     from rollout.agents.turn_log import TurnLog
-    from rollout.config import AgentConfig
     from rollout.engine.core import SamplingParams
     from rollout.engine.pool.generation import Generation
     from rollout.interactions import Interaction
     from rollout.limits import Clock
-    from rollout.tools import ToolResult, TrajectoryTools
+    from rollout.seeds import Identity
+    from rollout.tools import ToolResult
 
 logger = logging.getLogger("rollout.agents")
 
@@ -41,7 +41,8 @@ class TrajectoryState:
     """The part of a trajectory that each of its conversations uses.
 
     Attributes:
-        services: What all trajectories share.
+        services, config: What all trajectories share; its section `agent`.
+        prompt: What it started from, with its uid.
         identity: Of the trajectory.
         limit: The trajectory's own, in which all others are opened.
         log: Remembers its answers; None where nothing does.
@@ -49,7 +50,7 @@ class TrajectoryState:
         renderer: Where the trajectory's own tools are offered.
         interaction: The simulated user, once the trajectory has begun.
         idle_since: When its last generation, or its last user's answer, ended; 0 before.
-        is_over: Whether its agent has ended, and its tools were closed.
+        tools, sandbox: Its own; each is opened when it is first used.
         extra, reward, turn_scores, tool_rewards, ending, generations, generation_s, cached_tokens,
             resumes, restarts, discarded_tokens, cut_prompt_tokens, sampled_placeholders,
             truncated_tokens: As in `AgentContext`.
@@ -75,93 +76,42 @@ class TrajectoryState:
         self.cut_prompt_tokens = self.sampled_placeholders = self.truncated_tokens = 0
         self.restarts: list[str] = []
         self.generation_s = self.idle_since = 0.0
-        self._prompt = prompt
-        self._tools: TrajectoryTools | None = None
-        self._sandbox: TrajectorySandbox | None = None
+        self.config = services.config.agent
+        self.prompt = name_prompt(prompt, identity.uid)
         self._tool_calls = 0
-        self.is_over = False
-        if prompt.tools is not None or prompt.tools_kwargs or services.tools.opens_first:
-            names = self.tools.names  # now, since what the prompt says of them may be wrong
-        else:
-            names = services.tools.names
-        self.renderer = get_renderer(services, names)
+        self.sandbox = TrajectorySandbox(
+            services.sandboxes,
+            services.sandboxes.spec_for(prompt.extra),
+            cleanup_s=services.config.limits.cleanup_s,
+        )
+        self.tools = services.tools.open_session(
+            uid=identity.uid,
+            member=identity.member,
+            names=services.tools.names_for(prompt),
+            tools_kwargs=prompt.tools_kwargs,
+            extra=self.extra,
+            prompt=self.prompt,
+            sandbox=self.sandbox,
+        )
+        self.renderer = get_renderer(services, self.tools.names)
         limit.limit_carry = self._limit_carry
-
-    @property
-    def config(self) -> AgentConfig:
-        """The `agent` section of the configuration."""
-        return self.services.config.agent
-
-    @property
-    def prompt(self) -> Prompt:
-        """What it started from, with its uid."""
-        self._prompt = prompt = named(self._prompt, self.identity.uid)
-        return prompt
-
-    @property
-    def original_prompt(self) -> Prompt:
-        """The same as its caller gave it, perhaps without a uid."""
-        return self._prompt
 
     def continue_prompt(self, observations: Sequence[str | Sequence[Mapping[str, Any]]]) -> None:
         """Have the last message of the prompt go on with what tools observed."""
-        *before, last = self._prompt.messages
+        *before, last = self.prompt.messages
         for observation in observations:
-            last = continue_message(last, observation)
-        self._prompt = msgspec.structs.replace(self._prompt, messages=[*before, last])
-
-    @property
-    def tools(self) -> TrajectoryTools:
-        """Its tools, made when somebody first asks for them.
-
-        Raises:
-            ToolError: The prompt names an unknown one; not where they have been made.
-        """
-        if self._tools is None:
-            self._tools = self.services.tools.open_session(
-                uid=self.identity.uid,
-                member=self.identity.member,
-                names=self.services.tools.names_for(self._prompt),
-                tools_kwargs=self._prompt.tools_kwargs,
-                extra=self.extra,
-                prompt=self._prompt,
-                sandbox=self.sandbox,
-            )
-            self._tools.is_closed = self.is_over
-        return self._tools
-
-    @property
-    def used_tools(self) -> TrajectoryTools | None:
-        """The same; None where nobody has used them yet."""
-        return self._tools
-
-    @property
-    def sandbox(self) -> TrajectorySandbox:
-        """Its sandbox, which is opened when it is first used."""
-        if self._sandbox is None:
-            services = self.services
-            self._sandbox = TrajectorySandbox(
-                services.sandboxes,
-                services.sandboxes.spec_for(self._prompt.extra),
-                cleanup_s=services.config.limits.cleanup_s,
-            )
-        return self._sandbox
-
-    @property
-    def used_sandbox(self) -> TrajectorySandbox | None:
-        """The same; None where nobody has used it yet."""
-        return self._sandbox
+            last = _continue_message(last, observation)
+        self.prompt = msgspec.structs.replace(self.prompt, messages=[*before, last])
 
     def check_sandbox(self) -> None:
         """Raise the `SandboxError` of a trajectory that has lost its sandbox, or got none."""
-        failure = None if self._sandbox is None else self._sandbox.failure
+        failure = self.sandbox.failure
         if failure is not None:
             raise type(failure)(str(failure)) from failure
 
     def _limit_carry(self, since: float) -> Deadline:
         """By when it is to be continued, where it is carried since that time."""
-        has_sandbox = self._sandbox is not None and self._sandbox.is_open
-        if not has_sandbox and (self._tools is None or not self._tools.has_open_sessions()):
+        if not self.sandbox.is_open and not self.tools.has_open_sessions():
             return NEVER
         return Deadline.after(self.services.config.limits.carry_s, CARRY_S, now=since)
 
@@ -196,7 +146,7 @@ class TrajectoryState:
     ) -> SamplingParams:
         """As `prompt_sampling.read_sampling`, for this trajectory's prompt."""
         validate = self.identity.validate
-        return read_sampling(what, self.services, self._prompt, sampling, validate=validate)
+        return read_sampling(what, self.services, self.prompt, sampling, validate=validate)
 
     # How it ends.
 
@@ -298,3 +248,24 @@ class TrajectoryState:
 def _reach(name: str, most: int, reason: str) -> LimitExceeded:
     source = f"agent.{name}"
     return LimitExceeded(f"{source} = {most} is reached", source=source, reason=reason)
+
+
+def _continue_message(message: Any, observation: str | Sequence[Mapping[str, Any]]) -> Any:
+    """Make a prompt's message whose content goes on with an observation: text, or parts."""
+    is_mapping = isinstance(message, Mapping)
+    if not is_mapping and not isinstance(message, Message):
+        return message  # it is refused where it is rendered
+    content = message.get("content") if is_mapping else message.parts or message.content
+    if isinstance(observation, str) and isinstance(content, str | None):
+        joined: Any = (content or "") + observation
+    else:
+        joined = [*_list_parts(content), *_list_parts(observation)]
+    if is_mapping:
+        return {**message, "content": joined}
+    return msgspec.structs.replace(message, content=joined, parts=())
+
+
+def _list_parts(content: Any) -> list[Any]:
+    if isinstance(content, str | None):
+        return [{"type": "text", "text": content}] if content else []
+    return [_list_parts(each)[0] if isinstance(each, str) else each for each in content]

@@ -1,26 +1,103 @@
-"""One turn of a conversation: what the model generated, how it is parsed, what answers it."""
+"""One turn of a conversation: how it is generated, parsed and answered."""
 
 from __future__ import annotations
 
 import json
 from array import array
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import msgspec
 
 from rollout.chat.parsers.registry import END_TOKENS
+from rollout.engine.core import SamplingParams
 from rollout.errors import AgentError
 from rollout.types import InvalidToolCall, Message, ToolCall
 from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rollout.chat import ChatTemplate, ToolParser
+    from rollout.engine.pool.generation import Generation
     from rollout.tools import ToolResult
 
 _CALL = "expected {'name': …, 'arguments': …}, or OpenAI's form of a call"
 #: Keys of a call beside its arguments.
 _BESIDE_ARGUMENTS = frozenset(("name", "id", "type", "index"))
+
+
+class TurnOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How one turn is generated.
+
+    Attributes:
+        sampling: In place of `Conversation.sampling`.
+        seed: In place of that which derives from the conversation and the turn.
+        stop: Ends it before the model does.
+    """
+
+    sampling: SamplingParams | None = None
+    seed: int | None = None
+    stop: StopStrings | None = None
+
+
+DEFAULT_OPTIONS = TurnOptions()
+
+
+class StopStrings:
+    """Ends a turn where its decoded text first contains one of several strings.
+
+    What is kept are the tokens up to and with the one that completes the string; the engine is
+    told to abort, and what it sampled beyond is dropped.
+
+    Args:
+        strings: At least one, none empty.
+        decode: Ids to text, special tokens included.
+
+    Attributes:
+        found: The string that ended it; of several that end in the same token the one that begins
+            first. None where the model ended it.
+        kept: How many tokens of the turn are kept; None: it did not end it.
+        scope: Of the generation, which it cancels.
+    """
+
+    def __init__(self, strings: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
+        self.found: str | None = None
+        self.kept: int | None = None
+        self._strings = tuple(strings)
+        self._decode = decode
+        #: A string of so many bytes has no more tokens; a few more for those that are in pieces.
+        self._window = max(len(each.encode()) for each in self._strings) + 8
+        self._seen = 0
+        self.scope = anyio.CancelScope()
+
+    def __call__(self, generation: Generation) -> None:
+        """Look at what is new."""
+        ids = generation.ids
+        recent = ids[max(0, min(self._seen, len(ids)) - self._window) :]
+        self._seen = len(ids)
+        if self.kept is None and self._first(self._decode(recent)) is not None:
+            self._end(ids)
+
+    def before(self, text: str) -> str:
+        """What of a text stands before the string that ended it; all where none did."""
+        return text if self.found is None else text[: text.find(self.found)]
+
+    def _first(self, text: str) -> str | None:
+        places = [(at, each) for each in self._strings if (at := text.find(each)) >= 0]
+        return min(places)[1] if places else None
+
+    def _end(self, ids: array[int]) -> None:
+        """Find the token, and have the engine stop."""
+        if self._first(self._decode(ids)) is None:
+            return  # the window began within a character
+        counts = range(1, len(ids) + 1)
+        at = bisect_left(counts, True, key=lambda n: self._first(self._decode(ids[:n])) is not None)
+        self.kept = counts[at]
+        self.found = self._first(self._decode(ids[: self.kept]))
+        self.scope.cancel()
 
 
 class AssistantTurn(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +148,7 @@ class TurnReader:
         self, template: ChatTemplate, parser: ToolParser, schemas: Sequence[Mapping[str, Any]]
     ) -> None:
         self.template, self.parser, self.schemas = template, parser, schemas
+        self._decode = template.encoder.decode
         own = getattr(parser, "stop_tokens", ())
         self._own_end: str = next(iter(own), "")
         ends = {*template.stop_token_ids, *template.token_ids(END_TOKENS)}
@@ -84,7 +162,7 @@ class TurnReader:
         Parsers leave out an end token of their format, so that they get one in place of another:
         only an id ends a turn, and spellings in the text before it are content.
         """
-        text = self.template.decode(ids)
+        text = self._decode(ids)
         end = self._foreign_ends.get(ids[-1]) if ids else None
         if end is None:
             return self.read_text(text, cut_by, in_reasoning=in_reasoning)

@@ -413,21 +413,18 @@ class TextEncoder:
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._encode_whole: Encode | None = None
         self._marked: _MarkedTexts | None = None
-        self._decode: Decode
         if self._backend is None:
-            self._decode = lambda ids: str(
+            self._decode: Decode = lambda ids: str(
                 tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
             )
+            encode: Encode = partial(_encode_in_python, tokenizer, split_special_tokens=True)
             self._encode_whole = partial(_encode_in_python, tokenizer)
-            self._piece_ids = _Remembered(
-                partial(_encode_in_python, tokenizer, split_special_tokens=True)
-            )
-            return
-        encode, self._decode = make_plain_codec(self._backend, self.specials)
+        else:
+            encode, self._decode = make_plain_codec(self._backend, self.specials)
+            if not can_be_split(self._backend):
+                self._encode_whole = make_encoder(copy_tokenizer(self._backend))
+                self._marked = _MarkedTexts(self._backend, self.specials)
         self._piece_ids = _Remembered(encode)
-        if not can_be_split(self._backend):
-            self._encode_whole = make_encoder(copy_tokenizer(self._backend))
-            self._marked = _MarkedTexts(self._backend, self.specials)
 
     def encode(self, written: WrittenText | str, max_tokens: int | None = None) -> array[int]:
         """The ids; special tokens are recognised outside the plain places only.
@@ -458,7 +455,11 @@ class TextEncoder:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, special tokens included."""
-        return self._decode(ids.tolist() if isinstance(ids, array) else list(map(int, ids)))
+        listed = ids.tolist() if isinstance(ids, array) else list(map(int, ids))
+        try:
+            return self._decode(listed)
+        except Exception:  # fastokens does not know an id
+            return str(self._backend.decode(listed, skip_special_tokens=False))
 
     def refuse_beyond(self, max_tokens: int | None, text: str) -> None:
         """Raise where the length of `text` says that it has more than `max_tokens` tokens.

@@ -49,7 +49,8 @@ _STRANGE = tuple("\x00\x1b\u200b\u200d\ufeff\ufffd\uffff\U0010ffff\u0338")
 def make_plain_codec(backend: Any, specials: Iterable[str]) -> tuple[Encode, Decode]:
     """What encodes texts in which none of `specials` is recognised, and what decodes ids.
 
-    All other added tokens are recognised.
+    All other added tokens are recognised. The decoder of `fastokens` raises where it does not know
+    an id.
 
     Args:
         backend: A `tokenizers.Tokenizer`, to be left as it is.
@@ -58,11 +59,11 @@ def make_plain_codec(backend: Any, specials: Iterable[str]) -> tuple[Encode, Dec
     plain = copy_tokenizer(backend)
     plain.add_special_tokens(list(specials))  # known already: they become special, ids stay
     plain.encode_special_tokens = True
-    exact, decode = make_encoder(plain), partial(backend.decode, skip_special_tokens=False)
+    exact = make_encoder(plain)
     codec = _open_fastokens(plain, exact)
     if codec is None:
-        return exact, decode
-    fast, fast_decode = codec
+        return exact, partial(backend.decode, skip_special_tokens=False)
+    fast, decode = codec
 
     def encode(text: str) -> bytes:
         try:
@@ -70,14 +71,7 @@ def make_plain_codec(backend: Any, specials: Iterable[str]) -> tuple[Encode, Dec
         except Exception:  # half of a character, or a limit of its regular expressions
             return exact(text)
 
-    def decode_fast(ids: list[int]) -> str:
-        try:
-            return fast_decode(ids)
-        except Exception:  # an id that it does not know
-            text: str = decode(ids)
-            return text
-
-    return encode, decode_fast
+    return encode, decode
 
 
 def make_encoder(backend: Any) -> Encode:

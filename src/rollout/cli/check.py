@@ -30,7 +30,7 @@ from rollout.journal.log_file import find_path_fault
 from rollout.runtime.opening import needs_sandbox
 from rollout.sandbox.providers import open_provider
 from rollout.scheduling.selection import find_accept
-from rollout.tools.loading import make_shipped
+from rollout.tools.builtin import make_shipped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

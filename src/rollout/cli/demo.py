@@ -21,7 +21,7 @@ from rollout.config import (
     TransformersEngine,
 )
 from rollout.seeds import derive_seed
-from rollout.tools.calculator import calculate, calculator, format_number
+from rollout.tools.builtin import calculate, calculator, format_number
 from rollout.types import Message, Prompt, Reward, ToolCall
 
 if TYPE_CHECKING:

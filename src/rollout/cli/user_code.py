@@ -14,7 +14,8 @@ from rollout.agents.agent_loop import registered_agents
 from rollout.errors import ConfigError, ToolError
 from rollout.interactions import Interaction
 from rollout.scheduling.rewards.functions import check_reward
-from rollout.tools.loading import find_tools, is_shipped, make_shipped
+from rollout.tools.builtin import is_shipped, make_shipped
+from rollout.tools.loading import find_tools
 from rollout.tools.tool import ToolProvider
 from rollout.user_files import UserCodeError, import_module, make_importable, run_file
 

@@ -124,8 +124,8 @@ async def serve_trajectories(
     gateway = Gateway(config)
     api = TrajectoryApi(gateway.authenticate, config, services.template.spell_token)
     async with serve_http(config, Router([*routes, *api.routes]).handle) as gateway.url:
-        before, services.gateway.door = services.gateway.door, gateway
+        before, services.door = services.door, gateway
         try:
             yield gateway
         finally:
-            services.gateway.door = before
+            services.door = before

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import anyio
 import msgspec
 
-from rollout.agents.long_texts import is_long, room_beside
-from rollout.agents.turn_options import StopStrings, TurnOptions
+from rollout.agents.long_texts import is_long, room_beside, run_text
+from rollout.agents.turn import StopStrings, TurnOptions
 from rollout.engine.pool.generation import Generation
 from rollout.errors import AgentError, EngineError, LimitExceeded, TemplateError
 from rollout.gateway.answers import echo, make_answer, make_turn
@@ -67,8 +67,9 @@ class _Sample:
         """Have the model generate the turn. Cancelled, its tokens stay at the end of the row."""
         conversation, generations = self.conversation, list[Generation]()
         renderer = conversation.renderer
-        if renderer.turn_room is not None and renderer.turn_room < sampling.max_new_tokens:
-            sampling = msgspec.structs.replace(sampling, max_new_tokens=max(1, renderer.turn_room))
+        turn_room = conversation.services.config.lengths.turn
+        if turn_room is not None and turn_room < sampling.max_new_tokens:
+            sampling = msgspec.structs.replace(sampling, max_new_tokens=max(1, turn_room))
         conversation.sampling = sampling
         conversation.on_tokens = [generations.append]
         stop = StopStrings(call.stop, renderer.reader.template.decode) if call.stop else None
@@ -210,7 +211,8 @@ class GatewaySession:
                 pass
             try:
                 messages: Any = await prepare_conversation(services, request)
-                return await services.texts.run(
+                return await run_text(
+                    services.texts,
                     is_long(messages, room_beside(tools)),
                     lambda: len(services.template.prompt_ids(messages, tools or None)),
                 )
@@ -230,7 +232,7 @@ class GatewaySession:
         def count() -> int:
             return len(services.template.observation_ids(messages, after=last, before=before))
 
-        return turn.stop + await services.texts.run(is_long(messages), count)
+        return turn.stop + await run_text(services.texts, is_long(messages), count)
 
     def mark_lost(self, completion_id: str) -> None:
         """The client left before it had all of an answer; also where that shows later."""

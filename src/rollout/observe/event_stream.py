@@ -128,6 +128,10 @@ class EventStream:
             notes.append(len(facts))
             notes += facts
 
+    def tell_event(self, trajectory: int, event: Event) -> None:
+        """`tell` an event that is made already."""
+        self.tell(lambda _, facts: (facts[1], None), (trajectory, event))
+
     def tell_from_thread(self, make: Make, facts: tuple[Any, ...]) -> None:
         """`tell`, from whatever thread; from another one than the loop's it happens soon."""
         if threading.get_ident() == self._loop or self._post is None:

@@ -61,7 +61,7 @@ class GatewayOnDemand:
         try:
             module = await services.threads.run("import", importlib.import_module, HOME)
             async with module.serve_trajectories(services) as self._gateway:
-                services.gateway.door = self  # agents keep to it
+                services.door = self  # agents keep to it
                 self._is_settled.set()
                 await anyio.sleep_forever()
         except Exception as error:
@@ -80,7 +80,7 @@ async def serve_gateway(services: Services) -> AsyncIterator[None]:
             opened.
     """
     config = services.config
-    gateway = services.gateway.door = GatewayOnDemand(services)
+    gateway = services.door = GatewayOnDemand(services)
     async with open_task_group() as tasks:
         tasks.start_soon(gateway.serve)
         agent = find_class(get_agent(config.agent.name))

@@ -10,7 +10,7 @@ import anyio
 
 from rollout.agents import AgentLoop, get_agent
 from rollout.agents.agent_loop import find_class
-from rollout.agents.long_texts import LongTexts
+from rollout.agents.long_texts import make_text_thread
 from rollout.agents.media_intake import MediaFetcher, MediaIntake
 from rollout.agents.prompt_sampling import top_log_probs_fault
 from rollout.agents.services import Services
@@ -39,7 +39,7 @@ from rollout.scheduling.selection import find_accept
 from rollout.scheduling.tokenization import TokenizationCheck
 from rollout.scheduling.trajectory import TrajectoryRunner
 from rollout.tools import Tool, ToolExecutor
-from rollout.tools.loading import make_shipped
+from rollout.tools.builtin import make_shipped
 from rollout.tools.tool import open_tools
 from rollout.worker_threads import WorkerThreads
 
@@ -227,7 +227,7 @@ async def open_rollout_on(
             threads=threads,
             containment=containment,
             events=events,
-            texts=stack.enter_context(closing(LongTexts())),
+            texts=stack.enter_context(closing(make_text_thread())),
             media=stack.enter_context(closing(intake)),
         )
         runner = TrajectoryRunner(

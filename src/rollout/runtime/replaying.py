@@ -9,8 +9,7 @@ import attrs
 import msgspec
 
 from rollout.agents import get_agent
-from rollout.agents.identity import Identity
-from rollout.agents.long_texts import LongTexts
+from rollout.agents.long_texts import make_text_thread
 from rollout.agents.media_intake import MediaIntake
 from rollout.agents.services import Services
 from rollout.agents.turn import TurnReader
@@ -36,6 +35,7 @@ from rollout.scheduling.trajectory import (
     limit_trajectory,
     run_trajectory,
 )
+from rollout.seeds import Identity
 from rollout.tools import Tool, ToolContext, ToolSession
 from rollout.worker_threads import WorkerThreads
 
@@ -184,7 +184,7 @@ async def replay(
             tally=Tally(),
             threads=threads,
             containment=await stack.enter_async_context(open_containment(config.limits.cleanup_s)),
-            texts=stack.enter_context(closing(LongTexts())),
+            texts=stack.enter_context(closing(make_text_thread())),
             media=stack.enter_context(closing(MediaIntake(config.media, template.processor))),
         )
         await stack.enter_async_context(serve_gateway(services))

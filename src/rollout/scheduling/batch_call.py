@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from rollout.agents.identity import named
 from rollout.chat.trajectory import Trajectory
 from rollout.scheduling.calls import Call
 from rollout.scheduling.endings import CLOSED
 from rollout.scheduling.groups import Groups, Wanted
 from rollout.scheduling.member_group import Ended, Member, MemberGroup, cancel_members
 from rollout.scheduling.scheduler import LOST
+from rollout.types import name_prompt
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Sequence
@@ -41,7 +41,7 @@ def make_groups(
     """Make a group of `samples` members of each prompt, in the order of their rows."""
     groups = []
     for number, (prompt, uid) in enumerate(zip(prompts, uids, strict=True)):
-        group = MemberGroup(number, named(prompt, uid))
+        group = MemberGroup(number, name_prompt(prompt, uid))
         group.add_members(samples, step=step, run_seed=run_seed, validate=validate)
         groups.append(group)
     return groups

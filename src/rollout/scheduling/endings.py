@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from rollout.agents.identity import Ending
+from rollout.agents.ending import Ending
 from rollout.agents.trajectory_state import UNRESPONSIVE
 from rollout.chat.trajectory import Trajectory
 from rollout.chat.transcript import Transcript

@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import anyio
 import msgspec
 
-from rollout.agents.identity import named
 from rollout.containment import Contained, UnresponsiveError
 from rollout.errors import RolloutError
 from rollout.scheduling.member_group import MemberGroup
 from rollout.scheduling.prompts import check_prompt
 from rollout.scopes import find_propagating
-from rollout.types import Prompt
+from rollout.types import Prompt, name_prompt
 from rollout.worker_threads import may_leave_loop
 
 if TYPE_CHECKING:
@@ -161,12 +160,12 @@ class GroupQueue:
         check_prompt(prompt, where)
         if self._log.note_pull(number, prompt, source.step, where):
             self._pulled += 1
-            source.pulled.append(MemberGroup(number, named(prompt, f"prompt-{number}")))
+            source.pulled.append(MemberGroup(number, name_prompt(prompt, f"prompt-{number}")))
 
 
 def _restore(before: RecordedGroup) -> MemberGroup:
     if before.call is None:  # no member of it began
-        return MemberGroup(before.number, named(before.prompt, f"prompt-{before.number}"))
+        return MemberGroup(before.number, name_prompt(before.prompt, f"prompt-{before.number}"))
     return MemberGroup(before.number, before.prompt, before, before.version)
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import anyio
 import attrs
 
-from rollout.agents.identity import Identity
 from rollout.chat.group import Group
 from rollout.limits import Clock, Deadline
+from rollout.seeds import Identity
 from rollout.types import Outcome, Prompt
 
 if TYPE_CHECKING:

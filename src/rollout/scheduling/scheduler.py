@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from rollout.agents.identity import Ending
+from rollout.agents.ending import Ending
 from rollout.containment import enter_containment
 from rollout.scheduling.endings import CLOSED, make_unstarted
 from rollout.scheduling.group_queue import GroupQueue

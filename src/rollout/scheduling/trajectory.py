@@ -13,8 +13,8 @@ import attrs
 from rollout.agents.agent_loop import AgentLoop, find_class, get_agent, make_agent
 from rollout.agents.context import AgentContext, open_context
 from rollout.agents.conversation import list_segments
+from rollout.agents.ending import Ending, RejectedPrompt
 from rollout.agents.generating import find_natural_ending
-from rollout.agents.identity import Ending, RejectedPrompt
 from rollout.agents.prompt_sampling import make_sampling, top_log_probs_fault
 from rollout.agents.services import Services
 from rollout.agents.trajectory_state import UNRESPONSIVE
@@ -274,8 +274,8 @@ async def _close(run: TrajectoryRun) -> None:
 
 def _agent_name(agent: Registered) -> str:
     kind = find_class(agent)
-    name = getattr(agent, "__name__", "") if kind is AgentLoop else kind.__name__
-    return f"agent {name or type(agent).__name__}"
+    name = type(agent).__name__ if kind is AgentLoop else kind.__name__
+    return f"agent {getattr(agent, '__name__', name)}"
 
 
 def _settle_failure(context: AgentContext, error: BaseException) -> Cause | None:
@@ -386,10 +386,10 @@ def _check_numbers(name: str, values: list[Any]) -> list[float]:
 
 def _count_calls(run: TrajectoryRun) -> dict[str, float]:
     """Sum the calls of all attempts so far; of ``tool/TOOL/seconds_max``, take the maximum."""
-    tools, calls = run.context.used_tools, dict[str, float](tool_calls=0, tool_errors=0)
-    if tools is not None:
-        tools.abandon()  # calls of code that was stopped will not end
-        calls |= {"tool_calls": tools.calls, "tool_errors": tools.errors, **tools.counts}
+    tools = run.context.tools
+    tools.abandon()  # calls of code that was stopped will not end
+    calls: dict[str, float] = {"tool_calls": tools.calls, "tool_errors": tools.errors}
+    calls |= tools.counts
     for name, value in run.calls.items():
         known = calls.get(name, 0.0)
         calls[name] = max(known, value) if name.endswith("/seconds_max") else known + value
@@ -397,15 +397,15 @@ def _count_calls(run: TrajectoryRun) -> dict[str, float]:
 
 
 def _metrics(run: TrajectoryRun, restarts: int) -> dict[str, float]:
-    context, tools = run.context, run.context.used_tools
+    context, tools = run.context, run.context.tools
     rare = ("cut_prompt_tokens", "sampled_placeholders", "truncated_tokens", "pinned_calls")
     return {
         "generation_s": context.generation_s,
-        "tool_s": 0.0 if tools is None else tools.seconds,
+        "tool_s": tools.seconds,
         **_count_calls(run),
         "cached_tokens": context.cached_tokens,
         **{name: value for name in rare if (value := getattr(context, name))},
-        **({} if tools is None else tools.metrics),
+        **tools.metrics,
         "attempts": run.attempt,
         "discarded_tokens": run.discarded_tokens + context.discarded_tokens,
         "resumes": run.resumes + context.resumes,

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from rollout.chat.trajectory import Trajectory
     from rollout.observe.event_stream import EventStream
-    from rollout.observe.events import Event
     from rollout.scheduling.member_group import Ended, Member
 
 
@@ -26,11 +25,7 @@ def emit_started(events: EventStream, member: Member, attempt: int, started: flo
         member.began = started
         events.begin(member.identity.number)
     event = TrajectoryStarted(at=events.now(), **_named(member), attempt=attempt)
-    events.tell(_take_event, (member.identity.number, event))
-
-
-def _take_event(_: float, facts: Sequence[Any]) -> tuple[Event, None]:
-    return facts[1], None
+    events.tell_event(member.identity.number, event)
 
 
 def emit_ended(events: EventStream, member: Member, trajectory: Trajectory) -> None:
@@ -115,7 +110,7 @@ def emit_rewarded(
         reward=reward,
         error=error,
     )
-    events.tell(_take_event, (event.trajectory, event))
+    events.tell_event(event.trajectory, event)
 
 
 def _named(member: Member) -> dict[str, Any]:

@@ -7,20 +7,17 @@ from __future__ import annotations
 
 from rollout.errors import MediaError
 from rollout.lazy import lazy_exports
-from rollout.tools.calculator import calculator
+from rollout.tools.builtin import SearchTool, calculator, finish, submit
 from rollout.tools.executor import ToolExecutor
-from rollout.tools.finish_tool import finish, submit
 from rollout.tools.function_tools import FunctionTool, function_tool
 from rollout.tools.langchain import langchain_tools
 from rollout.tools.loading import load_tools
 from rollout.tools.mcp import connect_mcp
 from rollout.tools.policy import ToolPolicy, TransientError
-from rollout.tools.results import ToolResult, normalise_result
+from rollout.tools.results import ToolResult, normalise_result, truncate_text
 from rollout.tools.sandbox_tools import EditTool, PythonTool, ShellTool
-from rollout.tools.search_tool import SearchTool
 from rollout.tools.tool import Tool, ToolContext, ToolSession
 from rollout.tools.trajectory_tools import TrajectoryTools
-from rollout.tools.truncate import truncate_text
 
 __all__ = [
     "EditTool",

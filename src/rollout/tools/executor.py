@@ -10,17 +10,18 @@ from rollout.child_processes import ChildProcesses, NotImportedError
 from rollout.errors import ToolError
 from rollout.observe.tally import Tally
 from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
+from rollout.tools.attempt import ToolGate
 from rollout.tools.function_tools import FunctionTool
 from rollout.tools.langchain import is_langchain_tool, wrap_langchain_tool
-from rollout.tools.policy import ToolGate, ToolPolicy
-from rollout.tools.schemas import SchemaCheck, quote_all
+from rollout.tools.policy import ToolPolicy
+from rollout.tools.schemas import SchemaCheck, as_openai_schema, quote_all
 from rollout.tools.tool import Tool, ToolContext
 from rollout.tools.trajectory_tools import ToolSettings, TrajectoryTools
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollout.tools.truncate import TruncateSide
+    from rollout.tools.results import TruncateSide
     from rollout.types import Prompt
     from rollout.worker_threads import WorkerThreads
 
@@ -62,24 +63,25 @@ class ToolExecutor:
         max_processes: int = 8,
         tally: Tally | None = None,
     ) -> None:
-        self._tools = _key_by_name([_as_tool(tool) for tool in tools])
+        tally, found = tally or Tally(), [_as_tool(tool) for tool in tools]
+        _refuse_equal_names(found)
+        self._gates = {
+            tool.name: ToolGate(tool, _make_check(tool), tool_s, tally) for tool in found
+        }
         self._warned: set[str] = set()
         self._threads = threads
         self._processes = ChildProcesses(
-            "rollout.tools.isolation", max_processes=max_processes, cleanup_s=cleanup_s
+            "rollout.tools.function_tools", max_processes=max_processes, cleanup_s=cleanup_s
         )
         self._settings = ToolSettings(
-            {name: _make_check(tool) for name, tool in self._tools.items()},
-            {name: ToolGate(name, tool.policy, tool_s) for name, tool in self._tools.items()},
-            tally or Tally(),
-            *(max_parallel_calls, max_response_length, truncate_side, tool_s, cleanup_s),
+            tally, max_parallel_calls, max_response_length, truncate_side, tool_s, cleanup_s
         )
-        self.opens_first = any(tool.opens_first for tool in self._tools.values())
+        self.opens_first = any(tool.opens_first for tool in found)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all tools, in the order given."""
-        return tuple(self._tools)
+        return tuple(self._gates)
 
     def names_for(self, prompt: Prompt) -> Sequence[str] | None:
         """Names of the tools that a prompt is offered.
@@ -89,7 +91,7 @@ class ToolExecutor:
         """
         if prompt.tools is not None:
             return prompt.tools
-        return [name for name, tool in self._tools.items() if tool.is_offered(prompt)]
+        return [name for name, gate in self._gates.items() if gate.tool.is_offered(prompt)]
 
     async def prepare(self) -> None:
         """Let each tool make sure that it can answer here.
@@ -97,14 +99,16 @@ class ToolExecutor:
         Raises:
             ToolError: The first one that cannot says why.
         """
-        for tool in self._tools.values():
-            await tool.prepare()
-        found = [getattr(tool, "function_ref", None) for tool in self._tools.values()]
-        if refs := [ref for ref in found if ref is not None]:
-            try:
+        refs = []
+        for gate in self._gates.values():
+            await gate.tool.prepare()
+            if (ref := getattr(gate.tool, "function_ref", None)) is not None:
+                refs.append(ref)
+        try:
+            if refs:
                 await self._processes.prepare(refs, self._settings.tool_s, "limits.tool_s")
-            except NotImportedError as error:
-                raise ToolError(f"isolation = 'process': {error}") from error
+        except NotImportedError as error:
+            raise ToolError(f"isolation = 'process': {error}") from error
 
     def schemas(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """Schemas of the tools offered, in the order of `names`; None takes all.
@@ -112,7 +116,7 @@ class ToolExecutor:
         Raises:
             ToolError: A name is unknown; the known ones are listed.
         """
-        return [tool.schema for tool in self._select(names).values()]
+        return [gate.tool.schema for gate in self._select(names).values()]
 
     def open_session(
         self,
@@ -133,14 +137,14 @@ class ToolExecutor:
         Raises:
             ToolError: `names` name an unknown tool, or the kwargs of one are no mapping.
         """
-        tools, kwargs = self._select(names), tools_kwargs or {}
+        gates, kwargs = self._select(names), tools_kwargs or {}
         for name, value in kwargs.items():
-            if name not in tools and name not in self._warned:
+            if name not in gates and name not in self._warned:
                 self._warned.add(name)
-                known = f"is no tool here; known: {quote_all(self._tools) or 'none'}"
-                why = "is not offered to their prompt" if name in self._tools else known
+                known = f"is no tool here; known: {quote_all(self._gates)}"
+                why = "is not offered to their prompt" if name in self._gates else known
                 logger.warning("tools_kwargs[%r] are ignored: it %s", name, why)
-            elif name in tools and not isinstance(value, Mapping):
+            elif name in gates and not isinstance(value, Mapping):
                 raise ToolError(f"tools_kwargs[{name!r}] = {value!r:.80}; expected a mapping")
         context = ToolContext(
             uid=uid,
@@ -151,20 +155,17 @@ class ToolExecutor:
             extra={} if extra is None else extra,
             sandbox=sandbox or TrajectorySandbox(),
         )
-        return TrajectoryTools(self._settings, tools, context, kwargs)
+        return TrajectoryTools(self._settings, gates, context, kwargs)
 
     async def close(self) -> None:
         """End the processes of isolated tools; shielded, bounded."""
         await self._processes.close()
 
-    def _select(self, names: Sequence[str] | None) -> dict[str, Tool]:
-        if names is None:
-            return self._tools
-        unknown = [name for name in names if name not in self._tools]
-        if unknown:
-            known = quote_all(self._tools) or "none"
-            raise ToolError(f"unknown tools: {quote_all(unknown)}; known: {known}")
-        return {name: self._tools[name] for name in names}
+    def _select(self, names: Sequence[str] | None) -> dict[str, ToolGate]:
+        names = self.names if names is None else names
+        if unknown := [name for name in names if name not in self._gates]:
+            raise ToolError(f"unknown tools: {quote_all(unknown)}; known: {quote_all(self._gates)}")
+        return {name: self._gates[name] for name in names}
 
 
 def _as_tool(tool: Tool | Callable[..., Any]) -> Tool:
@@ -173,19 +174,16 @@ def _as_tool(tool: Tool | Callable[..., Any]) -> Tool:
         return wrap_langchain_tool(tool)
     if not isinstance(tool, Tool):
         return FunctionTool(tool)
-    name, schema = getattr(tool, "name", None), getattr(tool, "schema", None)
-    function = schema.get("function") if isinstance(schema, Mapping) else None
-    if not isinstance(name, str) or not name:
-        raise ToolError(f"{type(tool).__name__}.name = {name!r}; expected a name for the model")
-    if not isinstance(function, Mapping) or function.get("name") != name:
-        expected = f"{{'type': 'function', 'function': {{'name': {name!r}, ...}}}}"
-        raise ToolError(f"tool {name!r}: its schema is {schema!r:.200}; expected {expected}")
+    kind, name = type(tool).__name__, getattr(tool, "name", None)
+    schema = as_openai_schema(getattr(tool, "schema", None), f"{kind}.schema")
+    if "function" not in tool.schema or schema["function"]["name"] != name:
+        raise ToolError(f"{kind}.name = {name!r}: its schema is of {schema!r:.200}")
     if not isinstance(tool.policy, ToolPolicy):
-        raise ToolError(f"tool {name!r}: policy = {tool.policy!r:.80}; expected a ToolPolicy")
+        raise ToolError(f"{kind}.policy = {tool.policy!r:.80}; expected a ToolPolicy")
     return tool
 
 
-def _key_by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
+def _refuse_equal_names(tools: Sequence[Tool]) -> None:
     homes: dict[str, list[str]] = {}
     for tool in tools:
         home: Any = tool if isinstance(tool, FunctionTool) else type(tool)
@@ -196,7 +194,6 @@ def _key_by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
             f"tools with the same name: {', '.join(collisions)}; give all but one of each another "
             f'name, as in @function_tool("another_name")'
         )
-    return {tool.name: tool for tool in tools}
 
 
 def _make_check(tool: Tool) -> Callable[[Any, Mapping[str, Any]], dict[str, Any]]:

@@ -1,28 +1,239 @@
-"""Python functions as tools: ``@function_tool``."""
+"""Python functions as tools: ``@function_tool``, here or in a process of their own.
+
+pydantic reads the annotations, as those of a TypedDict: it writes the schema and makes the values.
+"""
 
 from __future__ import annotations
 
+import enum
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, get_args, overload
+import json
+import logging
+import re
+import typing
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, NotRequired, ParamSpec, TypeVar
 
+import docstring_parser
+import msgspec
+import pydantic
+from pydantic.fields import FieldInfo
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import to_jsonable_python
+from typing_extensions import TypedDict
+
+from rollout.child_processes import (
+    ChildDiedError,
+    ChildProcesses,
+    ChildRaisedError,
+    resolve_outcome,
+)
 from rollout.errors import ToolError
 from rollout.function_refs import FunctionRef, NotImportableError, check_top_level, function_ref
-from rollout.tools.isolation import run_isolated
-from rollout.tools.parameters import Parameters
-from rollout.tools.schemas import SchemaCheck, as_openai_schema
+from rollout.tools.attempt import describe
+from rollout.tools.policy import ToolPolicy, TransientError
+from rollout.tools.results import ToolResult, normalise_result
+from rollout.tools.schemas import (
+    SchemaCheck,
+    as_openai_schema,
+    inline_references,
+    quote_all,
+    write_path,
+)
 from rollout.tools.tool import METHOD_KWARGS, Tool, ToolContext, ToolSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from rollout.tools.policy import ToolPolicy
     from rollout.types import ToolCall
 
+logger = logging.getLogger("rollout")
 P = ParamSpec("P")
 R = TypeVar("R")
 Backend = Literal["native", "asyncio"]
 Isolation = Literal["none", "process"]
+
+_JSON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
+_make_dict: Any = TypedDict
+#: As `transformers.utils.get_json_schema` reads them at the end of a parameter's description.
+_CHOICES = re.compile(r"\(choices:\s*(?P<values>\[.*?\])\)\s*\Z", re.IGNORECASE | re.DOTALL)
+
+
+class _SchemaWriter(GenerateJsonSchema):
+    """Writes types as `transformers.utils.get_json_schema` does, where that knows them."""
+
+    def sort(self, value: Any, parent_key: str | None = None) -> Any:
+        return value
+
+    def nullable_schema(self, schema: Any) -> dict[str, Any]:
+        return {**self.generate_inner(schema["schema"]), "nullable": True}
+
+    def union_schema(self, schema: Any) -> dict[str, Any]:
+        written = super().union_schema(schema)
+        parts = written.get("anyOf", [])
+        if not parts or any(part.keys() != {"type"} for part in parts):
+            return written
+        return {"type": _one_or_all(sorted({part["type"] for part in parts}))}
+
+    def literal_schema(self, schema: Any) -> dict[str, Any]:
+        values = [v.value if isinstance(v, enum.Enum) else v for v in schema["expected"]]
+        if not all(type(value) in _JSON_TYPES for value in values):
+            return super().literal_schema(schema)
+        types = dict.fromkeys(_JSON_TYPES[type(value)] for value in values)
+        return {"type": _one_or_all(list(types)), "enum": values}
+
+    def enum_schema(self, schema: Any) -> dict[str, Any]:
+        return self.literal_schema({"expected": schema["members"]})
+
+    def list_schema(self, schema: Any) -> dict[str, Any]:
+        return {k: v for k, v in super().list_schema(schema).items() if v != {}}
+
+    def tuple_schema(self, schema: Any) -> dict[str, Any]:
+        written = {k: v for k, v in super().tuple_schema(schema).items() if v != {}}
+        if "prefixItems" in written:  # which say how many there are
+            written = {k: v for k, v in written.items() if k not in ("minItems", "maxItems")}
+        return written
+
+    def dict_schema(self, schema: Any) -> dict[str, Any]:
+        return {k: v for k, v in super().dict_schema(schema).items() if v is not True}
+
+
+def _one_or_all(names: list[str]) -> str | list[str]:
+    return names[0] if len(names) == 1 else names
+
+
+class Parameters:
+    """The parameters of one function, but for an injected `ToolContext`.
+
+    With `is_documented` there must be a docstring and annotations; else, as the schema is given by
+    hand, a parameter without one takes any value.
+
+    Attributes:
+        description: What the docstring says before its sections.
+        context_name: The parameter that receives the `ToolContext`, or None.
+        schema: The JSON Schema of the arguments object.
+
+    Raises:
+        ToolError: It lists everything that must be written first.
+    """
+
+    def __init__(self, function: Callable[..., Any], tool: str, *, is_documented: bool) -> None:
+        self._tool = tool
+        self.context_name: str | None = None
+        self._takes_others = False  # as `**kwargs`
+        self.description, descriptions = parse_docstring(function.__doc__)
+        try:
+            hints = typing.get_type_hints(function, include_extras=True)
+        except Exception as error:  # names that annotations use may be anything, also missing
+            raise ToolError(
+                f"function tool {tool!r}: its annotations cannot be read ({error}): define or "
+                "import their names at module level, not under TYPE_CHECKING"
+            ) from error
+        faults: list[str] = []
+        fields: dict[str, Any] = {}
+        defaults: dict[str, Any] = {}
+        if is_documented and not self.description:
+            faults.append("its docstring must begin with what tells the model what the tool does")
+        for name, raw in inspect.signature(function).parameters.items():
+            if hints.get(name) is ToolContext:
+                self.context_name = name
+            elif raw.kind is raw.VAR_KEYWORD and not is_documented:
+                self._takes_others = True
+            elif fault := _find_fault(raw, is_documented=is_documented):
+                faults.append(fault)
+            else:
+                fields[name] = _describe_type(hints.get(name, Any), descriptions.get(name, ""))
+                if raw.default is not raw.empty:
+                    fields[name], defaults[name] = NotRequired[fields[name]], raw.default
+        try:
+            self._adapter = pydantic.TypeAdapter[dict[str, Any]](_make_dict("Arguments", fields))
+            written = self._adapter.json_schema(schema_generator=_SchemaWriter)
+            self.schema = inline_references(written)
+        except (TypeError, pydantic.PydanticUserError) as error:
+            why = str(error).partition("\n")[0].partition(". ")[0]
+            faults.append(
+                f"a parameter has a type without a schema ({why}): use str, int, float, bool, "
+                "list, dict, Literal, an Enum or a dataclass"
+            )
+        if faults:
+            raise ToolError(f"function tool {tool!r}: " + "; ".join(faults))
+        properties = self.schema["properties"]
+        for name, default in defaults.items():
+            with suppress(ValueError):  # what JSON has no word for, such as NaN, is not shown
+                text = json.dumps(to_jsonable_python(default), allow_nan=False)
+                properties[name]["default"] = json.loads(text)
+        undescribed = [name for name in properties if "description" not in properties[name]]
+        if is_documented and undescribed:
+            logger.warning(
+                "function tool %r: the model sees no description of %s: write one under `Args:` in "
+                "the docstring",
+                *(tool, quote_all(undescribed)),
+            )
+
+    def takes(self, name: str) -> bool:
+        """Whether a call may give an argument of this name."""
+        if name in self.schema["properties"]:
+            return True
+        return self._takes_others and name not in METHOD_KWARGS
+
+    def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments that fit the schema as the function's types (an Enum member, a dataclass, …).
+
+        Raises:
+            ToolError: One has no value of its type.
+        """
+        known = self.schema["properties"]
+        others = {name: value for name, value in arguments.items() if name not in known}
+        try:
+            return others | self._adapter.validate_python(arguments)
+        except pydantic.ValidationError as error:
+            faults = error.errors(include_url=False, include_context=False)
+            texts = [f"{write_path(each['loc'])}: {each['msg']}" for each in faults]
+            raise ToolError(f"invalid arguments for {self._tool!r}: {'; '.join(texts)}") from None
+
+
+def _describe_type(hint: Any, description: str) -> Any:
+    """A parameter's type with its description, for pydantic."""
+    if choices := _CHOICES.search(description):
+        with suppress(ValueError):  # it only looks like choices
+            hint = Literal[tuple(json.loads(choices["values"]))]
+            description = description[: choices.start()].strip()
+    for text in (*getattr(hint, "__metadata__", ()), description):
+        if isinstance(text, str) and text:
+            hint = Annotated[hint, pydantic.Field(description=text)]
+    return hint
+
+
+def _find_fault(raw: inspect.Parameter, *, is_documented: bool) -> str:
+    """Why a parameter cannot be one of a tool, by its form alone; "" where it can."""
+    if raw.kind not in (raw.POSITIONAL_OR_KEYWORD, raw.KEYWORD_ONLY):
+        return f"calls name their arguments: remove the `*`, `**` or `/` at {raw.name!r}"
+    if isinstance(raw.default, FieldInfo):
+        field = f"write `{raw.name}: Annotated[..., Field(...)] = ...`"
+        return f"parameter {raw.name!r} has a pydantic Field as its default: {field}"
+    if is_documented and raw.annotation is raw.empty:
+        return f"parameter {raw.name!r} has no type: write `{raw.name}: str` or what it is"
+    return ""
+
+
+def parse_docstring(text: str | None) -> tuple[str, dict[str, str]]:
+    """What stands before the sections, and the parameters' descriptions, their lines joined.
+
+    Google, NumPy and reST style are read.
+    """
+    clean = inspect.cleandoc(text or "")
+    try:
+        # It takes a section in the first line for prose.
+        parsed = docstring_parser.parse(f"\n{clean}")
+    except docstring_parser.ParseError:  # prose that looks like a section and is none
+        return clean, {}
+    parameters = {
+        name.strip().lstrip("*"): " ".join((item.description or "").split())
+        for item in parsed.params
+        for name in item.arg_name.split(",")  # NumPy documents several in one entry
+    }
+    return (parsed.description or "").strip(), parameters
 
 
 class FunctionTool(Tool, Generic[P, R]):
@@ -71,32 +282,25 @@ class FunctionTool(Tool, Generic[P, R]):
         self.name = name or (function.__name__ if schema is None else schema["function"]["name"])
         self.function: Callable[P, R] = function
         self.parameters = Parameters(function, self.name, is_documented=schema is None)
-        self._is_async = inspect.iscoroutinefunction(function)
+        self.policy = policy or self.policy
         self._backend, self._is_isolated = backend, isolation == "process"
         takes_context = self.parameters.context_name is not None
         self.stateful = takes_context if stateful is None else stateful
-        if fault := self._find_fault(backend, isolation, schema):
+        described = {"name": self.name, "description": self.parameters.description}
+        described["parameters"] = self.parameters.schema
+        self.schema = schema or {"type": "function", "function": described}
+        if fault := self._find_fault(backend, isolation):
             raise self._make_error(fault)
-        self.schema = schema or {
-            "type": "function",
-            "function": {
-                "name": self.name,
-                "description": self.parameters.description,
-                "parameters": self.parameters.schema,
-            },
-        }
         self._schema_check = SchemaCheck(self.name, self.schema["function"].get("parameters"))
-        if policy is not None:
-            self.policy = policy
 
-    def _find_fault(self, backend: str, isolation: str, schema: dict[str, Any] | None) -> str:
+    def _find_fault(self, backend: str, isolation: str) -> str:
         """Why the function cannot be a tool with these options; "" where it can."""
-        function = self.function
+        function, shown = self.function, self.schema["function"]
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             return "it yields: return one value instead"
-        if backend not in get_args(Backend) or isolation not in get_args(Isolation):
-            known = f"{get_args(Backend)} and {get_args(Isolation)}"
-            return f"backend = {backend!r}, isolation = {isolation!r}; expected some of {known}"
+        if backend not in ("native", "asyncio") or isolation not in ("none", "process"):
+            known = "native or asyncio, and none or process"
+            return f"backend = {backend!r}, isolation = {isolation!r}; expected {known}"
         if self._is_isolated:
             try:
                 check_top_level(function)
@@ -105,7 +309,6 @@ class FunctionTool(Tool, Generic[P, R]):
             if context_name := self.parameters.context_name:
                 why = "cannot hand over the ToolContext: remove the parameter"
                 return f"isolation = 'process' {why} {context_name!r}"
-        shown: dict[str, Any] = {"name": self.name} if schema is None else schema["function"]
         if shown["name"] != self.name:
             return f"its schema is named {shown['name']!r}; expected the same name"
         properties = (shown.get("parameters") or {}).get("properties", ())
@@ -149,7 +352,7 @@ class FunctionTool(Tool, Generic[P, R]):
         In the types of the function; as they are where it runs in a process, which reads them.
 
         Raises:
-            ArgumentsError: It names each missing, unknown and wrong one, and what was expected.
+            ToolError: It names each missing, unknown and wrong one, and what was expected.
         """
         fixed = {name: value for name, value in kwargs.items() if self.parameters.takes(name)}
         merged = self._schema_check.check(arguments, fixed) | fixed
@@ -163,37 +366,55 @@ class FunctionTool(Tool, Generic[P, R]):
         Raises:
             ToolError: The function's name leads to something else.
         """
-        if not self._is_isolated:
-            return None
+
+        def is_it(found: Any) -> bool:
+            return self.function is (found.function if isinstance(found, FunctionTool) else found)
+
         try:
-            return function_ref(self.function, self._is_it)
+            return function_ref(self.function, is_it) if self._is_isolated else None
         except NotImportableError as error:
             raise self._make_error(f"isolation = 'process' {error}") from None
 
-    def _is_it(self, found: Any) -> bool:
-        return self.function is (found.function if isinstance(found, FunctionTool) else found)
-
     async def run(self, arguments: Mapping[str, Any], context: ToolContext) -> Any:
-        """Call the function with checked arguments, where it runs; cancellation abandons a thread.
+        """Call the function with checked arguments, where it runs.
+
+        Cancellation abandons a thread, and kills a process with its group.
 
         Raises:
-            ToolError: It runs in a process, and `context` has none.
+            ToolError: It runs in a process, where it raised, or which died.
+            TransientError: It raised there what its policy calls transient.
         """
-        if self.function_ref is not None:
-            if context.processes is None:
-                raise ToolError(f"{self.name}: this ToolContext has no processes to run in")
-            where = context.processes, self.name, self.function_ref
-            return await run_isolated(*where, dict(arguments))
+        if self._is_isolated:
+            return await self._run_isolated(arguments, context.processes)
         if self.parameters.context_name is not None:
             arguments = {**arguments, self.parameters.context_name: context}
         call: Callable[[], Any] = functools.partial(self.function, **arguments)
-        if self._is_async and self._backend == "asyncio":
+        if not inspect.iscoroutinefunction(self.function):
+            result = await context.threads.run(self.name, call)
+            # An async function in a sync wrapper: the wrapper ran in the thread, the rest does not.
+            return await result if inspect.isawaitable(result) else result
+        if self._backend == "asyncio":
             return await context.threads.run_asyncio(self.name, call)
-        if self._is_async:
-            return await call()
-        result = await context.threads.run(self.name, call)
-        # An async function in a sync wrapper: the wrapper ran in the thread, the rest does not.
-        return await result if inspect.isawaitable(result) else result
+        return await call()
+
+    async def _run_isolated(
+        self, arguments: Mapping[str, Any], processes: ChildProcesses | None
+    ) -> ToolResult:
+        if processes is None or self.function_ref is None:
+            raise ToolError(f"{self.name}: this ToolContext has no processes to run in")
+        try:
+            body = msgspec.msgpack.encode((self.name, arguments))
+        except (TypeError, ValueError, OverflowError) as error:  # tools_kwargs hold any object
+            raise ToolError(f"{self.name}: its arguments are not plain data: {error}") from error
+        try:
+            async with processes.worker() as child:
+                fields = msgspec.msgpack.decode(await child.ask(self.function_ref, body))
+                return ToolResult(**fields)
+        except ChildDiedError as error:
+            raise ToolError(f"the process of {self.name!r} {error}") from None
+        except ChildRaisedError as error:
+            is_transient = error.cause.type == TransientError.__qualname__
+            raise (TransientError if is_transient else ToolError)(error.cause.message) from None
 
     def _make_error(self, text: str) -> ToolError:
         return ToolError(f"function tool {self.name!r}: {text}")
@@ -209,11 +430,11 @@ class _FunctionSession(ToolSession):
         return await self._tool.run(call.arguments, self._context)
 
 
-@overload
+@typing.overload
 def function_tool(function: Callable[P, R], /) -> FunctionTool[P, R]: ...
 
 
-@overload
+@typing.overload
 def function_tool(
     positional_name: str | None = None, /, *, name: str | None = None, **options: Any
 ) -> Callable[[Callable[P, R]], FunctionTool[P, R]]: ...
@@ -236,3 +457,36 @@ def function_tool(function: Any = None, /, *, name: str | None = None, **options
         function, name = None, function
     make: Callable[..., Any] = functools.partial(FunctionTool, name=name, **options)
     return make if function is None else make(function)
+
+
+# In a child process.
+
+
+def answer(found: Any, body: bytes) -> bytes:
+    """The fields of a call's `ToolResult`.
+
+    Args:
+        found: The function, or the `FunctionTool` that it is in.
+        body: The tool's name, and the arguments.
+
+    Raises:
+        ToolError: The function raised; a `TransientError` where its policy says so.
+    """
+    name, arguments = msgspec.msgpack.decode(body)
+    tool = found if isinstance(found, FunctionTool) else _make_tool(found, name)
+    try:
+        value = resolve_outcome(tool.function(**tool.parameters.check(arguments)))
+        fields = msgspec.structs.asdict(normalise_result(value)).items()
+    except BaseException as error:
+        is_transient = tool.policy.is_transient(error)
+        raise (TransientError if is_transient else ToolError)(describe(error)) from None
+    own = {name: field for name, field in fields if field != ()}
+    try:
+        return msgspec.msgpack.encode(own)
+    except Exception:  # data that only this process can hold stays here; the text has its words
+        return msgspec.msgpack.encode(own | {"data": None, "metrics": {}})
+
+
+@functools.cache
+def _make_tool(function: Any, name: str) -> FunctionTool[Any, Any]:
+    return FunctionTool(function, schema={"name": name})

@@ -6,7 +6,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import MediaError, ToolError
-from rollout.lazy import derives_from
+from rollout.lazy import derives_from, import_extra
 from rollout.media.parts import media_part
 from rollout.tools.function_tools import FunctionTool
 from rollout.tools.results import ToolResult, split_media
@@ -37,12 +37,8 @@ def is_langchain_tool(value: Any) -> bool:
 
 def wrap_langchain_tool(tool: Any) -> Tool:
     """One of LangChain's tools as one of ours; see `langchain_tools`."""
-    try:
-        from langchain_core.tools import BaseTool
-    except ImportError as error:
-        raise ToolError(
-            f"LangChain's tools need langchain-core ({error}): pip install 'rollout-rl[langchain]'"
-        ) from error
+    module = import_extra("langchain_core.tools", "langchain", "a tool of LangChain", ToolError)
+    BaseTool: Any = module.BaseTool  # noqa: N806
     if not isinstance(tool, BaseTool):
         raise ToolError(f"{tool!r:.200} is no tool of LangChain: expected a BaseTool")
     try:
@@ -71,21 +67,21 @@ def wrap_langchain_tool(tool: Any) -> Tool:
 
 
 def _read_message(message: Any) -> ToolResult:
-    blocks = [message.content] if isinstance(message.content, str) else message.content
-    media = [media_part("a content block of LangChain's", block) for block in blocks]
+    texts, media = [], []
+    for block in [message.content] if isinstance(message.content, str) else message.content:
+        if isinstance(block, str) or block.get("type") == "text":
+            texts.append(block if isinstance(block, str) else block["text"])
+        elif (part := media_part("a content block of LangChain's", block)) is not None:
+            media.append(part)
+        else:
+            raise MediaError(
+                f"a content block of type {block.get('type')!r}: expected text or images"
+            )
     images, videos = split_media(media)
     return ToolResult(
-        "".join(_read_text(b) for b, each in zip(blocks, media, strict=True) if each is None),
+        "".join(texts),
         data=getattr(message, "artifact", None),
         is_error=getattr(message, "status", "success") == "error",
         images=tuple(images),
         videos=tuple(videos),
     )
-
-
-def _read_text(block: Any) -> str:
-    if isinstance(block, str):
-        return block
-    if block.get("type") != "text":
-        raise MediaError(f"a content block of type {block.get('type')!r}: expected text or images")
-    return str(block["text"])

@@ -1,60 +1,24 @@
-"""Tools by name: those that are shipped, and those at the top level of Python files."""
+"""Tools at the top level of Python files."""
 
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollout.errors import ToolError
 from rollout.lazy import lazy_exports
-from rollout.tools.calculator import calculator
-from rollout.tools.finish_tool import finish, submit
-from rollout.tools.sandbox_tools import EditTool, PythonTool, ShellTool
-from rollout.tools.search_tool import SearchTool
 from rollout.tools.tool import Tool, ToolProvider
 from rollout.user_files import UserCodeError, run_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
     from types import ModuleType
 
-#: The shipped tools that need no settings.
-SHIPPED = ("calculator", "edit", "finish", "python", "shell", "submit")
 #: What reads verl's own registry of functions lives above; it is imported where verl is.
 _import_reader = lazy_exports(
     {"__name__": __name__},
     {"rollout.integrations.verl.function_tools": ("forget_functions", "find_functions")},
 )
-
-
-def is_shipped(names: str) -> bool:
-    """Whether these names, separated by commas, all are shipped tools that need no settings."""
-    return all(name in SHIPPED for name in names.split(","))
-
-
-def make_shipped(
-    names: Sequence[str], *, search_url: str = "", max_pictures: int = 0
-) -> list[Tool]:
-    """One tool for each name.
-
-    Args:
-        names: Of `SHIPPED`, or ``search``.
-        search_url: Of the retriever that the search asks.
-        max_pictures: Of a program's call, which the model is shown; see `PythonTool`.
-    """
-    shipped: dict[str, Tool | Callable[[], Tool]] = {
-        "calculator": calculator,
-        "edit": EditTool,
-        "finish": finish,
-        "python": partial(PythonTool, max_pictures=max_pictures),
-        "search": partial(SearchTool, search_url),
-        "shell": partial(ShellTool, max_pictures=max_pictures),
-        "submit": submit,
-    }
-    made = [shipped[name] for name in names]
-    return [tool if isinstance(tool, Tool) else tool() for tool in made]
 
 
 def load_tools(path: str | Path) -> list[Tool | ToolProvider]:

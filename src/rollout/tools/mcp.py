@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import anyio
 
+from rollout.config.checks import Count, Positive, Rule, is_http_url
 from rollout.errors import ToolError
+from rollout.lazy import import_extra
 from rollout.scopes import open_task_group
+from rollout.tools.policy import check_options
 from rollout.tools.results import ToolResult, error_result
+from rollout.tools.schemas import quote_all
 from rollout.tools.tool import Tool, ToolContext, ToolSession
 
 if TYPE_CHECKING:
@@ -24,6 +27,14 @@ if TYPE_CHECKING:
 
     from rollout.tools.mcp_connection import Connection
     from rollout.types import ToolCall
+
+Server = Annotated[
+    object,
+    Rule(
+        "an http or https URL, or a list of a command and its arguments",
+        lambda server: is_http_url(server) if isinstance(server, str) else bool(server),
+    ),
+]
 
 
 @asynccontextmanager
@@ -63,23 +74,17 @@ async def connect_mcp(
         ToolError: The extra is missing, an argument is wrong, the server does not answer in time,
             or lacks a tool.
     """
-    faults = []
-    if not server:
-        faults.append("server = []: expected a command with its arguments")
-    elif isinstance(server, str) and not server.startswith(("http://", "https://")):
-        expected = "expected an http or https URL, or a command as a list"
-        faults.append(f"server = {server!r}: {expected}")
-    if connections < 1 or (per_trajectory and connections > 1):
-        expected = "1 with per_trajectory = True" if per_trajectory else "at least 1"
-        faults.append(f"connections = {connections}: expected {expected}")
-    if ping_s is not None and not 0 < ping_s < math.inf:
-        faults.append(f"ping_s = {ping_s}: expected a number > 0 or None")
-    if max_answer_bytes < 1:
-        faults.append(f"max_answer_bytes = {max_answer_bytes}: expected at least 1")
-    if faults:
-        raise ToolError(f"connect_mcp: {'; '.join(faults)}")
+    alone = Annotated[int, Rule("1 with per_trajectory = True", lambda count: count == 1)]
+    check_options(
+        "connect_mcp",
+        server=(Server, server),
+        connections=(alone if per_trajectory else Count, connections),
+        ping_s=(Positive | None, ping_s),
+        max_answer_bytes=(Count, max_answer_bytes),
+    )
     label = server if isinstance(server, str) else " ".join(server)
-    sdk: Any = await anyio.to_thread.run_sync(_import_sdk)  # it takes seconds
+    names = "rollout.tools.mcp_connection", "mcp", "connect_mcp", ToolError
+    sdk: Any = await anyio.to_thread.run_sync(import_extra, *names)  # it takes seconds
 
     def open_transport(errors: Any, on_end: Callable[[], None]) -> Any:
         if isinstance(server, str):
@@ -99,10 +104,9 @@ async def connect_mcp(
                 await handle.wait()
         shared = [handle.return_value for handle in handles]
         offered = {tool.name: tool for tool in shared[0].tools}
-        unknown = ", ".join(repr(name) for name in tools or () if name not in offered)
-        if unknown:
-            known = ", ".join(map(repr, offered)) or "none"
-            raise ToolError(f"MCP server {label!r} has no tool {unknown}; it has {known}")
+        if unknown := [name for name in tools or () if name not in offered]:
+            lacks = f"has no tool {quote_all(unknown)}; it has {quote_all(offered)}"
+            raise ToolError(f"MCP server {label!r} {lacks}")
         if per_trajectory:
             await shared.pop().leave()
         ring = itertools.cycle(shared)
@@ -111,31 +115,14 @@ async def connect_mcp(
             return next(ring)
 
         acquire = connect if per_trajectory else share
-        names = offered if tools is None else tools
-        yield [_McpTool(offered[name], prefix, acquire, owns=per_trajectory) for name in names]
-
-
-def _import_sdk() -> Any:
-    try:
-        from rollout.tools import mcp_connection
-    except ImportError as error:
-        raise ToolError(
-            f'connect_mcp needs the MCP SDK: pip install "rollout-rl[mcp]" ({error})'
-        ) from error
-    return mcp_connection
+        wanted = offered if tools is None else tools
+        yield [_McpTool(offered[name], prefix, acquire, owns=per_trajectory) for name in wanted]
 
 
 class _McpTool(Tool):
     """A tool of an MCP server.
 
-    Args:
-        theirs: The SDK's.
-        prefix: See `connect_mcp`.
-        acquire: Gives a trajectory its connection.
-        owns: Whether nobody else is on that; it ends with the trajectory then.
-
-    Attributes:
-        may_repeat: The server says that a second call changes nothing more.
+    `acquire` gives a trajectory its connection, which ends with the trajectory where it `owns` it.
     """
 
     def __init__(
@@ -147,7 +134,7 @@ class _McpTool(Tool):
         function = {"name": self.name, "description": description}
         function["parameters"] = theirs.input_schema
         self.schema = {"type": "function", "function": function}
-        hints = theirs.annotations
+        hints = theirs.annotations  # whether a second call changes nothing more
         self.may_repeat = bool(hints and (hints.read_only_hint or hints.idempotent_hint))
 
     async def open(self, context: ToolContext) -> ToolSession:
@@ -189,12 +176,9 @@ def _make_result(name: str, answer: Any) -> ToolResult:
             data = content.blob if block.type == "resource" else content.data
             images.append({"type": "image", "data": data, "mimeType": content.mime_type})
         else:
-            return error_result(
-                f"{name}: the server answered with {block.type} content; only text and images can "
-                f"be observed"
-            )
-    data = answer.structured_content
+            found = f"{name}: the server answered with {block.type} content"
+            return error_result(f"{found}; only text and images can be observed")
+    data, is_error = answer.structured_content, bool(answer.is_error)
     if not texts and data is not None:
         texts.append(json.dumps(data, ensure_ascii=False))
-    is_error = bool(answer.is_error)
     return ToolResult("\n".join(texts), data=data, is_error=is_error, images=tuple(images))

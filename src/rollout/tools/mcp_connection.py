@@ -47,9 +47,8 @@ QUOTED_LINES = 10
 _TOO_LONG = "byte limit"
 #: What reading and writing raise once the other side is gone, or ours is closed.
 _GONE = (OSError, anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError)
-#: Bytes of each end of a line that is too long, in one of which its id stands.
+#: The id of a message, within `_ENDS` bytes of one of its ends: servers write it first or last.
 _ENDS = 4096
-#: The id of a message: some servers write it first, others last.
 _ID = re.compile(
     rb'\A\s*\{\s*(?:"jsonrpc"\s*:\s*"2\.0"\s*,\s*)?"id"\s*:\s*(\d+|"[^"\\]*")\s*,'
     rb'|"id"\s*:\s*(\d+|"[^"\\]*")\s*(?:,\s*"jsonrpc"\s*:\s*"2\.0"\s*)?\}\s*\Z'
@@ -59,11 +58,8 @@ _ID = re.compile(
 class Connection:
     """A connection to a server, kept up by a task of its own.
 
-    Args:
-        label: Names the server, for messages.
-        open_transport: Opens a transport, with a file for a command's standard error, and what to
-            call at its end.
-        start_timeout_s, ping_s: See `connect_mcp`.
+    `open_transport` is called with a file for a command's standard error, and with what to call
+    when its output ends.
 
     Attributes:
         tools: What the server offered when it was last connected.
@@ -110,13 +106,12 @@ class Connection:
 
     async def _serve(self, task_status: TaskStatus[None]) -> bool:
         """Connect, and stay until the server is lost; False where it could not be reached."""
-        self._ended = anyio.Event()
-        client, fault = None, "it ended while starting"
+        self._ended, client = anyio.Event(), None
         with tempfile.TemporaryFile("w+", errors="replace") as errors:
             try:
                 # The deadline is lifted once the server has answered: a scope around the start
                 # alone could not be left before those that the client opens within it.
-                with anyio.fail_after(self._start_timeout_s) as scope:
+                with anyio.move_on_after(self._start_timeout_s) as scope:
                     async with Client(self._open_transport(errors, self._ended.set)) as starting:
                         self.tools = await _list_tools(starting)
                         client = self._client = starting
@@ -125,7 +120,6 @@ class Connection:
                         task_status.started()
                         await self._wait_for_end(client)
                         scope.cancel()  # a frozen server may block a farewell
-            except TimeoutError:
                 fault = f"no answer within start_timeout_s = {self._start_timeout_s:g} s"
             except Exception as error:
                 leaf = find_exception(error, Exception) or error
@@ -247,14 +241,8 @@ async def open_stdio(
 ) -> AsyncIterator[tuple[Any, Any]]:
     """The streams to and from a server that runs in a process of its own.
 
-    When the block ends the server is asked to end, and then killed with what it has started.
-
-    Args:
-        command: With its arguments.
-        errors: The file for its standard error.
-        on_end: Called once the server's output has ended.
-        env, cwd: See `connect_mcp`.
-        max_bytes: Longest message that is kept.
+    Its standard error goes to the file `errors`; `on_end` is called once its output has ended. When
+    the block ends the server is asked to end, and then killed with what it has started.
     """
     env = {**get_default_environment(), **(env or {})}
     process = await anyio.open_process(

@@ -1,12 +1,12 @@
-"""What a tool answers, and how any value that a function returns becomes such an answer."""
+"""What a tool answers: any value that a function returns becomes it, and a model reads so much."""
 
 from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from pydantic import BaseModel
@@ -24,16 +24,15 @@ from rollout.media.parts import (
 
 #: What the model reads where a tool answers None.
 NO_OUTPUT = "(no output)"
-_NO_MEDIA: tuple[Any, ...] = ()
+TruncateSide = Literal["left", "right", "middle"]
+
+#: What stands in place of the removed text, by the side that lost it; as in verl.
+MARKERS = {"left": "(truncated)...", "right": "...(truncated)", "middle": "...(truncated)..."}
+#: Our names of sides by verl's, which are those of the side kept.
+SIDES_BY_VERL: dict[str, TruncateSide] = {"left": "right", "right": "left", "middle": "middle"}
 
 
-class _Text(msgspec.Struct, frozen=True):
-    """Holds the one field that may be given by position."""
-
-    text: str = ""
-
-
-class ToolResult(_Text, frozen=True, kw_only=True):
+class ToolResult(msgspec.Struct, frozen=True):
     """The answer to one tool call.
 
     Attributes:
@@ -55,20 +54,19 @@ class ToolResult(_Text, frozen=True, kw_only=True):
         MediaError: It was given audio, or one picture in the place of a list.
     """
 
+    text: str = ""
     data: Any = None
     reward: float | None = None
     metrics: Mapping[str, Any] = msgspec.field(default_factory=dict)
     is_error: bool = False
     end_trajectory: bool = False
     extra: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    images: Sequence[Any] = _NO_MEDIA
-    videos: Sequence[Any] = _NO_MEDIA
-    audio: Sequence[Any] = _NO_MEDIA
+    images: Sequence[Any] = ()
+    videos: Sequence[Any] = ()
+    audio: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
-        if self.images is self.videos is self.audio is _NO_MEDIA:  # mostly
-            return
-        if self.audio is not None and (not isinstance(self.audio, Sized) or len(self.audio)):
+        if self.audio:
             raise MediaError(f"ToolResult.audio: {NO_AUDIO}")
         for kind, media in (("images", self.images), ("videos", self.videos)):
             if not isinstance(media, list | tuple):
@@ -116,13 +114,22 @@ def normalise_result(value: Any) -> ToolResult:
     if value is None:
         return ToolResult(NO_OUTPUT)
     if isinstance(value, numbers.Number):  # bool and NumPy scalars included
-        try:
-            return ToolResult(str(value))
-        except ValueError as error:  # Python refuses to write out thousands of digits
-            return error_result(f"the tool returned a number that cannot be written out: {error}")
+        return ToolResult(str(value))
     if isinstance(value, bytes | bytearray) and not is_media_file(value):
         return ToolResult(value.decode(errors="replace"))
-    return _show_media(value) or _write_json(value)
+    if (shown := _show_media(value)) is not None:
+        return shown
+    try:
+        check_answer("the tool's answer", value)
+        encoded = msgspec.json.encode(value, enc_hook=_convert_plain)
+        return ToolResult(msgspec.json.format(encoded, indent=0).decode(), data=value)
+    except MediaError:
+        raise
+    except Exception as error:  # an iterator or a property of the value may raise anything
+        return error_result(
+            f"the tool returned {type(value).__name__}, which is not JSON ({error}); return text, "
+            "a number, a dict or list of JSON values, None or a ToolResult"
+        )
 
 
 def check_result(result: ToolResult) -> ToolResult:
@@ -131,15 +138,15 @@ def check_result(result: ToolResult) -> ToolResult:
         check_answer("ToolResult.text", result.text)
         kind = type(result.text).__name__
         return error_result(f"the tool returned a ToolResult whose text is {kind}; expected str")
-    for name in ("metrics", "extra"):
-        value = getattr(result, name)
-        if not isinstance(value, Mapping):
-            return error_result(f"the tool returned {name} {value!r:.80}; expected a dict")
     reward = read_reward(result.reward)
-    if reward is None and result.reward is not None:
-        return error_result(
-            f"the tool returned the reward {result.reward!r:.80}; expected a finite number or None"
-        )
+    for name, expected, is_right in (
+        ("metrics", "a dict", isinstance(result.metrics, Mapping)),
+        ("extra", "a dict", isinstance(result.extra, Mapping)),
+        ("the reward", "a finite number or None", reward == result.reward),
+    ):
+        if not is_right:
+            value = getattr(result, name.removeprefix("the "))
+            return error_result(f"the tool returned {name} {value!r:.80}; expected {expected}")
     return msgspec.structs.replace(
         result, reward=reward, metrics=dict(result.metrics), extra=dict(result.extra)
     )
@@ -159,7 +166,10 @@ def _show_media(value: Any) -> ToolResult | None:
         return ToolResult(videos=[value])
     if isinstance(value, Media) or kind_of_media(value) is not None:
         return ToolResult(images=[value])
-    if not isinstance(value, list) or not all(map(_is_part, value)):
+    if not isinstance(value, list) or not all(
+        isinstance(part, Mapping) and (part.get("type") == "text" or is_media_part(part))
+        for part in value
+    ):
         return None
     media = [media_part(f"part {at} of the tool's answer", part) for at, part in enumerate(value)]
     if not any(media):
@@ -169,32 +179,11 @@ def _show_media(value: Any) -> ToolResult | None:
     return ToolResult("\n".join(texts), images=images, videos=videos)
 
 
-def _is_part(value: object) -> bool:
-    """Whether it is a part of a content: text, an image or a video."""
-    if isinstance(value, Mapping) and value.get("type") == "text":
-        return isinstance(value.get("text"), str)
-    return isinstance(value, Mapping) and is_media_part(value)
-
-
 def split_media(parts: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """The images, and the videos, among what `media_part` found."""
     found = [part for part in parts if part is not None]
     images = [part for part in found if part.kind == "image"]
     return images, [part for part in found if part.kind == "video"]
-
-
-def _write_json(value: Any) -> ToolResult:
-    try:
-        check_answer("the tool's answer", value)
-        encoded = msgspec.json.encode(value, enc_hook=_convert_plain)
-        return ToolResult(msgspec.json.format(encoded, indent=0).decode(), data=value)
-    except MediaError:
-        raise
-    except Exception as error:  # an iterator or a property of the value may raise anything
-        return error_result(
-            f"the tool returned {type(value).__name__}, which is not JSON ({error}); return text, "
-            "a number, a dict or list of JSON values, None or a ToolResult"
-        )
 
 
 def _convert_plain(value: Any) -> Any:
@@ -208,3 +197,48 @@ def _convert_plain(value: Any) -> Any:
         raise NotImplementedError(f"no JSON for {type(value).__name__}")
     check_answer("the tool's answer", plain)
     return plain
+
+
+def truncate_text(
+    text: str,
+    limit: int,
+    side: TruncateSide,
+    *,
+    unit: Literal["characters", "tokens"] = "characters",
+    tokenizer: Any = None,
+    convention: Literal["rollout", "seed"] = "rollout",
+) -> str:
+    """`text` itself where it fits, else `limit` of its units and a marker.
+
+    Args:
+        limit: Largest number of units kept, at least 0; the marker comes on top.
+        side: Where text is removed. "left" keeps the tail, "right" the head, "middle" both ends,
+            with the odd unit at the head.
+        unit: "characters" are Unicode code points; "tokens" are those of `tokenizer`, which has
+            the methods ``encode(text, add_special_tokens=...)`` and ``decode(ids)``.
+        convention: "seed" swaps "left" and "right", as verl names them: after the side kept.
+
+    Raises:
+        ValueError: An argument is none of the above.
+    """
+    for name, value, choices in (
+        ("side", side, ("left", "right", "middle")),
+        ("unit", unit, ("characters", "tokens")),
+        ("convention", convention, ("rollout", "seed")),
+    ):
+        if value not in choices:
+            *others, last = map(repr, choices)
+            raise ValueError(f"{name} = {value!r}: expected {', '.join(others)} or {last}")
+    if limit < 0:
+        raise ValueError(f"limit = {limit}: expected 0 or more")
+    if unit == "tokens" and tokenizer is None:
+        raise ValueError("unit = 'tokens' needs a tokenizer")
+    side = SIDES_BY_VERL[side] if convention == "seed" else side
+    units: Any = text if unit == "characters" else tokenizer.encode(text, add_special_tokens=False)
+    if len(units) <= limit:
+        return text
+    tail = {"left": limit, "right": 0, "middle": limit // 2}[side]
+    ends = [units[: limit - tail], units[len(units) - tail :]]
+    if unit == "tokens":  # what is left of a character that was cut is none
+        ends = [str(tokenizer.decode(ids)).strip("\ufffd") if ids else "" for ids in ends]
+    return MARKERS[side].join(ends)

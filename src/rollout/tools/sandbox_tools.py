@@ -5,22 +5,23 @@ They need nothing of a sandbox but ``exec``, ``read_file`` and ``write_file``.
 
 from __future__ import annotations
 
-import re
+import io
 from abc import abstractmethod
 from contextlib import suppress
-from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import anyio
 
+from rollout.config.checks import Natural
 from rollout.errors import SandboxError, SandboxLimit, SandboxTimeout, ToolError
 from rollout.sandbox.local import read_program
+from rollout.tools.policy import check_options
 from rollout.tools.results import NO_OUTPUT, ToolResult, error_result
 from rollout.tools.tool import Tool, ToolContext, ToolSession
 from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Sequence
 
     from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
     from rollout.types import ToolCall
@@ -118,11 +119,8 @@ class SandboxTool(Tool):
         timeout_s: float | None = None,
         max_pictures: int = 0,
     ) -> None:
-        if type(max_pictures) is not int or max_pictures < 0:
-            raise ToolError(f"max_pictures = {max_pictures!r}: expected an integer ≥ 0")
-        self.name = name or self.name
-        self.timeout_s = timeout_s
-        self.max_pictures = max_pictures
+        self.name, self.timeout_s, self.max_pictures = name or self.name, timeout_s, max_pictures
+        check_options(f"tool {self.name!r}", max_pictures=(Natural, max_pictures))
         text = description or self.description
         if max_pictures:
             text += " Pictures that it saves as .png or .jpg in its directory are shown."
@@ -133,11 +131,11 @@ class SandboxTool(Tool):
 
     async def open(self, context: ToolContext) -> ToolSession:
         """See `Tool.open`; nothing is started yet."""
-        return SandboxSession(context.sandbox, self._answer, self.max_pictures)
+        return SandboxSession(self, context.sandbox)
 
     @abstractmethod
-    async def _answer(self, session: SandboxSession, call: ToolCall) -> Any:
-        """Answer one call, without pictures."""
+    async def _answer(self, session: SandboxSession, arguments: dict[str, Any]) -> ToolResult:
+        """Answer one call, without pictures; texts among the arguments are UTF-8."""
 
 
 class SandboxSession(ToolSession):
@@ -148,27 +146,24 @@ class SandboxSession(ToolSession):
         is_lost: Whether an interpreter has ended since the model last read so.
     """
 
-    directory: str | None = None
-    is_lost = False
-
-    def __init__(
-        self,
-        sandbox: TrajectorySandbox,
-        answer: Callable[[SandboxSession, ToolCall], Awaitable[Any]],
-        max_pictures: int,
-    ) -> None:
+    def __init__(self, tool: SandboxTool, sandbox: TrajectorySandbox) -> None:
         self.serial = self.sandbox = sandbox
-        self._answer, self._max_pictures = answer, max_pictures
+        self.directory: str | None = None
+        self.is_lost = False
+        self._tool = tool
 
     async def execute(self, call: ToolCall) -> Any:
         """See `ToolSession.execute`."""
+        arguments = {
+            name: encodable(value) if isinstance(value, str) else value
+            for name, value in call.arguments.items()
+        }
         before = await self._list_pictures()
-        answer = await self._answer(self, call)
-        result = answer if isinstance(answer, ToolResult) else ToolResult(answer)
+        result = await self._tool._answer(self, arguments)
         written = await self._list_pictures() - before
         pictures: list[bytes] = []
         for path in sorted(line.partition(" ./")[2] for line in written):
-            if not result.is_error and len(pictures) < self._max_pictures:
+            if not result.is_error and len(pictures) < self._tool.max_pictures:
                 with suppress(OSError, SandboxLimit):  # gone by now, or no picture for a model
                     pictures.append(await self.sandbox.read_file(path))
         if not pictures:
@@ -177,7 +172,7 @@ class SandboxSession(ToolSession):
 
     async def _list_pictures(self) -> set[str]:
         """A line for each picture in the sandbox's directory, new where it was written since."""
-        if not self._max_pictures:
+        if not self._tool.max_pictures:
             return set()
         result = await self.sandbox.exec(_PICTURES)
         return set(result.stdout.decode(errors="surrogateescape").splitlines())
@@ -192,6 +187,12 @@ class SandboxSession(ToolSession):
             raise ToolError(f"cannot start in {self.sandbox.id}: {why}")
         self.directory = printed
         return printed
+
+    async def kill_interpreter(self) -> bytes:
+        """End the interpreter with what is in its process group; what it had printed."""
+        directory, self.directory = self.directory, None
+        command = ["/bin/sh", "-c", _KILL, "sh", str(directory), str(CAP)]
+        return (await self.sandbox.exec(command, timeout_s=_KILL_S)).stdout
 
 
 class PythonTool(SandboxTool):
@@ -217,7 +218,7 @@ class PythonTool(SandboxTool):
         super().__init__(name, **options)
         self.python = python
 
-    async def _answer(self, session: SandboxSession, call: ToolCall) -> Any:
+    async def _answer(self, session: SandboxSession, arguments: dict[str, Any]) -> ToolResult:
         directory = session.directory or await session.make_directory(
             _START, self.python, program=read_program("python_session")
         )
@@ -226,20 +227,20 @@ class PythonTool(SandboxTool):
         try:
             result = await session.sandbox.exec(
                 ["/bin/sh", "-c", _CELL, "sh", directory, str(CAP)],
-                input=encodable(call.arguments["code"]),
+                input=arguments["code"],
                 timeout_s=self.timeout_s,
                 max_output_bytes=CAP + 64,
                 keep="head",
             )
         except SandboxTimeout as error:
-            output = await _kill_interpreter(session)
+            output = await session.kill_interpreter()
             return _report_failure(output, f"timed out after {error.seconds:g} s; {_GONE}")
         except BaseException:
             with anyio.CancelScope(shield=True), suppress(SandboxError):
-                await _kill_interpreter(session)
+                await session.kill_interpreter()
             raise
         if result.exit_code:
-            await _kill_interpreter(session)
+            await session.kill_interpreter()
             return _report_failure(result.stdout, f"the interpreter has ended; {_GONE}")
         session.is_lost = False
         head, _, output = result.stdout.partition(b"\n")
@@ -248,13 +249,6 @@ class PythonTool(SandboxTool):
         if size > CAP:
             text = f"{text.rstrip()}\n[only the first {CAP} bytes of the output are shown]"
         return ToolResult(text or NO_OUTPUT) if is_ok else error_result(text.rstrip("\n"))
-
-
-async def _kill_interpreter(session: SandboxSession) -> bytes:
-    """End the interpreter with what is in its process group; what it had printed."""
-    directory, session.directory = session.directory, None
-    command = ["/bin/sh", "-c", _KILL, "sh", str(directory), str(CAP)]
-    return (await session.sandbox.exec(command, timeout_s=_KILL_S)).stdout
 
 
 class ShellTool(SandboxTool):
@@ -274,12 +268,12 @@ class ShellTool(SandboxTool):
     parameters: ClassVar = {"command": {"type": "string", "description": "The command line."}}
     required: ClassVar = ["command"]
 
-    async def _answer(self, session: SandboxSession, call: ToolCall) -> Any:
+    async def _answer(self, session: SandboxSession, arguments: dict[str, Any]) -> ToolResult:
         directory = session.directory or await session.make_directory(_MAKE + 'echo "$d"')
         try:
             result = await session.sandbox.exec(
                 ["/bin/sh", "-c", _SHELL, "sh", directory, _SHELL_CALL],
-                input=encodable(call.arguments["command"]),
+                input=arguments["command"],
                 timeout_s=self.timeout_s,
                 max_output_bytes=CAP,
             )
@@ -289,7 +283,7 @@ class ShellTool(SandboxTool):
         output = note.encode() + result.stdout
         if result.exit_code:
             return _report_failure(output, f"exit code {result.exit_code}")
-        return output.decode(errors="replace") or NO_OUTPUT
+        return ToolResult(output.decode(errors="replace") or NO_OUTPUT)
 
 
 def _report_failure(output: bytes, reason: str) -> ToolResult:
@@ -330,25 +324,22 @@ class EditTool(SandboxTool):
     def __init__(self, name: str | None = None, *, description: str | None = None) -> None:
         super().__init__(name, description=description)
 
-    async def _answer(self, session: SandboxSession, call: ToolCall) -> Any:
-        given: dict[str, Any] = {
-            name: encodable(value) if isinstance(value, str) else value
-            for name, value in call.arguments.items()
-        }
-        command, path, sandbox = given["command"], given["path"], session.sandbox
+    async def _answer(self, session: SandboxSession, arguments: dict[str, Any]) -> ToolResult:
+        command, path, sandbox = arguments["command"], arguments["path"], session.sandbox
         try:
             if command == "view":
-                return await _view(sandbox, path, given.get("view_range"))
+                return ToolResult(await _view(sandbox, path, arguments.get("view_range")))
             if command == "create":
-                await sandbox.write_file(path, given["file_text"])
-                return f"{path} is written: {len(_split(given['file_text']))} lines"
+                text = arguments["file_text"]
+                await sandbox.write_file(path, text)
+                return ToolResult(f"{path} is written: {len(_split(text))} lines")
             text = (await sandbox.read_file(path)).decode(errors="surrogateescape")
             if command == "insert":
-                new = given["new_str"]
-                text, line = _insert(text, given["insert_line"], new)
+                new = arguments["new_str"]
+                text, line = _insert(text, arguments["insert_line"], new)
             else:
-                new = given.get("new_str", "")
-                text, line = _replace(text, given["old_str"], new)
+                new = arguments.get("new_str", "")
+                text, line = _replace(text, arguments["old_str"], new)
             await sandbox.write_file(path, text.encode(errors="surrogateescape"))
         except KeyError as error:
             raise ToolError(f"{command} needs {error.args[0]}") from error
@@ -356,8 +347,8 @@ class EditTool(SandboxTool):
             raise ToolError(f"{path} is a directory, which only `view` takes") from error
         except OSError as error:
             raise ToolError(f"{path}: {error.strerror or error}") from error
-        last = line + new.count("\n")
-        return f"{path} is changed:\n{_number(_split(text), line - 3, last + 4)}"
+        shown = _number(_split(text), line - 3, line + new.count("\n") + 4)
+        return ToolResult(f"{path} is changed:\n{shown}")
 
 
 async def _view(sandbox: TrajectorySandbox, path: str, lines: list[int] | None) -> str:
@@ -376,15 +367,14 @@ async def _view(sandbox: TrajectorySandbox, path: str, lines: list[int] | None) 
 
 
 def _split(text: str) -> list[str]:
-    """Lines as editors and compilers count them."""
-    lines = text.split("\n")
-    return lines if lines[-1] else lines[:-1]
+    """Lines as editors and compilers count them, with their ends."""
+    return list(io.StringIO(text, newline="\n"))
 
 
 def _number(lines: list[str], first: int, last: int) -> str:
     first = max(1, first)
     shown = enumerate(lines[first - 1 : last], first)
-    text = "\n".join(f"{number:6}\t{line.removesuffix(chr(13))}" for number, line in shown)
+    text = "\n".join(f"{number:6}\t{line.rstrip(chr(13) + chr(10))}" for number, line in shown)
     return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
@@ -393,31 +383,27 @@ def _insert(text: str, after: int, new: str) -> tuple[str, int]:
     lines = _split(text)
     if not 0 <= after <= len(lines):
         raise ToolError(f"insert_line = {after}: the file has {len(lines)} lines")
-    start = sum(len(line) + 1 for line in lines[:after])
-    if start > len(text):  # the last line has no end
-        text += "\n"
-    new = _fit_line_ends(new if new.endswith("\n") else new + "\n", text)
-    return text[:start] + new + text[start:], after + 1
-
-
-def _fit_line_ends(new: str, text: str) -> str:
-    """What models write, with the line ends of the file: they write no carriage returns."""
-    return new.replace("\n", "\r\n") if "\r\n" in text and "\r" not in new else new
+    before, new = "".join(lines[:after]), new if new.endswith("\n") else f"{new}\n"
+    if before and not before.endswith("\n"):  # the last line has no end
+        before += "\n"
+    return before + _fit_line_ends(new, text) + "".join(lines[after:]), after + 1
 
 
 def _replace(text: str, old: str, new: str) -> tuple[str, int]:
     """The text with the one `old` replaced, and the number of the line where it was."""
     old, new = old if old in text else _fit_line_ends(old, text), _fit_line_ends(new, text)
-    found = re.finditer(f"(?={re.escape(old)})", text) if old else ()  # also within each other
-    starts = [each.start() for each in islice(found, 21)]
-    if not starts:
+    before, found, after = text.partition(old) if old else (text, "", "")
+    if not found:
         raise ToolError("old_str does not occur in the file, which is unchanged")
-    numbers = [text.count("\n", 0, start) + 1 for start in starts]
-    if len(starts) > 1:
-        times = len(starts) if len(starts) <= 20 else "more than 20"
-        where = ", ".join(map(str, numbers[:20]))
+    line, last = (text.count("\n", 0, at) + 1 for at in (text.find(old), text.rfind(old)))
+    if text.rfind(old) > len(before):
         raise ToolError(
-            f"old_str occurs {times} times, in lines {where}; the file is unchanged: give "
-            "enough of what is around it that it occurs once"
+            f"old_str occurs more than once, first in line {line} and last in line {last}; the "
+            "file is unchanged: give enough of what is around it that it occurs once"
         )
-    return text[: starts[0]] + new + text[starts[0] + len(old) :], numbers[0]
+    return before + new + after, line
+
+
+def _fit_line_ends(new: str, text: str) -> str:
+    """What models write, with the line ends of the file: they write no carriage returns."""
+    return new.replace("\n", "\r\n") if "\r\n" in text and "\r" not in new else new

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import jsonschema_rs
-import msgspec
 
 from rollout.errors import ToolError
-
-#: Characters of a wrong argument, and of what is said about it, that the model sees.
-MAX_SHOWN, MAX_EXPECTED = 80, 240
 
 #: Keys whose values are data or names, not schemas: copied as they are.
 _VERBATIM = frozenset({"const", "default", "enum", "examples", "required"})
 #: Keys that are left out. A discriminator maps tags to references; the tags stand in the
 #: alternatives as well.
 _DROPPED = frozenset({"$ref", "title", "discriminator", "$defs", "definitions"})
-
-
-class ArgumentsError(ToolError):
-    """A call's arguments are not what the tool takes; the text lists every fault."""
-
-    def __init__(self, tool: str, faults: Iterable[str]) -> None:
-        super().__init__(f"invalid arguments for {tool!r}: {'; '.join(faults)}")
 
 
 class SchemaCheck:
@@ -45,7 +34,6 @@ class SchemaCheck:
         self._schema: dict[str, Any] = _allow_null(dict(parameters or {}))
         if "properties" in self._schema:
             self._schema.setdefault("unevaluatedProperties", False)
-        self.names = tuple(self._schema.get("properties", ()))
         try:
             self._validator = jsonschema_rs.Draft202012Validator(
                 self._schema, retriever=_refuse_remote
@@ -57,23 +45,24 @@ class SchemaCheck:
                 f"tool {tool!r}: {path} of its schema: {text:.240}; expected a JSON Schema"
             ) from None
 
-    def check(self, arguments: Any, fixed: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return right arguments; those of `fixed` that the schema has take their places.
+    def check(self, arguments: Any, fixed: Collection[str] = ()) -> dict[str, Any]:
+        """Return right arguments, but for those that are `fixed`: the prompt has these.
 
         Raises:
-            ArgumentsError: It names each missing, unknown and wrong one.
+            ToolError: It names each missing, unknown and wrong one.
         """
         if not isinstance(arguments, Mapping):
-            raise ArgumentsError(self._tool, [f"{arguments!r:.80} is no object of arguments"])
-        shown = {name: value for name, value in (fixed or {}).items() if name in self.names}
-        found = {**arguments, **shown}
-        try:
-            errors = list(self._validator.iter_errors(found))
-        except ValueError:  # tools_kwargs may hold what JSON has no word for
-            plain = msgspec.to_builtins(found, enc_hook=lambda value: f"<{type(value).__name__}>")
-            errors = list(self._validator.iter_errors(plain))
-        if errors:
-            raise ArgumentsError(self._tool, dict.fromkeys(map(self._describe, errors)))
+            text = f"{arguments!r:.80} is no object of arguments"
+            raise ToolError(f"invalid arguments for {self._tool!r}: {text}")
+        found = {name: value for name, value in arguments.items() if name not in fixed}
+        faults = [
+            self._describe(error)
+            for error in self._validator.iter_errors(found)
+            if error.instance_path or getattr(error.kind, "property", None) not in fixed
+        ]
+        if faults:
+            text = "; ".join(dict.fromkeys(faults))
+            raise ToolError(f"invalid arguments for {self._tool!r}: {text}")
         return found
 
     def _describe(self, error: Any) -> str:
@@ -82,15 +71,12 @@ class SchemaCheck:
         if keyword == "required":
             return f"missing {error.kind.property!r}{where}"
         if keyword in ("additionalProperties", "unevaluatedProperties"):
-            taken = "" if where else f" (it takes {quote_all(self.names) or 'none'})"
-            return f"unknown {quote_all(error.kind.unexpected)}{where}{taken}"
-        if keyword not in ("anyOf", "oneOf"):
-            return f"{path or 'arguments'}: {error.message:.240}"
-        schema: Any = self._schema
-        for step in error.schema_path:
-            schema = schema[step]
-        found = f"{path or 'arguments'} = {_show(error.instance, MAX_SHOWN)}"
-        return f"{found}: expected one of {_show(schema, MAX_EXPECTED)}"
+            taken = f" (it takes {quote_all(self._schema.get('properties', ()))})"
+            return f"unknown {quote_all(error.kind.unexpected)}{where or taken}"
+        # Of anyOf and oneOf, what is wrong with it by each of the schemas.
+        nested = [each.message for branch in getattr(error.kind, "context", ()) for each in branch]
+        message = "; and ".join(nested) or error.message
+        return f"{path or 'arguments'}: {message:.240}"
 
 
 def _allow_null(schema: Any) -> Any:
@@ -119,14 +105,8 @@ def write_path(steps: Iterable[Any]) -> str:
 
 
 def quote_all(names: Iterable[str]) -> str:
-    """The names, quoted, with commas between them."""
-    return ", ".join(repr(name) for name in names)
-
-
-def _show(value: Any, limit: int) -> str:
-    """`value` as JSON, cut to `limit` characters."""
-    text = msgspec.json.encode(value).decode()
-    return text if len(text) <= limit else f"{text[:limit]}…"
+    """The names, quoted, with commas between them; "none" of none."""
+    return ", ".join(map(repr, names)) or "none"
 
 
 def as_openai_schema(schema: Any, what: str) -> dict[str, Any]:

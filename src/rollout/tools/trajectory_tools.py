@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,42 +23,96 @@ from rollout.bridge import loop_clock
 from rollout.containment import Contained, current_containment
 from rollout.errors import LimitExceeded, ToolError
 from rollout.limits import Clock, Deadline, cleanup_scope
+from rollout.observe.event_stream import EventStream
+from rollout.observe.events import ToolEnded, ToolStarted
 from rollout.observe.tally import Tally
 from rollout.scopes import unwrap_group
-from rollout.tools.attempt import CallError, attempt, conclude, describe
-from rollout.tools.call_events import Call
+from rollout.tools.attempt import ToolGate, attempt, conclude, describe
 from rollout.tools.function_tools import FunctionTool
-from rollout.tools.policy import ToolGate
-from rollout.tools.results import ToolResult, error_result, read_reward
+from rollout.tools.results import ToolResult, TruncateSide, error_result, read_reward, truncate_text
 from rollout.tools.schemas import quote_all
 from rollout.tools.tool import ToolContext, ToolSession
-from rollout.tools.truncate import TruncateSide, truncate_text
-from rollout.types import NOT_PARSED, UNKNOWN_TOOL, Cause, InvalidToolCall, ToolCall
+from rollout.types import NOT_PARSED, UNKNOWN_TOOL, InvalidToolCall, ToolCall
 from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Coroutine, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from rollout.limits import Limit
-    from rollout.tools.call_events import CallEvents
     from rollout.tools.results import Answers
     from rollout.tools.tool import Tool
 
 logger = logging.getLogger("rollout")
 #: In place of what calls of other tools wait for.
 _AT_ONCE = nullcontext()
+#: Characters of an error that an event says.
+_SHOWN = 200
+
+
+class CallEvents(msgspec.Struct, frozen=True):
+    """Where the events of the calls of one turn go, and its trajectory, turn and path in them."""
+
+    events: EventStream
+    where: dict[str, Any]
+
+
+class Call(msgspec.Struct, eq=False, gc=False):
+    """One call of a turn.
+
+    Attributes:
+        call: As the model wrote it; it may not be parsed.
+        tool: Its name, or what stands in its place in figures.
+        began: When it did, or was refused.
+        events: None where nobody reads.
+        checked: With the arguments that the tool gets; None where it cannot run.
+        result: None until it is answered.
+    """
+
+    position: int
+    call: ToolCall | InvalidToolCall
+    tool: str
+    began: float
+    events: CallEvents | None
+    checked: ToolCall | None = None
+    result: ToolResult | None = None
+
+    def emit_started(self) -> None:
+        """Emit that the call begins."""
+        if (to := self.events) is not None and to.events.tells_all:
+            at = to.events.since_start(self.began)
+            event = ToolStarted(at=at, tool=self.tool, position=self.position, **to.where)
+            to.events.emit(event)
+
+    def emit_ended(self, now: float, *, is_refused: bool) -> None:
+        """Emit that the call has its result, or was cancelled."""
+        if (to := self.events) is None:
+            return
+        # The text, and not the result, which may hold anything else.
+        text = None if self.result is None else self.result.text
+        is_error = self.result is None or self.result.is_error
+        event = ToolEnded(
+            at=to.events.since_start(now),
+            began=to.events.since_start(self.began),
+            tool=getattr(self.call, "name", ""),
+            call_id=getattr(self.call, "id", "") or "",
+            is_refused=is_refused,
+            is_error=is_error,
+            error=("cancelled" if text is None else text[:_SHOWN]) if is_error else "",
+            characters=len(text or ""),
+            position=self.position,
+            **to.where,
+        )
+        to.events.tell(_emit_made, (to.where["trajectory"], event, self.call, text))
+
+
+def _emit_made(start: float, facts: Sequence[Any]) -> tuple[ToolEnded, tuple[Any, str | None]]:
+    _, event, call, text = facts
+    return event, (call, text)
 
 
 class ToolSettings(msgspec.Struct, frozen=True):
-    """What the tools of all trajectories share; the other fields are `ToolExecutor`'s arguments.
+    """What the tools of all trajectories share: arguments of `ToolExecutor`."""
 
-    Attributes:
-        checks: By tool: the arguments that it gets, of the model's and the prompt's kwargs.
-        gates: By tool.
-    """
-
-    checks: Mapping[str, Callable[[Any, Mapping[str, Any]], dict[str, Any]]]
-    gates: Mapping[str, ToolGate]
     tally: Tally
     max_parallel_calls: int
     max_response_length: int
@@ -86,15 +139,16 @@ class TrajectoryTools:
     def __init__(
         self,
         settings: ToolSettings,
-        tools: Mapping[str, Tool],
+        gates: Mapping[str, ToolGate],
         context: ToolContext,
         kwargs: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        self._settings, self._tools, self._context, self._kwargs = settings, tools, context, kwargs
+        self._settings, self._gates, self._context, self._kwargs = settings, gates, context, kwargs
         self._clock = loop_clock()
         self._opened: dict[str, ToolSession] = {}  # in the order in which they were opened
-        self._closing: AsyncExitStack | None = None  # of sessions that have something to close
-        self._locks: dict[int, anyio.Lock] = {}
+        self._closing = AsyncExitStack()  # of sessions that have something to close
+        #: Of what one task at a time may use: these tools, to open one, and what is `serial`.
+        self._locks = defaultdict[int, anyio.Lock](partial(anyio.Lock, fast_acquire=True))
         self._running: dict[Call, None] = {}
         self._counts: defaultdict[str, float] = defaultdict(float)
         self.metrics: defaultdict[str, float] = defaultdict(float)
@@ -105,12 +159,12 @@ class TrajectoryTools:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the tools offered to this trajectory."""
-        return tuple(self._tools)
+        return tuple(self._gates)
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
         """Schemas of the tools offered to this trajectory."""
-        return [tool.schema for tool in self._tools.values()]
+        return [gate.tool.schema for gate in self._gates.values()]
 
     @property
     def counts(self) -> dict[str, float]:
@@ -124,12 +178,13 @@ class TrajectoryTools:
 
     def has_open_sessions(self) -> bool:
         """Whether a tool is open that may hold something: plain functions hold nothing."""
-        return any(not isinstance(self._tools[name], FunctionTool) for name in self._opened)
+        tools = [self._gates[name].tool for name in self._opened]
+        return not all(isinstance(tool, FunctionTool) for tool in tools)
 
     def find_stateful(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[str]:
         """Names of the tools among those called whose answers depend on the calls before them."""
         names = dict.fromkeys(call.name for call in calls if isinstance(call, ToolCall))
-        return [name for name in names if name in self._opened and self._tools[name].stateful]
+        return [name for name in names if name in self._opened and self._gates[name].tool.stateful]
 
     # Calls.
 
@@ -160,14 +215,23 @@ class TrajectoryTools:
         if self.is_closed:
             raise ToolError("the tools of this trajectory are closed")
         turn = self._check_calls(calls, offered, events)
-        if any(each.checked is not None and each.tool not in self._opened for each in turn):
-            await self._open_used(turn, limit)
-        running = [each for each in turn if each.checked is not None]
+        for name in dict.fromkeys(each.tool for each in turn if each.result is None):
+            if name not in self._opened and (refusal := await self._open_used(name, limit)):
+                for each in turn:
+                    if each.result is None and each.tool == name:
+                        self._refuse(each, refusal)
+        running = [each for each in turn if each.result is None]
         if len(running) == 1:
             await self._run_call(running[0], limit)
         else:
-            await _run_all([partial(self._run_call, each, limit) for each in running])
+            await self._run_together(running, limit)
         return [self._bound_text(each.result) for each in turn if each.result is not None]
+
+    def _bound_text(self, result: ToolResult) -> ToolResult:
+        settings = self._settings
+        text = truncate_text(result.text, settings.max_response_length, settings.truncate_side)
+        text = encodable(text)
+        return result if text is result.text else msgspec.structs.replace(result, text=text)
 
     def recall(
         self,
@@ -176,7 +240,7 @@ class TrajectoryTools:
         offered: Collection[str] | None = None,
     ) -> list[ToolResult]:
         """As `run`, with the answers of before; no tool runs."""
-        recalled = [e for e in self._check_calls(calls, offered) if e.checked is not None]
+        recalled = [each for each in self._check_calls(calls, offered) if each.result is None]
         self.seconds += answers.seconds
         for each in recalled:
             each.result = answers.results[each.position]
@@ -193,7 +257,7 @@ class TrajectoryTools:
         most, now, turn = self._settings.max_parallel_calls, self._clock(), list[Call]()
         for position, call in enumerate(calls):
             tool = call.name if isinstance(call, ToolCall) else NOT_PARSED
-            if isinstance(call, ToolCall) and tool not in self._tools:
+            if isinstance(call, ToolCall) and tool not in self._gates:
                 tool = UNKNOWN_TOOL
             turn.append(each := Call(position, call, tool, now, events))
             if position >= most and isinstance(call, ToolCall):  # nor is it invalid
@@ -212,13 +276,12 @@ class TrajectoryTools:
         """Return the call as its tool gets it; a `ToolError` says why it cannot run as it is."""
         if isinstance(call, InvalidToolCall):
             raise ToolError(f"invalid tool call: {call.reason}")
-        if call.name not in self._tools or not (offered is None or call.name in offered):
-            names = [name for name in self._tools if offered is None or name in offered]
-            known = quote_all(names) or "none"
-            raise ToolError(f"unknown tool {call.name!r}; known tools: {known}")
-        check, kwargs = self._settings.checks[call.name], self._kwargs.get(call.name) or {}
+        names = [name for name in self._gates if offered is None or name in offered]
+        if call.name not in names:
+            raise ToolError(f"unknown tool {call.name!r}; known tools: {quote_all(names)}")
         try:
-            arguments = check(call.arguments, kwargs)
+            kwargs = self._kwargs.get(call.name) or {}
+            arguments = self._gates[call.name].check(call.arguments, kwargs)
         except ToolError:
             raise
         except Exception as error:  # the arguments' own types may raise anything
@@ -228,8 +291,22 @@ class TrajectoryTools:
 
     def _refuse(self, call: Call, result: ToolResult) -> None:
         """Answer a call that does not run."""
-        call.checked, call.result, call.began = None, result, self._clock()
+        call.result, call.began = result, self._clock()
         self._count(call, 0.0, is_refused=True)
+
+    async def _run_together(self, calls: Sequence[Call], turn: Limit) -> None:
+        """Run calls at the same time, each begun before the next one.
+
+        What one raises ends the others, and leaves as itself.
+        """
+        try:
+            async with anyio.create_task_group() as tasks:
+                for position, call in enumerate(calls):
+                    if position:
+                        await anyio.lowlevel.checkpoint()  # trio shuffles what is ready together
+                    tasks.start_soon(self._run_call, call, turn)
+        except BaseExceptionGroup as group:
+            raise unwrap_group(group) from None
 
     async def _run_call(self, call: Call, turn: Limit) -> None:
         """Run a call, and set its result; those of sessions with one `serial` wait for each other.
@@ -237,19 +314,20 @@ class TrajectoryTools:
         While a call waits the turn's limit counts, in which its own one lies.
         """
         checked, session = call.checked, self._opened[call.tool]
-        gate, kwargs = self._settings.gates[call.tool], self._kwargs.get(call.tool, {})
+        gate, serial = self._gates[call.tool], session.serial
         activity = f"tool {call.tool!r} of trajectory {self._context.uid}/{self._context.member}"
-        serial = session.serial
-        assert checked is not None
+        assert checked is not None and isinstance(call.call, ToolCall)  # noqa: PT018
+        arguments = call.call.arguments, self._kwargs.get(call.tool)
         with _AT_ONCE if serial is None and not gate.has_queue else turn.open(None, ""):
-            async with _AT_ONCE if serial is None else self._find_lock(serial):
+            async with _AT_ONCE if serial is None else self._locks[id(serial)]:
                 call.began = self._clock()
                 self._running[call] = None
                 call.emit_started()
                 try:
-                    call.result = await gate.run(session.execute, checked, kwargs, turn, activity)
-                except CallError as error:
-                    call.result = self._note_failure(call.tool, error)
+                    execute = partial(session.execute, checked)
+                    call.result = await gate.run(execute, arguments, turn, activity)
+                except ToolError as error:
+                    call.result = gate.note_failure(error)
                 finally:
                     self.idle_since = self._clock()
                     if call in self._running:  # else it was abandoned
@@ -257,57 +335,26 @@ class TrajectoryTools:
                         self.seconds += self.idle_since - call.began
                         self._count(call, self.idle_since - call.began)
 
-    def _bound_text(self, result: ToolResult) -> ToolResult:
-        text, limit = result.text, self._settings.max_response_length
-        if len(text) > limit:
-            text = truncate_text(text, limit, self._settings.truncate_side)
-        text = encodable(text)
-        return result if text is result.text else msgspec.structs.replace(result, text=text)
-
-    def _find_lock(self, owner: object) -> anyio.Lock:
-        """Return the lock of what one task at a time may use."""
-        if id(owner) not in self._locks:
-            self._locks[id(owner)] = anyio.Lock(fast_acquire=True)
-        return self._locks[id(owner)]
-
     # Figures.
 
     def _count(self, call: Call, seconds: float, *, is_refused: bool = False) -> None:
-        """Count a call that has its result, or was cancelled, and emit its event: here only.
-
-        Args:
-            is_refused: Whether it did not run.
-        """
-        result, tally, counts = call.result, self._settings.tally, self._counts
+        """Count a call that has its result, or was cancelled, and emit its event: here only."""
+        result, tally, counts, key = call.result, self._settings.tally, self._counts, call.tool
         is_error = result is None or result.is_error
         self.calls += 1
         self.errors += is_error
         tally.tool_calls += 1
         tally.tool_errors += is_error
-        tally.tool(call.tool).calls += 1
-        counts[f"tool/{call.tool}/calls"] += 1
-        counts[f"tool/{call.tool}/errors"] += is_error
-        counts[f"tool/{call.tool}/seconds"] += seconds
-        longest = f"tool/{call.tool}/seconds_max"
-        counts[longest] = max(counts[longest], seconds)
+        tally.tool(key).calls += 1
+        counts[f"tool/{key}/calls"] += 1
+        counts[f"tool/{key}/errors"] += is_error
+        counts[f"tool/{key}/seconds"] += seconds
+        counts[f"tool/{key}/seconds_max"] = max(counts[f"tool/{key}/seconds_max"], seconds)
         for name, value in () if result is None else result.metrics.items():
             number = float(value) if isinstance(value, bool) else read_reward(value)
             if number is not None:  # finite
-                self.metrics[f"tools/{call.tool}/{name}"] += number
+                self.metrics[f"tools/{key}/{name}"] += number
         call.emit_ended(call.began + seconds, is_refused=is_refused)
-
-    def _note_failure(self, name: str, error: CallError) -> ToolResult:
-        """Count that a tool raised, or was too late; return what the model reads then."""
-        self._settings.gates[name].note_failure(str(error))
-        tool = self._settings.tally.tool(name)
-        tool.failed += 1
-        if not tool.first:
-            tool.first = str(error)
-            if error.__cause__ is not None:
-                cause = Cause.of(error.__cause__)
-                where = f"Traceback (most recent call last):\n{cause.traceback}"
-                tool.first = f"{where}{cause.type}: {cause.message}"
-        return error_result(str(error))
 
     def note_refused_media(self, name: str) -> None:
         """Count an answer as an error after all: the model is shown none of its media."""
@@ -332,33 +379,25 @@ class TrajectoryTools:
         Raises:
             ToolError: One could not be opened.
         """
-        for name, tool in self._tools.items():
-            if tool.opens_first and name not in self._opened:
-                try:
-                    await self._open(name, Clock(), None)  # `limits.trajectory_s` bounds it
-                except CallError as error:
-                    raise ToolError(str(error)) from error.__cause__
+        for name, gate in self._gates.items():
+            if gate.tool.opens_first and name not in self._opened:
+                await self._open(name, Clock(), None)  # `limits.trajectory_s` bounds it
         observations = [await each.begin() for each in list(self._opened.values())]
         return [each for each in observations if each is not None]
 
-    async def _open_used(self, turn: Sequence[Call], limit: Limit) -> None:
-        """Open the tools that are used for the first time; where one fails, so do its calls."""
-        for name in dict.fromkeys(each.tool for each in turn if each.checked is not None):
-            if name in self._opened:
-                continue
-            refusal = self._settings.gates[name].find_refusal()
-            try:
-                if refusal is None:
-                    await self._open(name, limit, self._settings.tool_s)
-            except CallError as error:
-                refusal = self._note_failure(name, error)
-            for each in turn:
-                if refusal is not None and each.checked is not None and each.tool == name:
-                    self._refuse(each, refusal)
+    async def _open_used(self, name: str, limit: Limit) -> ToolResult | None:
+        """Open a tool that is used for the first time; what answers its calls where it fails."""
+        if (refusal := self._gates[name].find_refusal()) is not None:
+            return refusal
+        try:
+            await self._open(name, limit, self._settings.tool_s)
+        except ToolError as error:
+            return self._gates[name].note_failure(error)
+        return None
 
     async def _open(self, name: str, outer: Limit, tool_s: float | None) -> None:
-        """Open a tool within `tool_s`; a `CallError` where it raises or takes longer."""
-        tool, context, limit = self._tools[name], self._context, outer
+        """Open a tool within `tool_s`; a `ToolError` where it raises or takes longer."""
+        tool, context = self._gates[name].tool, self._context
         if kwargs := self._kwargs.get(name):
             context = msgspec.structs.replace(context, kwargs=dict(kwargs))
         try:
@@ -366,28 +405,27 @@ class TrajectoryTools:
                 self._opened[name] = tool.open_session(context)
                 return
             with outer.open(None, ""):
-                async with self._find_lock(self):
+                async with self._locks[id(self)]:
                     if name not in self._opened:  # another conversation may have opened it
-                        limit = outer.open(tool_s, "limits.tool_s")
-                        await self._start_session(tool, context, limit)
+                        await self._start(tool, context, outer.open(tool_s, "limits.tool_s"))
         except LimitExceeded:
             raise
         except Exception as error:
-            cause = error.__cause__ if isinstance(error, CallError) else error
-            raise CallError(f"could not open {name!r}: {error}") from cause
+            cause = error.__cause__ if isinstance(error, ToolError) else error
+            raise ToolError(f"could not open {name!r}: {error}") from cause
 
-    async def _start_session(self, tool: Tool, context: ToolContext, limit: Limit) -> None:
+    async def _start(self, tool: Tool, context: ToolContext, limit: Limit) -> None:
         """Open a session, in the task in which it will be closed: it may have a group open."""
         containment, what = current_containment(), f"open of tool {tool.name!r}"
-        if containment is None:  # outside of a runtime
-            await attempt(self._open_session, tool, context, limit, limit=limit, what=what)
+        task = None if containment is None else Contained[None](containment, what)
+        open_session = partial(self._open_session, tool, context, limit, task)
+        if task is None:  # outside of a runtime
+            await attempt(open_session, limit=limit, what=what)
         else:
-            task = Contained[None](containment, what)
-            running = task.run(partial(self._open_session, tool, context, limit, task))
-            await conclude(task, running, limit)
+            await conclude(task, task.run(open_session), limit)
 
     async def _open_session(
-        self, tool: Tool, context: ToolContext, limit: Limit, task: Contained[None] | None = None
+        self, tool: Tool, context: ToolContext, limit: Limit, task: Contained[None] | None
     ) -> None:
         """Open a session in its task, and close it there once `_close_session` lets it go on."""
         session = await tool.open(context)
@@ -398,8 +436,7 @@ class TrajectoryTools:
                 await session.close()
             await anyio.lowlevel.checkpoint()  # which ends here
         self._opened[tool.name] = session
-        if _overrides(session, "close"):
-            self._closing = self._closing or AsyncExitStack()
+        if type(session).close is not ToolSession.close:
             self._closing.push_async_callback(self._close_session, tool.name, session, task)
             if task is not None:
                 limit.release()
@@ -417,30 +454,26 @@ class TrajectoryTools:
         """
         self.reward, rewards = None, list[float]()
         for name, session in list(self._opened.items()):
-            reward = await self._calc_reward(name, session)
-            if reward is not None:
-                rewards.append(reward)
+            if type(session).calc_reward is ToolSession.calc_reward:
+                continue
+            limit = Clock(Deadline.after(self._settings.tool_s, "limits.tool_s"))
+            what = f"calc_reward of tool {name!r}"
+            try:
+                value: Any = await attempt(session.calc_reward, limit=limit, what=what)
+            except ToolError as error:
                 if session.decides_reward:
-                    self.reward = (self.reward or 0.0) + reward
+                    raise ToolError(f"tool {name!r}: calc_reward failed: {error}") from error
+                logger.warning("tool %r: calc_reward failed: %s", name, error)
+                continue
+            if (reward := read_reward(value)) is not None:
+                rewards.append(reward)
+                self.reward = (
+                    (self.reward or 0.0) + reward if session.decides_reward else self.reward
+                )
+            elif value is not None:
+                text = "tool %r: calc_reward returned %.80r; expected a finite number"
+                logger.warning(text, name, value)
         return rewards
-
-    async def _calc_reward(self, name: str, session: ToolSession) -> float | None:
-        if not _overrides(session, "calc_reward"):
-            return None
-        limit = Clock(Deadline.after(self._settings.tool_s, "limits.tool_s"))
-        what = f"calc_reward of tool {name!r}"
-        try:
-            value: Any = await attempt(session.calc_reward, limit=limit, what=what)
-        except CallError as error:
-            if session.decides_reward:
-                raise ToolError(f"tool {name!r}: calc_reward failed: {error}") from error
-            logger.warning("tool %r: calc_reward failed: %s", name, error)
-            return None
-        reward = read_reward(value)
-        if reward is None and value is not None:
-            text = "tool %r: calc_reward returned %.80r; expected a finite number"
-            logger.warning(text, name, value)
-        return reward
 
     async def close(self) -> None:
         """Close every session once, the last opened first, each within ``limits.cleanup_s``.
@@ -451,9 +484,8 @@ class TrajectoryTools:
         """
         self.is_closed = True
         self._opened.clear()
-        if self._closing is not None:
-            with anyio.CancelScope(shield=True):
-                await self._closing.aclose()
+        with anyio.CancelScope(shield=True):
+            await self._closing.aclose()
 
     async def _close_session(
         self, name: str, session: ToolSession, task: Contained[None] | None
@@ -466,29 +498,5 @@ class TrajectoryTools:
             else:
                 task.what = what
                 await conclude(task, task.finish(), limit)
-        except CallError as error:
+        except ToolError as error:
             logger.warning("tool %r: close failed: %s", name, error)
-
-
-def _overrides(session: ToolSession, method: str) -> bool:
-    return getattr(type(session), method) is not getattr(ToolSession, method)
-
-
-async def _run_all(jobs: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> None:
-    """Run the jobs at the same time and wait for all; each is begun before the next one.
-
-    What one raises ends the others, and leaves as itself.
-    """
-    try:
-        async with anyio.create_task_group() as tasks:
-            for position, job in enumerate(jobs):
-                if position:
-                    await anyio.lowlevel.checkpoint()  # trio shuffles what is ready together
-                tasks.start_soon(job)
-        return
-    except BaseExceptionGroup as group:
-        failure = unwrap_group(group)
-    try:
-        raise failure
-    finally:
-        del failure  # it holds this frame

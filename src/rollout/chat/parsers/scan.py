@@ -311,7 +311,10 @@ class TaggedParser(ABC):
         in_reasoning: bool = False,
     ) -> ParsedTurn:
         """See `ToolParser.parse`."""
-        scan = TurnScan(strip_stop(text, self.stop_tokens), tools)
+        text = strip_stop(text, self.stop_tokens)
+        if not in_reasoning and self._tag.search(text) is None:  # most turns: all is content
+            return ParsedTurn(content=encodable(text).strip())
+        scan = TurnScan(text, tools)
         try:
             self._read(scan, in_reasoning)
         except TooManyCalls as error:

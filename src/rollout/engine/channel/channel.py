@@ -26,7 +26,7 @@ from rollout.engine.channel.messages import (
     LoadReport,
     SendMedia,
     Submit,
-    decode_from_server,
+    server_messages,
 )
 from rollout.engine.core import Chunk, EngineInfo, EngineLoad
 from rollout.errors import ChannelError, EngineError
@@ -78,7 +78,11 @@ class Channel:
     """
 
     def __init__(
-        self, name: str, frames: FrameStream, info: EngineInfo, settings: ChannelSettings
+        self,
+        name: str,
+        frames: FrameStream[FromServer],
+        info: EngineInfo,
+        settings: ChannelSettings,
     ) -> None:
         self.name, self.info, self.load = name, info, EngineLoad()
         self.lost = anyio.Event()
@@ -193,11 +197,11 @@ class Channel:
     async def _read(self) -> None:
         try:
             while True:
-                for payload in await self._frames.read():
+                for message in await self._frames.read():
                     if self._handled % FRAMES_A_ROUND == 0:
                         await anyio.lowlevel.checkpoint()
                     self._handled += 1
-                    self._handle(decode_from_server(payload))
+                    self._handle(message)
                     if self.lost_cause is not None:
                         return
         except anyio.EndOfStream:
@@ -302,11 +306,11 @@ async def connect_channel(
         ChannelError: No connection, or the handshake failed.
     """
     settings = settings or ChannelSettings()
-    frames: FrameStream | None = None
+    frames: FrameStream[FromServer] | None = None
     try:
         try:
             with anyio.fail_after(timeout_s):
-                frames = open_frames(await open_stream())
+                frames = open_frames(await open_stream(), server_messages)
                 info = await authenticate_server(
                     frames, secret, settings, expectations or ClientExpectations()
                 )

@@ -6,15 +6,18 @@ Loaded in engine processes: imports msgspec and anyio only.
 from __future__ import annotations
 
 from struct import Struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import anyio
+import msgspec
 
 from rollout.engine.channel.messages import FrameError, FrameTooLongError, encoder
 
 if TYPE_CHECKING:
-    import msgspec
     from anyio.abc import ByteStream
+    from msgspec.msgpack import Decoder
+
+Message = TypeVar("Message")
 
 #: Bytes read at once: about a millisecond of work for the reader.
 READ_BYTES = 64 * 1024
@@ -27,25 +30,32 @@ CONNECTION_ERRORS = (
     anyio.ClosedResourceError,
     OSError,
 )
+#: What a decoder raises on hostile bytes; deep nesting and huge numbers among them.
+_DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, ValueError, OverflowError, MemoryError)
 _length = Struct("<I")
 
 
-class FrameStream:
+class FrameStream(Generic[Message]):
     """Frames over a byte stream, read by one task and written by one task.
 
     `send_nowait` only appends to a buffer; the task that runs `write_forever` sends what has
     gathered. So a caller's cancellation never truncates a frame, and many small messages share a
     system call.
 
+    Args:
+        decoder: Of the messages that are read.
+
     Attributes:
         max_frame_bytes: Longest message, either way.
         arrivals: Counts reads that brought bytes; an arrival is a sign of life.
     """
 
-    def __init__(self, stream: ByteStream, *, max_frame_bytes: int) -> None:
+    def __init__(
+        self, stream: ByteStream, decoder: Decoder[Message], *, max_frame_bytes: int
+    ) -> None:
         self.max_frame_bytes = max_frame_bytes
         self.arrivals = 0
-        self._stream = stream
+        self._stream, self._decoder = stream, decoder
         self._incoming = bytearray()
         self._outgoing = bytearray()
         self._sending = 0
@@ -107,14 +117,18 @@ class FrameStream:
             await self.flush()
             await self._has_outgoing.wait()
 
-    async def read_one(self) -> bytearray:
-        """Return the next payload; what has arrived after it is left for later."""
-        (payload,) = await self.read(most=1)
-        return payload
+    async def read_one(self) -> Message:
+        """Return the next message; what has arrived after it is left for later."""
+        (message,) = await self.read(most=1)
+        return message
 
-    async def read(self, most: int | None = None) -> list[bytearray]:
-        """Return the payloads that have arrived, at least one and at `most` so many."""
-        while not (frames := self._split_incoming(most)):
+    async def read(self, most: int | None = None) -> list[Message]:
+        """Return the messages that have arrived, at least one and at `most` so many.
+
+        Raises:
+            FrameError: What has arrived is no frame, or holds no message.
+        """
+        while not (messages := self._split_incoming(most)):
             try:
                 self._incoming += await self._stream.receive(READ_BYTES)
             except anyio.EndOfStream:
@@ -122,13 +136,13 @@ class FrameStream:
                     raise FrameError("the connection ended in the middle of a frame") from None
                 raise
             self.arrivals += 1
-        return frames
+        return messages
 
-    def _split_incoming(self, most: int | None) -> list[bytearray]:
+    def _split_incoming(self, most: int | None) -> list[Message]:
         """Take complete frames out of what has arrived."""
         incoming, start = self._incoming, 0
-        frames: list[bytearray] = []
-        while len(incoming) >= start + 4 and len(frames) != most:
+        messages: list[Message] = []
+        while len(incoming) >= start + 4 and len(messages) != most:
             length: int = _length.unpack_from(incoming, start)[0]
             if length > self.max_frame_bytes:
                 raise FrameError(
@@ -137,10 +151,13 @@ class FrameStream:
             stop = start + 4 + length
             if len(incoming) < stop:
                 break
-            frames.append(incoming[start + 4 : stop])
+            try:
+                messages.append(self._decoder.decode(incoming[start + 4 : stop]))
+            except _DECODE_ERRORS as error:
+                raise FrameError(f"not a message: {error}") from None
             start = stop
         del incoming[:start]
-        return frames
+        return messages
 
     def discard_outgoing(self) -> None:
         """Write nothing more, and let callers that wait for that continue."""

@@ -15,7 +15,7 @@ import hmac
 import secrets
 from typing import TYPE_CHECKING, Literal
 
-from rollout.engine.channel.framing import FrameStream
+from rollout.engine.channel.framing import FrameStream, Message
 from rollout.engine.channel.messages import (
     PROTOCOL_VERSION,
     Challenge,
@@ -23,15 +23,15 @@ from rollout.engine.channel.messages import (
     ClientExpectations,
     FrameError,
     FromClient,
+    FromServer,
     Hello,
     Refused,
     Welcome,
-    decode_from_client,
-    decode_from_server,
 )
 
 if TYPE_CHECKING:
     from anyio.abc import ByteStream
+    from msgspec.msgpack import Decoder
 
     from rollout.engine.core import EngineInfo
 
@@ -49,13 +49,13 @@ def prove(secret: bytes, side: Literal["client", "server"], *nonces: bytes) -> b
     return hmac.digest(secret, side.encode() + b"".join(nonces), "sha256")
 
 
-def open_frames(stream: ByteStream) -> FrameStream:
+def open_frames(stream: ByteStream, decoder: Decoder[Message]) -> FrameStream[Message]:
     """Wrap a connection that has proved nothing yet."""
-    return FrameStream(stream, max_frame_bytes=HANDSHAKE_FRAME_BYTES)
+    return FrameStream(stream, decoder, max_frame_bytes=HANDSHAKE_FRAME_BYTES)
 
 
 async def authenticate_client(
-    frames: FrameStream, secret: bytes, info: EngineInfo
+    frames: FrameStream[FromClient], secret: bytes, info: EngineInfo
 ) -> tuple[Hello, bytes] | None:
     """Return a client's hello and our proof for it; None (it was refused) where it has none.
 
@@ -64,7 +64,7 @@ async def authenticate_client(
     nonce = secrets.token_bytes(NONCE_BYTES)
     frames.send_nowait(Challenge(PROTOCOL_VERSION, nonce))
     await frames.flush()
-    hello = decode_from_client(await frames.read_one())
+    hello = await frames.read_one()
     fault = _find_hello_fault(hello, secret, nonce, info)
     if fault:
         frames.send_nowait(Refused(fault))
@@ -102,10 +102,13 @@ def _find_mismatch(expected: ClientExpectations, info: EngineInfo) -> str:
 
 
 async def authenticate_server(
-    frames: FrameStream, secret: bytes, settings: ChannelSettings, expectations: ClientExpectations
+    frames: FrameStream[FromServer],
+    secret: bytes,
+    settings: ChannelSettings,
+    expectations: ClientExpectations,
 ) -> EngineInfo:
     """Return the engine's facts, after each side has proved that it holds the secret."""
-    challenge = decode_from_server(await frames.read_one())
+    challenge = await frames.read_one()
     if not isinstance(challenge, Challenge):
         raise FrameError(f"expected a challenge, got {type(challenge).__name__}")
     if challenge.version != PROTOCOL_VERSION:
@@ -116,7 +119,7 @@ async def authenticate_server(
     frames.send_nowait(Hello(PROTOCOL_VERSION, nonce, proof, settings, expectations))
     await frames.flush()
     # The engine may send on at once: what follows the answer stays in the stream's buffer.
-    answer = decode_from_server(await frames.read_one())
+    answer = await frames.read_one()
     if isinstance(answer, Refused):
         raise FrameError(f"the engine refused the connection: {answer.reason}")
     if not isinstance(answer, Welcome) or not hmac.compare_digest(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import msgspec
@@ -41,7 +41,7 @@ class MediaSender:
         sent_bytes: Of the contents that were handed to the connection.
     """
 
-    def __init__(self, frames: FrameStream) -> None:
+    def __init__(self, frames: FrameStream[Any]) -> None:
         self.sent_bytes = 0
         self._frames = frames
         self._part_bytes = max(1024, min(PART_BYTES, frames.max_frame_bytes - FRAME_BYTES))
@@ -84,7 +84,7 @@ class _Arrival:
 class MediaReceiver:
     """The engine's side of one connection: asks for media, and caches them for later requests."""
 
-    def __init__(self, frames: FrameStream, cache_bytes: int) -> None:
+    def __init__(self, frames: FrameStream[Any], cache_bytes: int) -> None:
         self._frames = frames
         self._cache_bytes = cache_bytes
         self._cached: OrderedDict[str, Media] = OrderedDict()

@@ -7,7 +7,7 @@ Loaded in engine processes: imports msgspec only.
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 
@@ -172,27 +172,6 @@ class FrameTooLongError(Exception):
     """A message of ours is past the maximum; nothing of it has been sent."""
 
 
-#: What a decoder raises on hostile bytes; deep nesting and huge numbers among them.
-_DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, ValueError, OverflowError, MemoryError)
-
 encoder = msgspec.msgpack.Encoder()
-_from_server: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)
-_from_client: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
-Decoded = TypeVar("Decoded")
-
-
-def decode_from_server(payload: bytes | bytearray) -> FromServer:
-    """Decode a frame; raises a `FrameError` whatever is wrong with it."""
-    return _decode(_from_server, payload)
-
-
-def decode_from_client(payload: bytes | bytearray) -> FromClient:
-    """Decode a frame; raises a `FrameError` whatever is wrong with it."""
-    return _decode(_from_client, payload)
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[Decoded], payload: bytes | bytearray) -> Decoded:
-    try:
-        return decoder.decode(payload)
-    except _DECODE_ERRORS as error:
-        raise FrameError(f"not a message: {error}") from None
+server_messages: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)
+client_messages: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)

@@ -13,7 +13,7 @@ import anyio
 from rollout.engine.channel.framing import CONNECTION_ERRORS, FrameStream
 from rollout.engine.channel.handshake import HANDSHAKE_S, authenticate_client, open_frames
 from rollout.engine.channel.media import CACHE_BYTES
-from rollout.engine.channel.messages import ChannelSettings, Welcome
+from rollout.engine.channel.messages import ChannelSettings, FromClient, Welcome, client_messages
 from rollout.engine.channel.operations import carry_out
 from rollout.engine.channel.server_session import ServerSession
 from rollout.engine.channel.sockets import limit_unacknowledged, wrap_tls
@@ -103,7 +103,7 @@ class EngineServer:
             async with self._unauthenticated:
                 with anyio.fail_after(HANDSHAKE_S):
                     stream = await wrap_tls(stream, self._tls, server_side=True)
-                    frames = open_frames(stream)
+                    frames = open_frames(stream, client_messages)
                     settings = await self._shake_hands(frames)
             if settings is not None:
                 frames.max_frame_bytes = settings.max_frame_bytes
@@ -117,7 +117,7 @@ class EngineServer:
             with anyio.CancelScope(shield=True):  # or what comes after would be skipped
                 await anyio.aclose_forcefully(stream)
 
-    async def _shake_hands(self, frames: FrameStream) -> ChannelSettings | None:
+    async def _shake_hands(self, frames: FrameStream[FromClient]) -> ChannelSettings | None:
         """Let a driver in that proves to hold the secret; None where it was refused."""
         greeted = await authenticate_client(frames, self._secret, self._core.info)
         if greeted is None:

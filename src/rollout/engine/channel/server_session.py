@@ -26,7 +26,6 @@ from rollout.engine.channel.messages import (
     LoadReport,
     MediaPart,
     Submit,
-    decode_from_client,
 )
 from rollout.engine.core import Chunk, GenerationRequest
 
@@ -71,7 +70,7 @@ class ServerSession:
     def __init__(
         self,
         core: EngineCore,
-        frames: FrameStream,
+        frames: FrameStream[FromClient],
         settings: ChannelSettings,
         carry_out: Callable[[Operation], Awaitable[str]],
         media_cache_bytes: int,
@@ -93,8 +92,8 @@ class ServerSession:
             tasks.start_soon(self._flush_waiting_tokens)
             try:
                 while True:
-                    for payload in await self._frames.read():
-                        self._handle(decode_from_client(payload), tasks)
+                    for message in await self._frames.read():
+                        self._handle(message, tasks)
             except CONNECTION_ERRORS as error:
                 logger.debug("the connection ended: %r", error)
             tasks.cancel_scope.cancel()

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import anyio
 
 from rollout.engine.core import Chunk, EngineInfo, FinishReason, GenerationRequest
-from rollout.engine.cores.checks import find_outside_id, find_request_fault
+from rollout.engine.cores.checks import find_request_fault
 from rollout.errors import EngineError
+from rollout.token_prefix import find_outside_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

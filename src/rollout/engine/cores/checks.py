@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import msgspec
 
 from rollout.errors import EngineError
+from rollout.token_prefix import find_outside_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -17,16 +18,6 @@ if TYPE_CHECKING:
 #: Of a sampled token: finite as float32, and not above 0 by more than rounding.
 LogProb = Annotated[float, msgspec.Meta(ge=-1e30, le=1e-3)]
 _Shape = TypeVar("_Shape")
-
-
-def find_outside_id(prompt_ids: bytes, vocab_size: int) -> int | None:
-    """Position of the first id of a packed prompt outside [0, vocab_size); None where all fit."""
-    import numpy as np  # engine processes may lack it, where their cores need none
-
-    ids = np.frombuffer(prompt_ids, "<u4")  # where negative ids are large
-    if not len(ids) or np.maximum.reduce(ids) < vocab_size:
-        return None
-    return int((ids >= vocab_size).argmax())
 
 
 def find_request_fault(

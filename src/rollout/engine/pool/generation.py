@@ -4,21 +4,39 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from array import array
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+import anyio
 import attrs
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from rollout.engine.channel.messages import Submit
+from rollout.engine.pool.request_checks import describe_outside_id
+from rollout.errors import EngineError
+from rollout.observe.explanation import Wait
+from rollout.token_prefix import find_outside_id
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rollout.engine.core import Chunk, FinishReason
+    from rollout.engine.core import Chunk, EngineInfo, FinishReason, SamplingParams
+    from rollout.engine.routing import Dispatch
+    from rollout.limits import Clock, Limit
+    from rollout.medium import PlacedMedia
+    from rollout.token_prefix import TokenPrefix
 
 logger = logging.getLogger("rollout.engine")
+
+#: Fields of the sampling whose state is not in the tokens: a request that resumes elsewhere would
+#: be sampled by other rules than before.
+STATEFUL_SAMPLING = ("presence_penalty", "frequency_penalty")
+#: The engine does not say which of the two it is.
+NO_TOKEN = "no token so far: in its queue, or being prefilled"
 
 
 @attrs.define
@@ -47,32 +65,38 @@ class ChunkFault(Exception):
     """A chunk contradicts what came before it: the engine is at fault and nothing was taken."""
 
 
-class Part(msgspec.Struct, eq=False):
-    """What one request gave to a generation; a recovered generation is made of several.
+@attrs.define(eq=False)
+class Loss:
+    """A session that was lost, as the requests remember it that were in flight there.
 
     Attributes:
-        replica: The one that got the request.
-        start: Where its tokens begin in the generation.
-        count: Tokens taken from it.
-        is_discarded: The generation restarted after it; its tokens are dropped.
+        reason: Why it was lost.
+        is_excused: The driver ended it, or an operation of the driver broke the engine: no request
+            is to blame.
+        is_process_lost: Whether the engine had to be restarted; known once `settled` has fired.
     """
 
-    request_id: str
-    replica: str
-    start: int
-    count: int = 0
-    is_discarded: bool = False
+    reason: str
+    is_excused: bool = False
+    is_process_lost: bool = False
+    settled: anyio.Event = attrs.field(factory=anyio.Event)
+
+    def settle(self, *, is_process_lost: bool) -> None:
+        """It is known now what became of the engine."""
+        self.is_process_lost = is_process_lost and not self.is_excused
+        self.settled.set()
 
 
 class Generation:
-    """Sampled tokens in the order in which they were sampled, packed.
+    """One generation: what it continues and how, its requests, one at a time, and their tokens.
 
-    Filled in place while requests run, so that a cancelled wait loses nothing.
+    The tokens are in the order in which they were sampled, packed. They are filled in place while
+    requests run, so that a cancelled wait loses nothing.
 
     Attributes:
         ids: Sampled ids, int32.
         log_probs: One float32 for each id.
-        finish_reason: None until the last chunk has come.
+        finish_reason: None until the last chunk has come; of the request in flight until then.
         cached_tokens: Prompt tokens that the engine did not need to prefill.
         parts: The requests made for it, in order; more than one where replicas were lost.
         resumes: How often it resumed elsewhere from the tokens it had.
@@ -92,7 +116,38 @@ class Generation:
         is_truncated: Whether it counts as one of a training row that top_k, top_p or min_p bend.
         on_tokens: Readers, each called with it at each chunk that brings tokens or the end; one
             that raises is logged and not called again. After a restart the tokens are fewer.
+
+    Attributes that `ask` sets:
+        session_id, prompt, sampling, priority, group_id, limit, trajectory, media: As in
+            `EnginePool.generate`.
+        expert_start: Tokens of the prompt whose routed experts the caller has.
+        info: The facts that all engines share.
+        on_end: Called when the engine no longer works on a request.
+        losses: Sessions that were lost with one of its requests in flight.
+        malformed: How many requests were answered with nonsense.
+        refused_backoff_s: The pause after the next request that a full engine refuses.
+        waits_since: When the request that is made now began to wait for a place.
+        placed_at: When it got that.
+        queue_scope: Of its wait in the queue, which is cancelled where its trajectory is carried.
+
+    Attributes of the request in flight:
+        dispatch: Where it is, or was last.
+        counts: Of that replica's tokens.
+        is_running: Whether one is in flight.
+        deadline: That it was sent with.
+        done: Fires when the engine no longer works on it.
+        error: Why it failed or was lost.
+        first_at: When its first tokens came.
+        loss: That of its session, where it was lost.
+        is_lost, is_malformed: Its session was lost; its answer contradicted itself.
+        is_interrupted: It was cut off, to resume later from the tokens that it has.
+        is_cancelled: Its caller was cancelled, and waits a moment for the last tokens.
+        is_abandoned: That is over, and further tokens are dropped.
     """
+
+    deadline: float
+    done: anyio.Event
+    counts: TokenCounts
 
     def __init__(
         self, on_tokens: Sequence[Callable[[Generation], object]] = (), *, is_seeded: bool = False
@@ -102,7 +157,7 @@ class Generation:
         self.versions: list[list[int]] = []
         self.finish_reason: FinishReason | None = None
         self.cached_tokens = 0
-        self.parts: list[Part] = []
+        self.parts: list[Dispatch] = []
         self.resumes = 0
         self.restarts: list[str] = []
         self.bounded_by = ""
@@ -130,14 +185,14 @@ class Generation:
         return self._packed
 
     @property
-    def last_part(self) -> Part | None:
+    def last_part(self) -> Dispatch | None:
         """The request that was made last; None before the first."""
         return self.parts[-1] if self.parts else None
 
     @property
     def replica(self) -> str:
         """Name of the replica that got the last request; empty before the first one."""
-        return self.parts[-1].replica if self.parts else ""
+        return self.parts[-1].replica.name if self.parts else ""
 
     @property
     def request_id(self) -> str:
@@ -197,13 +252,94 @@ class Generation:
         layers, top_k = self.expert_shape
         return 2 * layers * top_k
 
-    # How it is filled.
+    # What is asked for.
 
-    def begin(self, request_id: str, replica: str) -> Part:
+    def ask(
+        self,
+        *,
+        session_id: str,
+        prompt: bytes | TokenPrefix,
+        sampling: SamplingParams,
+        info: EngineInfo,
+        priority: int,
+        known_experts: int,
+        group_id: str,
+        limit: Limit,
+        trajectory: int,
+        media: tuple[PlacedMedia, ...],
+        on_end: Callable[[Generation], None],
+    ) -> None:
+        """Say what is to be generated, before the first request."""
+        self.session_id, self.prompt, self.sampling, self.info = session_id, prompt, sampling, info
+        self.priority, self.group_id, self.trajectory = priority, group_id, trajectory
+        self.limit, self.media, self.on_end = limit, media, on_end
+        self.top_count = sampling.top_log_probs
+        self.expert_start = known_experts
+        self.losses: list[Loss] = []
+        self.malformed, self.refused_backoff_s = 0, 0.05
+        self.waits_since = self.placed_at = 0.0
+        self.queue_scope: anyio.CancelScope | None = None
+        self.dispatch: Dispatch | None = None
+        self.error = ""
+        self.first_at: float | None = None
+        self.loss: Loss | None = None
+        self.is_running = self.is_cancelled = self.is_abandoned = self._is_paused = False
+        self.is_lost = self.is_malformed = self.is_interrupted = False
+        self.expert_shape = info.capabilities.expert_shape
+        if self.expert_shape is not None:
+            self.expert_room = self.prompt_tokens - known_experts
+
+    @property
+    def clock(self) -> Clock:
+        """The trajectory's."""
+        return self.limit.clock
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens that the next request begins with: the prompt, and the answer so far."""
+        count = len(self.prompt) // 4 if isinstance(self.prompt, bytes) else self.prompt.length
+        return count + self.count
+
+    @property
+    def tokens_left(self) -> int:
+        """What is left of the budget."""
+        return self.sampling.max_new_tokens - self.count
+
+    def begin(self, dispatch: Dispatch, counts: TokenCounts) -> None:
+        """A request is about to be sent there; the trajectory's time counts from now on."""
+        self.resume()
+        self.dispatch, self.counts, self.done = dispatch, counts, anyio.Event()
+        self.is_running = True
+        self.deadline = self.limit.ends_at
+        self.finish_reason, self.error, self.first_at, self.loss = None, "", None, None
+        self.is_lost = self.is_malformed = self.is_interrupted = False
+
+    def note_sent(self, request_id: str) -> None:
         """What is taken from now on comes from this request, after the tokens there are."""
-        self.finish_reason = None
-        self.parts.append(Part(request_id, replica, self.count))
-        return self.parts[-1]
+        assert self.dispatch is not None
+        self.dispatch.request_id, self.dispatch.start = request_id, self.count
+        self.parts.append(self.dispatch)
+
+    def build_submit(self, request_id: str, now: float) -> Submit:
+        """The message that asks for the rest of the answer."""
+        prompt = self.prompt if isinstance(self.prompt, bytes) else self.prompt.packed()
+        sampling = self.sampling
+        if self.count:
+            prompt += self.ids.tobytes()
+            sampling = msgspec.structs.replace(sampling, max_new_tokens=self.tokens_left)
+        return Submit(
+            request_id,
+            prompt,
+            sampling,
+            self.session_id,
+            self.priority,
+            remaining_s=None if self.deadline == math.inf else max(0.0, self.deadline - now),
+            routed_experts=self.expert_shape is not None,
+            routed_experts_start=self.expert_start + self.known_experts,
+            media=tuple((each.medium.digest, each.start, each.count) for each in self.media),
+        )
+
+    # How it is filled.
 
     def restart(self, reason: str) -> None:
         """Drop the tokens, before the request is made again from its prompt."""
@@ -215,7 +351,7 @@ class Generation:
         self.top_ids, self.top_log_probs = bytearray(), bytearray()
         self.routed_experts = bytearray()
 
-    def take(self, chunk: Chunk) -> int:
+    def append(self, chunk: Chunk) -> int:
         """Append a chunk's tokens; how many, 0 where all were taken before.
 
         Raises:
@@ -227,18 +363,20 @@ class Generation:
             raise ChunkFault(f"{size} bytes of ids with {len(chunk.log_probs)} bytes of log-probs")
         self._check_top(chunk)
         self._check_experts(chunk)
-        part = self.last_part or self.begin("", "")  # else filled by hand
-        if chunk.offset > part.count:
-            raise ChunkFault(f"tokens {part.count} to {chunk.offset} are missing")
-        count = size // 4 if chunk.offset == part.count else 0
-        if chunk.offset == part.count:
+        part = self.last_part
+        known = self.count if part is None else part.count
+        if chunk.offset > known:
+            raise ChunkFault(f"tokens {known} to {chunk.offset} are missing")
+        count = size // 4 if chunk.offset == known else 0
+        if chunk.offset == known:
             self.top_ids += chunk.top_ids
             self.top_log_probs += chunk.top_log_probs
             self.routed_experts += chunk.routed_experts
         if count:
             self.ids.frombytes(chunk.ids)
             self.log_probs.frombytes(chunk.log_probs)
-            part.count += count
+            if part is not None:
+                part.count += count
             if self.versions and self.versions[-1][0] == chunk.weight_version:
                 self.versions[-1][1] += count
             else:
@@ -249,6 +387,38 @@ class Generation:
         if count or chunk.finish_reason is not None:
             self._call_readers()
         return count
+
+    def take(self, chunk: Chunk) -> bool:
+        """Take what the engine sent; False where it contradicts what came before it."""
+        counts, tokens = self.counts, len(chunk.ids) // 4
+        if self.is_abandoned or self.is_malformed:
+            counts.late += tokens
+            return True
+        try:
+            if find_outside_id(chunk.ids, self.info.vocab_size) is not None:
+                raise ChunkFault(describe_outside_id(chunk.ids, self.info.vocab_size))
+            count = self.append(chunk)
+        except ChunkFault as error:
+            if self.is_cancelled:
+                counts.late += tokens
+            else:
+                counts.refused += tokens
+            self.is_malformed = True
+            self.error = f"{self.replica} sent a faulty chunk: {error}"
+            return False
+        counts.taken += count
+        counts.repeated += tokens - count
+        if count and self.first_at is None:
+            self.first_at = self.clock.now()
+        self.error = chunk.error
+        return True
+
+    def end(self, lost_reason: str) -> None:
+        """The engine no longer works on the request."""
+        self.is_lost = lost_reason != ""
+        self.error = self.error or lost_reason
+        self.on_end(self)
+        self.done.set()
 
     def recall(
         self, ids: bytes, log_probs: bytes, versions: list[list[int]], finish: FinishReason | None
@@ -296,3 +466,59 @@ class Generation:
             raise ChunkFault(
                 f"routed experts of {known} tokens; expected at most {self.expert_room + count}"
             )
+
+    # What becomes of it.
+
+    def interrupt(self) -> None:
+        """It is cut off by the driver, and resumes later from the tokens that it has."""
+        self.is_interrupted = True
+
+    def fail(self, message: str, *, reason: str | None = None) -> EngineError:
+        """The error that ends it; the generation keeps its tokens."""
+        self.finish_reason = "error"
+        return EngineError(message, reason=reason)
+
+    def is_complete(self) -> bool:
+        """Whether the tokens are a whole answer, whose end the engine had not told yet."""
+        ends = self.sampling.stop_token_ids
+        if not self.sampling.ignore_eos:
+            ends += self.info.eos_ids
+        if self.count and self.ids[-1] in ends:
+            self.finish_reason = "stop"
+        elif self.tokens_left <= 0 or self.prompt_tokens >= self.info.context_length:
+            self.finish_reason = "length"
+        return self.finish_reason is not None
+
+    def count_losses(self) -> tuple[int, int]:
+        """Engines that had to be restarted with it in flight, and connections that broke."""
+        lost = sum(loss.is_process_lost for loss in self.losses)
+        excused = sum(loss.is_excused for loss in self.losses)
+        return lost, len(self.losses) - lost - excused
+
+    def find_stateful_field(self) -> str:
+        """The first field of the sampling whose state the tokens do not carry; "" for none."""
+        return next((name for name in STATEFUL_SAMPLING if getattr(self.sampling, name)), "")
+
+    def pause(self) -> None:
+        """Stop its trajectory's time; harmless when called again."""
+        if not self._is_paused:
+            self._is_paused = True
+            self.clock.pause()
+
+    def resume(self) -> None:
+        """End `pause`; harmless where there is none."""
+        if self._is_paused:
+            self._is_paused = False
+            self.clock.resume()
+
+    def describe_wait(self, path: str, now: float) -> Wait:
+        """What it waits for; `path`: of its conversation."""
+        carried_since = self.clock.carried_since
+        if self.is_running:
+            part, tokens = self.last_part, self.count
+            note = f"{tokens:,} tokens so far" if part and part.count else NO_TOKEN
+            since = now - self.placed_at
+            return Wait("generation", since, self.replica, note=note, path=path)
+        if carried_since is not None:
+            return Wait("held", now - carried_since, path=path)
+        return Wait("queue", now - self.waits_since, path=path)

@@ -19,9 +19,8 @@ from rollout.engine.channel.operations import ALL_TAGS, TAGS_OF_LEVEL
 from rollout.engine.pool.load_windows import LoadWindow
 from rollout.engine.pool.memory import MemoryManager
 from rollout.engine.pool.replica import Notifier, Replica, ReplicaSettings, ReplicaStatistics
-from rollout.engine.pool.request_checks import check_ids, check_sampling
+from rollout.engine.pool.request_checks import check_ids
 from rollout.engine.pool.request_runner import LAST_ANSWER_S, RecoveryPolicy, RequestRunner
-from rollout.engine.pool.requests import Request
 from rollout.engine.pool.weight_update import WeightUpdater, check_update
 from rollout.errors import EngineError
 from rollout.limits import Clock
@@ -176,7 +175,7 @@ class EnginePool:
     @property
     def tokens_under_way(self) -> int:
         """Tokens that have arrived for generations that have not ended."""
-        return sum(request.generation.count for request in self._requests.active)
+        return sum(request.count for request in self._requests.active)
 
     def waits(self, now: float) -> dict[str, list[Wait]]:
         """What each generation waits for, by the name of its trajectory's main conversation."""
@@ -220,6 +219,7 @@ class EnginePool:
         Args:
             session_id: The conversation; its requests stay on one replica while that serves well.
             prompt_ids: int32 little-endian, packed; or the trajectory's prefix.
+            sampling: Checked by `check_sampling`, where its values are anybody's.
             priority: Larger is served first, here and in the engine.
             known_experts: Tokens of the prompt whose routed experts the caller has already.
             group_id: Trajectories that begin with the same prompt; "" for one on its own.
@@ -233,15 +233,12 @@ class EnginePool:
                 were lost with it, or none is left; `reason` says which.
         """
         info = self.info
-        check_ids(prompt_ids, info.vocab_size)
-        check_sampling(sampling)
+        if isinstance(prompt_ids, bytes) or prompt_ids.checked < prompt_ids.length:
+            check_ids(prompt_ids, info.vocab_size)
         fault = info.media_fault(each.medium.kind for each in media) if media else ""
         if fault:
             raise EngineError(fault)
-        generation.top_count = sampling.top_log_probs
-        generation.expert_shape = info.capabilities.expert_shape
-        request = Request(
-            generation=generation,
+        generation.ask(
             session_id=session_id,
             prompt=prompt_ids,
             sampling=sampling,
@@ -254,9 +251,7 @@ class EnginePool:
             media=tuple(media),
             on_end=self._requests.release,
         )
-        if info.capabilities.expert_shape is not None:
-            generation.expert_room = request.prompt_tokens - known_experts
-        await self._requests.run(request)
+        await self._requests.run(generation)
 
     async def interrupt_carried(self, clocks: Collection[Clock]) -> None:
         """Cut off the requests of carried trajectories; returns when none is in flight."""

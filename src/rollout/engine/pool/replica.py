@@ -19,8 +19,7 @@ from rollout.engine.channel.handshake import CONNECT_S
 from rollout.engine.channel.messages import ChannelSettings, ClientExpectations
 from rollout.engine.core import EngineLoad
 from rollout.engine.placement.placement import CoreSpec, Placement, ReplicaHandle
-from rollout.engine.pool.generation import TokenCounts
-from rollout.engine.pool.requests import Loss, Request
+from rollout.engine.pool.generation import Generation, Loss, TokenCounts
 from rollout.engine.routing import Router
 from rollout.engine.weights import DiskWeights, DistributedWeights
 from rollout.errors import ChannelError, EngineError
@@ -131,7 +130,7 @@ class Replica:
         tokens: What became of the tokens that arrived from it.
         is_drained: It gets nothing new, also after a restart.
         is_leaving: It is being removed.
-        changed: Notified when a request there is gone, and when it is lost.
+        emptied: Fires when nothing is in flight there, and when it is lost; replaced by who waits.
         tried: Fires when its first start has succeeded or failed.
         gone: It has ended and is not restarted.
         prompt_tokens, cached_tokens: Of the requests that it has answered, and those of them that
@@ -147,14 +146,14 @@ class Replica:
         self.start_error: EngineError | None = None
         self.channel: Channel | None = None
         self.routed: ReplicaState | None = None
-        self.requests: dict[Request, None] = {}
+        self.requests: dict[Generation, None] = {}
         self.weights: SentWeights | None = None
         self.released: frozenset[str] = frozenset()
         self.machines, self.is_here, self.machine = 1, True, ""
         self.tokens = TokenCounts()
         self.prompt_tokens = self.cached_tokens = 0
         self.is_drained = self.is_leaving = False
-        self.changed = Notifier()
+        self.emptied = anyio.Event()
         self.tried = anyio.Event()
         self.gone = anyio.Event()
         self._settings = settings
@@ -317,7 +316,7 @@ class Replica:
 
     def _set_state(self, state: str, why: str = "", *, capacity: int = 0) -> None:
         self.state = state
-        self.changed.notify()
+        self.emptied.set()
         events = self._settings.events
         if events.is_on:
             at = events.now()
@@ -366,7 +365,9 @@ class Replica:
         """Return when nothing is in flight there, or when it is lost."""
         routed = self.routed
         while routed is not None and routed.in_flight and self.routed is routed:
-            await self.changed.wait()
+            if self.emptied.is_set():
+                self.emptied = anyio.Event()
+            await self.emptied.wait()
 
     async def interrupt_requests(self) -> None:
         """Cut its requests off, which later resume from their tokens, and `wait_empty`."""

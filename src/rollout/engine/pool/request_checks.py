@@ -11,9 +11,8 @@ from typing import Any, get_type_hints
 import msgspec
 
 from rollout.engine.core import SamplingParams
-from rollout.engine.cores.checks import find_outside_id
 from rollout.errors import EngineError
-from rollout.token_prefix import TokenPrefix
+from rollout.token_prefix import TokenPrefix, find_outside_id
 
 _ENCODER = msgspec.msgpack.Encoder()
 #: As the engine's side reads it.
@@ -29,7 +28,7 @@ def describe_outside_id(ids: bytes, vocab_size: int, start: int = 0) -> str:
         vocab_size: Of the engine; 0 where it is not known, and only negative ids are outside.
         start: Position of the first id.
     """
-    at = find_outside_id(ids, vocab_size or 2**31)
+    at = find_outside_id(ids, vocab_size)
     if at is None:
         return ""
     token = int.from_bytes(ids[4 * at : 4 * at + 4], "little", signed=True)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     from rollout.engine.channel.channel import Channel
+    from rollout.engine.pool.generation import Generation
     from rollout.engine.pool.replica import Replica
-    from rollout.engine.pool.requests import Request
     from rollout.engine.routing import Dispatch, Router
     from rollout.limits import Clock
     from rollout.observe.event_stream import EventStream
@@ -103,7 +103,7 @@ class WaitQueue:
         """Whether waiting is over."""
         return anyio.current_time() >= self._deadline
 
-    async def wait(self, request: Request) -> bool:
+    async def wait(self, request: Generation) -> bool:
         """Return True when it is the request's turn; False where waiting was ended.
 
         A caller that does not use its turn calls `call_next`; cancellation passes it on.
@@ -165,7 +165,7 @@ class RequestRunner:
         events: EventStream,
     ) -> None:
         self.is_open = self.is_admission_blocked = False
-        self.active: dict[Request, None] = {}
+        self.active: dict[Generation, None] = {}
         self.queue = WaitQueue(lambda: not self.is_admission_blocked and router.has_room)
         self.counts = RecoveryCounts()
         self._router, self._replicas = router, replicas
@@ -178,7 +178,7 @@ class RequestRunner:
         self._paused_s = 0.0  # of pauses that are over
         self._paused_since = 0.0
 
-    async def run(self, request: Request) -> None:
+    async def run(self, request: Generation) -> None:
         """Make requests until the generation has its answer; see `EnginePool.generate`.
 
         Cancelled, it has the engine end the request, and waits a moment for the tokens that the
@@ -193,25 +193,25 @@ class RequestRunner:
                 if dispatch is None:
                     continue  # its trajectory was carried meanwhile
                 await self._send(request, dispatch)
+                is_cut_off = request.finish_reason == "abort"
                 if await self._is_over(request):
                     return
                 is_only_one = len(self._router.replicas) == 1
-                is_cut_off = request.finish_reason == "abort"
                 avoid = None if is_cut_off or is_only_one else dispatch.replica.name
         finally:
             request.resume()
             del self.active[request]
 
-    async def _wait_carried(self, request: Request) -> None:
+    async def _wait_carried(self, request: Generation) -> None:
         """Wait until its trajectory continues; that time is charged to nobody."""
         if request.clock.carried_since is not None:
             began = self._now()
             try:
                 await request.clock.wait_carried()
             finally:
-                request.generation.held_s += self._now() - began
+                request.held_s += self._now() - began
 
-    async def _find_replica(self, request: Request, avoid: str | None) -> Dispatch | None:
+    async def _find_replica(self, request: Generation, avoid: str | None) -> Dispatch | None:
         """Find a replica, by priority where requests wait; None where the trajectory is carried."""
         request.waits_since = self._now()
         dispatch = None if self.queue else self._assign(request, avoid)
@@ -231,7 +231,7 @@ class RequestRunner:
         self.queue.call_next()  # there may be room for the next one too
         return dispatch
 
-    def _assign(self, request: Request, avoid: str | None) -> Dispatch | None:
+    def _assign(self, request: Generation, avoid: str | None) -> Dispatch | None:
         request.placed_at = self._now()
         if self.is_admission_blocked:
             return None
@@ -244,7 +244,7 @@ class RequestRunner:
         )
         return self._assign(request, None) if dispatch is None and avoid is not None else dispatch
 
-    async def _send(self, request: Request, dispatch: Dispatch) -> None:
+    async def _send(self, request: Generation, dispatch: Dispatch) -> None:
         """Send a request, and return when the engine no longer works on it."""
         replica = self._replicas[dispatch.replica.name]
         channel = replica.channel
@@ -269,14 +269,13 @@ class RequestRunner:
         finally:
             request.is_running = False
             replica.requests.pop(request, None)
-            replica.changed.notify()
 
-    async def _submit(self, request: Request, replica: Replica, channel: Channel) -> None:
+    async def _submit(self, request: Generation, replica: Replica, channel: Channel) -> None:
         try:
             await channel.wait_for_room()
             request_id = self._ids.new()
             submit = request.build_submit(request_id, self._now())
-            request.generation.begin(request_id, replica.name)
+            request.note_sent(request_id)
             replica.requests[request] = None
             channel.submit_nowait(submit, request)
         except BaseException:  # nothing was sent
@@ -285,20 +284,21 @@ class RequestRunner:
         if self._events.tells_all:
             self._emit_placed(request)
 
-    def release(self, request: Request) -> None:
+    def release(self, request: Generation) -> None:
         """The engine does not work on a request, or no longer: count it there no more."""
         dispatch, generated = request.dispatch, None
         assert dispatch is not None
         replica = self._replicas[dispatch.replica.name]
         if request.finish_reason in WHOLE_ANSWERS and not request.is_abandoned:
-            generated = request.generation.parts[-1].count
+            generated = dispatch.count
             replica.prompt_tokens += dispatch.prompt_tokens
-            replica.cached_tokens += request.generation.cached_tokens
+            replica.cached_tokens += request.cached_tokens
         self._router.release(dispatch, generated=generated)
-        replica.changed.notify()
+        if not dispatch.replica.in_flight:
+            replica.emptied.set()
         self.queue.call_next()
 
-    async def _is_over(self, request: Request) -> bool:
+    async def _is_over(self, request: Generation) -> bool:
         """Whether the generation has its answer; returns when the next request may be made."""
         if request.is_lost or request.is_malformed:
             await self._count_failure(request)
@@ -310,12 +310,12 @@ class RequestRunner:
             return False
         match request.finish_reason:
             case "abort" if self._was_aborted_early(request):
-                request.generation.finish_reason = None
+                request.finish_reason = None
                 if request.is_complete():
                     return True
                 field = request.find_stateful_field()
                 if field:
-                    request.generation.restart(f"it was interrupted (sampling.{field})")
+                    request.restart(f"it was interrupted (sampling.{field})")
                 return False
             case "rejected":
                 await anyio.sleep(request.refused_backoff_s)
@@ -324,16 +324,16 @@ class RequestRunner:
                 )
                 return False
             case "error":
-                name = request.generation.replica
+                name = request.replica
                 raise request.fail(request.error or f"{name}: the engine failed")
         return True
 
-    def _was_aborted_early(self, request: Request) -> bool:
+    def _was_aborted_early(self, request: Generation) -> bool:
         """Whether the abort was the driver's, or by a deadline that has been put off since."""
-        is_put_off = self._now() < request.limit.deadline.at != request.deadline
+        is_put_off = self._now() < request.limit.ends_at != request.deadline
         return request.is_interrupted or is_put_off
 
-    async def _count_failure(self, request: Request) -> None:
+    async def _count_failure(self, request: Generation) -> None:
         """Count a lost or malformed answer, and end a generation that has had too many."""
         if request.is_malformed:
             request.malformed += 1
@@ -355,14 +355,14 @@ class RequestRunner:
                 reason=LOST_ENGINES,
             )
 
-    def _resume_or_restart(self, request: Request) -> None:
+    def _resume_or_restart(self, request: Generation) -> None:
         field = request.find_stateful_field()
         if field or self._policy == "restart":
             rule = f"sampling.{field}" if field else "recovery.policy"
-            request.generation.restart(f"{request.error} ({rule})")
+            request.restart(f"{request.error} ({rule})")
             self.counts.restarted += 1
         else:
-            request.generation.resumes += 1
+            request.resumes += 1
             self.counts.resumed += 1
 
     def pause_deadlines(self, *, running: bool) -> None:
@@ -417,20 +417,20 @@ class RequestRunner:
             waits[trajectory].append(request.describe_wait(path, now))
         return waits
 
-    def _emit_placed(self, request: Request) -> None:
+    def _emit_placed(self, request: Generation) -> None:
         self._events.emit(
             RequestPlaced(
                 at=self._events.since_start(request.placed_at),
                 trajectory=request.trajectory,
                 session=request.session_id,
                 request=request.request_id,
-                replica=request.generation.replica,
+                replica=request.replica,
                 queue_s=request.placed_at - request.waits_since,
             )
         )
 
-    def _emit_ended(self, request: Request) -> None:
-        part, dispatch, now = request.generation.parts[-1], request.dispatch, self._now()
+    def _emit_ended(self, request: Generation) -> None:
+        dispatch, now = request.dispatch, self._now()
         assert dispatch is not None
         reason: str | None = request.finish_reason
         if reason is None:
@@ -441,15 +441,15 @@ class RequestRunner:
             at=self._events.since_start(now),
             trajectory=request.trajectory,
             session=request.session_id,
-            request=part.request_id,
-            replica=part.replica,
+            request=dispatch.request_id,
+            replica=dispatch.replica.name,
             began=self._events.since_start(request.waits_since),
             queue_s=request.placed_at - request.waits_since,
             prefill_s=first_at - request.placed_at,
             decode_s=now - first_at,
             prompt_tokens=dispatch.prompt_tokens,
-            cached_tokens=request.generation.cached_tokens if request.finish_reason else 0,
-            tokens=part.count,
+            cached_tokens=request.cached_tokens if request.finish_reason else 0,
+            tokens=dispatch.count,
             finish_reason=reason,
         )
-        self._events.tell(lambda _, facts: (facts[1], None), (request.trajectory, event))
+        self._events.tell_event(request.trajectory, event)

@@ -72,6 +72,10 @@ class Dispatch(msgspec.Struct, eq=False, gc=False):
         new_tokens: How many tokens it is expected to generate.
         load: What it adds to the replica's `tokens`.
         is_counted: Whether it is in flight.
+        request_id: Set when it is sent.
+        start: Where its tokens begin in its generation.
+        count: Tokens that it brought.
+        is_discarded: The generation restarted after it; its tokens are dropped.
     """
 
     session_id: str
@@ -81,6 +85,10 @@ class Dispatch(msgspec.Struct, eq=False, gc=False):
     new_tokens: int
     load: float
     is_counted: bool = True
+    request_id: str = ""
+    start: int = 0
+    count: int = 0
+    is_discarded: bool = False
 
     def __repr__(self) -> str:
         return f"<Dispatch {self.session_id} to {self.replica.name}>"

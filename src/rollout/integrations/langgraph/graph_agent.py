@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from rollout.agents.agent_loop import AgentLoop
-from rollout.agents.openai_messages import openai_messages
+from rollout.agents.function_agent import openai_messages
 from rollout.errors import AgentError
 from rollout.gateway.session import open_session
 

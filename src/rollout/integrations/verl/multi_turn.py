@@ -9,7 +9,7 @@ import msgspec
 
 from rollout.errors import ConfigError
 from rollout.integrations.verl.yaml_files import read_yaml, refuse_interpolation
-from rollout.tools.truncate import SIDES_BY_VERL
+from rollout.tools.results import SIDES_BY_VERL
 
 if TYPE_CHECKING:
     from pathlib import Path
