@@ -167,6 +167,7 @@ FRAGMENTS: dict[str, tuple[str, ...]] = {
         "f(",
         "[f(",
         "[f(x=1)]",
+        "a[f(x=1]",
         "x=",
         ")",
         "]",

@@ -41,12 +41,32 @@ CASES = [
     ),
     Case("tight", '<tool_call>{"name":"now","arguments":{}}</tool_call>', "", [Good("now")]),
     Case("reasoning_before", f"<think>{NOW}</think>{PARIS}", "", [WEATHER], NOW),
+    Case(
+        "reasoning_between", f"<think>a</think>b{NOW}<think>c</think>d", "bd", [Good("now")], "a\nc"
+    ),
     Case("cut_in_reasoning", f"<think>{NOW}", reasoning=NOW),
+    Case("cut_in_reasoning_after_space", f"  \n<think>hm {NOW}<|im_end|>", reasoning=f"hm {NOW}"),
+    Case("cut_in_reasoning_from_the_prompt", NOW, reasoning=NOW, in_reasoning=True),
+    Case("reasoning_opened_again", "<think>\nhm</think>yes", "yes", (), "hm", True),
+    Case("empty_reasoning", "<think>\n\n</think>\n\nhi", "hi", reasoning=""),
+    Case("nothing", ""),
     Case("reasoning_from_the_prompt", f"{NOW}</think>Ok {PARIS}", "Ok", [WEATHER], NOW, True),
     Case("end_of_reasoning_that_nothing_opened", f"{NOW}</think>Ok", "</think>Ok", [Good("now")]),
     Case("plain_text", "Hello.<|im_end|>\n", "Hello."),
     Case("text_after", f"{PARIS}Done.", "Done.", [WEATHER]),
     Case("unclosed", PARIS[:-12], "", [Bad(PARIS[:-12].strip(), UNCLOSED)]),
+    Case("cut_in_a_key", f"so {PARIS[:38]}<|im_end|>", "so", [Bad(PARIS[:38], UNCLOSED)]),
+    Case(
+        "cut_in_a_string_that_quotes_tags",
+        '<tool_call>{"name": "f</tool_call> and </tool_call> text',
+        "",
+        [
+            Bad(
+                '<tool_call>{"name": "f</tool_call> and </tool_call> text',
+                "malformed JSON: Unterminated string starting at: line 1 column 10 (char 9)",
+            )
+        ],
+    ),
     Case(
         "unclosed_before_another",
         f'<tool_call>{{"name": "now"}}{PARIS}',
@@ -61,9 +81,10 @@ CASES = [
     ),
     Case(
         "single_quotes",
-        call("{'name': 'now'}") + NOW,
+        NOW + call("{'name': 'now'}") + NOW,
         "",
         [
+            Good("now"),
             Bad(
                 call("{'name': 'now'}"),
                 "malformed JSON: Expecting property name enclosed in double quotes: "

@@ -10,7 +10,7 @@ import pytest
 from parser_cases.floods import FRAGMENTS, floods
 from rollout.chat import get_tool_parser
 from rollout.chat.parsers.python_calls import MAX_VALUES
-from rollout.chat.parsers.scan import MAX_CALLS
+from rollout.chat.parsers.scan import MAX_CALLS, MAX_TAGS
 from rollout.types import InvalidToolCall, ToolCall
 from slow_cases import slow_but
 
@@ -80,6 +80,14 @@ def test_parser_turn_with_too_many_calls_runs_none(name: str) -> None:
     (refused,) = parser.parse(turn.format(one * (MAX_CALLS + 1))).calls
     assert isinstance(refused, InvalidToolCall)
     assert refused.reason == "more than 128 calls in a turn; none is executed"
+
+
+def test_parser_call_after_too_many_tags_is_content() -> None:
+    parser, call = get_tool_parser("hermes"), '<tool_call>{"name": "f"}</tool_call>'
+    assert len(parser.parse("a <tool_call> " * (MAX_TAGS - 1) + call).calls) == 1
+    turn = parser.parse("a <tool_call> " * MAX_TAGS + call)
+    assert not turn.calls
+    assert turn.content.endswith(call)
 
 
 @pytest.mark.parametrize(

@@ -114,12 +114,14 @@ class AgentContext(Conversation):
     @property
     def idle_since(self) -> float:
         """When the last generation, call or answer of a user ended, on the loop's clock."""
-        return max(self._state.idle_since, self._state.tools.idle_since)
+        tools = self._state.used_tools
+        return max(self._state.idle_since, 0.0 if tools is None else tools.idle_since)
 
     @property
     def calls_under_way(self) -> Sequence[tuple[str, float]]:
         """Calls of tools that run: name, and since when."""
-        return self._state.tools.under_way
+        tools = self._state.used_tools
+        return () if tools is None else tools.under_way
 
     @property
     def tools(self) -> TrajectoryTools:
@@ -128,8 +130,8 @@ class AgentContext(Conversation):
 
     @property
     def used_tools(self) -> TrajectoryTools | None:
-        """The same."""
-        return self._state.tools
+        """The same; None where nobody has asked for them yet."""
+        return self._state.used_tools
 
     @property
     def sandbox(self) -> TrajectorySandbox:
@@ -143,7 +145,7 @@ class AgentContext(Conversation):
     @property
     def sandbox_asked_for(self) -> TrajectorySandbox | None:
         """The same; None where nobody has used it yet."""
-        return self.sandbox if self.sandbox.was_used else None
+        return self._state.used_sandbox
 
     @property
     def door(self) -> GatewayDoor:
@@ -536,8 +538,8 @@ class AgentContext(Conversation):
         """
         for each in (conversations := list(self.all())):
             await each.settle()
-        tools = self._state.tools
-        if any(each.sampled_tokens for each in conversations):
+        tools = self._state.used_tools
+        if tools is not None and any(each.sampled_tokens for each in conversations):
             self.tool_rewards.extend(await tools.calc_rewards())
             if self.reward is None:
                 self.reward = tools.reward
@@ -547,7 +549,9 @@ class AgentContext(Conversation):
         state = self._state
         for each in self.all():
             self.services.engines.forget(each.session_id)
-        await state.tools.close()
+        state.is_over = True
+        if state.used_tools is not None:
+            await state.used_tools.close()
         user, state.interaction = state.interaction, None
         if user is not None:
             cleanup_s, what = self.services.config.limits.cleanup_s, "finish of the interaction"

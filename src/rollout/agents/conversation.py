@@ -144,6 +144,7 @@ class Conversation:
 
         Raises:
             AgentError: What is assigned has a name that is no field, or a value that cannot be.
+            EngineError: A field of `SamplingParams` has a value that is not of its type.
         """
         return self._sampling
 

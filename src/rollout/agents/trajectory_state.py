@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from rollout.interactions import Interaction
     from rollout.limits import Clock
     from rollout.seeds import Identity
-    from rollout.tools import ToolResult
+    from rollout.tools import ToolResult, TrajectoryTools
 
 logger = logging.getLogger("rollout.agents")
 
@@ -50,7 +51,7 @@ class TrajectoryState:
         renderer: Where the trajectory's own tools are offered.
         interaction: The simulated user, once the trajectory has begun.
         idle_since: When its last generation, or its last user's answer, ended; 0 before.
-        tools, sandbox: Its own; each is opened when it is first used.
+        is_over: Whether its agent has ended, and its tools were closed.
         extra, reward, turn_scores, tool_rewards, ending, generations, generation_s, cached_tokens,
             resumes, restarts, discarded_tokens, cut_prompt_tokens, sampled_placeholders,
             truncated_tokens: As in `AgentContext`.
@@ -78,22 +79,11 @@ class TrajectoryState:
         self.generation_s = self.idle_since = 0.0
         self.config = services.config.agent
         self.prompt = name_prompt(prompt, identity.uid)
-        self._tool_calls = 0
-        self.sandbox = TrajectorySandbox(
-            services.sandboxes,
-            services.sandboxes.spec_for(prompt.extra),
-            cleanup_s=services.config.limits.cleanup_s,
-        )
-        self.tools = services.tools.open_session(
-            uid=identity.uid,
-            member=identity.member,
-            names=services.tools.names_for(prompt),
-            tools_kwargs=prompt.tools_kwargs,
-            extra=self.extra,
-            prompt=self.prompt,
-            sandbox=self.sandbox,
-        )
-        self.renderer = get_renderer(services, self.tools.names)
+        self._tool_calls, self.is_over = 0, False
+        names = services.tools.names
+        if prompt.tools is not None or prompt.tools_kwargs or services.tools.opens_first:
+            names = self.tools.names  # now, since what the prompt says of them may be wrong
+        self.renderer = get_renderer(services, names)
         limit.limit_carry = self._limit_carry
 
     def continue_prompt(self, observations: Sequence[str | Sequence[Mapping[str, Any]]]) -> None:
@@ -103,15 +93,54 @@ class TrajectoryState:
             last = _continue_message(last, observation)
         self.prompt = msgspec.structs.replace(self.prompt, messages=[*before, last])
 
+    @cached_property
+    def tools(self) -> TrajectoryTools:
+        """Its tools, made when somebody first asks for them: thousands wait without.
+
+        Raises:
+            ToolError: The prompt names an unknown one; not where they have been made.
+        """
+        tools = self.services.tools.open_session(
+            uid=self.identity.uid,
+            member=self.identity.member,
+            names=self.services.tools.names_for(self.prompt),
+            tools_kwargs=self.prompt.tools_kwargs,
+            extra=self.extra,
+            prompt=self.prompt,
+            sandbox=self.sandbox,
+        )
+        tools.is_closed = self.is_over
+        return tools
+
+    @property
+    def used_tools(self) -> TrajectoryTools | None:
+        """The same; None where nobody has asked for them yet."""
+        return vars(self).get("tools")
+
+    @cached_property
+    def sandbox(self) -> TrajectorySandbox:
+        """Its sandbox, which is opened when it is first used."""
+        services = self.services
+        spec = services.sandboxes.spec_for(self.prompt.extra)
+        cleanup_s = services.config.limits.cleanup_s
+        return TrajectorySandbox(services.sandboxes, spec, cleanup_s=cleanup_s)
+
+    @property
+    def used_sandbox(self) -> TrajectorySandbox | None:
+        """The same; None where nobody has asked for it yet."""
+        return vars(self).get("sandbox")
+
     def check_sandbox(self) -> None:
         """Raise the `SandboxError` of a trajectory that has lost its sandbox, or got none."""
-        failure = self.sandbox.failure
+        failure = None if self.used_sandbox is None else self.used_sandbox.failure
         if failure is not None:
             raise type(failure)(str(failure)) from failure
 
     def _limit_carry(self, since: float) -> Deadline:
         """By when it is to be continued, where it is carried since that time."""
-        if not self.sandbox.is_open and not self.tools.has_open_sessions():
+        sandbox, tools = self.used_sandbox, self.used_tools
+        has_sandbox = sandbox is not None and sandbox.is_open
+        if not has_sandbox and (tools is None or not tools.has_open_sessions()):
             return NEVER
         return Deadline.after(self.services.config.limits.carry_s, CARRY_S, now=since)
 

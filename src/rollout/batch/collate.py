@@ -16,6 +16,7 @@ from tensordict import TensorDict
 from rollout.batch.metrics import batch_metrics
 from rollout.batch.records import Sample, count_tokens, find_media
 from rollout.batch.rollout_batch import RolloutBatch
+from rollout.chat.trajectory_codec import TrajectoryFacts
 from rollout.chat.transcript import NO_EXPERT, NO_VERSION
 from rollout.media.tensors import MultiModalInputs
 from rollout.tensor_layout import Layout, Trim, layout_faults, trim_width
@@ -45,10 +46,7 @@ KEYS = {
     "routed_experts": (BOTH, torch.int16, NO_EXPERT),
 }
 #: What a sample has of its trajectory, and of its segment.
-_OF_TRAJECTORY = (
-    *("uid", "group", "member", "num_turns", "outcome", "reason", "limit_source"),
-    *("turn_scores", "tool_rewards", "metrics", "extra"),
-)
+_OF_TRAJECTORY = (*TrajectoryFacts.__struct_fields__, "extra")
 _OF_SEGMENT = ("parent", "purpose", "session_id", "seeds")
 
 
@@ -140,14 +138,11 @@ def collate(
 
 def _make_sample(row: int, trajectory: Trajectory, at: int) -> Sample:
     segment = trajectory.segments[at]
-    return Sample(
-        **{name: getattr(trajectory, name) for name in _OF_TRAJECTORY},
-        **{name: getattr(segment, name) for name in _OF_SEGMENT},
-        row=row,
-        segment=at,
-        trainable=trajectory.is_trainable(segment),
-        reward=trajectory.reward_of(segment),
-    )
+    facts = {name: getattr(trajectory, name) for name in _OF_TRAJECTORY}
+    facts |= {name: getattr(segment, name) for name in _OF_SEGMENT}
+    facts["trainable"] = trajectory.is_trainable(segment)
+    facts["reward"] = trajectory.reward_of(segment)
+    return Sample(**facts, row=row, segment=at)
 
 
 def _check_rows(samples: Sequence[Sample], segments: Sequence[Segment], lengths: Lengths) -> None:

@@ -17,10 +17,15 @@ import numpy as np
 
 from rollout.chat.plain_data import MAX_DEPTH, show_value
 from rollout.chat.trajectory import MAIN, Parent
-from rollout.chat.trajectory_codec import TrajectoryRecord, pack_trajectory, unpack_trajectory
+from rollout.chat.trajectory_codec import (
+    TrajectoryFacts,
+    TrajectoryRecord,
+    pack_trajectory,
+    unpack_trajectory,
+)
 from rollout.chat.transcript import Span, SpanKind, Transcript
 from rollout.media.records import drop_contents, record_prompt_messages
-from rollout.types import Message, Outcome, Prompt
+from rollout.types import Message, Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("rollout.batch")
 
 
-class Sample(msgspec.Struct, kw_only=True):
+class Sample(TrajectoryFacts, kw_only=True):
     """One row of a batch beside its tensors; the fields are those of its `Trajectory`.
 
     Attributes:
@@ -46,25 +51,13 @@ class Sample(msgspec.Struct, kw_only=True):
         reward: Of this row: the segment's own, or else its trajectory's; None where it is unknown.
     """
 
-    uid: str
-    group: int
-    member: int
     row: int
-    num_turns: int
-    outcome: Outcome
-    reason: str
-    limit_source: str | None
-    trainable: bool
-    reward: float | None
-    turn_scores: list[float]
-    tool_rewards: list[float]
-    metrics: dict[str, float]
     extra: dict[str, Any]
     segment: int = 0
     parent: Parent | None = None
     purpose: str = MAIN
     session_id: str = ""
-    seeds: list[int] = []
+    seeds: list[int] = msgspec.field(default_factory=list)
 
 
 def count_tokens(transcript: Transcript) -> tuple[int, int]:

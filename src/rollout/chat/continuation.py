@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from contextlib import suppress
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -51,18 +51,16 @@ class TurnEnds(msgspec.Struct, frozen=True, kw_only=True):
     called: str
 
 
-class Pattern(msgspec.Struct, frozen=True, kw_only=True):
+class Pattern(NamedTuple):
     """How messages of these roles and keys follow an assistant's turn.
 
     Attributes:
         answer: What the placeholder assistant says before the messages.
-        turn_end: What the text of them starts with.
         opening: What follows the last content: the opening of the next turn.
         opens_reasoning: Whether that ends inside reasoning.
     """
 
     answer: Answer
-    turn_end: str
     opening: str
     opens_reasoning: bool
 
@@ -107,25 +105,23 @@ class ContinuationRenderer:
 
         Args:
             messages: As they follow a turn.
-            max_tokens: Tokens that there is room for after the turn end; None for any number.
+            max_tokens: Tokens that there is room for, the turn end included; None for any number.
 
         Raises:
             TemplateError: The template refuses such messages or cannot be used append-only.
             TooManyTokens: They certainly have more than `max_tokens`.
         """
-        pattern = self._find_pattern(messages)
-        turn_end = pattern.turn_end
-        if max_tokens is not None:  # it may have been sampled: then it needs no room
-            max_tokens += len(turn_end.encode())
+        answer, opening, opens = self._find_pattern(messages)
+        turn_end = ""
 
         def render(given: Sequence[TemplateMessage], _: object) -> str:
             nonlocal turn_end
-            text, turn_end = self._render_after(pattern.answer, given)
+            text, turn_end = self._render_after(answer, given)
             return text
 
         written = render_escaped(render, self._encoder, messages, None, max_tokens)
-        is_usual = written.text.endswith(pattern.opening)
-        opens = pattern.opens_reasoning if is_usual else opens_reasoning(written.text)
+        if not written.text.endswith(opening):
+            opens = opens_reasoning(written.text)
         return Continuation(written=written, turn_end=turn_end, opens_reasoning=opens)
 
     @cached_property
@@ -275,14 +271,9 @@ class ContinuationRenderer:
             for message, marker in zip(messages, markers, strict=True)
         ]
         self._refuse_rewriting(conversation(marked, answer))
-        text, turn_end = self._render_after(answer, marked)
+        text, _ = self._render_after(answer, marked)
         opening = _find_opening(text, markers, messages)
-        return Pattern(
-            answer=answer,
-            turn_end=turn_end,
-            opening=opening,
-            opens_reasoning=opens_reasoning(opening),
-        )
+        return Pattern(answer, opening, opens_reasoning(opening))
 
     def _refuse_rewriting(self, exchange: Sequence[TemplateMessage]) -> None:
         """Refuse a template under which new messages change what stands before them.
@@ -315,13 +306,17 @@ def conversation(
         "content": "" if answer == "calls" else ASSISTANT_MARKER,
     }
     if answer != "words":
-        said["tool_calls"] = calls = []
-        for at, result in enumerate(messages):
-            if result["role"] != "tool":
-                break
-            call_id = result.get("tool_call_id", f"call_{at}")
-            calls.append(template_call(call_id, result.get("name", "tool"), {}))
+        said["tool_calls"] = list_answered_calls(messages)
     return [{"role": "user", "content": USER_MARKER}, said, *messages]
+
+
+def list_answered_calls(messages: Iterable[TemplateMessage]) -> list[dict[str, Any]]:
+    """The calls that the results answer with which `messages` begin."""
+    results = itertools.takewhile(lambda message: message["role"] == "tool", messages)
+    return [
+        template_call(result.get("tool_call_id", f"call_{at}"), result.get("name", "tool"), {})
+        for at, result in enumerate(results)
+    ]
 
 
 def after_answer(text: str) -> str:

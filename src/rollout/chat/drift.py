@@ -9,15 +9,14 @@ does not count.
 from __future__ import annotations
 
 import difflib
-import itertools
 import re
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 
-from rollout.chat.continuation import USER_MARKER, common_prefix
-from rollout.chat.messages import template_call
+from rollout.chat.continuation import USER_MARKER, common_prefix, list_answered_calls
 from rollout.chat.reasoning import CLOSED, END_THINK, THINK, lacks_reasoning, opens_reasoning
+from rollout.chat.tokenizer_parts import match_any
 from rollout.chat.transcript import common_length
 from rollout.errors import TemplateError
 
@@ -84,7 +83,7 @@ def compare(
     """
     if transcript == rendering:
         return Drift(kind="identical")
-    spelling = re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or "$^")
+    spelling = match_any(specials)
     at = common_length(transcript, rendering)
     at = min(_start_of_special(text, at, spelling) for text in (transcript, rendering))
     left, right = (_pieces(text[at : at + WINDOW], spelling) for text in (transcript, rendering))
@@ -257,11 +256,7 @@ def _marked(
     marked = list(messages)
     for at in said:
         turn: dict[str, Any] = {"role": "assistant", "content": _word("Turn", at)}
-        results = itertools.takewhile(lambda message: message["role"] == "tool", messages[at + 1 :])
-        calls = [
-            template_call(result.get("tool_call_id", f"call_{n}"), result.get("name", "tool"), {})
-            for n, result in enumerate(results)
-        ]
+        calls = list_answered_calls(messages[at + 1 :])
         if calls and with_calls:  # beside calls, some leave out the content
             calls[0]["function"]["arguments"] = {"turn": turn["content"]}
             turn.update(content="", tool_calls=calls)

@@ -269,9 +269,9 @@ def render_escaped(
     """The rendered text with the places in it that must stay plain.
 
     A template gives back text without saying which part of it came from a message. So spellings of
-    special tokens in messages and tools are replaced by words of our own, and put back in the
-    text. Of an assistant's message, tags like ``<think>`` are left to the template and the
-    tokenizer: templates look for them.
+    special tokens in messages and tools get words of our own beside them, which are found and
+    removed in the text. Of an assistant's message, tags like ``<think>`` are left to the template
+    and the tokenizer: templates look for them.
 
     Args:
         render: Renders messages and tools.
@@ -290,14 +290,10 @@ def render_escaped(
     word = "rolloutSpecialToken"  # letters, which templates leave as they are
     while word in text:
         word += "a"
-    replaced = _render_marked(render, encoder, messages, tools, word, text, is_kept=False)
-    if replaced.text == text:
-        return replaced
-    try:  # the template looks for tokens in contents: it must find them there
-        kept = _render_marked(render, encoder, messages, tools, word, text, is_kept=True)
-    except TemplateError:
-        return replaced
-    return kept if kept.text == text else replaced
+    marks = _Marks(encoder, word)
+    marked = [marks.add(each, is_assistant=each["role"] == "assistant") for each in messages]
+    offered = None if tools is None else marks.add(list(tools))
+    return marks.remove(render(marked, offered)) if marks.spelled else WrittenText(text)
 
 
 def _list_texts(value: object) -> list[str]:
@@ -312,70 +308,65 @@ def _list_texts(value: object) -> list[str]:
     return [item for item in found if isinstance(item, str)]
 
 
-def _render_marked(
-    render: Callable[[Sequence[TemplateMessage], Tools], str],
-    encoder: TextEncoder,
-    messages: Sequence[TemplateMessage],
-    tools: Tools,
-    word: str,
-    truth: str,
-    *,
-    is_kept: bool,
-) -> WrittenText:
-    """Mark special tokens spelled in strings, render, and find the marks in the text.
+class _Marks:
+    """Words of our own beside the special tokens that messages spell.
 
     Args:
-        render, encoder, messages, tools: As in `render_escaped`.
+        encoder: Knows what looks like a special token.
         word: What marks begin with; stands nowhere else.
-        truth: The text without marks, which says how a token was quoted.
-        is_kept: Whether the spelling stays beside its mark, for templates that look for it at
-            the start or end of a content; else the mark stands in its place.
-    """
-    tokens: dict[str, str] = {}  # by their marks
 
-    def mark_text(text: str, is_assistant: bool) -> str:
+    Attributes:
+        spelled: The tokens, and whether the mark of each stands before it.
+    """
+
+    def __init__(self, encoder: TextEncoder, word: str) -> None:
+        self._encoder = encoder
+        self._word = word
+        self.spelled: list[tuple[str, bool]] = []
+
+    def add(self, value: Any, *, is_assistant: bool = False) -> Any:
+        """`value` with a mark beside each token in its strings."""
+        if isinstance(value, str):
+            return self._mark_text(value, is_assistant)
+        if isinstance(value, Mapping):
+            return {
+                self.add(key): self.add(item, is_assistant=is_assistant)
+                for key, item in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self.add(item, is_assistant=is_assistant) for item in value]
+        return value
+
+    def _mark_text(self, text: str, is_assistant: bool) -> str:
         pieces: list[str] = []
         at, end = 0, len(text.rstrip())
-        for start, stop in encoder.special_token_spellings(text):
+        for start, stop in self._encoder.special_token_spellings(text):
             token = text[start:stop]
             if is_assistant and TAG.fullmatch(token):
                 continue
-            mark = f"{word}{len(tokens)}x"
-            if is_kept:
-                mark = mark + token if stop >= end else token + mark
-            tokens[mark] = token
-            pieces += (text[at:start], mark)
+            is_before = stop >= end  # templates look for tokens at the start or end of a content
+            mark = f"{self._word}{len(self.spelled)}x"
+            pieces += (text[at:start], mark + token if is_before else token + mark)
+            self.spelled.append((token, is_before))
             at = stop
         return "".join((*pieces, text[at:]))
 
-    def mark_value(value: Any, is_assistant: bool = False) -> Any:
-        if isinstance(value, str):
-            return mark_text(value, is_assistant)
-        if isinstance(value, Mapping):
-            items = value.items()
-            return {mark_value(key): mark_value(item, is_assistant) for key, item in items}
-        if isinstance(value, list | tuple):
-            return [mark_value(item, is_assistant) for item in value]
-        return value
-
-    marked = [mark_value(each, each["role"] == "assistant") for each in messages]
-    text = render(marked, None if tools is None else mark_value(list(tools)))
-    if not tokens:
-        return WrittenText(text)
-    pieces: list[str] = []
-    plain: list[Place] = []
-    at = length = 0
-    for match in re.finditer("|".join(map(re.escape, tokens)), text):
-        before, token = text[at : match.start()], tokens[match[0]]
-        length += len(before)
-        quoted = json.dumps(token, ensure_ascii=False)[1:-1]  # in JSON, quotes have backslashes
-        if quoted != token and truth.startswith(quoted, length):
-            token = quoted
-        pieces += (before, token)
-        plain.append((length, length + len(token)))
-        length += len(token)
-        at = match.end()
-    return WrittenText("".join((*pieces, text[at:])), tuple(plain))
+    def remove(self, text: str) -> WrittenText:
+        """The text that was rendered of marked values, and where the tokens stand in it."""
+        pieces: list[str] = []
+        plain: list[Place] = []
+        at = length = 0
+        for match in re.finditer(f"{self._word}([0-9]+)x", text):
+            before, at = text[at : match.start()], match.end()
+            pieces.append(before)
+            length += len(before)
+            token, is_before = self.spelled[int(match[1])]
+            for spelling in (token, json.dumps(token, ensure_ascii=False)[1:-1]):  # in JSON
+                if text.startswith(spelling, at) if is_before else before.endswith(spelling):
+                    start = length if is_before else length - len(spelling)
+                    plain.append((start, start + len(spelling)))
+                    break
+        return WrittenText("".join((*pieces, text[at:])), tuple(plain))
 
 
 class TooManyTokens(TemplateError):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Iterable, Mapping, Sized
 from typing import Any, TypeGuard
 
 import msgspec
@@ -259,25 +258,29 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
 
 def with_arguments_as_text(messages: Iterable[TemplateMessage]) -> list[TemplateMessage]:
     """The messages with the arguments of each call as a string of JSON."""
-    return [_with_calls(message, _with_text_arguments) for message in messages]
+    return [
+        {**message, "tool_calls": list(map(_with_text_arguments, message["tool_calls"]))}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
 
 
 def with_nine_letter_ids(messages: Iterable[TemplateMessage]) -> list[TemplateMessage]:
     """The messages with ids of calls that are nine letters or digits, the same for the same id."""
     converted: list[TemplateMessage] = []
-    results = 0
+    results = -1  # the number of the last one in a row
     for message in messages:
-        results = results + 1 if message["role"] == "tool" else 0
-        converted.append(_with_nine(message, results))
+        results = results + 1 if message["role"] == "tool" else -1
+        own: TemplateMessage = {}
+        if results >= 0:
+            own["tool_call_id"] = _nine(message.get("tool_call_id"), results)
+        elif calls := message.get("tool_calls"):
+            own["tool_calls"] = [
+                {**each, "id": _nine(each["id"], at)} for at, each in enumerate(calls)
+            ]
+        converted.append({**message, **own})
     return converted
-
-
-def _with_nine(message: TemplateMessage, result: int) -> TemplateMessage:
-    """`message` with nine-letter ids; it is the result of that number, from 1, or none."""
-    if result:
-        return {**message, "tool_call_id": _nine(message.get("tool_call_id"), result - 1)}
-    number = itertools.count()
-    return _with_calls(message, lambda call: {**call, "id": _nine(call["id"], next(number))})
 
 
 def with_results_as_user(messages: Iterable[TemplateMessage]) -> list[TemplateMessage]:
@@ -308,13 +311,6 @@ def _joined(*contents: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]
 def as_parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A content as a list of parts."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-def _with_calls(
-    message: TemplateMessage, change: Callable[[dict[str, Any]], dict[str, Any]]
-) -> TemplateMessage:
-    calls = message.get("tool_calls")
-    return {**message, "tool_calls": [change(call) for call in calls]} if calls else message
 
 
 def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -90,17 +90,6 @@ def to_plain(value: Any, where: str, simplify: Callable[[Any], Any] | None = Non
         raise NotPlainError(f"{TOO_DEEP}; {EXPECTED}", where) from None
 
 
-def to_plain_items(
-    items: Mapping[Any, Any], where: str, simplify: Callable[[Any], Any] | None = None
-) -> dict[Any, Any]:
-    """The same for the items of any mapping, which comes back as a dict.
-
-    Raises:
-        NotPlainError: One holds what is no plain data.
-    """
-    return cast("dict[Any, Any]", to_plain(dict(items), where, simplify))
-
-
 def from_plain(code: int, data: memoryview) -> Any:
     """The `ext_hook` that undoes `to_plain`."""
     if code != _ARRAY:
@@ -160,10 +149,8 @@ def _plain(value: Any, depth: int, simplify: Callable[[Any], Any] | None) -> Any
         if not _LEAST <= value <= _MOST:
             raise NotPlainError(f"is an int of more than 64 bits; {EXPECTED}")
         return value
-    if kind is dict:  # one of another type would not come back as such
-        return _plain_dict(value, depth + 1, simplify)
-    if kind is list or kind is tuple:
-        return _plain_list(value, depth + 1, simplify)
+    if kind in (dict, list, tuple):  # one of another type would not come back as such
+        return _plain_items(value, depth + 1, simplify)
     if not simplify and kind is np.ndarray and value.dtype.kind in _NUMBERS:
         array = np.ascontiguousarray(value)
         content = [array.dtype.str, list(value.shape), array.tobytes()]
@@ -175,31 +162,19 @@ def _plain(value: Any, depth: int, simplify: Callable[[Any], Any] | None) -> Any
     return _replace(value, depth, simplify)
 
 
-def _plain_dict(
-    value: Mapping[Any, Any], depth: int, simplify: Callable[[Any], Any] | None
-) -> dict[Any, Any]:
+def _plain_items(value: Any, depth: int, simplify: Callable[[Any], Any] | None) -> Any:
+    """A dict or a list of plain data."""
     _check_depth(depth)
-    made = {}
-    for key, each in value.items():
-        if type(key) is type(each) is str and key.isascii() and each.isascii():  # as a rule
-            made[key] = each
-            continue
+    is_dict = type(value) is dict
+    keys, items = list[Any](), list[Any]()
+    for key, each in value.items() if is_dict else enumerate(value):
         try:
-            made[_plain_key(key, simplify)] = _plain(each, depth, simplify)
+            is_usual = type(each) is str and each.isascii()
+            items.append(each if is_usual else _plain(each, depth, simplify))
+            keys.append(_plain_key(key, simplify) if is_dict else key)
         except NotPlainError as error:
             raise error.within(key) from None
-    return made
-
-
-def _plain_list(values: Any, depth: int, simplify: Callable[[Any], Any] | None) -> list[Any]:
-    _check_depth(depth)
-    made: list[Any] = []
-    for each in values:
-        try:
-            made.append(_plain(each, depth, simplify))
-        except NotPlainError as error:
-            raise error.within(len(made)) from None
-    return made
+    return dict(zip(keys, items, strict=True)) if is_dict else items
 
 
 def _plain_key(key: Any, simplify: Callable[[Any], Any] | None) -> Any:

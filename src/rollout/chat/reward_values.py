@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -46,7 +47,7 @@ def as_reward(value: Any, who: str) -> Reward:
     Raises:
         BadRewardError: It is none of these, or no finite number.
     """
-    reward = value
+    reward = value if isinstance(value, Reward) else Reward(value=value)
     if isinstance(value, Mapping):
         if "score" not in value:
             raise BadRewardError(
@@ -54,8 +55,6 @@ def as_reward(value: Any, who: str) -> Reward:
             )
         rest = {key: item for key, item in value.items() if key != "score"}
         reward = Reward(value=value["score"], extra=rest)
-    elif not isinstance(value, Reward):
-        reward = Reward(value=value)
     for name in ("extra", "segment_values"):
         given = getattr(reward, name)
         if not isinstance(given, Mapping):
@@ -67,13 +66,8 @@ def as_reward(value: Any, who: str) -> Reward:
             raise BadRewardError(
                 f"{who} returned the key {key!r:.80} in extra; expected a str", "extra"
             )
-    return Reward(
-        value=finite_number(reward.value, who, expected="a number or a Reward"),
-        extra=reward.extra,
-        token_values=reward.token_values,
-        turn_values=reward.turn_values,
-        segment_values=reward.segment_values,
-    )
+    number = finite_number(reward.value, who, expected="a number or a Reward")
+    return msgspec.structs.replace(reward, value=number)
 
 
 def finite_number(
@@ -187,11 +181,11 @@ def _pack_by_segment(
     if values is None:
         return {}
     by_segment = values if isinstance(values, Mapping) else {trajectory.main_index: values}
-    pack = _pack_turns if what == "turn_values" else _pack_tokens
-    return {
-        _check_index(at, trajectory, what, who): pack(each, trajectory.segments[at].transcript, who)
-        for at, each in by_segment.items()
-    }
+    packed = {}
+    for at, each in by_segment.items():
+        index = _check_index(at, trajectory, what, who)
+        packed[index] = _pack(what, each, trajectory.segments[index].transcript, who)
+    return packed
 
 
 def _check_index(at: Any, trajectory: Trajectory, what: str, who: str) -> int:
@@ -205,17 +199,13 @@ def _check_index(at: Any, trajectory: Trajectory, what: str, who: str) -> int:
     return int(at)
 
 
-def _pack_tokens(values: Any, transcript: Transcript, who: str) -> array[float]:
-    count = transcript.response_length
-    numbers = _check_numbers(
-        values, count, ("token_values", "token", "tokens after the prompt"), who
-    )
-    return array("f", numbers.tobytes())
-
-
-def _pack_turns(values: Any, transcript: Transcript, who: str) -> array[float]:
+def _pack(what: str, values: Any, transcript: Transcript, who: str) -> array[float]:
+    if what == "token_values":
+        names = ("token", "tokens after the prompt")
+        numbers = _check_numbers(what, values, transcript.response_length, names, who)
+        return array("f", numbers.tobytes())
     spans = list(transcript.generated_spans())
-    numbers = _check_numbers(values, len(spans), ("turn_values", "turn", "turns"), who)
+    numbers = _check_numbers(what, values, len(spans), ("turn", "turns"), who)
     spread = np.zeros(transcript.response_length, dtype=np.float32)
     for span, number in zip(spans, numbers, strict=True):
         if len(span):
@@ -224,9 +214,9 @@ def _pack_turns(values: Any, transcript: Transcript, who: str) -> array[float]:
 
 
 def _check_numbers(
-    values: Any, count: int, names: tuple[str, str, str], who: str
+    what: str, values: Any, count: int, names: tuple[str, str], who: str
 ) -> npt.NDArray[np.float32]:
-    what, one, all_of_them = names
+    one, all_of_them = names
     if hasattr(values, "detach"):  # NumPy does not read every tensor
         values = values.tolist()
     elif isinstance(values, list | tuple):

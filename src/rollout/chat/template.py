@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from rollout.media.processor import MediaProcessor
     from rollout.types import Message
 
+#: More tokens than end a turn, which may have been sampled and then need no room.
+TURN_END_ROOM = 64
+
 
 class ChatTemplate:
     """A tokenizer and its chat template, used so that a transcript only ever grows.
@@ -183,11 +186,10 @@ class ChatTemplate:
     ) -> tuple[array[int], bool]:
         """`observation_ids`, and whether the turn after them begins inside reasoning."""
         adapted = self._renderer.adapted(template_messages(messages))
-        added = self._continuations.render(adapted, max_tokens)
-        written = self._expand_media(added.written, adapted, before, max_tokens)
-        if max_tokens is not None:
-            max_tokens += len(added.turn_end.encode())  # which may have been sampled
-        ids = self.encoder.encode(written, max_tokens)
+        room = None if max_tokens is None else max_tokens + TURN_END_ROOM
+        added = self._continuations.render(adapted, room)
+        written = self._expand_media(added.written, adapted, before, room)
+        ids = self.encoder.encode(written, room)
         if after is not None and len(after):
             ids = ids[self._continuations.past(ids, added.turn_end, after) :]
         return ids, added.opens_reasoning

@@ -76,11 +76,10 @@ def _play(template: ChatTemplate, scene: Scene) -> SceneReport:
         said[len(messages)] = template.decode(ids)
         messages.append(Message(role="assistant", content=text))
         if following:
-            added = template.observation_ids(following, after=ids)
+            added, is_reasoning = template.observe(following, after=ids)
             whole = template.observation_ids(following, after=None)
             transcript.append_observation(added)
             boundary = _without_contents(template.decode(added), following)
-            is_reasoning = template.opens_reasoning_after(following)
             cut_end = template.decode(whole[: len(whole) - len(added)])
             messages += following
     report = SceneReport(name=scene.name, boundary=boundary, cut_end=cut_end)

@@ -55,12 +55,8 @@ class SegmentRecord(msgspec.Struct, Generic[S, M], kw_only=True, omit_defaults=T
     messages: M | None = None
 
 
-class TrajectoryRecord(msgspec.Struct, Generic[S, M], kw_only=True):
-    """A trajectory; `spans` are those of its `transcript`.
-
-    Attributes:
-        prompt: Its fields; None where it is written elsewhere.
-    """
+class TrajectoryFacts(msgspec.Struct, kw_only=True):
+    """What a `Trajectory`, its record and its rows in a batch have in the same form."""
 
     uid: str
     group: int
@@ -74,6 +70,15 @@ class TrajectoryRecord(msgspec.Struct, Generic[S, M], kw_only=True):
     turn_scores: list[float]
     tool_rewards: list[float]
     metrics: dict[str, float]
+
+
+class TrajectoryRecord(TrajectoryFacts, Generic[S, M], kw_only=True):
+    """A trajectory; `spans` are those of its `transcript`.
+
+    Attributes:
+        prompt: Its fields; None where it is written elsewhere.
+    """
+
     extra: dict[Any, Any]
     cause: Cause | None
     prompt: dict[str, Any] | None = None
@@ -88,9 +93,10 @@ PackedTrajectory = TrajectoryRecord[Span, Any]
 #: With the contents of its media by their digests, for who has nothing else of it.
 CompleteTrajectory = tuple[TrajectoryRecord[Span, Any], dict[str, bytes]]
 
-#: Fields that a trajectory and its record have in the same form.
-_SAME = ("uid", "group", "member", "num_turns", "outcome", "reason", "limit_source", "trainable")
+#: Values of users' among what both have.
 _VALUES = ("reward", "turn_scores", "tool_rewards", "metrics", "extra")
+_OF_SEGMENT = ("purpose", "parent", "trainable", "session_id", "seeds")
+_SAME = tuple(name for name in TrajectoryFacts.__struct_fields__ if name not in _VALUES)
 
 
 def pack_trajectory(
@@ -113,13 +119,9 @@ def pack_trajectory(
         rewards, own = each.token_rewards, each.transcript
         segments.append(
             SegmentRecord(
-                purpose=each.purpose,
-                parent=each.parent,
-                trainable=each.trainable,
+                **{name: getattr(each, name) for name in _OF_SEGMENT},
                 reward=write(each.reward, "segments.reward"),
                 token_rewards=None if rewards is None else array("f", rewards).tobytes(),
-                session_id=each.session_id,
-                seeds=list(each.seeds),
                 spans=None if own is transcript else list(own.spans),
                 media=tuple(
                     PlacedMedia(drop_content(m.medium), m.start, m.count) for m in own.media
@@ -162,14 +164,9 @@ def unpack_trajectory(
     conversation = unpack_messages(record.messages)
     segments = [
         Segment(
+            **{name: getattr(each, name) for name in (*_OF_SEGMENT, "reward")},
             transcript=transcript,
-            parent=each.parent,
-            purpose=each.purpose,
-            trainable=each.trainable,
-            reward=each.reward,
             token_rewards=None if each.token_rewards is None else array("f", each.token_rewards),
-            session_id=each.session_id,
-            seeds=each.seeds,
             messages=(conversation if each.messages is None else unpack_messages(each.messages)),
         )
         for each, transcript in zip(record.segments, transcripts, strict=True)

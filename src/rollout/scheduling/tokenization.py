@@ -66,7 +66,8 @@ class TokenizationCheck:
     def _is_chosen(self, context: AgentContext) -> bool:
         if self._mode != "sample":
             return self._mode != "off"
-        kind = context.assistant_turns > 1, context.tools.calls > 0
+        tools = context.used_tools
+        kind = context.assistant_turns > 1, tools is not None and tools.calls > 0
         self._seen += 1
         self._of_kind[kind] += 1
         return self._of_kind[kind] <= FIRST or self._seen % THEN_ONE_IN == 0

@@ -386,10 +386,10 @@ def _check_numbers(name: str, values: list[Any]) -> list[float]:
 
 def _count_calls(run: TrajectoryRun) -> dict[str, float]:
     """Sum the calls of all attempts so far; of ``tool/TOOL/seconds_max``, take the maximum."""
-    tools = run.context.tools
-    tools.abandon()  # calls of code that was stopped will not end
-    calls: dict[str, float] = {"tool_calls": tools.calls, "tool_errors": tools.errors}
-    calls |= tools.counts
+    tools, calls = run.context.used_tools, dict[str, float](tool_calls=0, tool_errors=0)
+    if tools is not None:
+        tools.abandon()  # calls of code that was stopped will not end
+        calls |= {"tool_calls": tools.calls, "tool_errors": tools.errors, **tools.counts}
     for name, value in run.calls.items():
         known = calls.get(name, 0.0)
         calls[name] = max(known, value) if name.endswith("/seconds_max") else known + value
@@ -397,15 +397,15 @@ def _count_calls(run: TrajectoryRun) -> dict[str, float]:
 
 
 def _metrics(run: TrajectoryRun, restarts: int) -> dict[str, float]:
-    context, tools = run.context, run.context.tools
+    context, tools = run.context, run.context.used_tools
     rare = ("cut_prompt_tokens", "sampled_placeholders", "truncated_tokens", "pinned_calls")
     return {
         "generation_s": context.generation_s,
-        "tool_s": tools.seconds,
+        "tool_s": 0.0 if tools is None else tools.seconds,
         **_count_calls(run),
         "cached_tokens": context.cached_tokens,
         **{name: value for name in rare if (value := getattr(context, name))},
-        **tools.metrics,
+        **({} if tools is None else tools.metrics),
         "attempts": run.attempt,
         "discarded_tokens": run.discarded_tokens + context.discarded_tokens,
         "resumes": run.resumes + context.resumes,

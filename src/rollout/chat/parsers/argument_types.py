@@ -14,13 +14,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from rollout.chat.parsers.json_calls import finite
+from rollout.chat.parsers.json_calls import read_number
 from rollout.chat.parsers.python_calls import read_literal
 
 _ORDER = ("null", "boolean", "integer", "number", "object", "array")
 _ALL = frozenset((*_ORDER, "string"))
 #: Types whose values no text stands in.
 _PLAIN = frozenset(("null", "boolean", "integer", "number"))
+_TYPES = {type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string"}
 #: Names that tool authors use in place of JSON schema's.
 _ALIASES = {
     "int": "integer",
@@ -38,7 +39,6 @@ _ALIASES = {
 _MAX_STEPS = 32
 
 _INTEGER = re.compile(r"[+-]?[0-9]+(?:\.0*)?")
-_NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 
 class ArgumentTypes:
@@ -78,7 +78,11 @@ class ArgumentTypes:
         for choice in choices:
             if _is_written(choice, text.strip()):
                 return choice
-        return _convert(text, types)
+        for kind in _ORDER:
+            if kind in types:
+                with suppress(ValueError):
+                    return _read(kind, text.strip())
+        return text
 
     def _of(self, name: str) -> tuple[list[Any], frozenset[str]]:
         """The choices and the types of a parameter."""
@@ -137,7 +141,7 @@ def _types(schema: Any, root: Mapping[str, Any], steps: int) -> frozenset[str] |
     allowed = [_declared(schema)]
     choices = _parts(schema, "enum") or ([schema["const"]] if "const" in schema else [])
     if choices:
-        allowed.append(frozenset(map(_type_of, choices)))
+        allowed.append(frozenset(map(_find_type, choices)))
     for key in ("anyOf", "oneOf"):
         parts = [_types(part, root, steps // 2) for part in _parts(schema, key)]
         if parts:
@@ -167,15 +171,6 @@ def _is_written(choice: Any, text: str) -> bool:
         return False
 
 
-def _convert(text: str, types: frozenset[str]) -> Any:
-    body = text.strip()
-    for name in _ORDER:
-        if name in types:
-            with suppress(ValueError):
-                return _read(name, body)
-    return text
-
-
 def _read(name: str, body: str) -> Any:
     """`body` as a value of this type; a ValueError where it writes none."""
     match name:
@@ -185,8 +180,8 @@ def _read(name: str, body: str) -> Any:
             return body.lower() == "true"
         case "integer" if _INTEGER.fullmatch(body):
             return int(body.partition(".")[0])
-        case "number" if _NUMBER.fullmatch(body):
-            return finite(body) if any(sign in body for sign in ".eE") else int(body)
+        case "number":
+            return read_number(body)
         case "object" if body.startswith("{"):
             if isinstance(value := read_literal(body), dict):
                 return value
@@ -196,13 +191,9 @@ def _read(name: str, body: str) -> Any:
     raise ValueError(f"no {name}")
 
 
-def _type_of(value: Any) -> str:
-    if value is None:
-        return "null"
-    for kind, name in ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string")):
-        if isinstance(value, kind):
-            return name
-    return "object" if isinstance(value, Mapping) else "array"
+def _find_type(value: Any) -> str:
+    name = _TYPES.get(type(value))
+    return name or ("object" if isinstance(value, Mapping) else "array")
 
 
 def _parts(schema: Mapping[str, Any], *keys: str) -> list[Any]:

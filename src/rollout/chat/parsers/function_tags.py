@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, ClassVar
 
+from rollout.chat.parsers.json_calls import FaultyCall
 from rollout.chat.parsers.markup import CallMarkup, end_of_json, without_layout
 from rollout.chat.parsers.registry import register_tool_parser
-from rollout.chat.parsers.scan import FaultyCall, TaggedParser
+from rollout.chat.parsers.scan import TaggedParser
 
 if TYPE_CHECKING:
     from rollout.chat.parsers.scan import TurnScan
@@ -45,26 +46,25 @@ class FunctionTagParser(TaggedParser):
         super().__init_subclass__()
 
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
-        start, name = opening.start(), (opening["name"] or "").strip().strip("\"'").strip()
-        if not self._is_meant(scan, opening):
-            return scan.add_content(*opening.span())
-        try:
-            if not name:
-                raise FaultyCall("expected <function=NAME>", end_of_json(scan, opening.end()))
-            arguments, stop = self.markup.read(scan, opening.end(), name)
-        except FaultyCall as fault:
-            end = self.markup.end_of_faulty(scan, fault)
-            end = None if end is None else self._end_of_block(scan, end)
-            return scan.add_faulty(start, fault, end, self.blocks, f"</{self.block}>")
-        return scan.add_call(start, self._end_of_block(scan, stop), name, arguments)
+        name = (opening["name"] or "").strip().strip("\"'").strip()
+        if not name:
+            raise FaultyCall("expected <function=NAME>", end_of_json(scan, opening.end()))
+        arguments, stop = self.markup.read(scan, opening.end(), name)
+        return scan.add_call(opening.start(), self._end_of_block(scan, stop), name, arguments)
+
+    def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
+        stop = self.markup.find_closing(scan, fault)
+        if stop is not None:
+            return self._end_of_block(scan, stop)
+        at = max(fault.at, opening.start() + 1)
+        return scan.skip_to_tag(at, self.blocks, f"</{self.block}>")
 
     def _end_of_block(self, scan: TurnScan, stop: int) -> int:
         end_block = f"</{self.block}>"
         follower = scan.skip_space(stop)
         return follower + len(end_block) if scan.text.startswith(end_block, follower) else stop
 
-    def _is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
-        """Whether what `opening` opens was meant as a call, right or wrong."""
+    def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
         at = scan.skip_space(opening.end())
         is_block = opening[0].startswith(f"<{self.block}>")
         is_spaced = at > opening.end() and "\n" not in scan.text[opening.end() : at]

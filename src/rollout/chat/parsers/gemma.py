@@ -6,12 +6,12 @@ import json
 import re
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rollout.chat.parsers.json_calls import MAX_DEPTH, finite
+from rollout.chat.parsers.json_calls import MAX_DEPTH, FaultyCall, read_number, skip_space
 from rollout.chat.parsers.llama3 import OBJECT, read_objects
 from rollout.chat.parsers.python_calls import (
     MAX_VALUES,
     PythonCall,
-    PythonFault,
+    make_fault,
     read_statement,
     unescape,
 )
@@ -48,7 +48,6 @@ _BARE_KEY = re.compile(r"""\s*([^,:{}\[\]<"'\s][^,:{}\[\]<"]*)""")
 _BARE = re.compile(r"""\s*([^,{}\[\]<"'\s](?:[^,{}\[\]<]*[^,{}\[\]<\s])?)(?P<goes_on>\s*,)?""")
 #: What a bare word may hold beside quotes that it leaves open; "it's" and "dogs'" open none.
 _CLOSED = re.compile(r"""[^"']++|"[^"]*"|(?<!\w)'[^']*'|(?<=\w)'""")
-_NUMBER = re.compile(r"[+-]?(?:[0-9]+(\.[0-9]*)?|(\.[0-9]+))([eE][+-]?[0-9]+)?")
 _CONSTANTS = {
     "true": True, "false": False, "null": None, "True": True, "False": False, "None": None
 }  # fmt: skip
@@ -72,55 +71,48 @@ class GemmaParser(TaggedParser):
         rf"|(?:\A|(?<=<channel\|>)|(?<=</think>))\s*(?:(?P<json>(?={OBJECT}))|{CALL_LIST})"
     )
 
+    def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
+        if opening["fence"] is not None:
+            is_line = _LINE_END.match(scan.text, opening.end()) is not None
+            return is_line or scan.is_at_line_start
+        if opening[0] not in _ENDS:
+            return True
+        is_begun = scan.text.startswith("call:", scan.skip_space(opening.end()))
+        return is_begun or scan.is_meant(opening.end(), _ENDS[opening[0]])
+
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
         if opening["name"] is not None:
             return add_call_list(scan, opening)
         if opening["json"] is not None:
             return read_objects(scan, opening.end(), opening.end(), is_marked=False)
         if opening["fence"] is not None:
-            is_meant = scan.is_at_line_start or _LINE_END.match(scan.text, opening.end())
-            return _read_fence(scan, opening) if is_meant else scan.add_content(*opening.span())
-        is_begun = scan.text.startswith("call:", scan.skip_space(opening.end()))
-        if not is_begun and not scan.is_meant(opening.end(), _ENDS[opening[0]]):
-            return scan.add_content(*opening.span())
-        return _read_tagged(scan, opening)
-
-
-def _read_tagged(scan: TurnScan, opening: re.Match[str]) -> int:
-    start, end = opening.start(), _ENDS[opening[0]]
-    reader = GemmaReader(scan.text, opening.end())
-    is_read = False
-    try:
+            return _read_fence(scan, opening.end())
+        reader, end = GemmaReader(scan.text, opening.end()), _ENDS[opening[0]]
         name, arguments = reader.call()
-        is_read = True
         if not reader.take(end):
-            reader.fail(f"the call is not closed by {end}")
-    except PythonFault as fault:
-        tag = _TAG.match(scan.text, fault.at) if is_read else None
-        if tag is not None:
-            at = tag.start() if tag[0] in _ENDS else tag.end()
-            return scan.add_invalid(start, at, str(fault))
-        # Where it is not closed, all that follows may be quoted in it.
-        nesting = scan.nesting(_NESTED[opening[0]])
+            tag = _TAG.match(scan.text, reader.at)
+            fault = make_fault(f"the call is not closed by {end}", scan.text, reader.at)
+            if tag is None:
+                raise fault
+            stop = tag.start() if tag[0] in _ENDS else tag.end()
+            return scan.add_invalid(opening.start(), stop, str(fault))
+        return scan.add_call(opening.start(), reader.at, name, arguments)
+
+    def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
+        is_fence = opening["fence"] is not None
+        nesting = scan.nesting(_NESTED_FENCE if is_fence else _NESTED[opening[0]])
         stop = nesting.stop(opening.end())
-        if stop is None:
+        if stop is None and not is_fence:  # all that follows may be quoted in it
             stop = nesting.before_calls(opening.end(), _NAMED, _GAP)
-        return scan.add_invalid(start, len(scan.text) if stop is None else stop, str(fault))
-    return scan.add_call(start, reader.at, name, arguments)
+        return len(scan.text) if stop is None else stop
 
 
-def _read_fence(scan: TurnScan, opening: re.Match[str]) -> int:
+def _read_fence(scan: TurnScan, at: int) -> int:
     """The calls of a fence, one or several, bare, printed or in a list."""
-    at = opening.end()
     calls: list[PythonCall] = []
-    try:
-        while not calls or not scan.text.startswith(FENCE, at := scan.skip_space(at)):
-            more, at = read_statement(scan.text, at)
-            calls += more
-    except PythonFault as fault:
-        stop = scan.nesting(_NESTED_FENCE).stop(opening.end())
-        stop = len(scan.text) if stop is None else stop
-        return scan.add_invalid(opening.start(), stop, str(fault))
+    while not calls or not scan.text.startswith(FENCE, at := scan.skip_space(at)):
+        more, at = read_statement(scan.text, at)
+        calls += more
     for call in calls:
         scan.add_call(call.start, call.stop, call.name, call.arguments)
     return at + len(FENCE)
@@ -130,7 +122,7 @@ class GemmaReader:
     """A position in a text from which ``call:f{key:value}`` is read; it then stands after that.
 
     Raises:
-        PythonFault: From all that reads, with the position of the fault.
+        FaultyCall: From all that reads, with the position of the fault.
     """
 
     def __init__(self, text: str, at: int) -> None:
@@ -140,7 +132,7 @@ class GemmaReader:
 
     def take(self, sign: str) -> bool:
         """Whether `sign` stands next, white space aside; if so go past it."""
-        self._skip()
+        self.at = skip_space(self.text, self.at)
         if not self.text.startswith(sign, self.at):
             return False
         self.at += len(sign)
@@ -148,11 +140,7 @@ class GemmaReader:
 
     def fail(self, reason: str) -> NoReturn:
         """Raise a fault here, with what stands here."""
-        raise PythonFault(reason, self.text, self.at)
-
-    def _skip(self) -> None:
-        gap = _GAP.match(self.text, self.at)
-        self.at = self.at if gap is None else gap.end()
+        raise make_fault(reason, self.text, self.at)
 
     def _ends(self, end: str) -> bool:
         """Whether `end` stands next, after a comma or not; else there must be a comma."""
@@ -254,10 +242,7 @@ def _is_open(word: str) -> bool:
 
 def _bare(word: str) -> Any:
     """A constant, a number, or else the word itself, as models at times forget the marks."""
-    number = _NUMBER.fullmatch(word)
-    if number is None:
-        return _CONSTANTS.get(word, word)
     try:
-        return finite(word) if number.lastindex else int(word)
+        return read_number(word)
     except ValueError:
-        return word
+        return _CONSTANTS.get(word, word)

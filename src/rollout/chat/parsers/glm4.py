@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from rollout.chat.parsers.json_calls import FaultyCall
 from rollout.chat.parsers.markup import CallMarkup, end_of_json, without_own_lines
 from rollout.chat.parsers.registry import register_tool_parser
-from rollout.chat.parsers.scan import FaultyCall, TaggedParser
+from rollout.chat.parsers.scan import TaggedParser
 
 if TYPE_CHECKING:
     from rollout.chat.parsers.scan import TurnScan
@@ -35,35 +36,31 @@ class Glm4Parser(TaggedParser):
     """
 
     stop_tokens = ("<|user|>", "<|observation|>", "<|endoftext|>")
-    opening = r"<tool_call>(?P<name>[^<]*)"
+    opening = r"<tool_call>(?=(?P<name>[^<]*))"
+
+    def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
+        name, stop = opening["name"].strip(), opening.end("name")
+        if scan.is_meant(opening.end(), _END_CALL):
+            return True
+        if _NAME.fullmatch(name) is None:
+            return scan.nesting(_MARKUP.nested).end(stop) is not None
+        if scan.text.startswith("<arg_key>", stop):
+            return True
+        is_tight = scan.text.startswith(name, opening.end())
+        if scan.text.startswith(_END_CALL, stop):
+            return name in scan.tool_names or (is_tight and not scan.tool_names)
+        is_cut = stop == len(scan.text) or scan.text.startswith("<tool_call>", stop)
+        return is_cut and is_tight and scan.is_at_line_start
 
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
-        start, name = opening.start(), opening["name"].strip()
-        if not _is_meant(scan, opening, name):
-            return scan.add_content(start, opening.start("name"))
-        try:
-            if _NAME.fullmatch(name) is None:
-                raise FaultyCall(
-                    "expected the name of a function", end_of_json(scan, opening.start("name"))
-                )
-            arguments, stop = _MARKUP.read(scan, opening.end(), name)
-        except FaultyCall as fault:
-            end = _MARKUP.end_of_faulty(scan, fault)
-            return scan.add_faulty(start, fault, end, _BLOCK, _END_CALL)
-        return scan.add_call(start, stop, name, arguments)
+        name = opening["name"].strip()
+        if _NAME.fullmatch(name) is None:
+            at = end_of_json(scan, opening.end())
+            raise FaultyCall("expected the name of a function", at)
+        arguments, stop = _MARKUP.read(scan, opening.end("name"), name)
+        return scan.add_call(opening.start(), stop, name, arguments)
 
-
-def _is_meant(scan: TurnScan, opening: re.Match[str], name: str) -> bool:
-    """Whether a block was meant as a call, right or wrong."""
-    after = opening.start("name")
-    if scan.is_meant(after, _END_CALL):
-        return True
-    if _NAME.fullmatch(name) is None:
-        return scan.nesting(_MARKUP.nested).end(opening.end()) is not None
-    if scan.text.startswith("<arg_key>", opening.end()):
-        return True
-    is_tight = scan.text.startswith(name, after)
-    if scan.text.startswith(_END_CALL, opening.end()):
-        return name in scan.tool_names or (is_tight and not scan.tool_names)
-    is_cut = opening.end() == len(scan.text) or scan.text.startswith("<tool_call>", opening.end())
-    return is_cut and is_tight and scan.is_at_line_start
+    def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
+        stop = _MARKUP.find_closing(scan, fault)
+        at = max(fault.at, opening.start() + 1)
+        return scan.skip_to_tag(at, _BLOCK, _END_CALL) if stop is None else stop

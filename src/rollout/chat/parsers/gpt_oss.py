@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollout.chat.parsers.json_calls import arguments_of, is_cut, value_at, whole_value
+from rollout.chat.parsers.json_calls import (
+    FaultyCall,
+    arguments_of,
+    skip_space,
+    value_at,
+    whole_value,
+)
 from rollout.chat.parsers.registry import ParsedTurn, register_tool_parser
-from rollout.chat.parsers.scan import TooManyCalls, TurnScan
+from rollout.chat.parsers.scan import MAX_TAGS, TooManyCalls, TurnScan, find_last_calls
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +22,6 @@ if TYPE_CHECKING:
 _TOKEN = re.compile(r"<\|(start|channel|constrain|message|end|call|return)\|>")
 _RECIPIENT = re.compile(r"(?<!\S)to=([^\s<]*)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*([A-Za-z]*)")
-_SPACE = re.compile(r"\s*")
 _END = re.compile(r"<\|(?:end|call|return)\|>")
 _PIECE = r"[^<]{0,300}"
 _HEADER = rf"(?:<\|channel\|>{_PIECE})?(?:<\|constrain\|>{_PIECE})?<\|message\|>"
@@ -25,16 +31,11 @@ _WHOLE = re.compile(rf"\s*(?:<\|start\|>{_PIECE})?{_HEADER}")
 _FIRST = re.compile(
     rf"\s*+(?:(?:assistant\s*)?<\|(?:start|channel|message)\|>|{_PIECE}to={_PIECE}(?:<\||\Z))"
 )
-#: What follows each token where it is no word of the model's.
+#: What follows a token where it is no word of the model's: most of them, and two.
 _AFTER_END = re.compile(r"(?:\s*<\|(?:end|call|return)\|>){0,3}+\s*(?:<\|(?:start|channel)\|>|\Z)")
 _REAL = {
     "start": re.compile(rf"{_PIECE}(?:{_HEADER}|<\|channel\|>{_PIECE}\Z|(?<=\w)\Z)"),
     "channel": re.compile(rf"{_PIECE}(?:<\|constrain\|>{_PIECE})?<\|message\|>"),
-    "constrain": _AFTER_END,
-    "message": _AFTER_END,
-    "end": _AFTER_END,
-    "call": _AFTER_END,
-    "return": _AFTER_END,
 }
 #: Tokens that end no message. A header inside analysis that nothing closed is a draft.
 _IN_BODY = ("message", "constrain")
@@ -89,7 +90,7 @@ def _messages(text: str, in_reasoning: bool) -> Iterator[_Message]:
     start, body = 0, 0 if in_reasoning or is_plain else -1
     channel, recipient = ("analysis" if in_reasoning else ""), ""
     end_of_call = 0
-    for token in _TOKEN.finditer(text):
+    for token in itertools.islice(_TOKEN.finditer(text), MAX_TAGS):
         kind = token[1]
         if token.start() < end_of_call:
             continue  # in the JSON of a call
@@ -114,7 +115,7 @@ def _messages(text: str, in_reasoning: bool) -> Iterator[_Message]:
 
 
 def _is_spoken_of(text: str, token: re.Match[str]) -> bool:
-    return _REAL[token[1]].match(text, token.end()) is None
+    return _REAL.get(token[1], _AFTER_END).match(text, token.end()) is None
 
 
 def _end_of_call(text: str, body: int) -> int:
@@ -123,34 +124,30 @@ def _end_of_call(text: str, body: int) -> int:
     Other messages after it may be quoted in it.
     """
     try:
-        return value_at(text, _skip(text, body))[1]
-    except ValueError as error:
-        if is_cut(str(error)):
+        return value_at(text, skip_space(text, body))[1]
+    except FaultyCall as error:
+        return len(text) if error.is_cut else find_last_calls(text, body, _END, _skip_message)
+
+
+def _skip_message(text: str, at: int) -> int:
+    message = _WHOLE.match(text, at)
+    if message is None:
+        if skip_space(text, at) == len(text):
             return len(text)
-    at = body
-    while (end := _END.search(text, at)) is not None:
-        start, at = end.start(), end.end()
-        while (message := _WHOLE.match(text, at)) is not None:
-            at = message.end()
-            if _header(message[0])[1] not in _PEOPLE:
-                try:
-                    at = _skip(text, value_at(text, _skip(text, at))[1])
-                except ValueError:
-                    break
-            end = _END.search(text, at)
-            if end is None:
-                return start
-            if _header(message[0])[1] not in _PEOPLE and end.start() != at:
-                break
-            at = end.end()
-        if _skip(text, at) == len(text):
-            return start
-    return len(text)
-
-
-def _skip(text: str, at: int) -> int:
-    space = _SPACE.match(text, at)
-    return at if space is None else space.end()
+        raise FaultyCall("no message follows", at)
+    at = message.end()
+    is_call = _header(message[0])[1] not in _PEOPLE
+    if is_call:
+        try:
+            at = skip_space(text, value_at(text, skip_space(text, at))[1])
+        except FaultyCall as error:
+            raise FaultyCall(str(error), at) from None
+    end = _END.search(text, at)
+    if end is None:
+        return len(text)
+    if is_call and end.start() != at:
+        raise FaultyCall("more text follows the call", at)
+    return end.end()
 
 
 def _header(text: str) -> tuple[str, str]:
@@ -187,11 +184,11 @@ def _add(scan: TurnScan, message: _Message) -> None:
 def _add_call(scan: TurnScan, message: _Message) -> None:
     try:
         if message.end == "header":
-            raise ValueError("the call has no message")
+            raise FaultyCall("the call has no message")
         if message.recipient == "functions.":
-            raise ValueError("the recipient names no function")
+            raise FaultyCall("the recipient names no function")
         arguments = arguments_of(whole_value(scan.text[message.body : message.stop]))
-    except ValueError as error:
+    except FaultyCall as error:
         scan.add_invalid(message.start, message.stop, str(error))
     else:
         scan.add_call(message.start, message.stop, message.recipient, arguments)

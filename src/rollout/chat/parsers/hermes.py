@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from rollout.chat.parsers.json_calls import GAP, call_of, is_cut, value_at
+from rollout.chat.parsers.json_calls import GAP, FaultyCall, call_of, value_at
 from rollout.chat.parsers.registry import register_tool_parser
 from rollout.chat.parsers.scan import TaggedParser
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rollout.chat.parsers.scan import TurnScan
 
 CALL, END_CALL = "<tool_call>", "</tool_call>"
+_UNCLOSED = f"the call is not closed by {END_CALL}"
 _NESTED = re.compile(rf"(?P<opens>{CALL}{GAP}[{{\[])|(?P<closes>{END_CALL})")
 
 
@@ -26,38 +27,33 @@ class HermesParser(TaggedParser):
     stop_tokens = ("<|im_end|>",)
     opening = CALL
 
-    def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
-        start, body = opening.start(), scan.skip_space(opening.end())
-        if not self._is_meant(scan, opening):
-            return scan.add_content(*opening.span())
-        try:
-            value, stop = value_at(scan.text, body)
-        except ValueError as error:
-            return self._add_invalid(scan, start, body, str(error))
-        follower = scan.skip_space(stop)
-        if scan.text.startswith(CALL, follower):
-            end = scan.nesting(_NESTED).stop(body)  # else the next one is no part of it
-            stop = stop if end is None else end
-            return scan.add_invalid(start, stop, f"the call is not closed by {END_CALL}")
-        if not scan.text.startswith(END_CALL, follower):
-            return self._add_invalid(
-                scan, start, follower, "malformed JSON: more text follows the call"
-            )
-        try:
-            call = call_of(value)
-        except ValueError as error:
-            return self._add_invalid(scan, start, follower, str(error))
-        return scan.add_call(start, follower + len(END_CALL), call.name, call.arguments)
-
-    def _is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
+    def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
         is_twice = scan.text.startswith(CALL, opening.end()) and scan.is_at_line_start
         return is_twice or scan.is_meant(opening.end(), END_CALL)
 
-    def _add_invalid(self, scan: TurnScan, start: int, at: int, reason: str) -> int:
-        """What is faulty reaches to its end tag, past what it quotes."""
-        stop = None if is_cut(reason) else scan.nesting(_NESTED).stop(at)
-        if stop is not None:
-            return scan.add_invalid(start, stop, reason)
-        if scan.find(END_CALL, at) == len(scan.text):
-            reason = f"the call is not closed by {END_CALL}"
-        return scan.add_invalid(start, len(scan.text), reason)
+    def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
+        try:
+            return self._read_call(scan, opening.start(), scan.skip_space(opening.end()))
+        except FaultyCall as fault:
+            if END_CALL in scan.text[fault.at :]:
+                raise
+            raise FaultyCall(_UNCLOSED, fault.at) from None
+
+    def _read_call(self, scan: TurnScan, start: int, body: int) -> int:
+        value, stop = value_at(scan.text, body)
+        follower = scan.skip_space(stop)
+        if scan.text.startswith(CALL, follower):
+            end = scan.nesting(_NESTED).stop(body)  # else the next one is no part of it
+            return scan.add_invalid(start, stop if end is None else end, _UNCLOSED)
+        if not scan.text.startswith(END_CALL, follower):
+            raise FaultyCall("malformed JSON: more text follows the call", follower)
+        try:
+            call = call_of(value)
+        except FaultyCall as fault:
+            fault.at = follower
+            raise
+        return scan.add_call(start, follower + len(END_CALL), call.name, call.arguments)
+
+    def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
+        stop = None if fault.is_cut else scan.nesting(_NESTED).stop(fault.at)
+        return len(scan.text) if stop is None else stop

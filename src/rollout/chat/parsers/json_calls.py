@@ -8,16 +8,40 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any, NamedTuple
 
 #: Nesting past this is no argument of a sane call; it also bounds Python's own stack.
 MAX_DEPTH = 100
-#: Read first; most calls are shorter. What turns out longer is read again with four times as much.
-_WINDOW = 256
-#: A fault this close to the end of a window may be the window's: ``\ud83d\ude00`` is cut there.
-_LONGEST_ATOM = 16
 #: What may stand before JSON, also where a string quotes it.
 GAP = r"(?:\s|\\[nrt])*+"
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_SPACE = re.compile(r"\s*+")
+
+
+class FaultyCall(ValueError):
+    """A call is not what its format wants.
+
+    Attributes:
+        at: Where.
+        is_in_value: Whether a value is open there, so that what follows may be quoted in it.
+        is_cut: Whether a string of its JSON reaches to the end of the text.
+    """
+
+    def __init__(
+        self, reason: str, at: int = 0, *, is_in_value: bool = False, is_cut: bool = False
+    ) -> None:
+        super().__init__(reason)
+        self.at = at
+        self.is_in_value = is_in_value
+        self.is_cut = is_cut
+
+
+def skip_space(text: str, at: int) -> int:
+    """The first position from `at` that is not white space."""
+    space = _SPACE.match(text, at)
+    assert space is not None
+    return space.end()
 
 
 def _refuse_constant(name: str) -> None:
@@ -32,6 +56,13 @@ def finite(literal: str) -> float:
     return number
 
 
+def read_number(text: str) -> int | float:
+    """The number that a bare word writes; ValueError where it is none, or overflows."""
+    if _NUMBER.fullmatch(text) is None:
+        raise ValueError("no number")
+    return finite(text) if any(sign in text for sign in ".eE") else int(text)
+
+
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=finite)
 
 
@@ -44,40 +75,20 @@ class WrittenCall(NamedTuple):
 
 
 def value_at(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value that starts at `at`, and where it ends.
-
-    Reads little more than the value, so that a text full of faulty ones costs no more than itself.
-
-    Raises:
-        ValueError: There is no JSON value; says why, and where from `at`.
-    """
-    window = _WINDOW
-    while True:
-        piece = text[at : at + window]
-        is_all = at + window >= len(text)
-        try:
-            value, length = _DECODER.raw_decode(piece)
-        except json.JSONDecodeError as error:
-            may_be_cut = error.msg.startswith("Unterminated string") or (
-                error.pos + _LONGEST_ATOM > len(piece)
-            )
-            if is_all or not may_be_cut:
-                raise ValueError(f"malformed JSON: {error}") from None
-        except RecursionError:
-            raise ValueError("malformed JSON: nested too deeply") from None
-        except ValueError as error:
-            raise ValueError(f"malformed JSON: {error}") from None
-        else:
-            if is_all or length < len(piece):
-                if isinstance(value, dict | list) and _is_deeper(value, MAX_DEPTH):
-                    raise ValueError("malformed JSON: nested too deeply")
-                return value, at + length
-        window *= 4
-
-
-def is_cut(reason: str) -> bool:
-    """Whether `value_at` has failed since a string reaches to the end of the text."""
-    return reason.startswith("malformed JSON: Unterminated string")
+    """The JSON value that starts at `at`, and where it ends; a `FaultyCall` where there is none."""
+    try:
+        value, stop = _DECODER.raw_decode(text, at)
+    except RecursionError:
+        raise FaultyCall("malformed JSON: nested too deeply", at) from None
+    except json.JSONDecodeError as error:
+        is_cut = error.msg.startswith("Unterminated string")
+        told = json.JSONDecodeError(error.msg, text[at : error.pos], error.pos - at)
+        raise FaultyCall(f"malformed JSON: {told}", at, is_cut=is_cut) from None
+    except ValueError as error:
+        raise FaultyCall(f"malformed JSON: {error}", at) from None
+    if isinstance(value, dict | list) and _is_deeper(value, MAX_DEPTH):
+        raise FaultyCall("malformed JSON: nested too deeply", at)
+    return value, stop
 
 
 def _is_deeper(value: object, depth: int) -> bool:
@@ -91,12 +102,12 @@ def whole_value(text: str) -> Any:
     """The one JSON value that `text` is, white space aside.
 
     Raises:
-        ValueError: It is none, or more than one.
+        FaultyCall: It is none, or more than one.
     """
     body = text.strip(" \t\r\n")
     value, end = value_at(body, 0)
     if end < len(body):
-        raise ValueError("malformed JSON: more text follows the value")
+        raise FaultyCall("malformed JSON: more text follows the value")
     return value
 
 
@@ -111,15 +122,15 @@ def call_of(value: object, *keys: str) -> WrittenCall:
         keys: Names for the arguments, the first present counts; ``"arguments"`` where none given.
 
     Raises:
-        ValueError: The value describes no call; says why.
+        FaultyCall: The value describes no call; says why.
     """
     if not isinstance(value, dict):
-        raise ValueError(f"a call must be an object with name and arguments, not {_kind(value)}")
+        raise FaultyCall(f"a call must be an object with name and arguments, not {_kind(value)}")
     name = value.get("name")
     if name is None:
-        raise ValueError('the call has no "name"')
+        raise FaultyCall('the call has no "name"')
     if not isinstance(name, str) or not name.strip():
-        raise ValueError(f'"name" must be a non-empty string, not {name!r}')
+        raise FaultyCall(f'"name" must be a non-empty string, not {name!r}')
     return WrittenCall(name.strip(), _arguments(value, keys or ("arguments",)), value.get("id"))
 
 
@@ -127,15 +138,15 @@ def arguments_of(value: object, key: str = "arguments") -> dict[str, Any]:
     """`value` as arguments by name; a string of JSON is parsed, once.
 
     Raises:
-        ValueError: It is no object; says what it is.
+        FaultyCall: It is no object; says what it is.
     """
     if isinstance(value, str):
         try:
             value = whole_value(value)
-        except ValueError as error:
-            raise ValueError(f'"{key}" is a string of {error}') from None
+        except FaultyCall as error:
+            raise FaultyCall(f'"{key}" is a string of {error}') from None
     if not isinstance(value, dict):
-        raise ValueError(f'"{key}" must be an object, not {_kind(value)}')
+        raise FaultyCall(f'"{key}" must be an object, not {_kind(value)}')
     return value
 
 
@@ -146,7 +157,7 @@ def _arguments(call: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
     others = sorted(call.keys() - {"name", "id", "type"})
     if not others:
         return {}
-    raise ValueError(f'the call has no "{keys[0]}", but {", ".join(map(json.dumps, others))}')
+    raise FaultyCall(f'the call has no "{keys[0]}", but {", ".join(map(json.dumps, others))}')
 
 
 def _kind(value: object) -> str:

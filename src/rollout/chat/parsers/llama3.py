@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from rollout.chat.parsers.json_calls import GAP, arguments_of, is_cut, value_at
+from rollout.chat.parsers.json_calls import GAP, FaultyCall, arguments_of, value_at
 from rollout.chat.parsers.python_calls import read_arguments
 from rollout.chat.parsers.registry import register_tool_parser
-from rollout.chat.parsers.scan import TaggedParser
+from rollout.chat.parsers.scan import TaggedParser, find_last_calls
 
 if TYPE_CHECKING:
     from rollout.chat.parsers.scan import TurnScan
@@ -46,19 +46,33 @@ class Llama3Parser(TaggedParser):
         rf"|(?:\A|(?<=</think>))\s*(?={OBJECT})"
     )
 
-    def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
+    def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
         at = scan.skip_space(opening.end())
         if opening["function"] is not None:
-            if _ARGUMENT.match(scan.text, at) is None:
-                return scan.add_content(*opening.span())
+            return _ARGUMENT.match(scan.text, at) is not None
+        is_object = scan.text.startswith("{", at)
+        return is_object or _CODE.match(scan.text, opening.end()) is not None
+
+    def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
+        start, at = opening.start(), scan.skip_space(opening.end())
+        if opening["function"] is not None:
             return _read_function(scan, opening)
         if scan.text.startswith("{", at):
             is_marked = opening["tag"] is not None
-            start = opening.start() if is_marked else at
-            return read_objects(scan, start, at, is_marked=is_marked)
-        if _CODE.match(scan.text, opening.end()) is None:
-            return scan.add_content(*opening.span())
-        return _read_built_in(scan, opening.start(), at)
+            return read_objects(scan, start if is_marked else at, at, is_marked=is_marked)
+        call = _BUILT_IN.match(scan.text, at)
+        if call is None:
+            raise FaultyCall(f"expected a JSON call or NAME.call(…) after {TAG}")
+        arguments, stop = read_arguments(scan.text, call.end())
+        return scan.add_call(start, stop, call[1], arguments)
+
+    def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
+        if opening["function"] is not None:
+            end = None if fault.is_cut else scan.nesting(_NESTED).stop(opening.end())
+            return len(scan.text) if end is None else end
+        # Another tag after code that opened a string may be quoted in it.
+        is_code = _BUILT_IN.match(scan.text, scan.skip_space(opening.end())) is not None
+        return len(scan.text) if is_code else scan.find(TAG, opening.end())
 
 
 def read_objects(scan: TurnScan, start: int, at: int, *, is_marked: bool) -> int:
@@ -73,11 +87,13 @@ def read_objects(scan: TurnScan, start: int, at: int, *, is_marked: bool) -> int
     while True:
         try:
             value, stop = value_at(scan.text, at)
-        except ValueError as error:
+        except FaultyCall as error:
             if not is_marked and _MEANT_AS_CALL.match(scan.text, at) is None:
                 scan.add_content(start, at + 1)
                 return at + 1
-            stop = _end_of_faulty(scan.text, at, str(error))
+            stop = len(scan.text)
+            if not error.is_cut:
+                stop = find_last_calls(scan.text, at + 1, _NEXT, _skip_object)
             scan.add_invalid(start, stop, str(error))
         else:
             if not is_marked and not _is_call(value):
@@ -91,28 +107,12 @@ def read_objects(scan: TurnScan, start: int, at: int, *, is_marked: bool) -> int
         start, is_marked = at, True
 
 
-def _end_of_faulty(text: str, at: int, reason: str) -> int:
-    """Where an object that is no JSON ends: before calls, and nothing else, to the end.
-
-    Other calls after it may be quoted in it.
-    """
-    while not is_cut(reason) and (following := _NEXT.search(text, at + 1)) is not None:
-        at = following.end()
-        try:
-            while at < len(text):
-                if not text.startswith("{", at):
-                    raise ValueError("a call is an object")
-                at = _skip(text, value_at(text, at)[1])
-        except ValueError as error:
-            reason = str(error)
-        else:
-            return following.start()
-    return len(text)
-
-
-def _skip(text: str, at: int) -> int:
-    separator = _SEPARATOR.match(text, at)
-    return at if separator is None else separator.end()
+def _skip_object(text: str, at: int) -> int:
+    if not text.startswith("{", at):
+        raise FaultyCall("a call is an object", at)
+    separator = _SEPARATOR.match(text, value_at(text, at)[1])
+    assert separator is not None
+    return separator.end()
 
 
 def _is_call(value: object) -> bool:
@@ -120,29 +120,11 @@ def _is_call(value: object) -> bool:
 
 
 def _read_function(scan: TurnScan, opening: re.Match[str]) -> int:
-    start, name = opening.start(), opening["function"].strip()
-    try:
-        if not name:
-            raise ValueError("expected <function=NAME>")
-        value, stop = value_at(scan.text, scan.skip_space(opening.end()))
-        stop = scan.skip_space(stop)
-        if not scan.text.startswith(END_FUNCTION, stop):
-            raise ValueError(f"the call is not closed by {END_FUNCTION}")
-        arguments = arguments_of(value)
-    except ValueError as error:
-        end = None if is_cut(str(error)) else scan.nesting(_NESTED).stop(opening.end())
-        return scan.add_invalid(start, len(scan.text) if end is None else end, str(error))
-    return scan.add_call(start, stop + len(END_FUNCTION), name, arguments)
-
-
-def _read_built_in(scan: TurnScan, start: int, at: int) -> int:
-    call = _BUILT_IN.match(scan.text, at)
-    try:
-        if call is None:
-            raise ValueError(f"expected a JSON call or NAME.call(…) after {TAG}")
-        arguments, stop = read_arguments(scan.text, call.end())
-    except ValueError as error:
-        # Another tag after code that opened a string may be quoted in it.
-        stop = len(scan.text) if call is not None else scan.find(TAG, at)
-        return scan.add_invalid(start, stop, str(error))
-    return scan.add_call(start, stop, call[1], arguments)
+    name = opening["function"].strip()
+    if not name:
+        raise FaultyCall("expected <function=NAME>")
+    value, stop = value_at(scan.text, scan.skip_space(opening.end()))
+    stop = scan.skip_space(stop)
+    if not scan.text.startswith(END_FUNCTION, stop):
+        raise FaultyCall(f"the call is not closed by {END_FUNCTION}")
+    return scan.add_call(opening.start(), stop + len(END_FUNCTION), name, arguments_of(value))

@@ -8,13 +8,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from rollout.chat.parsers.json_calls import value_at
-from rollout.chat.parsers.scan import FaultyCall
+from rollout.chat.parsers.argument_types import ArgumentTypes
+from rollout.chat.parsers.json_calls import FaultyCall, value_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rollout.chat.parsers.argument_types import ArgumentTypes
     from rollout.chat.parsers.scan import TurnScan
 
 
@@ -81,7 +80,7 @@ class CallMarkup:
         Raises:
             FaultyCall: Something else stands there, or the text ends.
         """
-        types = scan.types_of(function, untyped_as_json=self._untyped_as_json)
+        types = ArgumentTypes(scan.tools, function, untyped_as_json=self._untyped_as_json)
         arguments: dict[str, Any] = {}
         while not scan.text.startswith(self.end_call, at := scan.skip_space(at)):
             opening = self.parameter.match(scan.text, at)
@@ -99,7 +98,7 @@ class CallMarkup:
             at = stop + len(self.end_parameter)
         return arguments, at + len(self.end_call)
 
-    def end_of_faulty(self, scan: TurnScan, fault: FaultyCall) -> int | None:
+    def find_closing(self, scan: TurnScan, fault: FaultyCall) -> int | None:
         """Where a call with a fault ends, with all that its value quotes; None: at the next tag."""
         stop = scan.nesting(self.nested).stop(fault.at)
         if stop is not None or not fault.is_in_value:
@@ -151,7 +150,7 @@ def end_of_json(scan: TurnScan, at: int) -> int:
     """After the JSON that begins at `at`, which may quote tags; `at` where there is none."""
     try:
         return value_at(scan.text, scan.skip_space(at))[1]
-    except ValueError:
+    except FaultyCall:
         return at
 
 

@@ -12,7 +12,7 @@ import re
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from rollout.chat.parsers.json_calls import MAX_DEPTH, whole_value
+from rollout.chat.parsers.json_calls import MAX_DEPTH, FaultyCall, skip_space, whole_value
 
 #: Commas of one call. No model writes as many.
 MAX_VALUES = 50_000
@@ -38,20 +38,13 @@ _ESCAPE = re.compile(
 )
 _ESCAPED = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "\n": ""}
 _CONSTANTS = {"true": True, "false": False, "null": None}
-_GAP = re.compile(r"\s*")
 _ENDS = {"[": "]", "(": ")", "{": "}"}
 
 
-class PythonFault(ValueError):
-    """What stands at `at` is not what the syntax wants there."""
-
-    def __init__(self, reason: str, text: str, at: int) -> None:
-        super().__init__(reason)
-        self.text, self.at = text, at
-
-    def __str__(self) -> str:
-        seen = self.text[self.at : self.at + 20]
-        return f"{self.args[0]}: {seen!r}" if seen else f"{self.args[0]}: the text ends"
+def make_fault(reason: str, text: str, at: int) -> FaultyCall:
+    """The fault that `reason` names, with what stands at `at`."""
+    seen = text[at : at + 20]
+    return FaultyCall(f"{reason}: {seen!r}" if seen else f"{reason}: the text ends", at)
 
 
 class PythonCall(NamedTuple):
@@ -64,10 +57,10 @@ class PythonCall(NamedTuple):
 
 
 def read_call(text: str, at: int) -> PythonCall:
-    """The call that begins at `at`, such as ``f(x=1, y="a")``; a `PythonFault` of anything else."""
+    """The call that begins at `at`, such as ``f(x=1, y="a")``; a `FaultyCall` of anything else."""
     head = _CALL.match(text, at)
     if head is None:
-        raise PythonFault("expected a call of a function", text, _skip(text, at))
+        raise make_fault("expected a call of a function", text, skip_space(text, at))
     arguments, stop = read_arguments(text, head.end())
     return PythonCall(head[1], arguments, head.start(1), stop)
 
@@ -76,18 +69,18 @@ def read_arguments(text: str, at: int) -> tuple[dict[str, Any], int]:
     """What stands in the parentheses at `at`, and after them; of equal names the last one counts.
 
     Raises:
-        PythonFault: They hold anything but literals with names.
+        FaultyCall: They hold anything but literals with names.
     """
     items, stop = _split(text, at)
     arguments = {}
     for start, end in items:
         keyword = _KEYWORD.match(text, start, end)
         if keyword is None:
-            raise PythonFault("expected name=value", text, _skip(text, start))
+            raise make_fault("expected name=value", text, skip_space(text, start))
         try:
             arguments[keyword[1]] = read_literal(text[keyword.end() : end])
         except ValueError as error:
-            raise PythonFault(str(error), text, keyword.end()) from None
+            raise make_fault(str(error), text, keyword.end()) from None
     return arguments, stop
 
 
@@ -95,15 +88,15 @@ def read_call_list(text: str, at: int) -> tuple[list[PythonCall], int]:
     """The calls of the list at `at`, one at least, such as ``[f(x=1), g()]``, and after it.
 
     Raises:
-        PythonFault: It holds anything else.
+        FaultyCall: It holds anything else.
     """
     items, stop = _split(text, at)
     calls = [read_call(text, start) for start, _ in items]
     for call, (_, end) in zip(calls, items, strict=True):
         if text[call.stop : end].strip():
-            raise PythonFault("expected , or ]", text, _skip(text, call.stop))
+            raise make_fault("expected , or ]", text, skip_space(text, call.stop))
     if not calls:
-        raise PythonFault("expected a call of a function", text, stop - 1)
+        raise make_fault("expected a call of a function", text, stop - 1)
     return calls, stop
 
 
@@ -111,20 +104,20 @@ def read_statement(text: str, at: int) -> tuple[list[PythonCall], int]:
     """The calls of one statement, and after it: a call, a list, or one inside ``print(…)``.
 
     Raises:
-        PythonFault: It is none of these.
+        FaultyCall: It is none of these.
     """
-    at = _skip(text, at)
+    at = skip_space(text, at)
     if text.startswith("[", at):
         return read_call_list(text, at)
     printed = _PRINT.match(text, at)
     call = read_call(text, at if printed is None else printed.end())
     stop = call.stop
     if printed is not None:
-        stop = _skip(text, stop)
+        stop = skip_space(text, stop)
         if not text.startswith(")", stop):
-            raise PythonFault("expected ) after print", text, stop)
+            raise make_fault("expected ) after print", text, stop)
         stop += 1
-    after = _skip(text, stop)
+    after = skip_space(text, stop)
     return [call], after + 1 if text.startswith(";", after) else stop
 
 
@@ -157,26 +150,21 @@ def _split(text: str, at: int) -> tuple[list[tuple[int, int]], int]:
         assert part is not None
         sign, at = part["sign"], part.end()
         if sign is None:
-            raise PythonFault(f"expected a value or {ends[-1]}", text, at)
+            raise make_fault(f"expected a value or {ends[-1]}", text, at)
         if sign in _ENDS:
             ends.append(_ENDS[sign])
             if len(ends) > MAX_DEPTH:
-                raise PythonFault("nested too deeply", text, at - 1)
+                raise make_fault("nested too deeply", text, at - 1)
         elif sign == ",":
             if len(ends) == 1:
                 items.append((start, at - 1))
                 start = at
         elif sign != ends.pop():
-            raise PythonFault("a bracket closes another one", text, at - 1)
+            raise make_fault("a bracket closes another one", text, at - 1)
         elif not ends:
             if text[start : at - 1].strip():
                 items.append((start, at - 1))
             return items, at
-
-
-def _skip(text: str, at: int) -> int:
-    gap = _GAP.match(text, at)
-    return at if gap is None else gap.end()
 
 
 def _rewrite(string: re.Match[str]) -> str:

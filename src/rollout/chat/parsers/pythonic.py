@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from rollout.chat.parsers.python_calls import PythonFault, read_call_list
+from rollout.chat.parsers.json_calls import FaultyCall
+from rollout.chat.parsers.python_calls import read_call_list
 from rollout.chat.parsers.registry import register_tool_parser
 from rollout.chat.parsers.scan import TaggedParser
 
@@ -42,17 +43,20 @@ class PythonicParser(TaggedParser):
     stop_tokens = ("<|eot|>", "<|eom|>", "<|eot_id|>", "<|eom_id|>")
     opening = rf"<\|python_(?:start|end)\|>|{CALL_LIST}"
 
-    def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
-        if opening["name"] is not None:
-            return add_call_list(scan, opening)
-        is_end = opening[0] == _END
+    def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
+        if opening[0] == _END:
+            return scan.follows_call(opening.start())
         at = scan.skip_space(opening.end())
-        if is_end and scan.follows_call(opening.start()):
+        return opening[0] != _START or _LIST.match(scan.text, at) is not None
+
+    def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
+        if opening[0] == _END:
             return scan.skip_end(opening.end())
-        first = None if is_end else _LIST.match(scan.text, at)
-        if first is None:
-            return scan.add_content(*opening.span())  # it is spoken of
-        scan.add_content(opening.end(), at)
+        if opening[0] != _START:
+            return add_call_list(scan, opening)
+        first = _LIST.search(scan.text, opening.end())
+        assert first is not None
+        scan.add_content(opening.end(), first.start())
         return add_call_list(scan, first, is_marked=True)
 
 
@@ -65,7 +69,7 @@ def add_call_list(scan: TurnScan, opening: re.Match[str], *, is_marked: bool = F
     start = opening.start()
     try:
         calls, stop = read_call_list(scan.text, start)
-    except PythonFault as fault:
+    except FaultyCall as fault:
         if is_meant and _DOTS.match(scan.text, start) is None:
             end = None
             if scan.text.endswith(_START, 0, start):

@@ -7,20 +7,23 @@ from abc import ABC, abstractmethod
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
-from rollout.chat.parsers.argument_types import ArgumentTypes, function_name
-from rollout.chat.parsers.json_calls import call_of
+from rollout.chat.parsers.argument_types import function_name
+from rollout.chat.parsers.json_calls import FaultyCall, call_of, skip_space
 from rollout.chat.parsers.nesting import Nesting
 from rollout.chat.parsers.registry import ParsedTurn, strip_stop
 from rollout.types import InvalidToolCall, ToolCall
 from rollout.utf8 import encodable, is_encodable, unencodable_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
+    from collections.abc import Callable, Mapping, Sequence
 
 #: Calls of one turn, invalid ones included. A model that writes as many has lost its way.
 MAX_CALLS = 128
-_SPACE = re.compile(r"\s*")
+#: Tags of one turn that are looked at; what stands after so many is content. No answer has as many,
+#: and text that is nothing but tags costs no more than these.
+MAX_TAGS = 10_000
+#: Calls that are read to find the end of a faulty one.
+_MAX_READ = 500
 #: How JSON begins; the dots that stand for some in prose are none.
 _JSON = re.compile(r"\s*+[{\[](?!\s*(?:\.\.\.|…))")
 #: Dots in the place of a call, or of a value of its JSON, up to an end tag.
@@ -41,20 +44,6 @@ class TooManyCalls(Exception):
         self.at = at
 
 
-class FaultyCall(ValueError):
-    """A call is not what its format wants.
-
-    Attributes:
-        at: Where.
-        is_in_value: Whether a value is open there, so that what follows may be quoted in it.
-    """
-
-    def __init__(self, reason: str, at: int, *, is_in_value: bool = False) -> None:
-        super().__init__(reason)
-        self.at = at
-        self.is_in_value = is_in_value
-
-
 class TurnScan:
     """What has been read of one text so far.
 
@@ -69,32 +58,28 @@ class TurnScan:
     def __init__(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> None:
         self.text = text
         self.tools = tools or ()
-        #: The content up to the last call or reasoning, and the same with what is no call.
-        self._content: list[str] = []
-        self._written: list[str] = []
-        self._has_invalid = False
-        #: Where the content after it begins, the last piece of it, and its end.
-        self._run = self._piece = self._stop = 0
+        #: Content, and in its place the text of each invalid call; whether it is content.
+        self._pieces: list[tuple[str, bool]] = []
+        self._last = ""  # piece of content
         self._fences = 0
-        self._end_of_call = -1
-        self._tails: dict[tuple[str, ...], int] = {}
+        self._end_of_call = self._tail = -1
         self._nestings: dict[str, Nesting] = {}
         self._reasoning: list[str] = []
         self._calls: list[ToolCall | InvalidToolCall] = []
         self._ids: set[str] = set()
         self._number = 0  # of the next call that the model gave no id; it may be higher
-        self._found: dict[str, tuple[int, int]] = {}
-        self._types: dict[str, ArgumentTypes] = {}
 
     def turn(self, between: str = "") -> ParsedTurn:
         """The result, with pieces of content joined by `between`."""
-        self._end_run()
-        reasoning = encodable("\n".join(self._reasoning)) if self._reasoning else None
+        content = between.join(piece for piece, is_content in self._pieces if is_content)
+        written = None
+        if not all(is_content for _, is_content in self._pieces):
+            written = encodable(between.join(piece for piece, _ in self._pieces)).strip()
         return ParsedTurn(
-            content=encodable(between.join(self._content)).strip(),
-            reasoning=reasoning,
+            content=encodable(content).strip(),
+            reasoning=encodable("\n".join(self._reasoning)) if self._reasoning else None,
             calls=tuple(self._calls),
-            written=encodable(between.join(self._written)).strip() if self._has_invalid else None,
+            written=written,
         )
 
     def nesting(self, tags: re.Pattern[str]) -> Nesting:
@@ -105,28 +90,12 @@ class TurnScan:
 
     def skip_space(self, at: int) -> int:
         """The first position from `at` that is not white space."""
-        space = _SPACE.match(self.text, at)
-        return at if space is None else space.end()
+        return skip_space(self.text, at)
 
     def find(self, tag: str, at: int) -> int:
-        """Where `tag` stands next, or the end of the text.
-
-        The last answer is kept: a million openings that are never closed cost one search.
-        """
-        asked, found = self._found.get(tag, (0, -1))
-        if not asked <= at <= found:
-            found = self.text.find(tag, at)
-            found = len(self.text) if found < 0 else found
-            self._found[tag] = (at, found)
-        return found
-
-    def types_of(self, function: str, *, untyped_as_json: bool = False) -> ArgumentTypes:
-        """What the schema of `function` says of its parameters."""
-        if function not in self._types:
-            self._types[function] = ArgumentTypes(
-                self.tools, function, untyped_as_json=untyped_as_json
-            )
-        return self._types[function]
+        """Where `tag` stands next, or the end of the text."""
+        found = self.text.find(tag, at)
+        return len(self.text) if found < 0 else found
 
     @cached_property
     def tool_names(self) -> frozenset[str]:
@@ -136,19 +105,24 @@ class TurnScan:
     @property
     def is_at_line_start(self) -> bool:
         """Whether nothing has been said yet on the line that content has reached."""
-        return self.text[self._piece : self._stop].rstrip(" \t")[-1:] in ("", "\n")
+        return self._last.rstrip(" \t")[-1:] in ("", "\n")
 
     @property
     def is_in_fence(self) -> bool:
         """Whether content has opened a fence of Markdown that it has not closed."""
-        self._end_run()
         return self._fences % 2 == 1
 
     @property
     def has_said_nothing(self) -> bool:
         """Whether there is no content and no call yet."""
-        is_blank = self.skip_space(self._run) >= self._stop
-        return not self._calls and is_blank and all(map(str.isspace, self._content))
+        return not self._calls and all(piece.isspace() for piece, _ in self._pieces)
+
+    def skip_to_tag(self, at: int, tags: re.Pattern[str], end: str) -> int:
+        """Where the next of `tags` stands, past it where it is `end`, or the end of the text."""
+        tag = tags.search(self.text, at)
+        if tag is None:
+            return len(self.text)
+        return tag.end() if tag[0] == end else tag.start()
 
     def follows_call(self, at: int) -> bool:
         """Whether a call, or what closes it, stands right before `at`, white space aside."""
@@ -160,14 +134,13 @@ class TurnScan:
         return at
 
     def tail(self, tags: tuple[str, ...]) -> int:
-        """From where on nothing but `tags` and white space stands."""
-        if tags not in self._tails:
+        """From where on nothing but `tags` of the format and white space stands."""
+        if self._tail < 0:
             stop = len(self.text)
             while stop and (self.text[stop - 1].isspace() or self.text.endswith(tags, 0, stop)):
-                tag = next((tag for tag in tags if self.text.endswith(tag, 0, stop)), " ")
-                stop -= len(tag)
-            self._tails[tags] = stop
-        return self._tails[tags]
+                stop -= len(next((tag for tag in tags if self.text.endswith(tag, 0, stop)), " "))
+            self._tail = stop
+        return self._tail
 
     def is_meant(self, at: int, end: str) -> bool:
         """Whether what stands between an opening tag and `end`, and is no call, was meant as one.
@@ -197,20 +170,10 @@ class TurnScan:
     def add_content(self, start: int, stop: int) -> int:
         """The text from `start` to `stop` is said to the user; return `stop`."""
         if start < stop:
-            if start != self._stop:
-                self._end_run()
-                self._run = start
-            self._piece, self._stop = start, stop
+            self._last = self.text[start:stop]
+            self._pieces.append((self._last, True))
+            self._fences += self._last.count("```")
         return stop
-
-    def _end_run(self) -> None:
-        """Keep the content that stands in one piece so far."""
-        if self._run < self._stop:
-            piece = self.text[self._run : self._stop]
-            self._content.append(piece)
-            self._written.append(piece)
-            self._fences += piece.count("```")
-            self._run = self._stop
 
     def add_reasoning(self, start: int, stop: int, *, opening: str = "") -> None:
         """The text from `start` to `stop` is reasoning; it may be opened once more by `opening`."""
@@ -244,9 +207,7 @@ class TurnScan:
         """Record that what stands in the place of a call is none; return `stop`."""
         raw = self.text[start:stop]
         self._add(start, InvalidToolCall(raw=raw, reason=encodable(reason)))
-        self._end_run()
-        self._written.append(raw)
-        self._has_invalid = True
+        self._pieces.append((raw, False))
         return self.skip_end(stop)
 
     def add_json_call(
@@ -261,19 +222,9 @@ class TurnScan:
         """
         try:
             call = call_of(value, *keys)
-        except ValueError as error:
+        except FaultyCall as error:
             return self.add_invalid(start, stop, str(error))
         return self.add_call(start, stop, call.name, call.arguments, call.id if has_id else None)
-
-    def add_faulty(
-        self, start: int, fault: FaultyCall, stop: int | None, tags: re.Pattern[str], end: str
-    ) -> int:
-        """Record a faulty call up to `stop`; None: up to the next of `tags`, past an `end`."""
-        tag = tags.search(self.text, max(fault.at, start + 1)) if stop is None else None
-        if tag is not None:
-            stop = tag.end() if tag[0] == end else tag.start()
-        stop = len(self.text) if stop is None else stop
-        return self.add_invalid(start, stop, str(fault))
 
     def _add(self, start: int, call: ToolCall | InvalidToolCall) -> None:
         if len(self._calls) == MAX_CALLS:
@@ -283,10 +234,42 @@ class TurnScan:
     def refuse_calls(self, error: TooManyCalls) -> None:
         """Nothing is read after a call too many, and none of the turn's calls remains."""
         reason = f"more than {MAX_CALLS:,} calls in a turn; none is executed"
-        self._calls = [InvalidToolCall(raw=self.text[error.at :], reason=reason)]
-        self._end_run()
-        self._written = [*self._content, self.text[error.at :]]
-        self._has_invalid = True
+        raw = self.text[error.at :]
+        self._calls = [InvalidToolCall(raw=raw, reason=reason)]
+        self._pieces = [piece for piece in self._pieces if piece[1]] + [(raw, False)]
+
+
+def find_last_calls(
+    text: str, at: int, opening: re.Pattern[str], read: Callable[[str, int], int]
+) -> int:
+    """Where a fault ends: before calls that are well-formed, and nothing else, to the end.
+
+    Other calls after it may be quoted in it.
+
+    Args:
+        text: The turn.
+        at: Where to search from.
+        opening: What stands before such calls.
+        read: The end of the call at a position, with what divides it from the next; raises a
+            `FaultyCall`, whose `at` is where to search on.
+    """
+    start, stop = -1, len(text)
+    for _ in range(_MAX_READ):
+        if start < 0:
+            following = opening.search(text, at)
+            if following is None:
+                break
+            start, at = following.span()
+        try:
+            at = read(text, at) if at < stop else at
+        except FaultyCall as fault:
+            if fault.is_cut:
+                break
+            start, at = -1, fault.at
+        else:
+            if at == stop:
+                return start
+    return stop
 
 
 def _is_id(value: object) -> TypeGuard[str]:
@@ -340,15 +323,41 @@ class TaggedParser(ABC):
 
     def _read(self, scan: TurnScan, in_reasoning: bool) -> None:
         at = self._read_reasoning(scan, 0, self.reasoning_tags) if in_reasoning else 0
-        while (tag := self._tag.search(scan.text, at)) is not None:
+        for _ in range(MAX_TAGS):
+            tag = self._tag.search(scan.text, at)
+            if tag is None:
+                break
             scan.add_content(at, tag.start())
-            is_call = tag[0] not in self._of_reasoning
-            at = self.read_call(scan, tag) if is_call else self._read_tag(scan, tag)
+            if tag[0] in self._of_reasoning:
+                at = self._read_tag(scan, tag)
+            elif not self.is_meant(scan, tag):
+                at = scan.add_content(*tag.span())
+            else:
+                at = self._read_meant(scan, tag)
         scan.add_content(at, len(scan.text))
+
+    def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
+        """Whether `opening` was meant to open a call, right or wrong; else it is content."""
+        return True
 
     @abstractmethod
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
-        """Read what `opening` opens into `scan`; return the position after it."""
+        """Read what `opening` opens into `scan`; return the position after it.
+
+        Raises:
+            FaultyCall: It is no call; it is recorded up to `find_end`.
+        """
+
+    def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
+        """Where a faulty call ends, with all that may be quoted in it."""
+        return len(scan.text)
+
+    def _read_meant(self, scan: TurnScan, opening: re.Match[str]) -> int:
+        try:
+            return self.read_call(scan, opening)
+        except FaultyCall as fault:
+            stop = self.find_end(scan, opening, fault)
+            return scan.add_invalid(opening.start(), stop, str(fault))
 
     def _read_tag(self, scan: TurnScan, tag: re.Match[str]) -> int:
         """Read what a tag of reasoning opens or closes."""

@@ -6,10 +6,10 @@ import re
 from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
-from rollout.chat.parsers.json_calls import arguments_of, is_cut, value_at
+from rollout.chat.parsers.json_calls import FaultyCall, arguments_of, value_at
 from rollout.chat.parsers.markup import CallMarkup, without_own_lines
 from rollout.chat.parsers.registry import register_tool_parser
-from rollout.chat.parsers.scan import FaultyCall, TaggedParser
+from rollout.chat.parsers.scan import TaggedParser
 
 if TYPE_CHECKING:
     from rollout.chat.parsers.scan import TurnScan
@@ -61,11 +61,7 @@ class SectionParser(TaggedParser):
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
         begin, end = self.section
         if opening[0] in (end, self.end_call):
-            if self._is_dropped(scan, opening):
-                return scan.skip_end(opening.end())
-            return scan.add_content(*opening.span())  # it closes nothing
-        if not self._is_meant(scan, opening):
-            return scan.add_content(*opening.span())
+            return scan.skip_end(opening.end())
         if opening[0] != begin:
             return self._read_one(scan, opening.start())
         first = at = scan.skip_space(opening.end())
@@ -75,9 +71,10 @@ class SectionParser(TaggedParser):
             return scan.add_invalid(opening.start(), at, f"no call stands before {end}")
         return at
 
-    def _is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
-        """Whether what `opening` opens was meant as calls, right or wrong."""
+    def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
         begin, end = self.section
+        if opening[0] in (end, self.end_call):
+            return self._is_dropped(scan, opening)
         if opening[0] != begin:
             return self.begun.match(scan.text, opening.start()) is not None
         following = self._next.search(scan.text, opening.end())
@@ -106,11 +103,13 @@ class SectionParser(TaggedParser):
                 raise FaultyCall(f"expected a call in the section: {seen!r}", start + 1)
             return self.read_one(scan, opening)
         except FaultyCall as fault:
-            stop = self.end_of_faulty(scan, fault)
-            return scan.add_faulty(start, fault, stop, self._next, self.end_call)
+            stop = self.find_closing(scan, fault)
+            if stop is None:
+                stop = scan.skip_to_tag(max(fault.at, start + 1), self._next, self.end_call)
+            return scan.add_invalid(start, stop, str(fault))
 
     @abstractmethod
-    def end_of_faulty(self, scan: TurnScan, fault: FaultyCall) -> int | None:
+    def find_closing(self, scan: TurnScan, fault: FaultyCall) -> int | None:
         """Where a call with a fault ends, with all that it quotes; None: at the next tag."""
 
 
@@ -125,8 +124,8 @@ class JsonSectionParser(SectionParser):
         cls.begun = re.compile(rf"{head}\s*(?:[{{\[\"]|\w[^\s<]*\s*\n)")
         cls.nested = re.compile(rf"(?P<opens>{head})|(?P<closes>{re.escape(cls.end_call)})")
 
-    def end_of_faulty(self, scan: TurnScan, fault: FaultyCall) -> int | None:
-        if is_cut(str(fault)):
+    def find_closing(self, scan: TurnScan, fault: FaultyCall) -> int | None:
+        if fault.is_cut:
             return len(scan.text)
         if self._next.match(scan.text, fault.at) is not None:
             return None
@@ -144,8 +143,9 @@ class JsonSectionParser(SectionParser):
         try:
             value, stop = value_at(scan.text, scan.skip_space(body))
             arguments = arguments_of(value)
-        except ValueError as error:
-            raise FaultyCall(str(error), body, is_in_value=True) from None
+        except FaultyCall as error:
+            error.at, error.is_in_value = body, True
+            raise
         end = scan.skip_space(self.skip_tail(scan, scan.skip_space(stop)))
         if not scan.text.startswith(self.end_call, end):
             raise FaultyCall(f"the call is not closed by {self.end_call}", end, is_in_value=True)
@@ -226,8 +226,8 @@ class MiniMaxM2Parser(SectionParser):
     )
     begun = re.compile(rf"{call}\s*(?:<parameter name=|</invoke>)")
 
-    def end_of_faulty(self, scan: TurnScan, fault: FaultyCall) -> int | None:
-        return self._markup.end_of_faulty(scan, fault)
+    def find_closing(self, scan: TurnScan, fault: FaultyCall) -> int | None:
+        return self._markup.find_closing(scan, fault)
 
     def read_one(self, scan: TurnScan, opening: re.Match[str]) -> int:
         name = opening["name"].strip()

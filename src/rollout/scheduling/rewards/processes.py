@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rollout.chat.group import Group
-from rollout.chat.plain_data import NotPlainError, encoder, simplify, to_plain_items
+from rollout.chat.plain_data import NotPlainError, encoder, simplify, to_plain
 from rollout.chat.reward_values import BadRewardError, check_group_values, check_reward_value
 from rollout.chat.trajectory_codec import CompleteTrajectory, pack_complete, unpack_complete
 from rollout.child_processes import (
@@ -147,7 +147,7 @@ def write_request(function: LoadedReward, subject: Trajectory | Group, tokenizer
     try:
         if function.verl_names:
             keywords = make_verl_arguments(function.verl_names, members[0], tokenizer)
-            keywords = to_plain_items(keywords, "arguments", simplify)
+            keywords = to_plain(dict(keywords), "arguments", simplify)
         subjects = [pack_complete(each, f"trajectories[{at}]") for at, each in enumerate(members)]
     except NotPlainError as error:
         error.what += ", to be handed over with rewards.processes"
@@ -177,7 +177,7 @@ def answer(function: Any, body: bytes) -> bytes:
 def _make_plain(reward: Reward, where: str) -> Reward:
     assert isinstance(reward.token_values, Mapping)
     try:
-        extra = to_plain_items(reward.extra, where, simplify)
+        extra = to_plain(dict(reward.extra), where, simplify)
     except NotPlainError as error:
         raise BadRewardError(
             f"the reward function returned what cannot leave its process: {error}"
