@@ -62,6 +62,7 @@ ALONE = {
             "test_template_properties.py",
             "test_text_encoding.py",
             "test_token_text.py",
+            "test_tokenization_check.py",
         ),
         "vocabularies",
     ),
