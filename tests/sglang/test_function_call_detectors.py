@@ -63,7 +63,8 @@ DIFFERENCES = {
         deepseek_v3/no_name deepseek_v3/text_in_the_section deepseek_v3/empty_section
         gemma/truncated_string gemma/json_in_place_of_a_call glm4/json_of_another_format
         gpt_oss/arguments_that_are_no_object gpt_oss/call_made_on_the_analysis_channel
-        hermes/single_quotes hermes/nested kimi_k2/malformed_json kimi_k2/nameless
+        hermes/single_quotes hermes/nested hermes/cut_in_a_key
+        hermes/cut_in_a_string_that_quotes_tags kimi_k2/malformed_json kimi_k2/nameless
         llama3/truncated llama3/code_is_no_call llama3/function_tag_not_closed
         llama3/name_is_no_string llama3/unknown_keys llama3/built_in_tool_with_an_expression
         minimax_m2/nameless minimax_m2/truncated_value mistral/faulty_element_keeps_its_place
