@@ -297,15 +297,16 @@ def render_escaped(
 
 
 def _list_texts(value: object) -> list[str]:
-    found = [value]
+    found, texts = [value], list[str]()
     for item in found:  # which grows meanwhile
         if isinstance(item, str):
-            continue
-        if isinstance(item, (dict, Mapping)):  # tried in this order, a dict is known at once
-            found += (*item, *item.values())
+            texts.append(item)
+        elif isinstance(item, (dict, Mapping)):  # tried in this order, a dict is known at once
+            found += item
+            found += item.values()
         elif isinstance(item, (list, tuple)):
             found += item
-    return [item for item in found if isinstance(item, str)]
+    return texts
 
 
 class _Marks:
@@ -509,12 +510,11 @@ class _Remembered:
         self._size = 0
 
     def __call__(self, piece: str) -> bytes:
-        with self._lock:
-            ids = self._known.get(piece)
-            if ids is not None:
-                self._known.move_to_end(piece)
-                return ids
-        ids = self._encode(piece)
+        try:
+            self._known.move_to_end(piece)
+            return self._known[piece]
+        except KeyError:  # unknown, or another thread has just had it forgotten
+            ids = self._encode(piece)
         size = _measure(piece, ids)
         if size <= _LARGEST_PIECE:
             with self._lock:

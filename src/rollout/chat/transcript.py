@@ -405,8 +405,10 @@ def append_split(
 
 def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
     """How many tokens two rows, or letters two texts, have in common at their beginning."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+    for at, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return at
+    return min(len(one), len(other))
 
 
 def _pack(code: Literal["i", "f"], values: Ids | Floats) -> bytes:
