@@ -44,7 +44,7 @@ class Request:
 
     def take(self, chunk: Chunk) -> bool:
         """Take its tokens."""
-        self.generation.take(chunk)
+        self.generation.append(chunk)
         return True
 
     def end(self, lost_reason: str) -> None:
