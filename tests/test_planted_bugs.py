@@ -28,6 +28,7 @@ from rollout.scheduling.rewards import score as rewarding_module
 from rollout.scheduling.scheduler import Scheduler
 from rollout.scheduling.trajectory import TrajectoryRun
 from rollout.seeds import Identity, derive_seed
+from rollout.tools import Tool, ToolContext, ToolSession
 from rollout.tools.trajectory_tools import TrajectoryTools
 from slow_cases import slow_but
 from trials import findings
@@ -186,23 +187,25 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("leaked tool", "was closed 0 times")
 def _(patch: pytest.MonkeyPatch) -> None:
-    async def close(self: TrajectoryTools) -> None:
-        return None
+    async def open_session(
+        self: TrajectoryTools, tool: Tool, context: ToolContext, *_: object
+    ) -> None:
+        self._opened[tool.name] = await tool.open(context)
 
-    patch.setattr(TrajectoryTools, "close", close)
+    patch.setattr(TrajectoryTools, "_open_session", open_session)
 
 
 @bug("tool closed twice", "was closed 2 times")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = TrajectoryTools.close
+    real = TrajectoryTools._close_session
 
-    async def close(self: TrajectoryTools) -> None:
-        sessions = dict(self._opened)
-        await real(self)
-        self._opened = sessions
-        await real(self)
+    async def close_session(
+        self: TrajectoryTools, name: str, session: ToolSession, task: Any
+    ) -> None:
+        await session.close()
+        await real(self, name, session, task)
 
-    patch.setattr(TrajectoryTools, "close", close)
+    patch.setattr(TrajectoryTools, "_close_session", close_session)
 
 
 @bug("outcome counted twice", "statistics: finished = ")
