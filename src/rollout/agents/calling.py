@@ -37,11 +37,8 @@ async def answer_calls(conversation: Conversation, calls: Calls) -> list[ToolRes
         results = await _run(conversation, calls, offered)
         if log is not None:
             answers = Answers(results, state.tools.seconds - before)
-            turn, stateful = (
-                (session, conversation.assistant_turns),
-                state.tools.find_stateful(calls),
-            )
-            if log.note_answers(question, turn, answers, stateful):
+            turn, stateful = conversation.assistant_turns, state.tools.find_stateful(calls)
+            if log.note_answers(question, (session, turn), answers, stateful):
                 await log.wait_written()
     state.check_sandbox()
     state.tool_rewards += [r.reward for r in results if r.reward is not None]

@@ -35,7 +35,7 @@ class HermesParser(TaggedParser):
         try:
             return self._read_call(scan, opening.start(), scan.skip_space(opening.end()))
         except FaultyCall as fault:
-            if END_CALL in scan.text[fault.at :]:
+            if scan.text.find(END_CALL, fault.at) >= 0:
                 raise
             raise FaultyCall(_UNCLOSED, fault.at) from None
 
