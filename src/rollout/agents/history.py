@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from rollout.agents.turn import make_message
-from rollout.chat.messages import template_messages, with_results_as_user
+from rollout.chat.messages import Messages, template_messages, with_results_as_user
 from rollout.chat.result_order import NO_CALLS, TurnCalls, message_ids
 from rollout.chat.trajectory import BRANCH, COMPACTION
 from rollout.chat.transcript import Transcript, append_split, common_length
@@ -18,50 +18,12 @@ from rollout.types import Message
 from rollout.utf8 import encodable, is_name
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Mapping
 
     from rollout.agents.turn import AssistantTurn, TurnReader
     from rollout.engine.pool.generation import Generation
     from rollout.media import PlacedMedia
-
-
-class Messages(Sequence[Message]):
-    """The messages of a conversation, to be read; equal to a list of the same.
-
-    Attributes:
-        decode: Ids to text, by the tokenizer that encoded them.
-    """
-
-    def __init__(self, known: list[Message], decode: Callable[[Sequence[int]], str]) -> None:
-        self._list = known
-        self.decode = decode
-
-    def __len__(self) -> int:
-        return len(self._list)
-
-    @overload
-    def __getitem__(self, at: int) -> Message: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[Message]: ...
-    def __getitem__(self, at: int | slice) -> Message | list[Message]:
-        return self._list[at]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and self._list == list(other)
-
-    __hash__ = None  # type: ignore[assignment]  # as of a list
-
-    def __add__(self, others: Iterable[Message]) -> list[Message]:
-        return [*self, *others]
-
-    def __radd__(self, others: Iterable[Message]) -> list[Message]:
-        return [*others, *self]
-
-    def __repr__(self) -> str:
-        return repr(self._list)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return list, (self._list,)  # who gets it elsewhere has no tokenizer
+    from rollout.types import ToolCall
 
 
 class Rendered(NamedTuple):
@@ -139,7 +101,6 @@ class History:
         has_raw_ids: Whether it has tokens that are not what the template makes of its messages.
         turn_start: Where the turn begins that the next generation continues; None: it begins one.
         prompt_messages: How many of its messages are the prompt's.
-        plain: Positions of messages that the template takes in plain words only.
     """
 
     def __init__(self, row: Row, reader: TurnReader) -> None:
@@ -150,9 +111,8 @@ class History:
         self.in_reasoning = self.has_raw_ids = False
         self.turn_start: int | None = None
         self.prompt_messages = 0
-        self.plain: frozenset[int] = frozenset()
         self._marks: list[Mark] = []
-        self._prompt = (row.transcript.prefix, 0)  # where its ids are, and how many
+        self._opening = b""  # the ids that it began with
 
     @property
     def row(self) -> Row:
@@ -202,13 +162,11 @@ class History:
     def begin(self, rendered: Rendered, prompt_room: int | None = None) -> None:
         """Append the prompt; what of it is past `prompt_room` tokens is an observation."""
         ids = rendered.ids
-        if prompt_room is None or len(ids) <= prompt_room:
-            self.transcript.append_prompt(ids, media=rendered.media)
-        else:
-            append_split(self.transcript, ids, rendered.media, prompt_room)
+        room = len(ids) if prompt_room is None else prompt_room
+        append_split(self.transcript, ids, rendered.media, room)
         self._added += rendered.messages
         self.prompt_messages = len(self._added)
-        self._prompt = self.transcript.prefix, len(self.transcript)
+        self._opening = self.transcript.prefix.packed()
         self.in_reasoning, self.has_raw_ids = rendered.opens_reasoning, rendered.is_raw
         self._mark()
 
@@ -273,9 +231,9 @@ class History:
         Its prompt is what it shares with the first prompt, so that it fits where that one fits (at
         most `longest` tokens where they share nothing); the rest is an observation.
         """
-        transcript, (prefix, length) = Transcript(), self._prompt
-        prompt = common_length(ids, prefix.slice(0, length)) or min(longest, len(ids))
-        append_split(transcript, ids, media, prompt)
+        transcript = Transcript()
+        shared = common_length(ids, array("i", self._opening))
+        append_split(transcript, ids, media, shared or min(longest, len(ids)))
         return transcript
 
     def add_row(self, transcript: Transcript) -> bool:
@@ -290,7 +248,7 @@ class History:
         """Begin another row with these messages, in place of all before."""
         self.row.messages = self.messages
         self._open_row(rendered.ids, Transcript())
-        self._added, self.turns, self.plain = [], {}, frozenset()
+        self._added, self.turns = [], {}
         self.messages = Messages(self._added, self.messages.decode)
         self.begin(rendered, prompt_room)
 
@@ -334,8 +292,7 @@ class History:
         forked.has_raw_ids = self.has_raw_ids
         forked._added += self._added[: mark.messages]
         forked.turns = {at: turn for at, turn in self.turns.items() if at < mark.messages}
-        forked.plain = frozenset(at for at in self.plain if at < mark.messages)
-        forked._prompt = self._prompt
+        forked._opening = self._opening
         forked.prompt_messages = min(self.prompt_messages, mark.messages)
         if is_within and not after and self.turn_start is None:
             forked.has_raw_ids = True  # tokens that an agent appended by itself
@@ -343,24 +300,30 @@ class History:
             forked.turn_start = mark.position
         return forked
 
-    def serve_messages(self, plain: Collection[int]) -> list[Message | Mapping[str, Any]]:
+    def serve_messages(self, *, in_words: bool) -> list[Message | Mapping[str, Any]]:
         """The messages as a serving stack gets them: text, reasoning and calls of a turn apart.
 
         Args:
-            plain: Positions of those that are written in plain words.
+            in_words: Write calls as the text that they are, and tools' answers as a user's words.
         """
-        served: list[Message | Mapping[str, Any]] = []
-        run: list[Message | Mapping[str, Any]] = []
-        for at, message in enumerate(self._added):
-            turn = self.turns.get(at)
-            again = message if turn is None else _write_served(message, turn.reasoning)
-            if at in plain:
-                run.append(again)
-                continue
-            served += _write_plain(run)
-            served.append(again)
-            run = []
-        return served + _write_plain(run)
+        served: list[Message | Mapping[str, Any]] = list(self._added)
+        for at, turn in self.turns.items():
+            message = self._added[at]
+            calls: Sequence[ToolCall] = message.tool_calls
+            content = message.content
+            if in_words:
+                texts = [content, *(call.raw for call in calls)]
+                content, calls = encodable("\n".join(filter(None, texts))), ()
+            served[at] = {
+                "role": "assistant",
+                "content": content,
+                "reasoning_content": turn.reasoning,
+                "tool_calls": list(calls),
+            }
+        if not in_words:
+            return served
+        words = with_results_as_user(template_messages(served[self.prompt_messages :]))
+        return [*served[: self.prompt_messages], *words]
 
     def _mark(self, turn_start: int | None = None, reasoning: str | None = None) -> None:
         length, count = self.transcript.prefix.length, len(self._added)
@@ -372,31 +335,6 @@ def find_departure(parent: Row | None, ids: Sequence[int], purpose: str, positio
     if parent is not None and purpose in (BRANCH, COMPACTION):
         return common_length(ids, parent.transcript.prefix.ids)
     return position
-
-
-def _write_served(message: Message, reasoning: str | None) -> Mapping[str, Any]:
-    return {
-        "role": "assistant",
-        "content": message.content,
-        "reasoning_content": reasoning,
-        "tool_calls": list(message.tool_calls),
-    }
-
-
-def _write_plain(
-    messages: Sequence[Message | Mapping[str, Any]],
-) -> list[Message | Mapping[str, Any]]:
-    """The messages with calls as the text that they are, and tools' answers as a user's words."""
-    if not messages:
-        return []
-    return list(with_results_as_user(template_messages(list(map(_write_calls, messages)))))
-
-
-def _write_calls(message: Message | Mapping[str, Any]) -> Message | Mapping[str, Any]:
-    if isinstance(message, Message) or not message["tool_calls"]:
-        return message
-    words = [message["content"], *(call.raw for call in message["tool_calls"])]
-    return {**message, "content": encodable("\n".join(filter(None, words))), "tool_calls": ()}
 
 
 def spread_rewards(row: Row) -> array[float] | None:

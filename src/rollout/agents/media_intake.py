@@ -161,7 +161,7 @@ class MediaIntake:
                 own.append(message)
                 continue
             parts = await self._read_parts(f"messages[{at}]", content)
-            own.append(message if parts is None else _with_content(message, parts))
+            own.append(message if parts is None else replace_content(message, parts))
         return own
 
     async def _read_parts(self, where: str, content: Any) -> list[Any] | None:
@@ -270,7 +270,8 @@ def count_media(messages: Given) -> int:
     return sum(media_part("", part) is not None for each in lists for part in each)
 
 
-def _with_content(message: Message | Mapping[str, Any], parts: list[Any]) -> Any:
+def replace_content(message: Message | Mapping[str, Any], content: str | list[Any]) -> Any:
+    """The message with another content."""
     if isinstance(message, Message):
-        return msgspec.structs.replace(message, content=parts, parts=())
-    return {**message, "content": parts}
+        return msgspec.structs.replace(message, content=content, parts=())
+    return {**message, "content": content}

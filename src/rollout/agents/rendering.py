@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -194,28 +195,23 @@ class Renderer:
         return history.split_again(ids, placed, self._lengths.prompt)
 
     def _encode_again(self, history: History, most: int) -> array[int]:
-        """The ids of all messages; the last turn or all, and what answered, plain if they must be.
+        """The ids of all messages; calls and their answers in plain words where they must be.
 
         Some templates refuse two calls in a turn, or an answer that no call precedes: what a model
         can write must not fail its trajectory.
         """
-        starts = (None, max(history.turns, default=0), history.prompt_messages)
-        refusal: TemplateError | None = None
-        for start in starts:
-            added = () if start is None else range(start, len(history.messages))
-            plain = history.plain.union(added)
-            messages = history.serve_messages(plain)
+        encode = partial(self._services.template.prompt_ids, tools=self._schemas, max_tokens=most)
+        try:
+            return encode(history.serve_messages(in_words=False))
+        except TooManyTokens:
+            raise
+        except TemplateError as refusal:
             try:
-                ids = self._services.template.prompt_ids(messages, self._schemas, max_tokens=most)
+                return encode(history.serve_messages(in_words=True))
             except TooManyTokens:
                 raise
-            except TemplateError as error:
-                refusal = refusal or error
-            else:
-                history.plain = plain
-                return ids
-        assert refusal is not None
-        raise refusal
+            except TemplateError:
+                raise refusal from None
 
     async def find_drift(self, history: History) -> Drift:
         """See `ChatTemplate.drift`; beside the loop, since it renders the conversation again."""

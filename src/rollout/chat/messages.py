@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sized
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from typing import Any, TypeGuard, overload
 
 import msgspec
 
@@ -20,6 +20,45 @@ _KNOWN = ("role", "content", "tool_calls", "tool_call_id", "name", "extra")
 #: A message in the form that chat templates read; `content` is a string, or, of a message with
 #: media, a list of parts: ``{"type": "text", "text": …}``, ``{"type": "image", "image": Media}``.
 TemplateMessage = dict[str, Any]
+
+
+class Messages(Sequence[Message]):
+    """The messages of a conversation, to be read; equal to a list of the same.
+
+    Attributes:
+        decode: Ids to text, by the tokenizer that encoded them.
+    """
+
+    def __init__(self, known: list[Message], decode: Callable[[Sequence[int]], str]) -> None:
+        self._list = known
+        self.decode = decode
+
+    def __len__(self) -> int:
+        return len(self._list)
+
+    @overload
+    def __getitem__(self, at: int) -> Message: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Message]: ...
+    def __getitem__(self, at: int | slice) -> Message | list[Message]:
+        return self._list[at]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._list == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # as of a list
+
+    def __add__(self, others: Iterable[Message]) -> list[Message]:
+        return [*self, *others]
+
+    def __radd__(self, others: Iterable[Message]) -> list[Message]:
+        return [*others, *self]
+
+    def __repr__(self) -> str:
+        return repr(self._list)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (self._list,)  # who gets it elsewhere has no tokenizer
 
 
 def as_messages(messages: Iterable[Message | Mapping[str, Any]]) -> list[Message]:
