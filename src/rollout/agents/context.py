@@ -13,7 +13,7 @@ import msgspec
 from rollout.agents.conversation import Conversation
 from rollout.agents.ending import finish
 from rollout.agents.generating import answer_calls, generate_turn
-from rollout.agents.history import History, Row, spread_rewards
+from rollout.agents.history import History, Row
 from rollout.agents.prompt_sampling import replace_sampling
 from rollout.agents.rendering import check_ids
 from rollout.agents.trajectory_state import USER, TrajectoryState
@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from typing import Self
 
     from rollout.agents.ending import Ending
-    from rollout.agents.gateway_door import GatewayDoor
     from rollout.agents.rendering import Given
-    from rollout.agents.services import Services
+    from rollout.agents.services import GatewayDoor, Services
     from rollout.agents.turn import AssistantTurn
     from rollout.agents.turn_log import TurnLog
     from rollout.chat.drift import Drift
@@ -539,7 +538,7 @@ def list_segments(conversations: Iterable[AgentContext]) -> list[Segment]:
             session_id=each.session_id,
             seeds=row.seeds,
             messages=each.messages if row.messages is None else row.messages,
-            token_rewards=spread_rewards(row),
+            token_rewards=row.spread_rewards(),
         )
         for each, row in rows
     ]

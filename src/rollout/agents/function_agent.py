@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from rollout.agents.context import AgentContext
-    from rollout.agents.gateway_door import GatewayAddress
+    from rollout.agents.services import GatewayAddress
 
 Backend = Literal["asyncio", "native"]
 Function = TypeVar("Function", bound="Callable[..., Any]")

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from rollout.agents.turn import AssistantTurn, TurnReader
     from rollout.engine.pool.generation import Generation
     from rollout.media import PlacedMedia
-    from rollout.types import ToolCall
 
 
 class Rendered(NamedTuple):
@@ -66,7 +65,7 @@ class Mark(NamedTuple):
 
 #: Stands for a turn without words, between two observations that followed each other: the template
 #: writes an empty turn there.
-SILENT = Mark(-1, 0)
+SILENT = Mark(0, 0, turn_start=0)
 
 
 class Row(msgspec.Struct, eq=False):
@@ -87,6 +86,15 @@ class Row(msgspec.Struct, eq=False):
     messages: Sequence[Message] | None = None
     token_rewards: dict[int, float] = {}
 
+    def spread_rewards(self) -> array[float] | None:
+        """One reward for each token after the prompt; None where no token has any."""
+        if not self.token_rewards:
+            return None
+        values = array("f", bytes(4 * self.transcript.response_length))
+        for position, value in self.token_rewards.items():
+            values[position - self.transcript.prompt_length] = value
+        return values
+
 
 class History:
     """The messages and tokens of a conversation, which only ever grow.
@@ -100,37 +108,26 @@ class History:
         in_reasoning: Whether the next turn begins inside reasoning.
         has_raw_ids: Whether it has tokens that are not what the template makes of its messages.
         turn_start: Where the turn begins that the next generation continues; None: it begins one.
-        prompt_messages: How many of its messages are the prompt's.
     """
 
     def __init__(self, row: Row, reader: TurnReader) -> None:
         self.rows, self.transcript = [row], row.transcript
+        self._decode = reader.template.decode
         self._added: list[Message] = []
-        self.messages = Messages(self._added, reader.template.decode)
+        self.messages = Messages(self._added, self._decode)
         self.turns: dict[int, Mark] = {}
         self.in_reasoning = self.has_raw_ids = False
         self.turn_start: int | None = None
-        self.prompt_messages = 0
-        self._marks: list[Mark] = []
-        self._opening = b""  # the ids that it began with
-
-    @property
-    def row(self) -> Row:
-        """The last one."""
-        return self.rows[-1]
+        self._marks: list[Mark] = []  # of the last row
+        self._opening_ids, self._opening_messages = b"", 0  # what it began with
 
     @property
     def unanswered_ids(self) -> array[int] | None:
         """The ids of the model's turn at the end; None where something follows the last turn."""
-        if not self.ends_with_turn:
-            return None
-        return self.transcript.prefix.slice(self._marks[-1].turn_start or 0)
-
-    @property
-    def ends_with_turn(self) -> bool:
-        """Whether nothing follows the last turn of the model."""
         last = self._marks[-1]
-        return last.turn_start is not None and last.position == self.transcript.prefix.length
+        if last.turn_start is None or last.position != self.transcript.prefix.length:
+            return None
+        return self.transcript.prefix.slice(last.turn_start)
 
     @property
     def is_renderable(self) -> bool:
@@ -142,31 +139,28 @@ class History:
         """The calls that the next results answer: those of the last turn, whoever gave it."""
         if self.turn_start is not None:
             return NO_CALLS
-        found = []
-        for at in range(len(self._added) - 1, -1, -1):
-            if self.turns.get(at) is SILENT:
-                continue
-            found.append(message_ids(self._added[at]))
-            if found[-1].role == "assistant":
-                break
-        return NO_CALLS.after(reversed(found))
+        silent = {at for at, turn in self.turns.items() if turn is SILENT}
+        last = len(self._added) - 1
+        while last > 0 and (last in silent or self._added[last].role != "assistant"):
+            last -= 1
+        spoken = (at for at in range(last, len(self._added)) if at not in silent)
+        return NO_CALLS.after(message_ids(self._added[at]) for at in spoken)
 
     def decode_turns(self) -> dict[int, str]:
         """The text that the model sampled, by position in `messages`."""
-        decode, prefix = self.messages.decode, self.transcript.prefix
+        piece = self.transcript.prefix.slice
         return {
-            at: "" if turn is SILENT else decode(prefix.slice(turn.turn_start or 0, turn.position))
+            at: self._decode(piece(turn.turn_start or 0, turn.position))
             for at, turn in self.turns.items()
         }
 
     def begin(self, rendered: Rendered, prompt_room: int | None = None) -> None:
         """Append the prompt; what of it is past `prompt_room` tokens is an observation."""
-        ids = rendered.ids
-        room = len(ids) if prompt_room is None else prompt_room
-        append_split(self.transcript, ids, rendered.media, room)
+        room = len(rendered.ids) if prompt_room is None else prompt_room
+        append_split(self.transcript, rendered.ids, rendered.media, room)
         self._added += rendered.messages
-        self.prompt_messages = len(self._added)
-        self._opening = self.transcript.prefix.packed()
+        self._opening_ids = self.transcript.prefix.packed()
+        self._opening_messages = len(self._added)
         self.in_reasoning, self.has_raw_ids = rendered.opens_reasoning, rendered.is_raw
         self._mark()
 
@@ -187,7 +181,7 @@ class History:
         experts = generation.experts()
         if experts is not None:
             transcript.append_routed_experts(experts)
-        self.row.seeds.append(seed)
+        self.rows[-1].seeds.append(seed)
 
     def end_turn(self, reader: TurnReader, cut_by: str | None) -> AssistantTurn:
         """Parse the turn at the end and add its message; one that cannot be parsed is in none."""
@@ -205,7 +199,7 @@ class History:
 
     def observe(self, rendered: Rendered) -> None:
         """Append what answers the model's turn."""
-        if not self.ends_with_turn:
+        if self.unanswered_ids is None:
             self.turns[len(self._added)] = SILENT
             self._added.append(Message(role="assistant", content=""))
         prefix = self.transcript.prefix
@@ -231,8 +225,7 @@ class History:
         Its prompt is what it shares with the first prompt, so that it fits where that one fits (at
         most `longest` tokens where they share nothing); the rest is an observation.
         """
-        transcript = Transcript()
-        shared = common_length(ids, array("i", self._opening))
+        transcript, shared = Transcript(), common_length(ids, array("i", self._opening_ids))
         append_split(transcript, ids, media, shared or min(longest, len(ids)))
         return transcript
 
@@ -246,21 +239,20 @@ class History:
 
     def compact(self, rendered: Rendered, prompt_room: int) -> None:
         """Begin another row with these messages, in place of all before."""
-        self.row.messages = self.messages
+        self.rows[-1].messages = self.messages
         self._open_row(rendered.ids, Transcript())
         self._added, self.turns = [], {}
-        self.messages = Messages(self._added, self.messages.decode)
+        self.messages = Messages(self._added, self._decode)
         self.begin(rendered, prompt_room)
 
     def _open_row(self, ids: Sequence[int], transcript: Transcript) -> None:
         shared = common_length(ids, self.transcript.prefix.ids)
-        self.rows.append(Row(transcript, COMPACTION, self.row, shared))
-        self.transcript = transcript
-        self._marks = []
+        self.rows.append(Row(transcript, COMPACTION, self.rows[-1], shared))
+        self.transcript, self._marks = transcript, []
 
     def reward_turn(self, value: float) -> bool:
         """Add to the reward of the last turn's last token; False where the row has no turn."""
-        row, turns = self.row, [mark for mark in self._marks if mark.turn_start is not None]
+        row, turns = self.rows[-1], [mark for mark in self._marks if mark.turn_start is not None]
         if row.seeds and turns and turns[-1].position > (turns[-1].turn_start or 0):
             last = turns[-1].position - 1  # else the turn has no token
             row.token_rewards[last] = row.token_rewards.get(last, 0.0) + value
@@ -286,14 +278,14 @@ class History:
                 "what answered it, or a position within a turn"
             )
         mark = marks[-1]
-        row = Row(self.transcript.fork(position), purpose, self.row, position)
+        row = Row(self.transcript.fork(position), purpose, self.rows[-1], position)
         forked = History(row, reader)
         forked._marks, forked.in_reasoning = marks, mark.in_reasoning
         forked.has_raw_ids = self.has_raw_ids
         forked._added += self._added[: mark.messages]
         forked.turns = {at: turn for at, turn in self.turns.items() if at < mark.messages}
-        forked._opening = self._opening
-        forked.prompt_messages = min(self.prompt_messages, mark.messages)
+        forked._opening_ids = self._opening_ids
+        forked._opening_messages = min(self._opening_messages, mark.messages)
         if is_within and not after and self.turn_start is None:
             forked.has_raw_ids = True  # tokens that an agent appended by itself
         elif is_within:
@@ -308,22 +300,20 @@ class History:
         """
         served: list[Message | Mapping[str, Any]] = list(self._added)
         for at, turn in self.turns.items():
-            message = self._added[at]
-            calls: Sequence[ToolCall] = message.tool_calls
-            content = message.content
+            content, calls = self._added[at].content, list(self._added[at].tool_calls)
             if in_words:
-                texts = [content, *(call.raw for call in calls)]
-                content, calls = encodable("\n".join(filter(None, texts))), ()
+                texts = filter(None, [content, *(call.raw for call in calls)])
+                content, calls = encodable("\n".join(texts)), []
             served[at] = {
                 "role": "assistant",
                 "content": content,
                 "reasoning_content": turn.reasoning,
-                "tool_calls": list(calls),
+                "tool_calls": calls,
             }
         if not in_words:
             return served
-        words = with_results_as_user(template_messages(served[self.prompt_messages :]))
-        return [*served[: self.prompt_messages], *words]
+        first = self._opening_messages
+        return [*served[:first], *with_results_as_user(template_messages(served[first:]))]
 
     def _mark(self, turn_start: int | None = None, reasoning: str | None = None) -> None:
         length, count = self.transcript.prefix.length, len(self._added)
@@ -335,16 +325,6 @@ def find_departure(parent: Row | None, ids: Sequence[int], purpose: str, positio
     if parent is not None and purpose in (BRANCH, COMPACTION):
         return common_length(ids, parent.transcript.prefix.ids)
     return position
-
-
-def spread_rewards(row: Row) -> array[float] | None:
-    """One for each token after the prompt; None where no token has any."""
-    if not row.token_rewards:
-        return None
-    values = array("f", bytes(4 * row.transcript.response_length))
-    for position, value in row.token_rewards.items():
-        values[position - row.transcript.prompt_length] = value
-    return values
 
 
 def check_purpose(purpose: Any) -> None:

@@ -28,7 +28,7 @@ from rollout.utf8 import is_encodable
 
 if TYPE_CHECKING:
     from rollout.agents.context import AgentContext
-    from rollout.agents.gateway_door import GatewayAddress
+    from rollout.agents.services import GatewayAddress
     from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
 
 T = TypeVar("T")

@@ -72,10 +72,7 @@ class Renderer:
         Raises:
             RejectedPrompt: They cannot be rendered, or are more than fits.
         """
-        longest = self.prompt_room
-        if is_continued:
-            both = self._lengths.prompt + self._lengths.response
-            longest = min(both, self._context_length) - 1
+        longest = self._find_longest()[0] - 1 if is_continued else self.prompt_room
         is_cut = self._lengths.overlong_prompts == "cut" and not is_continued
         try:
             shown = await self._services.media.prepared(messages, is_shared=is_shared)
