@@ -56,13 +56,10 @@ class AgentContext(Conversation):
     others, each a context of the same trajectory. What an agent keeps on a context is its own.
 
     Attributes:
-        on_tokens: Called with the `Generation` under way at each of its chunks.
         pinned_calls: Calls of clients whose sampling `gateway.sampling` "pin" has overridden.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.pinned_calls = 0
+    pinned_calls = 0
 
     # The trajectory.
 
@@ -299,12 +296,11 @@ class AgentContext(Conversation):
         if not self.transcript:
             await self.begin(ids=prompt_ids)
         self._check_idle("generate_ids")
-        drawn = None
-        if sampling is not None:
-            drawn = self._state.read_sampling("generate_ids", sampling)
+        state = self._state
+        drawn = None if sampling is None else state.read_sampling("generate_ids", sampling)
         self.check_turns()
         await self._settle()
-        vocab_size, known = self._state.services.engines.info.vocab_size, self.transcript.prefix
+        vocab_size, known = state.services.engines.info.vocab_size, self.transcript.prefix
         ids, length = check_ids(prompt_ids, vocab_size, "generate_ids"), known.length
         if ids[:length].tobytes() != known.packed():
             raise AgentError(
@@ -388,7 +384,9 @@ class AgentContext(Conversation):
             yield opened
         finally:
             for each in opened.all():
-                each._refuse_more()
+                if each._generation is None:
+                    each._end_turn()
+                each._is_closed = True
                 self.services.engines.forget(each.session_id)
 
     # The simulated user.
@@ -415,13 +413,9 @@ class AgentContext(Conversation):
             raise AgentError("ask_user: no interaction takes part in this trajectory")
         await self.settle()
         began = state.clock()
-        try:
-            with self.answering():
-                messages = list(template_messages(self.messages))
-                turn = await contain(USER, partial(state.user.respond, messages))
-        except BaseException as error:
-            state.end_by(error)
-            raise
+        with self._noting_limits(), self.answering():
+            messages = list(template_messages(self.messages))
+            turn = await contain(USER, partial(state.user.respond, messages))
         state.idle_since = now = state.clock()
         if self.events.is_on:
             events, number = self.events, self.identity.number

@@ -8,22 +8,23 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rollout.agents.history import History, Row, check_purpose, find_departure
-from rollout.agents.rendering import check_ids, make_room_error
+from rollout.agents.rendering import Renderer, check_ids, make_room_error
+from rollout.agents.trajectory_state import UNRESPONSIVE
 from rollout.chat.reasoning import opens_reasoning
 from rollout.chat.result_order import message_ids, result_order
 from rollout.chat.reward_values import BadRewardError, as_reward, finite_number
-from rollout.chat.trajectory import BRANCH, MAIN, SUBAGENT
+from rollout.chat.trajectory import BRANCH, SUBAGENT
 from rollout.chat.transcript import Transcript
 from rollout.containment import UnresponsiveError
 from rollout.errors import AgentError, LimitExceeded
-from rollout.types import without_padding
+from rollout.types import Outcome, without_padding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Self
 
     from rollout.agents.history import Rendered
-    from rollout.agents.rendering import Given, Renderer, Room, Schemas
+    from rollout.agents.rendering import Given, Room, Schemas
     from rollout.agents.trajectory_state import TrajectoryState
     from rollout.chat.messages import Messages
     from rollout.engine.core import SamplingParams
@@ -60,12 +61,12 @@ class Conversation:
         self._identity, self._group_id, self._sampling = identity, group_id, sampling
         self._session_id = identity.session_id
         self._opened: list[Self] = []
-        self._opened_count = 0
+        self._opened_count = 0  # with those whose opening failed
         self._turn_began: float | None = None  # by the time of the trajectory's limit
         self._generation: Generation | None = None  # under way
         self._unsettled: list[Given | array[int]] = []  # observations still to be encoded
         self._is_closed = False
-        self._ends_at_lengths = self.purpose == MAIN
+        self._ends_at_lengths = self.is_main  # else a length is for its agent to judge
         self._reserved_tokens = self._known_tokens = 0
         self._assistant_turns = self._user_turns = self._errors_in_a_row = 0
         self._cut_by: str | None = None
@@ -199,12 +200,6 @@ class Conversation:
             raise AgentError(f"{what}: {expected}") from None
         self._state.reward = reward
 
-    def _refuse_more(self) -> None:
-        """Take no more of it; what there is stays."""
-        if self._generation is None:
-            self._end_turn()
-        self._is_closed = True
-
     # How it begins, and how others are opened from it.
 
     async def begin(
@@ -249,12 +244,9 @@ class Conversation:
             LimitExceeded: They are more than fits; nothing has begun.
             AgentError: They cannot be rendered, or it has begun.
         """
-        is_main, row = self.purpose == MAIN, self.rows[0]
-        renderer = self._renderer
-        if is_main or tools is not None:
-            renderer = self._state.make_renderer(tools)
+        row, renderer = self.rows[0], self._find_renderer(tools)
         rendered = await renderer.render_opening("begin_with", messages)
-        if self.transcript and (is_main or row.seeds):
+        if self.transcript and (self.is_main or row.seeds):
             raise AgentError(f"begin_with: {self.session_id} has begun already")
         row.transcript = Transcript()
         row.position = find_departure(row.parent, rendered.ids, row.purpose, row.position)
@@ -265,7 +257,7 @@ class Conversation:
     @property
     def opened(self) -> Sequence[Self]:
         """The conversations opened from it, in their order."""
-        return self._opened
+        return tuple(self._opened)
 
     def all(self) -> Iterator[Self]:
         """It and those opened from it, each before its own, in the order of their opening."""
@@ -332,7 +324,7 @@ class Conversation:
         """
         check_purpose(purpose)
         identity = self._next_identity()
-        renderer = self._renderer if tools is None else self._state.make_renderer(tools)
+        renderer = self._find_renderer(tools)
         rendered = await renderer.render_opening("subagent", without_padding(messages))
         return self._open_beside(rendered, purpose, identity, renderer)
 
@@ -346,6 +338,9 @@ class Conversation:
         check_purpose(purpose)
         rendered = self._renderer.read_opening("subagent_ids", prompt_ids)
         return self._open_beside(rendered, purpose, self._next_identity(), self._renderer)
+
+    def _find_renderer(self, tools: Schemas | None) -> Renderer:
+        return self._renderer if tools is None else Renderer(self._state.services, tuple(tools))
 
     def _next_identity(self) -> Identity:
         self._opened_count += 1
@@ -481,7 +476,7 @@ class Conversation:
             tokens: 0 reserves none.
         """
         self._reserved_tokens = tokens
-        self._ends_at_lengths = self.purpose == MAIN and not tokens
+        self._ends_at_lengths = self.is_main and not tokens
 
     def reward_turn(self, value: float) -> None:
         """Give the last turn a reward, at its last token; several add up.
@@ -523,8 +518,12 @@ class Conversation:
         """A limit that fires in the block settles the outcome, even where an agent swallows it."""
         try:
             yield
-        except (LimitExceeded, UnresponsiveError) as error:
-            self._state.end_by(error, ends_at_lengths=self._ends_at_lengths)
+        except LimitExceeded as error:
+            if self._ends_at_lengths or error.outcome is not Outcome.LENGTH:
+                self._state.end(error.outcome, error.reason, limit_source=error.source)
+            raise
+        except UnresponsiveError:
+            self._state.end(Outcome.FAILED, UNRESPONSIVE)
             raise
 
     def _check_idle(self, what: str, *, is_begun: bool = True) -> None:

@@ -206,7 +206,7 @@ async def openai_messages(context: AgentContext) -> list[dict[str, Any]]:
     """
     media = context.services.media
     try:
-        given = await media.prepared(context.prompt.messages, is_shared=True)
+        given = await media.prepare(context.prompt.messages, is_shared=True)
         messages = with_arguments_as_text(template_messages(order_messages(as_messages(given))))
         return [
             {**each, "content": await media.run(list, map(_part, each["content"]))}

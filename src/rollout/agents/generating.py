@@ -299,7 +299,9 @@ async def answer_calls(conversation: Conversation, calls: Calls) -> list[ToolRes
             turn, stateful = conversation.assistant_turns, state.tools.find_stateful(calls)
             if log.note_answers(question, (session, turn), answers, stateful):
                 await log.wait_written()
-    state.check_sandbox()
+    sandbox = state.used_sandbox
+    if sandbox is not None and sandbox.failure is not None:
+        raise type(sandbox.failure)(str(sandbox.failure)) from sandbox.failure
     state.tool_rewards += [r.reward for r in results if r.reward is not None]
     errors = state.count_errors(results, conversation._errors_in_a_row)
     conversation._errors_in_a_row = errors
@@ -323,7 +325,7 @@ async def _run_calls(
     with conversation.answering():
         for call, result in zip(calls, results, strict=True):
             name = getattr(call, "name", "tool")
-            shown = await state.services.media.seen(name, result, count)
+            shown = await state.services.media.read_result(name, result, count)
             if shown.is_error and not result.is_error:
                 state.tools.note_refused_media(name)
             count += len(shown.images) + len(shown.videos)

@@ -47,9 +47,10 @@ class Renderer:
         reader: Decodes and parses turns of the model where these tools are offered.
     """
 
-    def __init__(self, services: Services, reader: TurnReader) -> None:
-        self._services, self.reader = services, reader
-        self._short = room_beside(reader.schemas)
+    def __init__(self, services: Services, schemas: Schemas) -> None:
+        self._services = services
+        self.reader = TurnReader(services.template, services.parser, schemas)
+        self._short = room_beside(schemas)
         self._lengths = services.config.lengths
         self._context_length = services.engines.info.context_length
 
@@ -75,7 +76,7 @@ class Renderer:
         longest = self._find_longest()[0] - 1 if is_continued else self.prompt_room
         is_cut = self._lengths.overlong_prompts == "cut" and not is_continued
         try:
-            shown = await self._services.media.prepared(messages, is_shared=is_shared)
+            shown = await self._services.media.prepare(messages, is_shared=is_shared)
             is_much = is_long(shown, self._short)
             most = None if is_cut else longest
             rendered = await self._run(is_much, shown, self._prompt, shown, most)
@@ -164,7 +165,7 @@ class Renderer:
         """Render any observation; arguments and errors as of `render_observation_now`."""
         before = [each.medium for each in transcript.media]
         if may_show(messages):
-            messages = await self._services.media.prepared(messages, len(before))
+            messages = await self._services.media.prepare(messages, len(before))
         is_much = is_long(messages)
         return await self._run(is_much, messages, self._observation, messages, after, room, before)
 
@@ -292,9 +293,7 @@ def get_renderer(services: Services, tools: tuple[str, ...]) -> Renderer:
     """What renders where these tools are offered; one for all that offer the same."""
     renderer: Renderer | None = services.renderers.get(tools)
     if renderer is None:
-        schemas = services.tools.schemas(tools)
-        reader = TurnReader(services.template, services.parser, schemas)
-        renderer = services.renderers[tools] = Renderer(services, reader)
+        renderer = services.renderers[tools] = Renderer(services, services.tools.schemas(tools))
     return renderer
 
 

@@ -12,11 +12,9 @@ import msgspec
 from rollout.agents.ending import Ending, RejectedPrompt
 from rollout.agents.media_intake import get_content, replace_content
 from rollout.agents.prompt_sampling import read_sampling
-from rollout.agents.rendering import Renderer, get_renderer
-from rollout.agents.turn import TurnReader
+from rollout.agents.rendering import get_renderer
 from rollout.bridge import loop_clock
 from rollout.chat.messages import text_of_content
-from rollout.containment import UnresponsiveError
 from rollout.engine.core import WHOLE_ANSWERS
 from rollout.errors import AgentError, ConfigError, LimitExceeded
 from rollout.interactions import InteractionContext
@@ -140,12 +138,6 @@ class TrajectoryState:
         """The same; None where nobody has asked for it yet."""
         return vars(self).get("sandbox")
 
-    def check_sandbox(self) -> None:
-        """Raise the `SandboxError` of a trajectory that has lost its sandbox, or got none."""
-        failure = None if self.used_sandbox is None else self.used_sandbox.failure
-        if failure is not None:
-            raise type(failure)(str(failure)) from failure
-
     def _limit_carry(self, since: float) -> Deadline:
         """By when it is to be continued, where it is carried since that time."""
         sandbox, tools = self.used_sandbox, self.used_tools
@@ -153,13 +145,6 @@ class TrajectoryState:
         if not has_sandbox and (tools is None or not tools.has_open_sessions()):
             return NEVER
         return Deadline.after(self.services.config.limits.carry_s, CARRY_S, now=since)
-
-    def make_renderer(self, tools: Sequence[Mapping[str, Any]] | None) -> Renderer:
-        """The renderer where these tools are offered; None: the trajectory's own."""
-        if tools is None:
-            return self.renderer
-        services = self.services
-        return Renderer(services, TurnReader(services.template, services.parser, tuple(tools)))
 
     def read_sampling(
         self, what: str, sampling: Mapping[str, Any] | SamplingParams
@@ -224,19 +209,6 @@ class TrajectoryState:
                 raise AgentError(f"end: {name} = {text!r:.80}; expected a string in UTF-8")
         if self.ending is None:
             self.ending = Ending(outcome=Outcome(outcome), reason=reason, limit_source=limit_source)
-
-    def end_by(self, error: BaseException, *, ends_at_lengths: bool = True) -> None:
-        """Settle the outcome where a limit fired, even if an agent swallows the error.
-
-        Args:
-            ends_at_lengths: Whether a length that a conversation runs into ends the trajectory, as
-                that of a main one does as a rule; else it is the agent's to judge.
-        """
-        if isinstance(error, LimitExceeded):
-            if ends_at_lengths or error.outcome is not Outcome.LENGTH:
-                self.end(error.outcome, error.reason, limit_source=error.source)
-        elif isinstance(error, UnresponsiveError):
-            self.end(Outcome.FAILED, UNRESPONSIVE)
 
     # Limits of counts. Each raises `LimitExceeded`.
 
