@@ -89,12 +89,12 @@ async def test_observe_ids_are_in_the_transcript_as_they_are(kind: Any) -> None:
 @pytest.mark.parametrize(
     ("ids", "said"),
     [
-        ([3, -1], "observe_ids: id -1 at 1 is outside the engine's vocabulary of "),
-        ([10**6], "observe_ids: id 1000000 at 0 is outside the engine's vocabulary of "),
-        ([1.5], "observe_ids: 1 dimensions of float64; expected a sequence of token ids"),
-        ([[1], [2]], "observe_ids: 2 dimensions of int64; expected a sequence of token ids"),
-        ("text", "observe_ids: 0 dimensions of <U4; expected a sequence of token ids"),
-        ([True], "observe_ids: 1 dimensions of bool; expected a sequence of token ids"),
+        ([3, -1], "observe_ids: token id -1 at position 1 is outside the engine's vocabulary of "),
+        ([10**6], "observe_ids: token id 1000000 at position 0 is outside the engine's vocabu"),
+        ([1.5], "observe_ids: 'float' object cannot be interpreted as an integer; expected a seq"),
+        ([[1], [2]], "observe_ids: 'list' object cannot be interpreted as an integer; expected a"),
+        ("text", "observe_ids: cannot use a str to initialize an array with typecode 'i'; expec"),
+        ([2**40], "observe_ids: signed integer is greater than maximum; expected a sequence of "),
     ],
 )
 async def test_observe_ids_that_are_none_are_refused(ids: Any, said: str) -> None:

@@ -107,7 +107,7 @@ async def test_generate_ids_sampling_holds_for_one_generation() -> None:
         (lambda ids: [*ids[:5], 7, *ids[6:]], "that differ from the transcript's {n} at 5"),
         (lambda ids: ids[:-3], "that differ from the transcript's {n} at {short}"),
         (lambda ids: [], "generate_ids: 0 ids that differ from the transcript's {n} at 0"),
-        (lambda ids: [*ids, 10**6], "generate_ids: id 1000000 at {n} is outside"),
+        (lambda ids: [*ids, 10**6], "generate_ids: token id 1000000 at position {n} is outside"),
     ],
 )
 async def test_generate_ids_that_do_not_extend_the_transcript_are_refused(

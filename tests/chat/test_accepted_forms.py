@@ -205,16 +205,14 @@ async def test_call_tools_takes_dicts(call: dict[str, Any]) -> None:
     [
         (FUNCTION, "calls = {'name'"),
         ("add", "calls = 'add'; expected a list of calls"),
-        ([FUNCTION, None], "calls[1] = None; expected {'name'"),
-        ([{"arguments": {}}], "calls[0].name = None; expected the name of a tool"),
-        ([{"function": {"arguments": "{}"}}], "calls[0].function.name = None"),
-        ([{"function": "add"}], "calls[0].function = 'add'"),
+        ([FUNCTION, None], "calls[1] must be a ToolCall or a mapping, not None; expected {'name'"),
+        ([{"arguments": {}}], "calls[0] names no function; expected {'name'"),
+        ([{"function": {"arguments": "{}"}}], "calls[0] names no function"),
+        ([{"function": "add"}], "calls[0] names no function"),
         ([{"name": "add", "args": {"a": 1}}], "calls[0] has no arguments, but args"),
-        ([{"name": "add", "arguments": "{a: 1}"}], "calls[0].arguments = '{a: 1}': no JSON"),
-        ([{"name": "add", "arguments": "[1]"}], "calls[0].arguments = '[1]'; expected a mapping"),
-        ([{"name": "add", "arguments": 3}], "calls[0].arguments = 3; expected a mapping"),
-        ([{**FUNCTION, "id": 3}], "calls[0].id = 3; expected a string"),
-        ([{"type": "custom", "name": "add"}], "calls[0].type = 'custom'; expected 'function'"),
+        ([{"name": "add", "arguments": "{a: 1}"}], "calls[0]: arguments are not JSON: "),
+        ([{"name": "add", "arguments": "[1]"}], "calls[0]: arguments must be an object, not list"),
+        ([{"name": "add", "arguments": 3}], "calls[0]: arguments must be an object, not int"),
     ],
 )
 async def test_call_tools_names_what_is_wrong_with_a_call(calls: Any, said: str) -> None:

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from rollout.agents.ending import RejectedPrompt
 from rollout.agents.history import Rendered
 from rollout.agents.long_texts import is_long, room_beside, run_text
@@ -18,6 +16,7 @@ from rollout.chat.encoding import TooManyTokens
 from rollout.chat.messages import as_messages
 from rollout.chat.reasoning import opens_reasoning
 from rollout.chat.result_order import order_messages
+from rollout.engine.pool.request_checks import describe_outside_id
 from rollout.errors import AgentError, LimitExceeded, MediaError, TemplateError
 from rollout.media.records import find_shown
 from rollout.types import Message, Outcome
@@ -308,19 +307,10 @@ def check_ids(ids: Any, vocab_size: int, what: str = "observe_ids") -> array[int
         AgentError: They are no sequence of integers, or outside the vocabulary.
     """
     try:
-        values = np.asarray(ids)
-    except (ValueError, TypeError) as error:
+        packed = array("i", ids)
+    except (TypeError, ValueError, OverflowError) as error:
         raise AgentError(f"{what}: {error}; expected a sequence of token ids") from error
-    if values.size == 0:
-        return array("i")
-    if values.ndim != 1 or values.dtype.kind not in "iu":
-        raise AgentError(
-            f"{what}: {values.ndim} dimensions of {values.dtype}; expected a sequence of token ids"
-        )
-    wrong = np.flatnonzero((values < 0) | (values >= (vocab_size or 2**31)))
-    if len(wrong):
-        raise AgentError(
-            f"{what}: id {values[wrong[0]]} at {wrong[0]} is outside the engine's vocabulary "
-            f"of {vocab_size} ids"
-        )
-    return array("i", values.astype(np.int32).tobytes())
+    fault = describe_outside_id(packed.tobytes(), vocab_size)
+    if fault:
+        raise AgentError(f"{what}: {fault}")
+    return packed

@@ -14,7 +14,7 @@ from rollout.agents.media_intake import get_content, replace_content
 from rollout.agents.prompt_sampling import read_sampling
 from rollout.agents.rendering import get_renderer
 from rollout.bridge import loop_clock
-from rollout.chat.messages import text_of_content
+from rollout.chat.messages import join_contents, text_of_content
 from rollout.engine.core import WHOLE_ANSWERS
 from rollout.errors import AgentError, ConfigError, LimitExceeded
 from rollout.interactions import InteractionContext
@@ -94,8 +94,10 @@ class TrajectoryState:
     def continue_prompt(self, observations: Sequence[str | Sequence[Mapping[str, Any]]]) -> None:
         """Have the last message of the prompt go on with what tools observed."""
         *before, last = self.prompt.messages
-        for observation in observations:
-            last = _continue_message(last, observation)
+        if isinstance(last, Mapping | Message):  # else it is refused where it is rendered
+            content = get_content(last)
+            before_them = [] if isinstance(content, str | None) and not content else [content]
+            last = replace_content(last, join_contents(*before_them, *observations))
         self.prompt = msgspec.structs.replace(self.prompt, messages=[*before, last])
 
     # Its tools and its sandbox: each is made when somebody first asks for it, as thousands of
@@ -286,19 +288,3 @@ class TrajectoryState:
 def _exceed(name: str, fact: str, reason: str) -> LimitExceeded:
     source = f"agent.{name}"
     return LimitExceeded(f"{source} = {fact}", source=source, reason=reason)
-
-
-def _continue_message(message: Any, observation: str | Sequence[Mapping[str, Any]]) -> Any:
-    """Make a prompt's message whose content goes on with an observation: text, or parts."""
-    if not isinstance(message, Mapping | Message):
-        return message  # it is refused where it is rendered
-    content = get_content(message)
-    if isinstance(observation, str) and isinstance(content, str | None):
-        return replace_content(message, (content or "") + observation)
-    return replace_content(message, [*_list_parts(content), *_list_parts(observation)])
-
-
-def _list_parts(content: Any) -> list[Any]:
-    if isinstance(content, str | None):
-        return [{"type": "text", "text": content}] if content else []
-    return [_list_parts(each)[0] if isinstance(each, str) else each for each in content]

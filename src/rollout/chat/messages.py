@@ -240,10 +240,15 @@ def _refuse_media(where: str, value: object, *, is_media: bool = False) -> None:
 def _read_calls(where: str, calls: object) -> tuple[ToolCall, ...]:
     if not _is_sequence(calls):
         raise TemplateError(f"{where}: tool_calls must be a sequence, not {_kind(calls)}")
-    return tuple(_read_call(f"{where}.tool_calls[{at}]", call) for at, call in enumerate(calls))
+    return tuple(read_tool_call(f"{where}.tool_calls[{at}]", call) for at, call in enumerate(calls))
 
 
-def _read_call(where: str, call: object) -> ToolCall:
+def read_tool_call(where: str, call: object) -> ToolCall:
+    """Read a call: a record, ``{"name": …, "arguments": …}``, or OpenAI's form of it.
+
+    Raises:
+        TemplateError: It is none of these.
+    """
     if isinstance(call, ToolCall):
         return ToolCall(name=call.name, arguments=dict(call.arguments), id=call.id)
     if not isinstance(call, Mapping):
@@ -329,9 +334,9 @@ def with_results_as_user(messages: Iterable[TemplateMessage]) -> list[TemplateMe
     for message in messages:
         is_result = message["role"] == "tool"
         said = message["content"]
-        content = _joined("```tool_output\n", said, "\n```") if is_result else said
+        content = join_contents("```tool_output\n", said, "\n```") if is_result else said
         if is_open and message["role"] in ("tool", "user"):
-            content = _joined(converted[-1]["content"], "\n", content)
+            content = join_contents(converted[-1]["content"], "\n", content)
             converted[-1] = {"role": "user", "content": content}
         else:
             converted.append({"role": "user", "content": content} if is_result else message)
@@ -339,7 +344,7 @@ def with_results_as_user(messages: Iterable[TemplateMessage]) -> list[TemplateMe
     return converted
 
 
-def _joined(*contents: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+def join_contents(*contents: str | Iterable[Any]) -> str | list[Any]:
     """Contents after each other; a string where all of them are."""
     texts = [each for each in contents if isinstance(each, str)]
     if len(texts) == len(contents):
@@ -347,9 +352,9 @@ def _joined(*contents: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]
     return [part for each in contents for part in as_parts(each)]
 
 
-def as_parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+def as_parts(content: str | Iterable[Any]) -> list[Any]:
     """A content as a list of parts."""
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
 
 
 def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
@@ -371,7 +376,7 @@ def _nine(call_id: object, number: int) -> str:
 def _arguments(where: str, arguments: object) -> Mapping[str, Any]:
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = json.loads(arguments) if arguments.strip() else None
         except (ValueError, RecursionError) as error:
             raise TemplateError(f"{where}: arguments are not JSON: {error}") from error
     if arguments is None:
