@@ -16,7 +16,6 @@ from rollout.containment import contain
 from rollout.errors import AgentError
 from rollout.seeds import derive_seed
 from rollout.types import Message
-from rollout.worker_threads import is_async
 
 if TYPE_CHECKING:
     from rollout.agents.context import AgentContext
@@ -143,12 +142,8 @@ async def _call(
     context: AgentContext, environment: Any, name: str, method: Callable[[], Any]
 ) -> Any:
     what = f"{name} of {type(environment).__name__}"
-    if is_async(method):
-        if getattr(environment, "backend", "native") == "asyncio":
-            return await context.services.threads.run_asyncio(what, method)
-        return await method()
-    value = await context.services.threads.run(what, method)
-    return await value if inspect.isawaitable(value) else value
+    backend = getattr(environment, "backend", "native")
+    return await context.services.threads.call(what, method, backend=backend)
 
 
 def _list_missing(environment: Any) -> list[str]:

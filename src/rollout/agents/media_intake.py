@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -19,7 +19,7 @@ from rollout.media.parts import MediaSource, media_part
 from rollout.media.reading import find_url, read_media
 from rollout.tools.results import ToolResult, error_result
 from rollout.types import Message
-from rollout.worker_threads import WorkerThreads, is_async, may_leave_loop
+from rollout.worker_threads import WorkerThreads, may_leave_loop
 
 if TYPE_CHECKING:
     from rollout.config import MediaConfig
@@ -184,7 +184,7 @@ class MediaIntake:
             raise MediaError(f"{source.where}: a {source.kind}; the model reads {reads}")
         url = find_url(source)
         if url is not None and self._fetcher is not None:
-            source = msgspec.structs.replace(source, value=await self._fetched(source, url))
+            source = msgspec.structs.replace(source, value=await self._fetch(source, url))
         medium = await self.run(self._read, source)
         return self._known.setdefault(medium.digest, medium)
 
@@ -199,15 +199,11 @@ class MediaIntake:
             raise MediaError(f"{source.where}: {error}") from None
         return medium
 
-    async def _fetched(self, source: MediaSource, url: str) -> bytes:
+    async def _fetch(self, source: MediaSource, url: str) -> bytes:
         assert self._fetcher is not None
         try:
             with anyio.fail_after(self._limits.fetch_s):
-                if is_async(self._fetcher):
-                    content = await self._fetcher(url)
-                else:
-                    content = await self._threads.run(_NAME, self._fetcher, url)
-                    content = await content if isinstance(content, Awaitable) else content
+                content = await self._threads.call(_NAME, self._fetcher, url)
         except TimeoutError:
             limit = f"media.fetch_s = {self._limits.fetch_s}"
             raise MediaError(f"{source.where}: {limit}: {url:.200} was not fetched") from None
