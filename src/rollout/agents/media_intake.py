@@ -33,6 +33,7 @@ MediaFetcher = Callable[[str], Any]
 #: Lists of messages whose media are remembered: members of a group begin after one another.
 _MOST_LISTS = 32
 _SEQUENCES = (list, tuple, Sequence)
+_TEXT = (str, type(None))
 #: By what threads that were left behind are counted.
 _NAME = "rollout.media"
 
@@ -160,7 +161,7 @@ class MediaIntake:
         own: list[Message | Mapping[str, Any]] = []
         for at, message in enumerate(messages):
             content = get_content(message)
-            parts = [] if isinstance(content, str | None) else list_parts(content)
+            parts = [] if isinstance(content, _TEXT) else list_parts(content)
             where = f"messages[{at}]: content"
             found = [media_part(f"{where}[{at}]", part) for at, part in enumerate(parts)]
             self._check_count(sum(each is not None for each in found))
@@ -245,7 +246,7 @@ def may_show(messages: Any) -> bool:
     """Whether one of them is more than text."""
     if not isinstance(messages, _SEQUENCES) and not _is_objects(messages):
         return False
-    return any(not isinstance(get_content(message), str | None) for message in messages)
+    return any(not isinstance(get_content(message), _TEXT) for message in messages)
 
 
 def replace_content(message: Message | Mapping[str, Any], content: str | list[Any]) -> Any:
