@@ -16,7 +16,6 @@ from race_situations import add, user
 from rollout import (
     AgentContext,
     AgentError,
-    AgentLoop,
     InteractionTurn,
     LimitExceeded,
     Message,
@@ -26,38 +25,21 @@ from rollout import (
     ToolSession,
     Trajectory,
     function_tool,
-    register_agent,
 )
 from rollout.batch import RolloutBatch
 from rollout.config import AgentConfig, LengthsConfig, RecoveryConfig, SimulatedEngine
 from rollout.interactions import Interaction
 from rollout.testing import Scenario, simulated_tokenizer, tool_call
+from trial_agent import TRIALS, run_trial
 
 pytestmark = pytest.mark.anyio
 
 SCENARIO = Scenario(seed=1).reply("go", "First words.", filler=10).then("Second words.")
-TRIALS: dict[str, Any] = {}
+LENGTHS = LengthsConfig(prompt=900, response=400)
 
 
-@register_agent("does_a_trial")
-class DoesATrial(AgentLoop):
-    """Does what its test says."""
-
-    async def run(self, context: AgentContext) -> None:
-        await TRIALS["it"](context)
-
-
-async def tried(
-    trial: Any, *, scenario: Scenario = SCENARIO, tools: Any = (), agent: Any = None, **options: Any
-) -> RolloutBatch:
-    TRIALS["it"] = trial
-    recorder = Recorder()
-    options.setdefault("lengths", LengthsConfig(prompt=900, response=400))
-    config = scenario.config(agent=AgentConfig(name="does_a_trial", **(agent or {})), **options)
-    async with recorder.open_rollout(config, tools) as runtime:
-        batch: RolloutBatch = await runtime.generate([user("go")])
-    assert recorder.anomalies() == []
-    return batch
+async def tried(trial: Any, *, scenario: Scenario = SCENARIO, **options: Any) -> RolloutBatch:
+    return await run_trial(trial, scenario, **{"lengths": LENGTHS, **options})
 
 
 def ids_of(text: str) -> list[int]:

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 import rollout
-from harness import Recorder
 from race_situations import add, nap
-from rollout import AgentContext, AgentLoop, Message, Outcome, Prompt, Reward, register_agent
-from rollout.config import AgentConfig, SamplingConfig
+from rollout import AgentContext, Message, Outcome, Prompt, Reward
+from rollout.config import SamplingConfig
 from rollout.testing import Scenario
+from trial_agent import run_trial
 
 pytestmark = pytest.mark.anyio
 
@@ -66,25 +66,10 @@ async def test_reward_takes_its_value_without_a_name() -> None:
     assert [row.reward for row in batch.trajectories] == [0.25]
 
 
-TRIALS: dict[str, Any] = {}
-
-
-@register_agent("tries_forms")
-class TriesForms(AgentLoop):
-    """Does what its test says."""
-
-    async def run(self, context: AgentContext) -> None:
-        await TRIALS["it"](context)
-
-
 async def tried(trial: Any, prompt: Prompt | None = None, **options: Any) -> rollout.Trajectory:
-    TRIALS["it"] = trial
-    recorder = Recorder()
-    options.setdefault("sampling", SamplingConfig(temperature=0.7, top_p=0.9))
-    config = SCENARIO.config(agent=AgentConfig(name="tries_forms"), **options)
-    async with recorder.open_rollout(config, [add, nap]) as runtime:
-        batch: rollout.RolloutBatch = await runtime.generate([prompt or Prompt("question")])
-    assert recorder.anomalies() == []
+    sampling = SamplingConfig(temperature=0.7, top_p=0.9)
+    options = {"sampling": sampling, "tools": [add, nap], **options}
+    batch = await run_trial(trial, SCENARIO, prompt=prompt or Prompt("question"), **options)
     (trajectory,) = batch.trajectories
     return trajectory
 
