@@ -30,8 +30,6 @@ class AgentLoop(ABC):
             it again.
     """
 
-    __slots__ = ()
-
     needs_gateway: ClassVar[bool] = False
     needs_sandbox: ClassVar[bool] = False
     is_shared: bool = False
