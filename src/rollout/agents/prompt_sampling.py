@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -13,9 +12,10 @@ from rollout.config import RolloutConfig, SamplingConfig
 from rollout.engine.core import EngineInfo, SamplingParams
 from rollout.engine.pool.request_checks import check_sampling
 from rollout.errors import AgentError, ConfigError
-from rollout.types import without_null_keys
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rollout.agents.services import Services
     from rollout.seeds import Identity
     from rollout.types import Prompt
@@ -49,37 +49,6 @@ def make_sampling(
     return SamplingParams(**fields)
 
 
-def read_sampling(
-    what: str,
-    services: Services,
-    prompt: Prompt,
-    sampling: Mapping[str, Any] | SamplingParams,
-    *,
-    validate: bool,
-) -> SamplingParams:
-    """The sampling that an agent sets, over what the prompt and the configuration have.
-
-    Args:
-        what: The function that got it, for messages.
-        sampling: Fields of `sampling`, of which None says nothing; or all of it.
-
-    Raises:
-        AgentError: It names no field of `sampling`, or has a value that cannot be.
-        EngineError: A field of `SamplingParams` has a value that is not of its type.
-    """
-    if isinstance(sampling, Mapping):
-        overrides = {**prompt.sampling, **without_null_keys(sampling)}
-        try:
-            sampling = make_sampling(services.config, overrides, validate=validate)
-        except ConfigError as error:
-            raise AgentError(f"{what}: {error}") from error
-    elif not isinstance(sampling, SamplingParams):
-        raise AgentError(
-            f"{what}: sampling = {sampling!r:.80}; expected SamplingParams, or a mapping of fields"
-        )
-    return _check(what, sampling, services)
-
-
 def replace_sampling(
     sampling: SamplingParams, fields: Mapping[str, Any], services: Services
 ) -> SamplingParams:
@@ -98,10 +67,19 @@ def replace_sampling(
         for name, value in fields.items()
         if value is not None
     }
-    return _check("generate", msgspec.structs.replace(sampling, **given), services)
+    return check_drawn("generate", msgspec.structs.replace(sampling, **given), services)
 
 
-def _check(what: str, sampling: SamplingParams, services: Services) -> SamplingParams:
+def check_drawn(what: str, sampling: SamplingParams, services: Services) -> SamplingParams:
+    """Return a sampling that the engines can read, and tell all that it asks for.
+
+    Args:
+        what: The function that got it, for messages.
+
+    Raises:
+        AgentError: The engines cannot tell so many log-probs.
+        EngineError: A value is not of its field's type, or out of its range.
+    """
     check_sampling(sampling)
     fault = top_log_probs_fault(sampling.top_log_probs, services.engines.info)
     if fault:
