@@ -15,7 +15,7 @@ from rollout.agents.turn import TurnReader
 from rollout.chat.encoding import TooManyTokens
 from rollout.chat.messages import as_messages
 from rollout.chat.reasoning import opens_reasoning
-from rollout.chat.result_order import order_messages
+from rollout.chat.result_order import message_ids, order_messages
 from rollout.engine.pool.request_checks import describe_outside_id
 from rollout.errors import AgentError, LimitExceeded, MediaError, TemplateError
 from rollout.media.records import find_shown
@@ -103,7 +103,7 @@ class Renderer:
             AgentError: They cannot be rendered.
         """
         is_list = isinstance(messages, Sequence)  # what is none is refused with the words for it
-        is_continued = is_list and any(_get_role(each) == "assistant" for each in messages)
+        is_continued = is_list and any(message_ids(each).role == "assistant" for each in messages)
         try:
             return await self.render_prompt(messages, is_continued=is_continued)
         except RejectedPrompt as error:
@@ -202,13 +202,8 @@ class Renderer:
             return encode(history.serve_messages(in_words=False))
         except TooManyTokens:
             raise
-        except TemplateError as refusal:
-            try:
-                return encode(history.serve_messages(in_words=True))
-            except TooManyTokens:
-                raise
-            except TemplateError:
-                raise refusal from None
+        except TemplateError:
+            return encode(history.serve_messages(in_words=True))
 
     async def find_drift(self, history: History) -> Drift:
         """See `ChatTemplate.drift`; beside the loop, since it renders the conversation again."""
@@ -280,12 +275,6 @@ def make_length_error(source: str, what: str) -> LimitExceeded:
 def make_room_error(source: str, count: str) -> LimitExceeded:
     """The error of an observation of so many tokens, which does not fit."""
     return make_length_error(source, f"an observation of {count} tokens does not fit")
-
-
-def _get_role(message: Message | Mapping[str, Any]) -> object:
-    if isinstance(message, Mapping):
-        return message.get("role")
-    return getattr(message, "role", None)
 
 
 def get_renderer(services: Services, tools: tuple[str, ...]) -> Renderer:
