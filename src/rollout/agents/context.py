@@ -56,6 +56,7 @@ class AgentContext(Conversation):
     others, each a context of the same trajectory. What an agent keeps on a context is its own.
 
     Attributes:
+        on_tokens: Called with the `Generation` under way at each of its chunks.
         pinned_calls: Calls of clients whose sampling `gateway.sampling` "pin" has overridden.
     """
 
