@@ -14,8 +14,7 @@ from rollout.chat.messages import template_messages
 from rollout.chat.reward_values import BadRewardError, finite_number
 from rollout.errors import ToolError
 from rollout.tools.function_tools import FunctionTool
-from rollout.tools.policy import ToolPolicy
-from rollout.tools.tool import Tool, ToolContext, ToolProvider, ToolSession
+from rollout.tools.tool import Tool, ToolContext, ToolPolicy, ToolProvider, ToolSession
 from rollout.worker_threads import is_async
 
 if TYPE_CHECKING:

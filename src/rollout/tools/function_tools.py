@@ -32,7 +32,6 @@ from rollout.child_processes import (
 from rollout.errors import ToolError
 from rollout.function_refs import FunctionRef, NotImportableError, check_top_level, function_ref
 from rollout.tools.attempt import describe
-from rollout.tools.policy import ToolPolicy, TransientError
 from rollout.tools.results import ToolResult, normalise_result
 from rollout.tools.schemas import (
     SchemaCheck,
@@ -41,7 +40,14 @@ from rollout.tools.schemas import (
     quote_all,
     write_path,
 )
-from rollout.tools.tool import METHOD_KWARGS, Tool, ToolContext, ToolSession
+from rollout.tools.tool import (
+    METHOD_KWARGS,
+    Tool,
+    ToolContext,
+    ToolPolicy,
+    ToolSession,
+    TransientError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -323,16 +329,12 @@ class FunctionTool(Tool, Generic[P, R]):
     def __repr__(self) -> str:
         return f"<FunctionTool {self.name}>"
 
-    async def prepare(self) -> None:
-        """See `Tool.prepare`: when it was decorated, its name led to nothing yet."""
-        _ = self.function_ref
-
     async def open(self, context: ToolContext) -> ToolSession:
-        """A session that calls the function with arguments that `check` returned."""
+        """See `open_session`."""
         return self.open_session(context)
 
     def open_session(self, context: ToolContext) -> ToolSession:
-        """`open`, which has nothing to wait for.
+        """A session that calls the function with arguments that `check` returned.
 
         Raises:
             ToolError: The prompt's kwargs name no parameter.
@@ -340,10 +342,8 @@ class FunctionTool(Tool, Generic[P, R]):
         names = context.kwargs.keys() - METHOD_KWARGS
         if unknown := ", ".join(sorted(n for n in names if not self.parameters.takes(n))):
             known = ", ".join(sorted(self.parameters.schema["properties"])) or "none"
-            raise ToolError(
-                f"tools_kwargs of {self.name!r} name no parameter of it: {unknown}; "
-                f"expected some of: {known}"
-            )
+            why = f"name no parameter of it: {unknown}; expected some of: {known}"
+            raise ToolError(f"tools_kwargs of {self.name!r} {why}")
         return _FunctionSession(self, context)
 
     def check(self, arguments: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
