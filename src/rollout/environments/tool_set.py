@@ -184,9 +184,9 @@ class _MethodSession(ToolSession):
         function = self._environment.functions.get(self._name)
         if function is None:
             raise ToolError(f"{self._name!r}: {self._environment.title} has no such method")
-        arguments = function.parameters.check(call.arguments)
-        if function.parameters.context_name is not None:
-            arguments[function.parameters.context_name] = self._context
+        arguments = function._read_arguments(call.arguments)
+        if function.context_name:
+            arguments[function.context_name] = self._context
         return await self._environment.call(self._name, **arguments)
 
 
