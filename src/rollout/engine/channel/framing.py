@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Message = TypeVar("Message")
 
 #: Bytes read at once: about a millisecond of work for the reader.
-READ_BYTES = 64 * 1024
+READ_BYTES = 256 * 1024
 #: Bytes waiting to be written from which on callers should wait: eight prompts of 32k tokens.
 HIGH_WATER_BYTES = 1024 * 1024
 #: What reading or writing raises when a connection is of no more use.
